@@ -1,0 +1,29 @@
+"""Indexed token datasets in Megatron's .bin/.idx format, tokenizer training and corpus preprocessing.
+
+The front is lazy (PEP 562): importing it imports no room, so a command that only
+needs help text never loads torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+_ROOMS: dict[str, str] = {}
+
+__all__ = list(_ROOMS)
+
+
+def __getattr__(name: str) -> object:
+    """Import the room that owns ``name`` and return the attribute."""
+    if name == "__version__":
+        try:
+            return version("mcore-data")
+        except PackageNotFoundError:
+            return "0+source"
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names without importing them."""
+    return sorted([*__all__, "__version__"])
