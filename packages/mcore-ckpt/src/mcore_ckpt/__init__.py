@@ -1,4 +1,4 @@
-"""Distributed checkpoints that save under one parallel layout, load under any other, and convert to and from Hugging Face.
+"""Distributed checkpoints: save under one layout, load under any other, speak HF.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers for any PyTorch model: routing, dispatch over an expert axis, grouped experts.
+"""Mixture of experts for any PyTorch model: routing, dispatch, grouped experts.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.

@@ -1,4 +1,4 @@
-"""Tensor, sequence, pipeline, context, expert and data parallelism for PyTorch as explicit, composable parts.
+"""Parallelism for PyTorch as explicit parts: who am I, who do I talk to, how gradients go.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.
@@ -7,7 +7,19 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {}
+_ROOMS: dict[str, str] = {
+    "Axis": "mesh",
+    "Layout": "sharding",
+    "ParallelConfig": "config",
+    "ParallelContext": "mesh",
+    "Part": "sharding",
+    "Piece": "sharding",
+    "SINGLE": "mesh",
+    "Shard": "sharding",
+    "named_parameters": "sharding",
+    "named_shards": "sharding",
+    "run_ranks": "testing",
+}
 
 __all__ = list(_ROOMS)
 

@@ -1,0 +1,241 @@
+"""Collectives over an ``Axis``: plain ones, and pairs that carry gradients.
+
+Everything here returns a new tensor and changes none: in-place collectives inside an
+autograd.Function give silently zero gradients under ``torch.compile``. Over an axis of one
+rank each function returns its input and never calls torch.distributed.
+
+The pairs, forward / backward:
+    copy_to            identity        / all-reduce
+    reduce_from        all-reduce      / identity
+    split_to           own slice       / all-gather
+    gather_from        all-gather      / own slice
+    gather_partial_from all-gather     / reduce-scatter
+    reduce_scatter_to  reduce-scatter  / all-gather
+    all_to_all         exchange        / exchange back
+Which one is right depends on what the gradient is on each rank: whole and equal (a replica)
+or a part of a sum (partial). Shoeybi et al. 2019, arXiv:1909.08053 (f and g); Korthikanti
+et al. 2022, arXiv:2205.05198 (g-bar).
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mcore_parallel.mesh import Axis
+
+_ops = torch.ops._c10d_functional
+
+
+def all_reduce(x: Shaped[Tensor, "..."], axis: Axis, op: str = "sum") -> Shaped[Tensor, "..."]:
+    """Reduce elementwise over ``axis``; no gradient.
+
+    Args:
+        x: any shape and dtype the backend knows; equal shapes on all ranks.
+        axis: ranks that take part; all of them call it.
+        op: ``sum``, ``max``, ``min``, ``product`` or ``avg`` (nccl only).
+    """
+    if axis.size == 1:
+        return x
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, axis.group_name))
+
+
+def all_gather(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
+    """Concatenate the ranks' tensors along ``dim`` in axis order; no gradient."""
+    if axis.size == 1:
+        return x
+    front = x.movedim(dim, 0).contiguous()
+    out = _ops.wait_tensor(_ops.all_gather_into_tensor(front, axis.size, axis.group_name))
+    return out.movedim(0, dim)
+
+
+def reduce_scatter(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
+    """Sum over ``axis`` and keep this rank's equal slice of ``dim``; no gradient.
+
+    Raises:
+        ValueError: if the axis does not divide ``dim``.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, dim)
+    front = x.movedim(dim, 0).contiguous()
+    out = _ops.wait_tensor(_ops.reduce_scatter_tensor(front, "sum", axis.size, axis.group_name))
+    return out.movedim(0, dim)
+
+
+def own_slice(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
+    """Return this rank's equal slice of ``dim`` as a view; talks to nobody.
+
+    Raises:
+        ValueError: if the axis does not divide ``dim``.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, dim)
+    length = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * length, length)
+
+
+def copy_to(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
+    """Pass through; all-reduce the gradient over ``axis`` in backward.
+
+    Where a replicated tensor enters computation that is split over the axis.
+    """
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce_from(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
+    """All-reduce over ``axis``; pass the gradient through.
+
+    Where partial sums become a replicated tensor whose gradient is whole on every rank.
+    """
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def split_to(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
+    """Keep this rank's slice of ``dim``; all-gather the gradient in backward.
+
+    Raises:
+        ValueError: if the axis does not divide ``dim``.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, dim)
+    return _Split.apply(x, axis, dim)
+
+
+def gather_from(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
+    """All-gather along ``dim``; keep this rank's slice of the gradient in backward.
+
+    Only right when the gradient of the result is whole and equal on every rank; use
+    ``gather_partial_from`` when each rank's gradient is a part of a sum.
+    """
+    return x if axis.size == 1 else _Gather.apply(x, axis, dim)
+
+
+def gather_partial_from(
+    x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0
+) -> Shaped[Tensor, "..."]:
+    """All-gather along ``dim``; reduce-scatter the gradient in backward."""
+    return x if axis.size == 1 else _GatherPartial.apply(x, axis, dim)
+
+
+def reduce_scatter_to(
+    x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0
+) -> Shaped[Tensor, "..."]:
+    """Sum over ``axis`` keeping this rank's slice of ``dim``; all-gather the gradient.
+
+    Raises:
+        ValueError: if the axis does not divide ``dim``.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, dim)
+    return _ReduceScatter.apply(x, axis, dim)
+
+
+def all_to_all(
+    x: Shaped[Tensor, "R ..."], axis: Axis, send: list[int], receive: list[int]
+) -> Shaped[Tensor, "Q ..."]:
+    """Exchange rows: ``send[i]`` rows go to rank ``i``, ``receive[i]`` come from it.
+
+    Backward sends the gradients of the rows back where they came from.
+
+    Args:
+        x: rows sorted by destination; ``sum(send)`` of them.
+        axis: ranks that take part.
+        send: rows for each rank of the axis; may hold zeros.
+        receive: rows from each rank; what the others' ``send`` say.
+    """
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, send, receive)
+
+
+def _check_divides(x: Tensor, axis: Axis, dim: int) -> None:
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"dimension {dim} of size {x.shape[dim]} does not divide over axis "
+            f"{axis.name} of {axis.size} ranks"
+        )
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_reduce(grad, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return own_slice(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return own_slice(grad, ctx.axis, ctx.dim).contiguous(), None, None
+
+
+class _GatherPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return _exchange(x, axis, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _exchange(grad, ctx.axis, ctx.receive, ctx.send), None, None, None
+
+
+def _exchange(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+    return _ops.wait_tensor(
+        _ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name)
+    )

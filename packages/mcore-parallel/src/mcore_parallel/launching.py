@@ -1,0 +1,183 @@
+"""Starting ranks: read the launcher's environment, join the world, or spawn one here.
+
+The only room that reads or writes the process environment. A program works the same under
+``torchrun`` (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT) and as a single process, which needs no process group at all.
+"""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnvironment:
+    """What a launcher told this process about itself."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    is_launched: bool = False
+    """Whether a launcher set the variables: false for a plain ``python`` start."""
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
+    """Read torchrun's variables.
+
+    Raises:
+        ValueError: if only some of them are set, or their values contradict.
+    """
+    env = os.environ if environ is None else environ
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    present = [name for name in names if name in env]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        return RankEnvironment()
+    if len(present) < len(names):
+        missing = sorted(set(names) - set(present))
+        raise ValueError(
+            f"the environment sets {present} but not {missing}: start with torchrun, which "
+            "sets all of them, or unset them to run one process."
+        )
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not within WORLD_SIZE={world_size}.")
+    return RankEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(env.get("LOCAL_RANK", rank)),
+        is_launched=True,
+    )
+
+
+def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
+    """Join the world that the launcher describes and return this rank's device.
+
+    Collectives use nccl on CUDA (with gloo beside it for host objects) and gloo on CPU. A
+    single process joins nothing. Calling it again returns the same device.
+
+    Args:
+        device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
+        timeout_minutes: after which a collective that hangs ends the job.
+
+    Raises:
+        ValueError: if ``cuda`` is asked for and absent, or the host has fewer GPUs than ranks.
+    """
+    env = read_environment()
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda":
+        count = torch.cuda.device_count()
+        if env.local_rank >= count:
+            raise ValueError(
+                f"local rank {env.local_rank} has no GPU: this host shows {count}. Start at "
+                f"most {count} ranks a host, or use --device cpu."
+            )
+        device = torch.device("cuda", env.local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if env.is_launched and not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return device
+
+
+def shut_down() -> None:
+    """Leave the world, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on at this moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int:
+    """Start ``nproc`` ranks of a command on this host and wait for them.
+
+    The first rank that fails ends the others, so nothing waits for a dead peer. Rank 0 keeps
+    this terminal's standard output; every rank keeps standard error.
+
+    Args:
+        command: program and arguments, such as ``[sys.executable, "-m", "mcore_train", ...]``.
+        nproc: ranks to start.
+        poll_s: seconds between looks at the ranks.
+
+    Returns:
+        0 when all ranks end well, else the exit code of the first that failed.
+
+    Raises:
+        ValueError: if this process already is a launched rank, or ``nproc`` is below 1.
+    """
+    if nproc < 1:
+        raise ValueError(f"--nproc {nproc} must be 1 or more.")
+    if read_environment().is_launched:
+        raise ValueError("--nproc cannot be used under torchrun: leave one of the two out.")
+    port = str(free_port())
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    ranks = []
+    for rank in range(nproc):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": threads,
+        }
+        out = None if rank == 0 else subprocess.DEVNULL
+        ranks.append(subprocess.Popen(list(command), env=env, stdout=out))
+    try:
+        return _wait(ranks, poll_s)
+    finally:
+        _end(ranks)
+
+
+def python_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs ``python -m module arguments`` with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def _wait(ranks: list[subprocess.Popen], poll_s: float) -> int:
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = [(i, code) for i, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            index, code = failed[0]
+            log.error("rank %d ended with exit code %d; ending the others", index, code)
+            return code if code > 0 else 128 - code
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(poll_s)
+
+
+def _end(ranks: list[subprocess.Popen], grace_s: float = 10.0) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()

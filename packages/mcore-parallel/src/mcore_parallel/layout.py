@@ -1,0 +1,144 @@
+"""Rank arithmetic on plain integers: which ranks form which group.
+
+The world is factorised twice over the same ranks: a dense grid (tp, cp, dp, pp) and an
+expert grid (expert_tp, ep, expert_dp, pp), so that experts may be spread over ranks
+that are tensor, context or data ranks for the rest of the model ("folding"). A grid is
+a mixed-radix number whose leftmost axis varies fastest. No torch here.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from mcore_parallel.config import ParallelConfig
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("expert_tp", "ep", "expert_dp", "pp")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """One factorisation of the world; ``sizes[i]`` belongs to ``names[i]``, fastest first."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Product of all axes."""
+        return prod(self.sizes)
+
+    def size(self, name: str) -> int:
+        """Ranks along one axis."""
+        return self.sizes[self.names.index(name)]
+
+    def coordinates(self, global_rank: int) -> dict[str, int]:
+        """Position of a rank along every axis."""
+        position = {}
+        for name, size in zip(self.names, self.sizes, strict=True):
+            global_rank, position[name] = divmod(global_rank, size)
+        return position
+
+    def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Groups in which ``axes`` vary and every other axis is fixed.
+
+        Groups come in mixed-radix order of the fixed axes; inside one, ranks ascend with
+        the grid's own order of ``axes``. Every rank stands in exactly one group.
+
+        Raises:
+            KeyError: if an axis is not one of this grid.
+        """
+        if unknown := set(axes) - set(self.names):
+            raise KeyError(f"{sorted(unknown)} are not axes of {self.names}")
+        strides = [prod(self.sizes[:i]) for i in range(len(self.sizes))]
+        members = [i for i, name in enumerate(self.names) if name in axes]
+        fixed = [i for i, name in enumerate(self.names) if name not in axes]
+        return [
+            tuple(base + inner for inner in _offsets(self.sizes, strides, members))
+            for base in _offsets(self.sizes, strides, fixed)
+        ]
+
+
+def _offsets(sizes: tuple[int, ...], strides: list[int], axes: list[int]) -> list[int]:
+    # itertools.product varies its LAST factor fastest, so the axes go in reversed.
+    ranges = [range(sizes[i]) for i in reversed(axes)]
+    return [
+        sum(k * strides[i] for k, i in zip(ks, reversed(axes), strict=True))
+        for ks in product(*ranges)
+    ]
+
+
+def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
+    """Factorise the world into the dense and the expert grid.
+
+    Raises:
+        ValueError: if the degrees do not divide the world, or if the pipeline groups of the
+            two grids would differ.
+    """
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    pp, ep = config.pipeline_model_parallel_size, config.expert_model_parallel_size
+    expert_tp = config.expert_tensor_parallel_size or tp
+    _check_divides(
+        world_size,
+        {
+            "tensor-model-parallel-size": tp,
+            "context-parallel-size": cp,
+            "pipeline-model-parallel-size": pp,
+        },
+    )
+    _check_divides(
+        world_size,
+        {
+            "expert-tensor-parallel-size": expert_tp,
+            "expert-model-parallel-size": ep,
+            "pipeline-model-parallel-size": pp,
+        },
+    )
+    dp = world_size // (tp * cp * pp)
+    expert_dp = world_size // (expert_tp * ep * pp)
+    if config.use_tp_pp_dp_mapping:
+        dense = Grid(("tp", "cp", "pp", "dp"), (tp, cp, pp, dp))
+        expert = Grid(("expert_tp", "ep", "pp", "expert_dp"), (expert_tp, ep, pp, expert_dp))
+    else:
+        dense = Grid(("tp", "cp", "dp", "pp"), (tp, cp, dp, pp))
+        expert = Grid(("expert_tp", "ep", "expert_dp", "pp"), (expert_tp, ep, expert_dp, pp))
+    if set(dense.groups(("pp",))) != set(expert.groups(("pp",))):
+        raise ValueError(
+            "--use-tp-pp-dp-mapping gives dense and expert layers different pipelines here: "
+            f"TP*CP is {tp * cp} and expert TP*EP is {expert_tp * ep}. Make the two products "
+            "equal, use --pipeline-model-parallel-size 1, or drop --use-tp-pp-dp-mapping."
+        )
+    instances = config.num_distributed_optimizer_instances
+    for name, size in (("DP*CP", dp * cp), ("expert DP", expert_dp)):
+        if size % instances and not (name == "expert DP" and ep == 1 and expert_tp == tp):
+            raise ValueError(
+                f"--num-distributed-optimizer-instances {instances} must divide "
+                f"{name} = {size}."
+            )
+    return dense, expert
+
+
+def _check_divides(world_size: int, degrees: dict[str, int]) -> None:
+    if world_size % prod(degrees.values()):
+        wanted = " x ".join(f"--{name} {size}" for name, size in degrees.items())
+        raise ValueError(
+            f"{wanted} = {prod(degrees.values())} does not divide the world of {world_size} "
+            f"ranks. Start {prod(degrees.values())} ranks or a multiple, or lower a degree."
+        )
+
+
+def consecutive_blocks(groups: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Cut every group into runs of ``size`` neighbours, in order.
+
+    Raises:
+        ValueError: if ``size`` does not divide a group.
+    """
+    for group in groups:
+        if len(group) % size:
+            raise ValueError(f"blocks of {size} do not divide a group of {len(group)} ranks")
+    return [g[i : i + size] for g in groups for i in range(0, len(g), size)]
+
+
+def strided_blocks(groups: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Join equal positions of the runs that ``consecutive_blocks(groups, size)`` gives."""
+    return [g[i::size] for g in groups for i in range(size)]

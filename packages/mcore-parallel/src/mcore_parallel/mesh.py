@@ -1,0 +1,217 @@
+"""Who this rank is and whom it talks to: ``Axis`` and ``ParallelContext``.
+
+A context is an object, built once from a ``ParallelConfig`` and passed down; several may
+live in one process. Layers take an ``Axis``, whole models take the context. Every process
+group is made in ``build``, in one order on all ranks; an axis of one rank has no group,
+and ``None``, torch's name for the whole world, never reaches torch.distributed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.layout import (
+    DENSE_AXES,
+    EXPERT_AXES,
+    Grid,
+    build_grids,
+    consecutive_blocks,
+    strided_blocks,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """One mesh direction, or a product of several, as this rank sees it."""
+
+    name: str
+    """Where it comes from, for messages: ``tp``, ``dp_cp``."""
+    size: int
+    """Ranks along the axis."""
+    rank: int
+    """This rank's place on it, ``0 <= rank < size``."""
+    group: dist.ProcessGroup | None
+    """None exactly when ``size == 1``: then every layer is its plain self."""
+    ranks: tuple[int, ...]
+    """Global ranks along the axis, in order; ``ranks[rank]`` is this one."""
+
+    @property
+    def group_name(self) -> str:
+        """Torch's registered name of the group, which functional collectives take."""
+        if self.group is None:
+            raise ValueError(f"axis {self.name} has one rank and no group")
+        return self.group.group_name
+
+
+SINGLE = Axis("single", 1, 0, None, (0,))
+"""The axis of a layer that is not parallel."""
+
+
+class ParallelContext:
+    """All axes of one layout, and the device this rank computes on.
+
+    Attributes:
+        config: the degrees it was built from.
+        device: where this rank's tensors live.
+        global_rank: this process in the world.
+        world: every rank of the job as one axis.
+        tp, cp, pp, dp: dense grid. ``dp_cp`` is where dense gradients are summed.
+        expert_tp, ep, expert_dp: expert grid; expert gradients are summed over ``expert_dp``.
+        optimizer_shard, optimizer_replica: ``dp_cp`` cut into instances of the sharded
+            optimizer (consecutive blocks), and the ranks at one place of every instance.
+        expert_optimizer_shard, expert_optimizer_replica: the same cut of ``expert_dp``.
+        embedding_ends: first and last pipeline stage, which share a tied embedding; an
+            axis of one rank on the stages between.
+    """
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        device: torch.device,
+        global_rank: int,
+        axes: dict[str, Axis],
+        groups: list[dist.ProcessGroup],
+    ) -> None:
+        """Use ``build`` or ``single`` instead."""
+        self.config = config
+        self.device = device
+        self.global_rank = global_rank
+        self._axes = axes
+        self._groups = groups
+        self.world = axes["world"]
+        self.tp, self.cp = axes["tp"], axes["cp"]
+        self.dp, self.pp = axes["dp"], axes["pp"]
+        self.dp_cp = self.axis("dp", "cp")
+        self.expert_tp, self.ep, self.expert_dp = (
+            axes["expert_tp"],
+            axes["ep"],
+            axes["expert_dp"],
+        )
+        self.optimizer_shard = axes["optimizer_shard"]
+        self.optimizer_replica = axes["optimizer_replica"]
+        self.expert_optimizer_shard = axes["expert_optimizer_shard"]
+        self.expert_optimizer_replica = axes["expert_optimizer_replica"]
+        self.embedding_ends = axes["embedding_ends"]
+
+    @classmethod
+    def build(
+        cls, config: ParallelConfig, device: torch.device | str = "cpu"
+    ) -> ParallelContext:
+        """Make every group of a layout over the initialised world.
+
+        All ranks call it together, with equal configs, after ``launching.initialize`` (or
+        ``torch.distributed.init_process_group``). With no process group it describes a world
+        of one rank.
+
+        Args:
+            config: the degrees; data-parallel sizes follow from the world size.
+            device: where this rank computes; groups use nccl for ``cuda`` and gloo for ``cpu``.
+
+        Raises:
+            ValueError: if the degrees do not fit the world; raised on every rank, before any
+                group is made.
+        """
+        device = torch.device(device)
+        ready = dist.is_initialized()
+        world_size = dist.get_world_size() if ready else 1
+        global_rank = dist.get_rank() if ready else 0
+        dense, expert = build_grids(config, world_size)
+        plan = _group_plan(config, dense, expert)
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        axes = {}
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        for name, groups in plan.items():
+            axes[name] = Axis(name, 1, 0, None, (global_rank,))
+            for ranks in groups:
+                if len(ranks) > 1 and ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                if global_rank in ranks and len(ranks) > 1:
+                    axes[name] = Axis(
+                        name, len(ranks), ranks.index(global_rank), made[ranks], ranks
+                    )
+        mine = [group for ranks, group in made.items() if global_rank in ranks]
+        return cls(config, device, global_rank, axes, mine)
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> ParallelContext:
+        """Describe one rank alone, whatever the world is; makes no group."""
+        config = ParallelConfig()
+        plan = _group_plan(config, *build_grids(config, 1))
+        axes = {name: Axis(name, 1, 0, None, (0,)) for name in plan}
+        return cls(config, torch.device(device), 0, axes, [])
+
+    def axis(self, *names: str) -> Axis:
+        """Return one axis, or the product of several of the same grid.
+
+        The order of ``names`` does not matter: ranks ascend as in the grid. Nothing is made
+        here; every product exists since ``build``.
+
+        Raises:
+            KeyError: if the names do not belong to one grid.
+        """
+        key = _product_name(names)
+        if key not in self._axes:
+            raise KeyError(f"no axis {key}: name axes of {DENSE_AXES} or of {EXPERT_AXES}")
+        return self._axes[key]
+
+    def tp_block(self, size: int) -> Axis:
+        """Return this rank's block of ``size`` neighbouring tensor ranks.
+
+        Used where fewer parts than tensor ranks exist, such as key/value heads: the ranks of
+        a block hold the same part.
+
+        Raises:
+            KeyError: if ``size`` does not divide the tensor-parallel size.
+        """
+        if size == self.tp.size:
+            return self.tp
+        return self._axes[f"tp_block_{size}"]
+
+    def data_axes(self) -> dict[str, Axis]:
+        """Return the axes over which data ranks replicate, by ``Layout.data`` kind."""
+        return {"dense": self.dp_cp, "expert": self.expert_dp}
+
+    def destroy(self) -> None:
+        """Destroy this context's groups; all ranks call it together."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups = []
+
+
+def _product_name(names: tuple[str, ...]) -> str:
+    for order in (DENSE_AXES, EXPERT_AXES):
+        if set(names) <= set(order):
+            return "_".join(name for name in order if name in names)
+    return "_".join(names)
+
+
+def _group_plan(
+    config: ParallelConfig, dense: Grid, expert: Grid
+) -> dict[str, list[tuple[int, ...]]]:
+    """List the groups of every axis over the whole world, in the one order of creation."""
+    plan: dict[str, list[tuple[int, ...]]] = {"world": [tuple(range(dense.world_size))]}
+    for grid, order in ((dense, DENSE_AXES), (expert, EXPERT_AXES)):
+        for count in range(1, len(order) + 1):
+            for names in combinations(order, count):
+                plan[_product_name(names)] = grid.groups(names)
+    tp = dense.size("tp")
+    for size in range(1, tp):
+        if tp % size == 0:
+            plan[f"tp_block_{size}"] = consecutive_blocks(plan["tp"], size)
+    instances = config.num_distributed_optimizer_instances
+    for prefix, data in (
+        ("", dense.groups(("dp", "cp"))),
+        ("expert_", expert.groups(("expert_dp",))),
+    ):
+        shard = len(data[0]) // min(instances, len(data[0]))
+        plan[f"{prefix}optimizer_shard"] = consecutive_blocks(data, shard)
+        plan[f"{prefix}optimizer_replica"] = strided_blocks(data, shard)
+    plan["embedding_ends"] = [(g[0], g[-1]) for g in plan["pp"] if len(g) > 1]
+    return plan

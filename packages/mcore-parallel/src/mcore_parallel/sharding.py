@@ -1,0 +1,319 @@
+"""Logical tensors: what a local parameter holds of the model, whatever the layout.
+
+A parameter may be fused, stacked or padded for speed; what is saved, clipped, initialised,
+converted, compared and counted is the logical tensor (q, k, v, gate, up, expert 7, the true
+vocabulary). A layer that holds anything but whole replicated tensors has a method
+``layouts() -> dict[str, Layout]`` over its own parameter names; ``named_shards`` walks a
+model and turns these into ``Shard``s, which checkpoint, clip, init, verify and the sharded
+optimizer all read.
+
+Logical names are the module path plus the part's name. Paths carry global layer numbers
+(``blocks.7`` is layer 7 on every stage), so no stage offset exists to be forgotten.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel.mesh import SINGLE, Axis
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths of a rectangular region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a local parameter and the box of a logical tensor that it is.
+
+    ``lengths`` has as many entries as the local parameter has dimensions; where the logical
+    tensor has fewer (an expert inside a stack), the leading ones must be 1 and are dropped.
+    """
+
+    name: str
+    """Logical name below the module's path; empty: the parameter's own name."""
+    shape: tuple[int, ...]
+    """Global shape of the logical tensor."""
+    offsets: tuple[int, ...]
+    """Where the box begins in the logical tensor."""
+    local_offsets: tuple[int, ...]
+    """Where the box begins in the local parameter."""
+    lengths: tuple[int, ...]
+    """Size of the box in the local parameter's dimensions."""
+    replicas: Axis = SINGLE
+    """Model-parallel ranks that hold this same box (tp for a norm, a KV block of tp)."""
+    partial: Axis = SINGLE
+    """Ranks whose gradients of this box are parts of a sum, summed at finalisation."""
+
+    @property
+    def logical_lengths(self) -> tuple[int, ...]:
+        """Size of the box in the logical tensor's dimensions."""
+        return self.lengths[len(self.lengths) - len(self.shape) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything the rest of the house must know about one local parameter."""
+
+    parts: tuple[Part, ...]
+    """Disjoint boxes of the parameter. What no part covers is padding: always zero."""
+    data: str = "dense"
+    """Whose data ranks share it: ``dense`` (dp_cp) or ``expert`` (expert_dp)."""
+    tied: Axis = SINGLE
+    """Pipeline stages that hold a copy (tied embedding): gradients are summed over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a logical tensor and the local memory that holds it."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    data: Tensor
+    """Local view of shape ``lengths``; writing to it writes to the owner's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What this rank holds of one logical tensor: none, one or many pieces."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    replicas: tuple[Axis, ...] = field(default=())
+    """Axes along which other ranks hold these same pieces."""
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank is the first of all holders: it counts and writes the pieces."""
+        return all(axis.rank == 0 for axis in self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParameter:
+    """A parameter of a model with its path and layout."""
+
+    name: str
+    """Path of the local parameter, ``blocks.7.attention.qkv.weight``."""
+    parameter: nn.Parameter
+    layout: Layout
+    """Part names are whole logical names here."""
+
+
+def whole(
+    name: str, shape: tuple[int, ...], replicas: Axis = SINGLE, partial: Axis = SINGLE
+) -> Layout:
+    """Build the ``Layout`` of a parameter that every rank of ``replicas`` holds whole.
+
+    Args:
+        name: logical name below the module, or empty for the parameter's own.
+        shape: of the parameter.
+        replicas: ranks that hold it.
+        partial: ranks whose gradients must be summed (tp under sequence parallelism).
+    """
+    zeros = (0,) * len(shape)
+    return Layout((Part(name, shape, zeros, zeros, shape, replicas, partial),))
+
+
+def sliced(
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
+    axis: Axis,
+    local: tuple[int, ...] | None = None,
+) -> Layout:
+    """Build the ``Layout`` of a parameter cut evenly along ``dim`` over ``axis``.
+
+    Args:
+        name: logical name below the module, or empty for the parameter's own.
+        shape: global shape without padding.
+        dim: the dimension that is cut.
+        axis: ranks that share it; each holds ``local[dim]`` rows.
+        local: local shape; may exceed the even share by padding at the global end.
+    """
+    if local is None:
+        local = (*shape[:dim], shape[dim] // axis.size, *shape[dim + 1 :])
+    begin = min(axis.rank * local[dim], shape[dim])
+    length = min(local[dim], shape[dim] - begin)
+    offsets = tuple(begin if i == dim else 0 for i in range(len(shape)))
+    lengths = tuple(length if i == dim else n for i, n in enumerate(shape))
+    return Layout((Part(name, shape, offsets, (0,) * len(shape), lengths),))
+
+
+def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
+    """Walk every parameter once with its layout, logical names made whole.
+
+    A module without ``layouts`` holds whole tensors that no other rank shares: right for
+    any module on one rank, so plain torch modules work. A parameter registered under two
+    paths is given once, under the first.
+    """
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        layouts: dict[str, Layout] = owner.layouts() if hasattr(owner, "layouts") else {}
+        for own_name, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            layout = layouts.get(own_name) or whole("", tuple(parameter.shape))
+            yield NamedParameter(
+                _join(path, own_name), parameter, _with_path(layout, path, own_name)
+            )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _with_path(layout: Layout, path: str, own_name: str) -> Layout:
+    parts = tuple(replace(p, name=_join(path, p.name or own_name)) for p in layout.parts)
+    return replace(layout, parts=parts)
+
+
+def named_shards(module: nn.Module, data: dict[str, Axis] | None = None) -> dict[str, Shard]:
+    """Describe what this rank holds of every logical tensor of a model.
+
+    Args:
+        module: a model or a part of one.
+        data: axes of the data ranks by kind (``dense``, ``expert``), which hold replicas;
+            ``ParallelContext.data_axes()`` gives them. Left out, data ranks are not counted.
+
+    Returns:
+        Logical name to ``Shard``; pieces are views of the parameters.
+    """
+    return shards_of([(p, p.parameter.detach()) for p in named_parameters(module)], data)
+
+
+def shards_of(
+    tensors: list[tuple[NamedParameter, Tensor]], data: dict[str, Axis] | None = None
+) -> dict[str, Shard]:
+    """Describe tensors that have their parameters' local shapes (gradients, main weights).
+
+    Raises:
+        ValueError: if a tensor's shape is not its parameter's, or two parameters hold
+            different shapes of one logical tensor.
+    """
+    shards: dict[str, Shard] = {}
+    for named, tensor in tensors:
+        if tensor.shape != named.parameter.shape:
+            raise ValueError(
+                f"{named.name}: tensor {tuple(tensor.shape)} does not have its parameter's "
+                f"shape {tuple(named.parameter.shape)}"
+            )
+        for part in named.layout.parts:
+            view = tensor
+            for dim, (begin, length) in enumerate(
+                zip(part.local_offsets, part.lengths, strict=True)
+            ):
+                view = view.narrow(dim, begin, length)
+            for _ in range(len(part.lengths) - len(part.shape)):
+                view = view.squeeze(0)
+            piece = Piece(part.offsets, part.logical_lengths, view)
+            _add(shards, named, part, piece, data)
+    return shards
+
+
+def flat_shards(
+    ranges: list[tuple[NamedParameter, int, int, Tensor]], data: dict[str, Axis] | None = None
+) -> dict[str, Shard]:
+    """Describe flat ranges of parameters (ZeRO, FSDP) as boxes of logical tensors.
+
+    Args:
+        ranges: parameter, first and one-past-last element in its flattened local tensor,
+            and the 1-D memory that holds them. A range of a matrix is at most 3 boxes.
+        data: axes along which the ranges are replicated, by kind; none when each data rank
+            holds its own range.
+    """
+    shards: dict[str, Shard] = {}
+    for named, start, stop, flat in ranges:
+        local_shape = tuple(named.parameter.shape)
+        boxes = list(_boxes(local_shape, start, stop))
+        for part in named.layout.parts:
+            for offsets, lengths in boxes:
+                cut = _intersect(offsets, lengths, part.local_offsets, part.lengths)
+                if cut is None:
+                    continue
+                # A box of a flat range is contiguous in it: address the cut by strides.
+                first = _flat_index(local_shape, cut[0]) - start
+                view = flat.as_strided(
+                    cut[1], _strides(local_shape), flat.storage_offset() + first
+                )
+                drop = len(part.lengths) - len(part.shape)
+                moved = tuple(c - b for c, b in zip(cut[0], part.local_offsets, strict=True))[
+                    drop:
+                ]
+                piece = Piece(
+                    tuple(o + m for o, m in zip(part.offsets, moved, strict=True)),
+                    cut[1][drop:],
+                    view.reshape(cut[1][drop:]) if drop else view,
+                )
+                _add(shards, named, part, piece, data)
+    return shards
+
+
+def _add(
+    shards: dict[str, Shard],
+    named: NamedParameter,
+    part: Part,
+    piece: Piece,
+    data: dict[str, Axis] | None,
+) -> None:
+    replicas = [part.replicas, named.layout.tied]
+    if data is not None:
+        replicas.append(data[named.layout.data])
+    axes = tuple(axis for axis in replicas if axis.size > 1)
+    pieces = (piece,) if prod(piece.lengths) else ()
+    known = shards.get(part.name)
+    if known is None:
+        shards[part.name] = Shard(part.shape, piece.data.dtype, pieces, axes)
+        return
+    if known.shape != part.shape:
+        raise ValueError(f"{part.name} has shape {known.shape} and {part.shape}")
+    shards[part.name] = replace(known, pieces=known.pieces + pieces)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut the flat range [start, stop) of a tensor into boxes: head, whole rows, tail."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (((start,), (stop - start,)) if shape else ((), ()))
+        return
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        if stop - start == row:
+            yield (first, *(0,) * (len(shape) - 1)), (1, *shape[1:])
+            return
+        for offsets, lengths in _boxes(shape[1:], start - first * row, stop - first * row):
+            yield (first, *offsets), (1, *lengths)
+        return
+    if start > first * row:
+        yield from _boxes(shape, start, (first + 1) * row)
+        first += 1
+    tail = stop < (last + 1) * row
+    whole_rows = last - first + (0 if tail else 1)
+    if whole_rows:
+        yield (first, *(0,) * (len(shape) - 1)), (whole_rows, *shape[1:])
+    if tail:
+        yield from _boxes(shape, last * row, stop)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _flat_index(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
+    return sum(i * s for i, s in zip(index, _strides(shape), strict=True))
+
+
+def _intersect(
+    a: tuple[int, ...], a_len: tuple[int, ...], b: tuple[int, ...], b_len: tuple[int, ...]
+) -> Box | None:
+    begin = tuple(max(x, y) for x, y in zip(a, b, strict=True))
+    end = tuple(min(x + n, y + m) for x, n, y, m in zip(a, a_len, b, b_len, strict=True))
+    if any(e <= s for s, e in zip(begin, end, strict=True)):
+        return None
+    return begin, tuple(e - s for s, e in zip(begin, end, strict=True))
