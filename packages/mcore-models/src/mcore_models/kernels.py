@@ -1,0 +1,241 @@
+"""Triton kernels for what lies between the GEMMs of a block, at the memory limit.
+
+Compiled regions reach the limit for norms; these two they miss, because the gradient is a
+concatenation: gated units (half the speed) and rotary positions over a fused q·k·v (a
+third). Each is one read and one write of its tensor, forward and backward. The plain twins
+are ``mlp.gated`` and ``rope.rotate``; imported only where tensors are on a GPU.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+
+@triton.jit
+def _gated_forward(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
+    if KIND == 0:
+        active = gate * tl.sigmoid(gate)
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = gate * tl.sigmoid(2.0 * inner)
+    tl.store(out + row * width + column, (active * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(x, dy, dx, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
+    grad = tl.load(dy + row * width + column, mask=inside).to(tl.float32)
+    if KIND == 0:
+        sigmoid = tl.sigmoid(gate)
+        active = gate * sigmoid
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        sigmoid = tl.sigmoid(2.0 * inner)
+        active = gate * sigmoid
+        rise = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
+        slope = sigmoid + gate * sigmoid * (1.0 - sigmoid) * rise
+    kind = dx.dtype.element_ty
+    tl.store(dx + row * 2 * width + column, (grad * up * slope).to(kind), mask=inside)
+    tl.store(dx + row * 2 * width + width + column, (grad * active).to(kind), mask=inside)
+
+
+_KINDS = {"silu": 0, "gelu_tanh": 1}
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        width = x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], width)
+        _gated_forward[_grid(x, width)](x, out, width, kind, _BLOCK, num_warps=4)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        width = x.shape[-1] // 2
+        dx = torch.empty_like(x)
+        _gated_backward[_grid(x, width)](
+            x, dy.contiguous(), dx, width, ctx.kind, _BLOCK, num_warps=4
+        )
+        return dx, None
+
+
+_BLOCK = 1024
+
+
+def _grid(x: Tensor, width: int) -> tuple[int, int]:
+    return x.numel() // (2 * width), triton.cdiv(width, _BLOCK)
+
+
+def fused_gated(x: Float[Tensor, "... F2"], activation: str = "silu") -> Float[Tensor, "... F"]:
+    """Return activation(gate) * up for ``x`` = [gate; up] in its last dimension.
+
+    Args:
+        x: contiguous, on a GPU; computed in float32, returned in its own dtype.
+        activation: ``silu`` or ``gelu_tanh``.
+
+    Raises:
+        KeyError: for another activation.
+
+    Reference:
+        Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
+    """
+    return _Gated.apply(x.contiguous(), _KINDS[activation])
+
+
+@triton.jit
+def _rotate(
+    packed,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    batch,
+    n,
+    g,
+    half,
+    rot_half,
+    INVERSE: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    # One program: HEADS heads of one token. Forward reads packed and writes q, k, v;
+    # backward reads their gradients, rotates back, and writes packed.
+    token = tl.program_id(0).to(tl.int64)
+    position = token // batch
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    heads = n + 2 * g
+    size = 2 * half
+    inside = (head < heads) & (lane < half)
+    is_q = head < n
+    is_k = (head >= n) & (head < n + g)
+    is_v = (head >= n + g) & (head < heads)
+    at_packed = packed + (token * heads + head) * size + lane
+    at_q = q + (token * n + head) * size + lane
+    at_k = k + (token * g + head - n) * size + lane
+    at_v = v + (token * g + head - n - g) * size + lane
+    # Rotation pairs lane i with lane i + rot_half of the first 2 * rot_half lanes.
+    c = tl.load(cos + position * half + lane, mask=lane < half, other=1.0)
+    s = tl.load(sin + position * half + lane, mask=lane < half, other=0.0)
+    kind = packed.dtype.element_ty
+    if INVERSE:
+        low = tl.load(at_q, mask=inside & is_q, other=0.0)
+        low += tl.load(at_k, mask=inside & is_k, other=0.0)
+        low += tl.load(at_v, mask=inside & is_v, other=0.0)
+        high = tl.load(at_q + half, mask=inside & is_q, other=0.0)
+        high += tl.load(at_k + half, mask=inside & is_k, other=0.0)
+        high += tl.load(at_v + half, mask=inside & is_v, other=0.0)
+        s = -s
+    else:
+        low = tl.load(at_packed, mask=inside, other=0.0)
+        high = tl.load(at_packed + half, mask=inside, other=0.0)
+    a = low.to(tl.float32)
+    b = high.to(tl.float32)
+    c = tl.where(is_v, 1.0, c)
+    s = tl.where(is_v, 0.0, s)
+    low = (a * c - b * s).to(kind)
+    high = (b * c + a * s).to(kind)
+    if INVERSE:
+        tl.store(at_packed, low, mask=inside)
+        tl.store(at_packed + half, high, mask=inside)
+    else:
+        tl.store(at_q, low, mask=inside & is_q)
+        tl.store(at_q + half, high, mask=inside & is_q)
+        tl.store(at_k, low, mask=inside & is_k)
+        tl.store(at_k + half, high, mask=inside & is_k)
+        tl.store(at_v, low, mask=inside & is_v)
+        tl.store(at_v + half, high, mask=inside & is_v)
+
+
+class _RotarySplit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n: int, g: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seq, batch, width = qkv.shape
+        size = width // (n + 2 * g)
+        q = qkv.new_empty(seq, batch, n, size)
+        k = qkv.new_empty(seq, batch, g, size)
+        v = qkv.new_empty(seq, batch, g, size)
+        ctx.save_for_backward(cos, sin)
+        _launch_rotate(qkv, q, k, v, cos, sin, inverse=False)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        seq, batch, n, size = dq.shape
+        packed = dq.new_empty(seq, batch, (n + 2 * dk.shape[2]) * size)
+        _launch_rotate(
+            packed, dq.contiguous(), dk.contiguous(), dv.contiguous(), cos, sin, inverse=True
+        )
+        return packed, None, None, None, None
+
+
+def _launch_rotate(
+    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool
+) -> None:
+    seq, batch, n, size = q.shape
+    g, half = k.shape[2], size // 2
+    heads = 8
+    grid = (seq * batch, triton.cdiv(n + 2 * g, heads))
+    _rotate[grid](
+        packed,
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        batch,
+        n,
+        g,
+        half,
+        half,
+        inverse,
+        triton.next_power_of_2(half),
+        heads,
+        num_warps=4,
+    )
+
+
+def fused_rotary_split(
+    qkv: Float[Tensor, "S B X"],
+    cos: Float[Tensor, "S H2"],
+    sin: Float[Tensor, "S H2"],
+    num_heads: int,
+    num_groups: int,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
+    """Split a fused q·k·v into heads and rotate q and k by their positions.
+
+    Args:
+        qkv: contiguous, [q heads; k groups; v groups] in its last dimension, on a GPU.
+        cos: cosine for each position and pair, float32; pair i is lanes i and i + H/2.
+        sin: sine likewise.
+        num_heads: N, query heads on this rank.
+        num_groups: G, key/value heads on this rank.
+
+    Reference:
+        Su et al. 2021, RoFormer, arXiv:2104.09864, in the rotate-half layout.
+    """
+    return _RotarySplit.apply(
+        qkv.contiguous(), cos.contiguous(), sin.contiguous(), num_heads, num_groups
+    )

@@ -1,0 +1,134 @@
+"""Triton kernels of the cross-entropy over a slice of the vocabulary.
+
+Two passes over the logits of a chunk of tokens, both at the memory limit: ``row_stats``
+reads them once, ``softmax_gradient_`` turns them in place into their own gradient. What
+ranks must agree on lies between the two (see ``head_loss``). The plain twins in torch are
+``head_loss.row_stats_plain`` and ``head_loss.softmax_gradient_plain``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_BLOCK = 4096
+_WARPS = 8
+
+
+@triton.jit
+def _row_stats(logits, labels, out, stride, width, first, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * stride
+    columns = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    plain = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = start + columns < width
+        x = tl.load(base + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, x)
+        # A lane that has seen no column yet keeps -inf: its difference would be NaN.
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - safe) + tl.exp(x - safe)
+        plain += tl.where(inside, x, 0.0)
+        top = higher
+    peak = tl.max(top, 0)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    label = tl.load(labels + row) - first
+    mine = (label >= 0) & (label < width)
+    target = tl.load(base + tl.where(mine, label, 0), mask=mine, other=0.0).to(tl.float32)
+    tl.store(out + row, peak)
+    tl.store(out + rows + row, tl.sum(total * tl.exp(top - safe), 0))
+    tl.store(out + 2 * rows + row, target)
+    tl.store(out + 3 * rows + row, tl.sum(plain, 0))
+
+
+@triton.jit
+def _softmax_gradient(
+    logits,
+    labels,
+    log_sum,
+    weights,
+    stride,
+    width,
+    padded,
+    first,
+    hit,
+    smooth,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * stride
+    columns = tl.arange(0, BLOCK)
+    weight = tl.load(weights + row)
+    shift = tl.load(log_sum + row)
+    label = tl.load(labels + row) - first
+    for start in range(0, padded, BLOCK):
+        column = start + columns
+        inside = column < width
+        x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
+        grad = tl.exp(x - shift) - smooth - tl.where(column == label, hit, 0.0)
+        grad = tl.where(inside & (weight != 0.0), grad * weight, 0.0)
+        tl.store(base + column, grad.to(logits.dtype.element_ty), mask=column < padded)
+
+
+def row_stats(
+    logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], width: int, first: int
+) -> Float[Tensor, "4 T"]:
+    """Read this rank's logits once: maximum, sum of exponentials, target logit, plain sum.
+
+    Args:
+        logits: contiguous rows of the local vocabulary slice; padding columns at the end.
+        labels: global vocabulary ids.
+        width: columns of the slice that are not padding; may be 0.
+        first: global id of column 0.
+
+    Returns:
+        float32 rows: maximum (-inf for an empty slice); sum of exp(x - maximum); the
+        target's logit, 0 where another rank owns it; sum of logits.
+    """
+    rows = logits.shape[0]
+    out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    _row_stats[(rows,)](
+        logits, labels, out, logits.stride(0), width, first, rows, _BLOCK, num_warps=_WARPS
+    )
+    return out
+
+
+def softmax_gradient_(
+    logits: Float[Tensor, "T v"],
+    labels: Int[Tensor, " T"],
+    log_sum: Float[Tensor, " T"],
+    weights: Float[Tensor, " T"],
+    width: int,
+    first: int,
+    label_smoothing: float,
+    vocab_size: int,
+) -> None:
+    """Overwrite logits by the gradient of the weighted loss with respect to them.
+
+    Args:
+        logits: as in ``row_stats``; padding columns become 0.
+        labels: global vocabulary ids.
+        log_sum: logarithm of the sum of exponentials over the whole vocabulary, float32.
+        weights: what each token's loss is multiplied by; a row of weight 0 becomes 0.
+        width: columns that are not padding.
+        first: global id of column 0.
+        label_smoothing: probability spread evenly over the vocabulary.
+        vocab_size: columns of the whole vocabulary without padding.
+    """
+    _softmax_gradient[(logits.shape[0],)](
+        logits,
+        labels,
+        log_sum,
+        weights,
+        logits.stride(0),
+        width,
+        logits.shape[1],
+        first,
+        1.0 - label_smoothing,
+        label_smoothing / vocab_size,
+        _BLOCK,
+        num_warps=_WARPS,
+    )
