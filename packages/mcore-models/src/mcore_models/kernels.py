@@ -112,7 +112,6 @@ def _rotate(
     n,
     g,
     half,
-    rot_half,
     INVERSE: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -133,7 +132,6 @@ def _rotate(
     at_q = q + (token * n + head) * size + lane
     at_k = k + (token * g + head - n) * size + lane
     at_v = v + (token * g + head - n - g) * size + lane
-    # Rotation pairs lane i with lane i + rot_half of the first 2 * rot_half lanes.
     c = tl.load(cos + position * half + lane, mask=lane < half, other=1.0)
     s = tl.load(sin + position * half + lane, mask=lane < half, other=0.0)
     kind = packed.dtype.element_ty
@@ -208,7 +206,6 @@ def _launch_rotate(
         batch,
         n,
         g,
-        half,
         half,
         inverse,
         triton.next_power_of_2(half),

@@ -159,7 +159,7 @@ def accumulate_product(
 def _passes(x: Tensor) -> tuple[Any, Any]:
     if x.is_cuda and x.dtype != torch.float64:
         # Triton comes with torch where there is a GPU, and only there.
-        from mcore_parallel.loss_kernels import row_stats, softmax_gradient_  # noqa: PLC0415
+        from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
 
         return row_stats, softmax_gradient_
     return row_stats_plain, softmax_gradient_plain
