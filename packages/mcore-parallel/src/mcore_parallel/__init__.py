@@ -16,6 +16,7 @@ _ROOMS: dict[str, str] = {
     "Piece": "sharding",
     "SINGLE": "mesh",
     "Shard": "sharding",
+    "head_loss": "fused_head",
     "named_parameters": "sharding",
     "named_shards": "sharding",
     "run_ranks": "testing",

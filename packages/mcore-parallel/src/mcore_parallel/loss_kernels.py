@@ -3,7 +3,7 @@
 Two passes over the logits of a chunk of tokens, both at the memory limit: ``row_stats``
 reads them once, ``softmax_gradient_`` turns them in place into their own gradient. What
 ranks must agree on lies between the two (see ``head_loss``). The plain twins in torch are
-``head_loss.row_stats_plain`` and ``head_loss.softmax_gradient_plain``.
+``fused_head.row_stats_plain`` and ``fused_head.softmax_gradient_plain``.
 """
 
 import torch

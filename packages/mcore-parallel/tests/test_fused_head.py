@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from mcore_parallel import ParallelConfig, ParallelContext, run_ranks
 from mcore_parallel.collectives import all_gather, own_slice
-from mcore_parallel.head_loss import accumulate_product, head_loss
+from mcore_parallel.fused_head import accumulate_product, head_loss
 
 S, B, D, V = 6, 3, 8, 11
 
