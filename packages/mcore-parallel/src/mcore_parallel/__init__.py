@@ -8,14 +8,20 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 _ROOMS: dict[str, str] = {
+    "AdamConfig": "config",
     "Axis": "mesh",
+    "DataParallel": "data_parallel",
+    "DataParallelConfig": "config",
     "Layout": "sharding",
     "ParallelConfig": "config",
     "ParallelContext": "mesh",
     "Part": "sharding",
     "Piece": "sharding",
+    "PipelineConfig": "config",
     "SINGLE": "mesh",
     "Shard": "sharding",
+    "ShardedAdamW": "zero",
+    "clip_coefficient": "grads",
     "head_loss": "fused_head",
     "named_parameters": "sharding",
     "named_shards": "sharding",

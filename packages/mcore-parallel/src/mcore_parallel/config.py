@@ -62,3 +62,161 @@ class ParallelConfig:
             )
         if self.distributed_timeout_minutes <= 0:
             raise ValueError("--distributed-timeout-minutes must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataParallelConfig:
+    """How gradients travel between data-parallel ranks, and who owns the optimizer state."""
+
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer over the data ranks (ZeRO-1): each updates a slice of the weights."""
+
+    overlap_grad_reduce: bool = False
+    """Start reducing a bucket of gradients while backward still computes the others."""
+
+    overlap_param_gather: bool = False
+    """Gather updated weights bucket by bucket under the next forward pass."""
+
+    ddp_bucket_size: int = 0
+    """Elements after which a bucket closes; 0: max(40e6, 1e6 x data ranks) when gradients or
+    weights travel under computation, else one bucket."""
+
+    grad_reduce_in_bf16: bool = False
+    """Keep and reduce main gradients in the weights' own 16-bit type, not in float32."""
+
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Keep and reduce main gradients in float32; so it is without --grad-reduce-in-bf16."""
+
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad buckets to multiples of 65536 elements, which NCCL moves faster on many ranks."""
+
+    def __post_init__(self) -> None:
+        """Check the switches against each other.
+
+        Raises:
+            ValueError: if two of them contradict, or one would have no effect.
+        """
+        if self.ddp_bucket_size < 0:
+            raise ValueError(
+                f"--ddp-bucket-size {self.ddp_bucket_size} must be 0 (derive) or more elements."
+            )
+        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+            raise ValueError(
+                "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict: "
+                "leave one out."
+            )
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise ValueError(
+                "--overlap-param-gather needs --use-distributed-optimizer: without it no "
+                "weights are gathered."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamConfig:
+    """AdamW: decoupled weight decay, bias correction (Loshchilov and Hutter 2019)."""
+
+    adam_beta1: float = 0.9
+    """Decay of the mean of gradients, 0 to below 1."""
+
+    adam_beta2: float = 0.999
+    """Decay of the mean of squared gradients, 0 to below 1."""
+
+    adam_eps: float = 1e-8
+    """Added to the root of the mean square; above 0."""
+
+    def __post_init__(self) -> None:
+        """Check each number on its own.
+
+        Raises:
+            ValueError: if a number is out of its range.
+        """
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be at least 0, below 1.")
+        if self.adam_eps <= 0.0:
+            raise ValueError(f"--adam-eps {self.adam_eps} must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """How layers are given to pipeline stages, and in which order stages work."""
+
+    pipeline_schedule: str = ""
+    """Order of forwards and backwards: 1f1b, interleaved or zb-h1; empty: interleaved when
+    ranks hold several stages, else 1f1b."""
+
+    num_virtual_stages_per_pipeline_rank: int = 1
+    """Stages (model chunks) that each pipeline rank holds; above 1 the schedule interleaves."""
+
+    microbatch_group_size_per_virtual_pipeline_stage: int = 0
+    """Micro-batches that run through one chunk before the next chunk's turn; 0: the
+    pipeline-parallel size."""
+
+    pipeline_model_parallel_layout: str = ""
+    """Stages spelled out, such as ``Et*3|(tt|)*2,L``: E embedding, t layer, m
+    multi-token-prediction layer, L loss, | next stage, x*n and (..)*n repeat."""
+
+    decoder_first_pipeline_num_layers: int = 0
+    """Layers on the first pipeline rank; 0: as many as on the others."""
+
+    decoder_last_pipeline_num_layers: int = 0
+    """Layers on the last pipeline rank; 0: as many as on the others."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer when layers are shared out."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the head and loss as one layer when layers are shared out."""
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other.
+
+        Raises:
+            ValueError: if a number is out of range, or two options contradict.
+        """
+        if self.pipeline_schedule not in ("", "1f1b", "interleaved", "zb-h1"):
+            raise ValueError(
+                f"--pipeline-schedule {self.pipeline_schedule} is not known: "
+                "use 1f1b, interleaved or zb-h1."
+            )
+        num_chunks = self.num_virtual_stages_per_pipeline_rank
+        if num_chunks < 1:
+            raise ValueError(
+                f"--num-virtual-stages-per-pipeline-rank {num_chunks} must be 1 or more."
+            )
+        if num_chunks > 1 and self.pipeline_schedule not in ("", "interleaved"):
+            raise ValueError(
+                f"--pipeline-schedule {self.pipeline_schedule} runs one stage on a rank, but "
+                f"--num-virtual-stages-per-pipeline-rank is {num_chunks}: use interleaved."
+            )
+        if num_chunks == 1 and self.microbatch_group_size_per_virtual_pipeline_stage:
+            raise ValueError(
+                "--microbatch-group-size-per-virtual-pipeline-stage has no effect with one "
+                "stage on a rank: leave it out or raise --num-virtual-stages-per-pipeline-rank."
+            )
+        for name in (
+            "microbatch_group_size_per_virtual_pipeline_stage",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        ):
+            if getattr(self, name) < 0:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be 0 (derive) or more.")
+        self._check_one_way_of_splitting()
+
+    def _check_one_way_of_splitting(self) -> None:
+        ways = {
+            "--pipeline-model-parallel-layout": bool(self.pipeline_model_parallel_layout),
+            "--decoder-first/last-pipeline-num-layers": bool(
+                self.decoder_first_pipeline_num_layers or self.decoder_last_pipeline_num_layers
+            ),
+            "--account-for-embedding/loss-in-pipeline-split": (
+                self.account_for_embedding_in_pipeline_split
+                or self.account_for_loss_in_pipeline_split
+            ),
+        }
+        chosen = [flag for flag, is_set in ways.items() if is_set]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} contradict: split layers in one way.")

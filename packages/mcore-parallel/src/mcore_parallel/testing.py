@@ -19,10 +19,16 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
+    from torch import Tensor
+
+    from mcore_parallel.mesh import Axis
+    from mcore_parallel.sharding import Shard
 
 CHECKED_PACKAGES = ("mcore_parallel", "mcore_moe", "mcore_models", "mcore_ckpt", "mcore_infer")
 
@@ -55,6 +61,83 @@ def run_ranks(
     """
     pool = _pool(check_shapes)
     return pool.run(function, world_size, arguments, timeout_s)
+
+
+def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, Tensor]":
+    """Assemble whole logical tensors from the pieces of all ranks, checking each element.
+
+    Gathers over ``world`` as pickled objects; for tests of small models.
+
+    Args:
+        shards: what this rank holds, with its replicas (``ctx.data_axes()``) filled in.
+        world: all ranks that hold pieces.
+
+    Returns:
+        Logical name to whole tensor on the CPU, equal on all ranks.
+
+    Raises:
+        ValueError: if ranks disagree on a shape or dtype, an element is held by nobody, has
+            no owner or two, or if two replicas of it are not equal to the last bit.
+    """
+    import torch
+    import torch.distributed as dist
+
+    own = [
+        (
+            name,
+            s.shape,
+            s.dtype,
+            s.is_owner,
+            p.offsets,
+            p.lengths,
+            p.data.detach().cpu().clone(),
+        )
+        for name, s in shards.items()
+        for p in s.pieces
+    ]
+    boxes = [own]
+    if world.size > 1:
+        boxes = [None] * world.size
+        dist.all_gather_object(boxes, own, group=world.group)
+    whole: dict[str, Tensor] = {}
+    holders: dict[str, Tensor] = {}
+    owners: dict[str, Tensor] = {}
+    for rank, box in enumerate(boxes):
+        for name, shape, dtype, is_owner, offsets, lengths, data in box:
+            if name not in whole:
+                whole[name] = torch.zeros(shape, dtype=dtype)
+                holders[name] = torch.zeros(shape, dtype=torch.int32)
+                owners[name] = torch.zeros(shape, dtype=torch.int32)
+            if whole[name].shape != shape or whole[name].dtype != dtype:
+                raise ValueError(
+                    f"{name} is {shape} {dtype} on rank {rank} and elsewhere "
+                    f"{tuple(whole[name].shape)} {whole[name].dtype}"
+                )
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+            known = holders[name][place] > 0
+            before = whole[name][place]
+            if not torch.equal(_bits(data[known]), _bits(before[known])):
+                worst = (data - before)[known].abs().max().item()
+                raise ValueError(f"replicas of {name} differ: rank {rank} by {worst:.3g}")
+            whole[name][place] = data
+            holders[name][place] += 1
+            owners[name][place] += is_owner
+    for name in whole:
+        if holes := int((holders[name] == 0).sum()):
+            raise ValueError(f"{name} has {holes} elements that no rank holds")
+        if not bool((owners[name] == 1).all()):
+            least, most = int(owners[name].min()), int(owners[name].max())
+            raise ValueError(
+                f"elements of {name} have {least} to {most} owners instead of one: its layout "
+                "misses replicas, or data=ctx.data_axes() was not given to named_shards"
+            )
+    return whole
+
+
+def _bits(x: "Tensor") -> "Tensor":
+    import torch
+
+    return x.contiguous().view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
 
 
 def shut_down_pools() -> None:

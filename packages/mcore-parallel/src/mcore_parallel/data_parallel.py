@@ -1,0 +1,211 @@
+"""Data parallelism from outside: gradients accumulate in buckets and are summed over ranks.
+
+``DataParallel`` hooks into the parameters of plain modules. Each backward adds ``.grad``
+into ``main_grad`` and frees it; after the last micro-batch ``finish`` leaves every gradient
+summed: over the ranks that hold parts of it, over tied copies, over data. Nothing is
+averaged: losses are divided by global counts before backward.
+
+With ``overlap_grad_reduce`` a bucket's sum over data starts inside the last backward. All
+ranks start buckets in one fixed order: a bucket that misses a gradient on some rank (an
+expert without tokens) holds the later ones there until ``finish``, so that no two ranks
+ever meet in different collectives.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from mcore_parallel.buckets import Bucket, Slot, build_buckets
+from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.grads import sum_partial_gradients, sum_tied_gradients
+from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.sharding import NamedParameter, Shard, flat_shards, named_parameters
+
+
+class DataParallel:
+    """Main gradients of model chunks, summed over the data ranks.
+
+    Parameters move into contiguous buffers: views of them taken earlier (``named_shards``,
+    a torch optimizer's state) no longer follow.
+
+    Attributes:
+        buckets: in the order in which they are reduced, the same on all data ranks.
+        ctx: the context whose data axes it sums over.
+        config: the switches it was built with.
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], ctx: ParallelContext, config: DataParallelConfig
+    ) -> None:
+        """Take over the gradients of all trainable parameters.
+
+        Args:
+            chunks: model chunks of this rank, in forward order; one without interleaving.
+            ctx: the layout; talks to nobody here.
+            config: sharding, overlap, bucket size, dtype.
+
+        Raises:
+            ValueError: if nothing is trainable, or a parameter already has a main gradient.
+        """
+        self.ctx = ctx
+        self.config = config
+        self.buckets = build_buckets(_trainable(chunks), ctx, config)
+        self._is_syncing = [True] * len(chunks)
+        self._is_finished = False
+        self._missing: dict[Bucket, set[int]] = {}
+        self._handles = [
+            slot.named.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+            for bucket in self.buckets
+            for slot in bucket.slots
+        ]
+        self._restart()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether main gradients are complete: ``finish`` ran and nothing was added since."""
+        return self._is_finished
+
+    def zero_grad(self) -> None:
+        """Set all main gradients to zero and expect the first micro-batch."""
+        for bucket in self.buckets:
+            bucket.grads.zero_()
+        self._restart()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate inside: for every micro-batch but the last."""
+        before = self._is_syncing
+        self._is_syncing = [False] * len(before)
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def start_sync(self, chunk: int) -> None:
+        """Let one chunk's buckets start under the backward that comes: its last.
+
+        For pipelines, whose chunks meet their last micro-batch at different times; called
+        inside ``no_sync``, and lasts until its end.
+        """
+        self._is_syncing = [s or i == chunk for i, s in enumerate(self._is_syncing)]
+
+    def finish(self) -> None:
+        """Complete all sums; every rank calls it once after the last backward.
+
+        Starts the buckets that backward has not started, in order; all-reduces partial sums
+        and tied copies; then the buckets that waited for these; then waits for all of them.
+
+        Raises:
+            RuntimeError: if called again before ``zero_grad``.
+        """
+        if self._is_finished:
+            raise RuntimeError("gradients are summed already: call zero_grad() before backward")
+        late = [bucket for bucket in self.buckets if bucket.is_late]
+        for bucket in self.buckets:
+            if not bucket.is_late and not bucket.is_reducing:
+                bucket.start_reduction()
+        gradients = [
+            (slot.named, slot.named.parameter.main_grad) for b in late for slot in b.slots
+        ]
+        sum_partial_gradients(gradients)
+        sum_tied_gradients(gradients)
+        for bucket in late:
+            bucket.start_reduction()
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+        self._is_finished = True
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Describe the gradients that this rank validly holds after ``finish``.
+
+        Whole ones, or this rank's slices with the distributed optimizer; views, by logical
+        name, with the ranks that hold the same.
+        """
+        return self.owned_shards({b: b.owned(b.grads) for b in self.buckets})
+
+    def owned_shards(self, flats: Mapping[Bucket, Tensor]) -> dict[str, Shard]:
+        """Describe tensors that lie like this rank's ranges of the buckets.
+
+        Args:
+            flats: a flat tensor for some buckets, as long as the bucket's owned range.
+        """
+        ranges = [
+            (owned.named, owned.first, owned.stop, owned.view(flat))
+            for bucket, flat in flats.items()
+            for owned in bucket.owned_ranges()
+        ]
+        return flat_shards(ranges, self._replica_axes())
+
+    def _replica_axes(self) -> dict[str, Axis]:
+        if not self.config.use_distributed_optimizer:
+            return self.ctx.data_axes()
+        return {
+            "dense": self.ctx.optimizer_replica,
+            "expert": self.ctx.expert_optimizer_replica,
+        }
+
+    def remove_hooks(self) -> None:
+        """Give the parameters back: backward fills ``.grad`` again."""
+        for handle in self._handles:
+            handle.remove()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                del slot.named.parameter.main_grad
+
+    def _restart(self) -> None:
+        self._is_finished = False
+        for bucket in self.buckets:
+            bucket.is_reducing = False
+            self._missing[bucket] = set(range(len(bucket.slots)))
+
+    def _hook(self, bucket: Bucket, slot: Slot):
+        index = bucket.slots.index(slot)
+
+        def accumulate(parameter: nn.Parameter) -> None:
+            if bucket.is_reducing or self._is_finished:
+                raise RuntimeError(
+                    f"{slot.named.name} received a gradient after its sum over data began: run "
+                    "all micro-batches but the last under no_sync(), and zero_grad() between "
+                    "steps."
+                )
+            parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+            if self._is_syncing[slot.chunk]:
+                self._missing[bucket].discard(index)
+                if self.config.overlap_grad_reduce and not self._missing[bucket]:
+                    self._start_in_order()
+
+        return accumulate
+
+    def _start_in_order(self) -> None:
+        for bucket in self.buckets:
+            if bucket.is_reducing:
+                continue
+            if bucket.is_late or self._missing[bucket]:
+                return
+            bucket.start_reduction()
+
+
+def _trainable(chunks: Sequence[nn.Module]) -> list[tuple[int, NamedParameter]]:
+    found = [
+        (index, named)
+        for index, chunk in enumerate(chunks)
+        for named in named_parameters(chunk)
+        if named.parameter.requires_grad
+    ]
+    if not found:
+        raise ValueError("no parameter of the model requires a gradient")
+    seen: set[nn.Parameter] = set()
+    for _, named in found:
+        if hasattr(named.parameter, "main_grad"):
+            raise ValueError(
+                f"{named.name} already has a main gradient: wrap a model once, or call "
+                "remove_hooks() on the DataParallel that holds it."
+            )
+        if named.parameter in seen:
+            raise ValueError(
+                f"{named.name} is a parameter of two chunks: give each its own copy"
+            )
+        seen.add(named.parameter)
+    return found

@@ -1,0 +1,259 @@
+"""Gradients and weights of many layouts against one rank, in float64.
+
+The toy model has one parameter of every class: replicated with partial gradients, column
+and row slices, key/value rows that a block of tensor ranks repeats, a padded table, experts
+(one never sees a token), a bias, and a weight that nothing uses.
+"""
+
+import zlib
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from mcore_parallel.collectives import (
+    all_gather,
+    all_reduce,
+    gather_partial_from,
+    own_slice,
+    reduce_scatter_to,
+)
+from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
+from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.grads import clip_coefficient
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.sharding import Layout, Part, named_shards, sliced, whole
+from mcore_parallel.testing import gather_logical, run_ranks
+from mcore_parallel.zero import ShardedAdamW
+
+TOKENS, HIDDEN, FFN, HEADS, HEAD, VOCAB, EXPERTS = 12, 5, 12, 2, 3, 7, 4
+MICROBATCHES, DATA = 3, 6  # data ranks of the batch; a layout's dp divides them
+EXACT = 1e-10
+
+
+class Experts(nn.Module):
+    """Expert ``e`` maps the tokens whose id is ``e``; ids never reach the last expert."""
+
+    def __init__(self, ctx):
+        super().__init__()
+        self.ep = ctx.ep
+        mine = range(EXPERTS // ctx.ep.size)
+        self.first = ctx.ep.rank * len(mine)
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.empty(HIDDEN, HIDDEN, dtype=torch.float64)) for _ in mine
+        )
+        self.weights.layouts = lambda: {
+            str(i): replace(whole(f"{self.first + i}", (HIDDEN, HIDDEN)), data="expert")
+            for i in mine
+        }
+
+    def forward(self, x, ids):
+        x, ids = gather_partial_from(x, self.ep), all_gather(ids, self.ep)
+        out = x.new_zeros(x.shape)
+        for i, weight in enumerate(self.weights):
+            rows = (ids == self.first + i).nonzero().flatten()
+            if rows.numel():
+                out = out.index_add(0, rows, torch.tanh(x[rows] @ weight))
+        return reduce_scatter_to(out, self.ep)
+
+
+class Toy(nn.Module):
+    def __init__(self, ctx):
+        super().__init__()
+        tp = self.tp = ctx.tp
+        self.heads = max(1, HEADS // tp.size)
+        self.block = ctx.tp_block(max(1, tp.size // HEADS)) if tp.size > HEADS else SINGLE
+        self.rows = -(-VOCAB // tp.size)
+        # First here is last in backward order: what gets no gradient must not hold the rest.
+        self.unused = parameter(3)
+        self.experts = Experts(ctx)
+        self.table = parameter(self.rows, HIDDEN)
+        self.norm = parameter(HIDDEN)
+        self.column = parameter(FFN // tp.size, HIDDEN)
+        self.column_bias = parameter(FFN // tp.size)
+        self.keys = parameter(self.heads * HEAD, HIDDEN)
+        self.row = parameter(HIDDEN, FFN // tp.size)
+
+    def layouts(self):
+        tp = self.tp
+        first = (tp.rank * HEADS // tp.size) * HEAD
+        return {
+            "table": sliced("table", (VOCAB, HIDDEN), 0, tp, (self.rows, HIDDEN)),
+            "norm": whole("norm", (HIDDEN,), tp, tp),
+            "column": sliced("column", (FFN, HIDDEN), 0, tp),
+            "column_bias": sliced("column.bias", (FFN,), 0, tp),
+            "keys": Layout(
+                (
+                    Part(
+                        "keys",
+                        (HEADS * HEAD, HIDDEN),
+                        (first, 0),
+                        (0, 0),
+                        (self.heads * HEAD, HIDDEN),
+                        self.block,
+                        self.block,
+                    ),
+                )
+            ),
+            "row": sliced("row", (HIDDEN, FFN), 1, tp),
+            "unused": whole("unused", (3,), tp),
+        }
+
+    def forward(self, x, ids, mask):
+        """Sum of losses over this tensor rank's tokens; x [T, D]."""
+        tp = self.tp
+        local = ids - tp.rank * self.rows
+        held = (local >= 0) & (local < self.rows)
+        looked_up = self.table[local.clamp(0, self.rows - 1)] * held[:, None]
+        h = own_slice(x, tp) + reduce_scatter_to(looked_up, tp)
+        g = gather_partial_from(h * self.norm, tp)
+        a = torch.tanh(g @ self.column.T + self.column_bias)
+        k = (g @ self.keys.T).view(len(g), self.heads, HEAD).sum(-1)
+        a = (a.view(len(g), self.heads, -1) * k[..., None]).flatten(1)
+        h = h + reduce_scatter_to(a @ self.row.T, tp)
+        h = h + self.experts(h, own_slice(ids, tp) % EXPERTS % (EXPERTS - 1))
+        return (h.square().sum(-1) * own_slice(mask, tp)).sum()
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+
+
+def fill(model):
+    for name, shard in named_shards(model).items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        logical = torch.randn(shard.shape, dtype=torch.float64, generator=generator) * 0.5
+        for piece in shard.pieces:
+            place = tuple(
+                slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True)
+            )
+            piece.data.copy_(logical[place])
+
+
+def batch(step, microbatch, data_rank):
+    """Tokens of one micro-batch of one data rank, with its own count of valid ones."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * microbatch + data_rank)
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=generator)
+    ids = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    valid = (
+        0 if (microbatch, data_rank) == (1, 0) else (7 * microbatch + 3 * data_rank) % 12 + 1
+    )
+    return x, ids, (torch.arange(TOKENS) < valid).double()
+
+
+PLAIN, ADAM = DataParallelConfig(), AdamConfig()
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    parallel: ParallelConfig
+    data: DataParallelConfig = PLAIN
+    adam: AdamConfig = ADAM
+    lr: float = 0.05
+    poison: bool = False
+
+
+def train(case, num_steps):
+    """Logical gradients of the first step, its norm, and weights and moments at the end."""
+    ctx = ParallelContext.build(case.parallel)
+    model = Toy(ctx)
+    fill(model)
+    data_parallel = DataParallel([model], ctx, case.data)
+    optimizer = ShardedAdamW(data_parallel, case.adam)
+    share = range(DATA // ctx.dp.size * ctx.dp.rank, DATA // ctx.dp.size * (ctx.dp.rank + 1))
+    for step in range(num_steps):
+        data_parallel.zero_grad()
+        if case.poison:
+            fill_padding(data_parallel, float("nan"))
+        batches = [batch(step, m, d) for m in range(MICROBATCHES) for d in share]
+        count = all_reduce(sum(mask.sum() for _, _, mask in batches), ctx.dp_cp)
+        with data_parallel.no_sync():
+            for x, ids, mask in batches[:-1]:
+                (model(x, ids, mask) / count).backward()
+        x, ids, mask = batches[-1]
+        (model(x, ids, mask) / count).backward()
+        data_parallel.finish()
+        norm = optimizer.grad_norm()
+        if step == 0:
+            first_norm = norm.item()
+            grads = gather_logical(data_parallel.grad_shards(), ctx.world)
+        optimizer.step(case.lr, 0.1, clip_coefficient(norm, 0.7))
+    weights = gather_logical(named_shards(model, ctx.data_axes()), ctx.world)
+    state = gather_logical(optimizer.named_shards(), ctx.world)
+    padding = model.table[max(0, min(VOCAB - ctx.tp.rank * model.rows, model.rows)) :]
+    assert not padding.any(), "padding rows stay zero"
+    return grads, first_norm, weights, state
+
+
+def fill_padding(data_parallel, value):
+    for bucket in data_parallel.buckets:
+        used = torch.zeros(bucket.size, dtype=torch.bool)
+        for slot in bucket.slots:
+            used[slot.start : slot.stop] = True
+        bucket.params[~used] = value
+        bucket.grads[~used] = value
+
+
+def on_one_rank(case, num_steps):
+    return train(replace(case, parallel=ParallelConfig(), data=PLAIN), num_steps)
+
+
+def assert_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(tensor.abs().max().item() for tensor in expected.values())
+    for name, tensor in expected.items():
+        scale = max(tensor.abs().max().item(), floor)
+        error = (found[name] - tensor).abs().max().item() / scale
+        assert error <= tolerance, f"{name}: {error:.3g}"
+
+
+def compare(case, num_steps=3):
+    expected_grads, expected_norm, expected_weights, expected_state = on_one_rank(
+        case, num_steps
+    )
+    for grads, norm, weights, state in run_ranks(train, case.world, case, num_steps):
+        assert_close(grads, expected_grads, EXACT)
+        assert norm == pytest.approx(expected_norm, rel=1e-12)
+        gathered = sum(g.square().sum() for g in grads.values()).sqrt().item()
+        assert norm == pytest.approx(gathered, rel=1e-12)
+        assert_close(weights, expected_weights, EXACT)
+        assert_close(state, expected_state, EXACT)
+
+
+SMALL_BUCKETS = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=60)
+ZERO = replace(SMALL_BUCKETS, use_distributed_optimizer=True)
+# With these constants an update is -lr * gradient / 1e6 to 1e-6: plain gradient descent,
+# which, unlike Adam, sees a constant factor on a gradient.
+LIKE_SGD = AdamConfig(adam_beta1=0.0, adam_beta2=0.0, adam_eps=1e6)
+
+
+def layout(**sizes):
+    return ParallelConfig(
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        expert_model_parallel_size=sizes.get("ep", 1),
+        expert_tensor_parallel_size=1,
+        num_distributed_optimizer_instances=sizes.get("instances", 1),
+    )
+
+
+CASES = {
+    "dp2": Case(2, layout()),
+    "dp3 small overlapped buckets": Case(3, layout(), SMALL_BUCKETS),
+    "zero dp2": Case(2, layout(), replace(ZERO, overlap_grad_reduce=False)),
+    "zero dp3 poisoned padding": Case(3, layout(), ZERO, poison=True),
+    "zero dp3 gradient descent": Case(3, layout(), ZERO, LIKE_SGD, lr=2e4),
+    "tp4 two key heads": Case(4, layout(tp=4)),
+    "tp2 experts whole on each": Case(2, layout(tp=2), adam=LIKE_SGD, lr=2e4),
+    "tp2 ep2 folded": Case(2, layout(tp=2, ep=2), SMALL_BUCKETS),
+    "tp2 dp3 zero": Case(6, layout(tp=2), ZERO, poison=True),
+    "ep2 dp2 zero": Case(2, layout(ep=2), ZERO),
+    "ep2 dp6 zero in 3 instances": Case(6, layout(ep=2, instances=3), ZERO),
+    "ep2 dp6": Case(6, layout(ep=2), SMALL_BUCKETS, LIKE_SGD, lr=2e4),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_data_parallel_layouts_equal_one_rank(case):
+    compare(case)
