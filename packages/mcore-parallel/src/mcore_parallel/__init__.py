@@ -9,17 +9,27 @@ from importlib.metadata import PackageNotFoundError, version
 
 _ROOMS: dict[str, str] = {
     "Axis": "mesh",
+    "ColumnParallelLinear": "linear",
     "Layout": "sharding",
+    "Output": "linear",
     "ParallelConfig": "config",
     "ParallelContext": "mesh",
     "Part": "sharding",
     "Piece": "sharding",
+    "RngStreams": "rng",
+    "RowParallelLinear": "linear",
     "SINGLE": "mesh",
     "Shard": "sharding",
+    "StreamDropout": "rng",
+    "VocabParallelEmbedding": "embedding",
+    "VocabParallelHead": "embedding",
+    "fill_normal_": "rng",
     "head_loss": "fused_head",
     "named_parameters": "sharding",
     "named_shards": "sharding",
+    "padded_vocab": "embedding",
     "run_ranks": "testing",
+    "vocab_parallel_cross_entropy": "vocab_loss",
 }
 
 __all__ = list(_ROOMS)
