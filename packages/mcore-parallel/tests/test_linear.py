@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
@@ -240,3 +241,23 @@ def test_frozen_weights_get_no_gradient_and_inputs_still_do():
     layer(x).sum().backward()
     assert layer.weight.grad is None
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(S, B, D))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_weight_gradient_goes_into_main_grad_where_there_is_one(recomputed):
+    layer = ColumnParallelLinear(D, 4, bias=True, dtype=torch.bfloat16)
+    twin = ColumnParallelLinear(D, 4, bias=True, dtype=torch.float32)
+    twin.load_state_dict(layer.state_dict())
+    layer.weight.main_grad = torch.ones(4, D)
+    calls = []
+    layer.weight.main_grad_ready = lambda: calls.append("ready")
+    x = torch.randn(S, B, D, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _ in range(2):
+        y = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        y.backward(torch.ones_like(y))
+        twin(x.float()).sum().backward()
+    assert layer.weight.grad is None
+    assert calls == ["ready", "ready"]
+    # bf16 factors, float32 sums: only their order differs.
+    torch.testing.assert_close(layer.weight.main_grad, 1 + twin.weight.grad, rtol=1e-5, atol=0)
+    assert torch.equal(layer.bias.grad.float(), twin.bias.grad)

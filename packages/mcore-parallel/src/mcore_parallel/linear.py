@@ -5,8 +5,8 @@ columns (input features); a column followed by a row needs one reduction. Under 
 parallelism the activations outside the pair are cut along dimension 0, so the all-reduces
 become all-gather and reduce-scatter. Over an axis of one rank both are plain linears.
 
-Every weight gradient of this room is computed in ``_weight_gradient``, the one place that
-accumulation into the main gradient or a deferred queue would hook into.
+Every weight gradient of this room is made in ``_weight_gradient``: into ``main_grad`` by the
+GEMM itself where the data-parallel wrapper set one, else handed to autograd.
 
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -28,6 +28,7 @@ from mcore_parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
+from mcore_parallel.fused_head import accumulate_product
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, Part, sliced, whole
@@ -289,7 +290,7 @@ def column_parallel(
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 - torch passes them by position
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -299,6 +300,10 @@ class _ColumnParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.save_for_backward(x, weight)
+        # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
+        ctx.parameter = None
+        if not torch.compiler.is_compiling() and hasattr(weight, "main_grad"):
+            ctx.parameter = weight
         gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
         return F.linear(gathered, weight, bias)
 
@@ -318,7 +323,7 @@ class _ColumnParallel(torch.autograd.Function):
             reduce = start_reduce_scatter if sequence_parallel else start_all_reduce
             grad_x = reduce(grad_x, axis)
         if needs_weight:
-            grad_weight = _weight_gradient(grad, x)
+            grad_weight = _weight_gradient(ctx.parameter, grad, x)
         if needs_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         if needs_x:
@@ -327,10 +332,23 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _weight_gradient(
-    grad: Float[Tensor, "S *B F"], x: Float[Tensor, "S *B D"]
-) -> Float[Tensor, "F D"]:
-    """Return the gradient of a weight from those of its output and its input."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    parameter: Tensor | None, grad: Float[Tensor, "S *B F"], x: Float[Tensor, "S *B D"]
+) -> Float[Tensor, "F D"] | None:
+    """Make the gradient of a weight from those of its output and its input.
+
+    Args:
+        parameter: the weight, where it carries ``main_grad``: the gradient is added to that,
+            ``main_grad_ready`` is called if it is there too, and None is returned.
+        grad: gradient of the output.
+        x: the input, gathered.
+    """
+    rows, x = grad.flatten(0, -2).t(), x.flatten(0, -2)
+    if parameter is None:
+        return rows @ x
+    accumulate_product(parameter.main_grad, rows, x)
+    if hasattr(parameter, "main_grad_ready"):
+        parameter.main_grad_ready()
+    return None
 
 
 def _describe(layer: nn.Module) -> str:

@@ -66,7 +66,7 @@ def vocab_parallel_cross_entropy(
 
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 - torch passes them by position
+    def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
