@@ -12,7 +12,9 @@ The pairs, forward / backward:
     gather_partial_from all-gather     / reduce-scatter
     reduce_scatter_to  reduce-scatter  / all-gather
     all_to_all         exchange        / exchange back
-Which one is right depends on what the gradient is on each rank: whole and equal (a replica)
+The ``start_`` functions begin a plain collective and return at once, for overlap with
+computation; ``wait`` gives its result.
+Which pair is right depends on what the gradient is on each rank: whole and equal (a replica)
 or a part of a sum (partial). Shoeybi et al. 2019, arXiv:1909.08053 (f and g); Korthikanti
 et al. 2022, arXiv:2205.05198 (g-bar).
 """
@@ -38,16 +40,14 @@ def all_reduce(x: Shaped[Tensor, "..."], axis: Axis, op: str = "sum") -> Shaped[
     """
     if axis.size == 1:
         return x
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, axis.group_name))
+    return wait(_ops.all_reduce(x.contiguous(), op, axis.group_name))
 
 
 def all_gather(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
     """Concatenate the ranks' tensors along ``dim`` in axis order; no gradient."""
     if axis.size == 1:
         return x
-    front = x.movedim(dim, 0).contiguous()
-    out = _ops.wait_tensor(_ops.all_gather_into_tensor(front, axis.size, axis.group_name))
-    return out.movedim(0, dim)
+    return wait(start_all_gather(x.movedim(dim, 0), axis)).movedim(0, dim)
 
 
 def reduce_scatter(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
@@ -59,9 +59,38 @@ def reduce_scatter(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped
     if axis.size == 1:
         return x
     _check_divides(x, axis, dim)
-    front = x.movedim(dim, 0).contiguous()
-    out = _ops.wait_tensor(_ops.reduce_scatter_tensor(front, "sum", axis.size, axis.group_name))
-    return out.movedim(0, dim)
+    return wait(start_reduce_scatter(x.movedim(dim, 0), axis)).movedim(0, dim)
+
+
+def start_all_reduce(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
+    """Begin a sum over ``axis``; the result may be read after ``wait``."""
+    if axis.size == 1:
+        return x
+    return _ops.all_reduce(x.contiguous(), "sum", axis.group_name)
+
+
+def start_all_gather(x: Shaped[Tensor, "s ..."], axis: Axis) -> Shaped[Tensor, "S ..."]:
+    """Begin a concatenation along dimension 0; the result may be read after ``wait``."""
+    if axis.size == 1:
+        return x
+    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group_name)
+
+
+def start_reduce_scatter(x: Shaped[Tensor, "S ..."], axis: Axis) -> Shaped[Tensor, "s ..."]:
+    """Begin a sum that keeps this rank's slice of dimension 0; read it after ``wait``.
+
+    Raises:
+        ValueError: if the axis does not divide dimension 0.
+    """
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, 0)
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group_name)
+
+
+def wait(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """Return what a ``start_`` function began, ready to be read; no-op on other tensors."""
+    return _ops.wait_tensor(x)
 
 
 def own_slice(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
@@ -236,6 +265,4 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
-    return _ops.wait_tensor(
-        _ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name)
-    )
+    return wait(_ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name))

@@ -52,6 +52,16 @@ class Part:
         """Size of the box in the logical tensor's dimensions."""
         return self.lengths[len(self.lengths) - len(self.shape) :]
 
+    def view(self, local: Tensor) -> Tensor:
+        """Return the box of a tensor with the parameter's shape, in logical dimensions."""
+        for dim, (begin, length) in enumerate(
+            zip(self.local_offsets, self.lengths, strict=True)
+        ):
+            local = local.narrow(dim, begin, length)
+        for _ in range(len(self.lengths) - len(self.shape)):
+            local = local.squeeze(0)
+        return local
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -133,8 +143,16 @@ def sliced(
         dim: the dimension that is cut.
         axis: ranks that share it; each holds ``local[dim]`` rows.
         local: local shape; may exceed the even share by padding at the global end.
+
+    Raises:
+        ValueError: if the axis does not divide ``dim`` and ``local`` is not given.
     """
     if local is None:
+        if shape[dim] % axis.size:
+            raise ValueError(
+                f"dimension {dim} of {shape} does not divide over axis {axis.name} of "
+                f"{axis.size} ranks"
+            )
         local = (*shape[:dim], shape[dim] // axis.size, *shape[dim + 1 :])
     begin = min(axis.rank * local[dim], shape[dim])
     length = min(local[dim], shape[dim] - begin)
@@ -203,14 +221,7 @@ def shards_of(
                 f"shape {tuple(named.parameter.shape)}"
             )
         for part in named.layout.parts:
-            view = tensor
-            for dim, (begin, length) in enumerate(
-                zip(part.local_offsets, part.lengths, strict=True)
-            ):
-                view = view.narrow(dim, begin, length)
-            for _ in range(len(part.lengths) - len(part.shape)):
-                view = view.squeeze(0)
-            piece = Piece(part.offsets, part.logical_lengths, view)
+            piece = Piece(part.offsets, part.logical_lengths, part.view(tensor))
             _add(shards, named, part, piece, data)
     return shards
 

@@ -1,0 +1,293 @@
+"""Random numbers that do not depend on the layout, and named streams for dropout.
+
+Weights: ``fill_normal_`` draws any box of a logical tensor in tiles, each seeded by (seed,
+name, place of the tile), so that every layout gets the same weights, bitwise, and a rank
+draws only the tiles that it touches.
+
+Dropout: ``RngStreams`` holds named generator states. Which stream is right depends on the
+activation: ``replicated`` where all tensor ranks hold the same tensor and must drop the
+same elements, ``tensor_parallel`` where each holds its own part.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.sharding import NamedParameter, named_parameters
+
+# A tile of a wide matrix is 64 rows of 512. Both numbers are part of the meaning of a seed:
+# other ones give other weights. Small enough that a slice of columns wastes few draws and
+# that torch copies a tile without threads of its own, which it starts above 32768 elements.
+TILE_ELEMENTS = 32768
+TILE_COLUMNS = 512
+
+
+def fill_normal_(
+    view: Float[Tensor, "..."],
+    *,
+    seed: int,
+    name: str,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    std: float,
+) -> None:
+    """Fill a box of a logical tensor with its normal random numbers, in place.
+
+    Equal for every box that holds an element: the whole tensor filled at once and cut gives
+    the same bits. Numbers are drawn on the CPU in float32 and cast, by as many threads as
+    torch uses; each has one tile in memory (for a view on another device, one row of tiles).
+    The bits are those of one torch build on one kind of CPU. A tensor of more than two
+    dimensions is a stack of matrices, each with its own numbers.
+
+    Args:
+        view: memory of the box, any device, dtype and strides.
+        seed: of the model.
+        name: logical name, which sets the tensors of a model apart.
+        shape: of the logical tensor.
+        offsets: where the box begins in it.
+        std: standard deviation; the mean is 0.
+
+    Raises:
+        ValueError: if the box does not lie in the tensor.
+    """
+    if not len(shape) == len(offsets) == view.dim() or any(
+        begin < 0 or begin + length > size
+        for begin, length, size in zip(offsets, view.shape, shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name}: box {tuple(view.shape)} at {offsets} does not lie in shape {shape}"
+        )
+    # A vector is a matrix of one column, and so is a scalar.
+    columns = (1,) * max(0, 2 - len(shape))
+    matrix_shape, matrix_offsets = (*shape, *columns), (*offsets, *(0 for _ in columns))
+    view = view.view(*view.shape, *columns)
+    with torch.no_grad():
+        for index in product(*map(range, view.shape[:-2])):
+            place = [i + o for i, o in zip(index, matrix_offsets, strict=False)]
+            _fill_matrix(
+                view[index],
+                base=_hash(seed, name, *place),
+                shape=matrix_shape[-2:],
+                offsets=matrix_offsets[-2:],
+                std=std,
+            )
+
+
+def fill_parameter_(named: NamedParameter, *, seed: int, std: float) -> None:
+    """Fill every logical part of a local parameter by ``fill_normal_``; padding with zeros."""
+    with torch.no_grad():
+        named.parameter.zero_()
+    for part in named.layout.parts:
+        fill_normal_(
+            part.view(named.parameter.detach()),
+            seed=seed,
+            name=part.name,
+            shape=part.shape,
+            offsets=part.offsets,
+            std=std,
+        )
+
+
+def reset_weight_(layer: nn.Module, *, std: float, seed: int | None = None) -> None:
+    """Fill a layer's ``weight`` with normal numbers, its other own parameters with zeros.
+
+    Args:
+        layer: holds a parameter ``weight``; its logical names begin at the layer.
+        std: 0.0 leaves zeros and draws nothing.
+        seed: None draws one from torch's default CPU generator.
+    """
+    if layer.weight.is_meta:
+        return
+    with torch.no_grad():
+        for parameter in layer.parameters(recurse=False):
+            parameter.zero_()
+    if std == 0.0:
+        return
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item())
+    for named in named_parameters(layer):
+        if named.parameter is layer.weight:
+            fill_parameter_(named, seed=seed, std=std)
+
+
+class RngStreams:
+    """Named random streams of one rank, for dropout.
+
+    - ``replicated``: equal over tensor ranks, different over context, data and pipeline
+      ranks. For tensors that all tensor ranks hold whole.
+    - ``tensor_parallel``: different on every rank of the dense grid. For tensors split over
+      tensor ranks, by features or, under sequence parallelism, by tokens.
+    - ``expert``: different on every rank of the expert grid. For tokens inside experts.
+    """
+
+    NAMES = ("replicated", "tensor_parallel", "expert")
+
+    def __init__(self, seed: int, ctx: ParallelContext) -> None:
+        """Seed every stream from ``seed`` and this rank's place in ``ctx``."""
+        self.device = ctx.device
+        data = (ctx.cp.rank, ctx.dp.rank, ctx.pp.rank)
+        expert = (ctx.expert_tp.rank, ctx.ep.rank, ctx.expert_dp.rank, ctx.pp.rank)
+        places = {
+            "replicated": data,
+            "tensor_parallel": (ctx.tp.rank, *data),
+            "expert": expert,
+        }
+        self._states = {
+            name: torch.Generator(self.device)
+            .manual_seed(_hash(seed, name, *places[name]))
+            .get_state()
+            for name in self.NAMES
+        }
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        """Draw from stream ``name`` inside the block, from the default generator after it.
+
+        The stream goes on where it stopped; the default generator of the device does not
+        notice. Nested forks of one stream are refused: the inner would repeat the outer.
+
+        Raises:
+            KeyError: if there is no such stream.
+            RuntimeError: if the stream is already in use.
+        """
+        if name not in self.NAMES:
+            raise KeyError(f"no random stream {name!r}: use one of {self.NAMES}")
+        if name not in self._states:
+            raise RuntimeError(f"random stream {name!r} is already in use around this block")
+        generator = _default_generator(self.device)
+        outside = generator.get_state()
+        generator.set_state(self._states.pop(name))
+        try:
+            yield
+        finally:
+            self._states[name] = generator.get_state()
+            generator.set_state(outside)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return a copy of every stream's state, to be saved with a checkpoint.
+
+        Raises:
+            RuntimeError: inside a ``fork``, where one stream is in use.
+        """
+        self._check_idle()
+        return {name: self._states[name].clone() for name in self.NAMES}
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what ``state`` returned.
+
+        Raises:
+            ValueError: if the names of the streams differ.
+            RuntimeError: inside a ``fork``.
+        """
+        self._check_idle()
+        if set(state) != set(self.NAMES):
+            raise ValueError(f"random streams are {self.NAMES}, the state has {sorted(state)}")
+        self._states = {name: state[name].clone() for name in self.NAMES}
+
+    def _check_idle(self) -> None:
+        if len(self._states) < len(self.NAMES):
+            used = sorted(set(self.NAMES) - set(self._states))
+            raise RuntimeError(f"random streams {used} are in use: leave their fork first")
+
+
+class StreamDropout(nn.Module):
+    """Dropout whose mask comes from a named stream."""
+
+    def __init__(self, prob: float, streams: RngStreams, stream: str) -> None:
+        """Keep the streams; ``stream`` names one of ``RngStreams.NAMES``.
+
+        Args:
+            prob: of an element being zeroed, 0 <= prob < 1.
+            streams: of this rank.
+            stream: ``replicated``, ``tensor_parallel`` or ``expert``, by what x is.
+
+        Raises:
+            ValueError: if ``prob`` or ``stream`` is out of range.
+        """
+        super().__init__()
+        if not 0.0 <= prob < 1.0:
+            raise ValueError(f"dropout probability {prob} must be at least 0 and below 1")
+        if stream not in RngStreams.NAMES:
+            raise ValueError(f"no random stream {stream!r}: use one of {RngStreams.NAMES}")
+        self.prob, self.streams, self.stream = prob, streams, stream
+
+    def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Zero elements with probability ``prob`` and scale the others; identity in eval."""
+        if self.prob == 0.0 or not self.training:
+            return x
+        with self.streams.fork(self.stream):
+            return F.dropout(x, self.prob)
+
+    def extra_repr(self) -> str:
+        """Describe the layer for ``print(model)``."""
+        return f"{self.prob}, stream={self.stream}"
+
+
+def _fill_matrix(
+    view: Tensor, base: int, shape: tuple[int, ...], offsets: tuple[int, ...], std: float
+) -> None:
+    """Fill a box of a matrix, one row of tiles after the other."""
+    if view.numel() == 0:
+        return
+    width = min(shape[1], TILE_COLUMNS)
+    height = min(shape[0], TILE_ELEMENTS // width)
+    stripes = range(offsets[0] // height, -(-(offsets[0] + view.shape[0]) // height))
+
+    def fill(stripe: int) -> None:
+        top, bottom = stripe * height, min((stripe + 1) * height, shape[0])
+        begin, end = max(top, offsets[0]), min(bottom, offsets[0] + view.shape[0])
+        target = view[begin - offsets[0] : end - offsets[0]]
+        on_cpu = view.device.type == "cpu"
+        rows = target if on_cpu else torch.empty(target.shape, dtype=view.dtype)
+        for across in range(offsets[1] // width, -(-(offsets[1] + view.shape[1]) // width)):
+            left, right = across * width, min((across + 1) * width, shape[1])
+            seed = _mix(base + stripe * -(-shape[1] // width) + across)
+            generator = torch.Generator().manual_seed(seed)
+            tile = torch.empty(bottom - top, right - left).normal_(
+                0.0, std, generator=generator
+            )
+            first, last = max(left, offsets[1]), min(right, offsets[1] + view.shape[1])
+            rows[:, first - offsets[1] : last - offsets[1]].copy_(
+                tile[begin - top : end - top, first - left : last - left]
+            )
+        if not on_cpu:
+            target.copy_(rows)
+
+    workers = min(len(stripes), torch.get_num_threads())
+    if workers == 1:
+        for stripe in stripes:
+            fill(stripe)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(fill, stripes))
+
+
+def _hash(*words: int | str) -> int:
+    text = "\0".join(map(str, words)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+
+
+def _mix(number: int) -> int:
+    """Scramble the low 32 bits, which are all that torch's CPU generator uses of a seed.
+
+    One to one, so that no two tiles of a matrix share a seed, and neighbours get seeds far
+    apart. The finaliser of Appleby's MurmurHash3 (public domain).
+    """
+    number &= 0xFFFFFFFF
+    number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return number ^ number >> 16
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
