@@ -7,7 +7,39 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {}
+_ROOMS: dict[str, str] = {
+    "AllGatherDispatcher": "dispatching",
+    "AllToAllDispatcher": "dispatching",
+    "Dispatched": "dispatching",
+    "Dispatcher": "dispatching",
+    "Experts": "experts",
+    "LocalDispatcher": "dispatching",
+    "MixtureOfExperts": "facade",
+    "MoEConfig": "config",
+    "MoELayer": "layer",
+    "Router": "router",
+    "RouterStats": "stats",
+    "Routing": "router",
+    "RowPlan": "permutation",
+    "SharedExpert": "shared",
+    "aux_loss": "balance",
+    "build_dispatcher": "dispatching",
+    "expert_capacity": "config",
+    "expert_scores": "router",
+    "finish_step": "stats",
+    "global_aux_loss": "balance",
+    "grouped_linear": "experts",
+    "moe_layers": "config",
+    "permute": "permutation",
+    "plan_rows": "permutation",
+    "route": "router",
+    "sequence_aux_loss": "balance",
+    "sequential_linear": "experts",
+    "sinkhorn": "balance",
+    "unpermute": "permutation",
+    "updated_expert_bias": "balance",
+    "z_loss": "balance",
+}
 
 __all__ = list(_ROOMS)
 

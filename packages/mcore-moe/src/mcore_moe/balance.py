@@ -1,0 +1,211 @@
+"""Keeping experts equally busy: losses and update rules as pure functions.
+
+The load-balancing losses share one form, E * sum_e f_e P_e: the share of choices that
+expert e got, times its mean score; 1.0 at perfect balance. They differ in the tokens over
+which f is counted. Every loss returns *this rank's share*: the sum over ``axis`` is the loss
+of the micro-batch, so gradients are summed, never averaged. No function changes its
+arguments: all-reduced counts are new tensors.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
+from torch import Tensor
+
+
+def count_choices(
+    ids: Int[Tensor, "T k"], num_experts: int, mask: Bool[Tensor, " T"] | None = None
+) -> Int[Tensor, " E"]:
+    """Count how many of the tokens chose each expert, int64; exact, so order is no matter.
+
+    Args:
+        ids: chosen experts.
+        num_experts: E.
+        mask: true for tokens that count; left out: all do.
+    """
+    ones = torch.ones_like(ids) if mask is None else mask[:, None].expand_as(ids).to(ids.dtype)
+    counts = torch.zeros(num_experts, dtype=ids.dtype, device=ids.device)
+    return counts.scatter_add(0, ids.reshape(-1), ones.reshape(-1))
+
+
+def aux_loss(
+    scores: Float[Tensor, "T E"],
+    counts: Int[Tensor, " E"],
+    topk: int,
+    axis: Axis = SINGLE,
+) -> Float[Tensor, ""]:
+    """Load-balancing loss of one micro-batch; this rank's share of it.
+
+    All-reduces ``counts`` over ``axis`` first, so the share of an expert is that of the
+    whole micro-batch, and so is the number of tokens.
+
+    Args:
+        scores: over all experts, rows sum to 1 (or 0 for a token that does not count).
+        counts: choices of this rank's tokens, before capacity dropping.
+        topk: choices a token.
+        axis: ranks that share the micro-batch (tp x cp).
+
+    Returns:
+        Scalar; summed over ``axis`` it is 1.0 at perfect balance; without coefficient.
+
+    Reference:
+        Fedus et al. 2021, Switch Transformers, eq. 4. arXiv:2101.03961.
+    """
+    total = all_reduce(counts, axis)
+    return _balance(scores.sum(0), total, total.sum(), topk)
+
+
+def sequence_aux_loss(
+    scores: Float[Tensor, "T E"],
+    ids: Int[Tensor, "T k"],
+    sequences: Int[Tensor, " T"],
+    num_sequences: int,
+    *,
+    mask: Bool[Tensor, " T"] | None = None,
+    axis: Axis = SINGLE,
+) -> Float[Tensor, ""]:
+    """Load-balancing loss of each sequence, averaged over them; this rank's share of it.
+
+    All-reduces counts over ``axis``; it does not depend on how a batch is cut into
+    micro-batches.
+
+    Args:
+        scores: over all experts, rows sum to 1.
+        ids: top-k of ``scores``.
+        sequences: which sequence of the micro-batch each token belongs to.
+        num_sequences: sequences in the micro-batch, equal on all ranks.
+        mask: true for tokens that count.
+        axis: ranks that share the micro-batch (tp x cp), each with a part of every sequence.
+
+    Reference:
+        DeepSeek-AI 2024, DeepSeek-V3, eq. 17 to 20. arXiv:2412.19437.
+    """
+    num_experts, topk = scores.shape[1], ids.shape[1]
+    shape = (num_sequences, num_experts)
+    cells = sequences[:, None] * num_experts + ids
+    counts = count_choices(cells, num_sequences * num_experts, mask).view(shape)
+    if mask is not None:
+        scores = scores * mask[:, None]
+    sums = scores.new_zeros(shape).index_add(0, sequences, scores)
+    total = all_reduce(counts, axis)
+    return _balance(sums, total, total.sum(1, keepdim=True), topk) / num_sequences
+
+
+def global_aux_loss(
+    scores: Float[Tensor, "T E"],
+    counts: Int[Tensor, " E"],
+    seen: Int[Tensor, " E"],
+    topk: int,
+    axis: Axis = SINGLE,
+) -> Float[Tensor, ""]:
+    """Load-balancing loss whose counts run over data ranks and micro-batches of the step.
+
+    All-reduces ``counts`` over ``axis`` for the number of tokens of this micro-batch.
+
+    Args:
+        scores: over all experts, rows sum to 1.
+        counts: choices of this rank's tokens in this micro-batch.
+        seen: choices of all ranks since the last step, this micro-batch included. Its own
+            sum is the denominator, so micro-batches may differ in size.
+        topk: choices a token.
+        axis: ranks that share the micro-batch (tp x cp).
+
+    Reference:
+        Qiu et al. 2025, Demons in the Detail. arXiv:2501.11873.
+    """
+    num_choices = all_reduce(counts.sum(), axis)
+    seen_share = seen.to(scores.dtype) / seen.sum().clamp(min=1)
+    return (
+        scores.shape[1] * topk * (seen_share * scores.sum(0)).sum() / num_choices.clamp(min=1)
+    )
+
+
+def _balance(
+    sums: Float[Tensor, "*B E"],
+    counts: Int[Tensor, "*B E"],
+    num_choices: Int[Tensor, "..."],
+    topk: int,
+) -> Float[Tensor, ""]:
+    # f_e = counts / num_choices and P_e = sums / (num_choices / topk); no token: 0, not NaN.
+    num_choices = num_choices.clamp(min=1).to(sums.dtype)
+    shares = counts.to(sums.dtype) / num_choices
+    return sums.shape[-1] * topk * (shares * sums / num_choices).sum()
+
+
+def z_loss(
+    logits: Float[Tensor, "T E"],
+    mask: Bool[Tensor, " T"] | None = None,
+    axis: Axis = SINGLE,
+) -> Float[Tensor, ""]:
+    """Mean square of the log of the softmax denominator; this rank's share of it.
+
+    All-reduces the number of tokens over ``axis``.
+
+    Args:
+        logits: of the router.
+        mask: true for tokens that count.
+        axis: ranks that share the micro-batch (tp x cp).
+
+    Reference:
+        Zoph et al. 2022, ST-MoE, eq. 5. arXiv:2202.08906.
+    """
+    if mask is None:
+        mask = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+    num_tokens = all_reduce(mask.sum(), axis).clamp(min=1)
+    upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (upcast.logsumexp(1).square() * mask).sum() / num_tokens
+
+
+def updated_expert_bias(
+    bias: Float[Tensor, "*L E"], counts: Int[Tensor, "*L E"], rate: float
+) -> Float[Tensor, "*L E"]:
+    """Return the expert bias after a step: up for idle experts, down for busy ones.
+
+    The comparison with the mean is made in integers, so it is exact at any count.
+
+    Args:
+        bias: added to the scores for the choice only.
+        counts: choices of the whole step's tokens, all ranks.
+        rate: how far the bias moves; an expert exactly at the mean keeps its bias.
+
+    Reference:
+        Wang et al. 2024, Auxiliary-Loss-Free Load Balancing, algorithm 1. arXiv:2408.15664.
+    """
+    gap = counts.sum(-1, keepdim=True) - counts * counts.shape[-1]
+    return bias + rate * gap.sign().to(bias.dtype)
+
+
+def sinkhorn(
+    logits: Float[Tensor, "T E"], axis: Axis = SINGLE, tolerance: float = 1e-4
+) -> Float[Tensor, "T E"]:
+    """Scale exp(logits) until tokens and experts have equal sums; no gradient.
+
+    All-reduces column sums over ``axis`` at every round, and waits for the device to see
+    whether it is done.
+
+    Args:
+        logits: of the router.
+        axis: ranks that share the micro-batch (tp x cp).
+        tolerance: mean change of the columns' factors below which it stops.
+
+    Returns:
+        Rows that sum to 1/T; columns that sum to nearly 1/E.
+
+    Reference:
+        Sinkhorn 1967; Clark et al. 2022, section 3.3. arXiv:2202.01169.
+    """
+    with torch.no_grad():
+        upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cost = upcast.exp()
+        num_tokens = all_reduce(torch.tensor(cost.shape[0], device=cost.device), axis)
+        num_tokens = num_tokens.clamp(min=1).to(cost.dtype)
+        rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
+        change = float("inf")
+        while change > tolerance:
+            rows = 1 / (num_tokens * ((cost * columns).sum(1) + 1e-8))
+            sums = all_reduce((cost * rows[:, None]).sum(0), axis)
+            new_columns = 1 / (cost.shape[1] * (sums + 1e-8))
+            change = (new_columns - columns).abs().mean().item()
+            columns = new_columns
+        return cost * columns * rows[:, None]

@@ -1,0 +1,237 @@
+"""What a mixture-of-experts layer is: plain frozen data, and what follows from it alone.
+
+Field names are Megatron's flags with underscores; each field's docstring is its help text.
+``num_experts=0`` means no experts; 0 or an empty string turns a feature off. The standard
+library only.
+"""
+
+import ast
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """Routing, balancing, dispatch and experts of every mixture-of-experts layer."""
+
+    num_experts: int = 0
+    """Experts in each such layer; 0: the model is dense."""
+
+    moe_router_topk: int = 2
+    """Experts that each token goes to."""
+
+    moe_ffn_hidden_size: int = 0
+    """Width of one expert; 0: the width of the dense feed-forward layer."""
+
+    moe_layer_freq: str = "1"
+    """Which layers have experts: "N" for every N-th from layer 0, or a list of 0 and 1, one
+    a layer, which may be written with + and *: "[0]*3+[1]*58"."""
+
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """How logits become scores."""
+
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice (weights do not sum to 1), not after it."""
+
+    moe_router_topk_scaling_factor: float = 0.0
+    """Factor on the weights of the chosen experts; 0: none."""
+
+    moe_router_num_groups: int = 0
+    """Groups of neighbouring experts for group-limited routing; 0: off."""
+
+    moe_router_group_topk: int = 0
+    """Groups that each token may use."""
+
+    moe_router_enable_expert_bias: bool = False
+    """Balance by a bias on the choice, moved after each step, instead of by a loss."""
+
+    moe_router_bias_update_rate: float = 1e-3
+    """How far the expert bias moves a step."""
+
+    moe_router_dtype: Literal["", "fp32", "fp64"] = ""
+    """Precision of the router's matrix product; empty: that of the activations."""
+
+    moe_router_load_balancing_type: Literal[
+        "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"
+    ] = "aux_loss"
+    """Balance over the micro-batch, each sequence, the whole step's batch, by assignment, or
+    not at all."""
+
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss; 1e-2 is a usual start."""
+
+    moe_z_loss_coeff: float = 0.0
+    """Weight of the loss on large router logits; 1e-3 is a usual start."""
+
+    moe_input_jitter_eps: float = 0.0
+    """Multiply the router's input by uniform noise in [1-eps, 1+eps] in training."""
+
+    moe_expert_capacity_factor: float = 0.0
+    """Rows an expert takes from a rank, in units of the even share; 0: no token is dropped."""
+
+    moe_pad_expert_input_to_capacity: bool = False
+    """Fill every expert's rows with zeros up to its capacity: all sizes become fixed."""
+
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens stay when an expert is full: the most wanted, or the first."""
+
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
+    """How tokens travel to the ranks of their experts."""
+
+    moe_grouped_gemm: bool = True
+    """Compute all experts of a rank in one grouped product where the device has one."""
+
+    moe_shared_expert_intermediate_size: int = 0
+    """Width of the expert that every token passes through; 0: none."""
+
+    moe_shared_expert_gate: bool = False
+    """Weigh the shared expert by a learned sigmoid of the token."""
+
+    def __post_init__(self) -> None:
+        """Check what this object alone decides; all of it only when there are experts.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self.num_experts < 0:
+            raise ValueError(f"--num-experts {self.num_experts} must be 0 (off) or more.")
+        if self.num_experts == 0:
+            return
+        self._check_choice()
+        self._check_groups()
+        self._check_losses()
+        self._check_capacity()
+
+    def _check_choice(self) -> None:
+        if not 1 <= self.moe_router_topk <= self.num_experts:
+            raise ValueError(
+                f"--moe-router-topk {self.moe_router_topk} must be from 1 to --num-experts "
+                f"{self.num_experts}."
+            )
+        softmax = self.moe_router_score_function == "softmax"
+        after = softmax and not self.moe_router_pre_softmax
+        sinkhorn = self.moe_router_load_balancing_type == "sinkhorn"
+        if self.moe_router_topk == 1 and after and not sinkhorn:
+            raise ValueError(
+                "--moe-router-topk 1 with softmax after the choice gives every token the weight "
+                "1, and the router no gradient. Add --moe-router-pre-softmax, or use "
+                "--moe-router-score-function sigmoid."
+            )
+        if self.moe_router_pre_softmax and not softmax:
+            raise ValueError(
+                "--moe-router-pre-softmax has no effect with --moe-router-score-function "
+                f"{self.moe_router_score_function}: leave it out."
+            )
+        if self.moe_router_enable_expert_bias and softmax:
+            raise ValueError(
+                "--moe-router-enable-expert-bias needs scores that do not depend on each "
+                "other: use --moe-router-score-function sigmoid or sqrtsoftplus."
+            )
+
+    def _check_groups(self) -> None:
+        groups, kept = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups == 0 and kept == 0:
+            return
+        if groups < 1 or not 1 <= kept <= groups:
+            raise ValueError(
+                f"--moe-router-group-topk {kept} must be from 1 to --moe-router-num-groups "
+                f"{groups}: give both, or neither."
+            )
+        if self.num_experts % groups:
+            raise ValueError(
+                f"--moe-router-num-groups {groups} must divide --num-experts "
+                f"{self.num_experts}."
+            )
+        if self.moe_router_topk % kept or self.moe_router_topk > kept * (
+            self.num_experts // groups
+        ):
+            raise ValueError(
+                f"--moe-router-topk {self.moe_router_topk} must be a multiple of "
+                f"--moe-router-group-topk {kept}, and fit into the experts of the kept groups "
+                f"({kept * (self.num_experts // groups)})."
+            )
+
+    def _check_losses(self) -> None:
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"):
+            if getattr(self, name) < 0:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be 0 or more.")
+        has_loss = self.moe_router_load_balancing_type.endswith("aux_loss")
+        if self.moe_aux_loss_coeff and not has_loss:
+            raise ValueError(
+                f"--moe-aux-loss-coeff {self.moe_aux_loss_coeff} has no effect with "
+                f"--moe-router-load-balancing-type {self.moe_router_load_balancing_type}: "
+                "set it to 0, or choose aux_loss."
+            )
+        if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
+            raise ValueError(
+                "--moe-shared-expert-gate has no effect without a shared expert: set "
+                "--moe-shared-expert-intermediate-size."
+            )
+
+    def _check_capacity(self) -> None:
+        if self.moe_expert_capacity_factor < 0:
+            raise ValueError(
+                f"--moe-expert-capacity-factor {self.moe_expert_capacity_factor} must be 0 "
+                "(no token is dropped) or more."
+            )
+        if not self.moe_pad_expert_input_to_capacity:
+            return
+        if self.moe_expert_capacity_factor == 0:
+            raise ValueError(
+                "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor."
+            )
+        if self.moe_token_dispatcher_type != "alltoall":
+            raise ValueError(
+                "--moe-pad-expert-input-to-capacity needs --moe-token-dispatcher-type alltoall."
+            )
+
+
+def expert_capacity(num_tokens: int, num_experts: int, topk: int, factor: float) -> int:
+    """Rows that one expert takes from one rank: its even share times ``factor``, rounded up."""
+    return ceil(num_tokens * topk / num_experts * factor)
+
+
+def moe_layers(config: MoEConfig, num_layers: int) -> tuple[bool, ...]:
+    """Say for each layer of a model whether it has experts.
+
+    Raises:
+        ValueError: if ``moe_layer_freq`` is no number and no list of 0 and 1 of that length.
+    """
+    if config.num_experts == 0:
+        return (False,) * num_layers
+    pattern = _read_pattern(config.moe_layer_freq)
+    if isinstance(pattern, int):
+        if pattern < 1:
+            raise ValueError(f"--moe-layer-freq {pattern} must be 1 or more.")
+        return tuple(layer % pattern == 0 for layer in range(num_layers))
+    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
+        raise ValueError(
+            f"--moe-layer-freq {config.moe_layer_freq} must hold one 0 or 1 for each of "
+            f"--num-layers {num_layers}; it holds {len(pattern)} entries."
+        )
+    return tuple(bool(entry) for entry in pattern)
+
+
+def _read_pattern(text: str) -> int | list[int]:
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"--moe-layer-freq {text!r} is neither a number nor a list such as [0]*3+[1]*58."
+        ) from error
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Evaluate numbers, lists, + and *: data, so nothing else is looked at."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.List(elts=elements):
+            return [entry for e in elements if isinstance(entry := _evaluate(e), int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _evaluate(left) + _evaluate(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _evaluate(left) * _evaluate(right)
+    raise TypeError(f"{ast.dump(node)} is not allowed here")

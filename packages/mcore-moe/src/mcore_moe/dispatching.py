@@ -1,0 +1,251 @@
+"""Moving tokens to the ranks of their experts and the results back.
+
+A dispatcher has two verbs: ``dispatch`` turns tokens and their routing into rows sorted by
+this rank's experts, ``combine`` brings the experts' rows home and sums them by token. What
+combine must know travels in a handle, so a dispatcher holds no state and several
+micro-batches may be on their way at once.
+
+* ``LocalDispatcher``: all experts are here; rows are sorted, nothing travels.
+* ``AllToAllDispatcher``: each row travels to its expert's rank, counts first.
+* ``AllGatherDispatcher``: every token visits every rank, which picks its own rows.
+
+Where ``expert_tp`` splits each expert's matrices, its ranks see each other's rows and their
+results are summed. Ranks may have any number of tokens, none too.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from mcore_parallel.collectives import all_gather, all_to_all
+from mcore_parallel.mesh import SINGLE, Axis
+from torch import Tensor
+
+from mcore_moe.config import MoEConfig, expert_capacity
+from mcore_moe.permutation import (
+    RowPlan,
+    permute,
+    permute_probs,
+    plan_rows,
+    reorder,
+    unpermute,
+    within_capacity,
+)
+from mcore_moe.router import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """Rows for this rank's experts."""
+
+    rows: Float[Tensor, "R D"]
+    """Sorted by expert."""
+    probs: Float[Tensor, " R"]
+    """Weight of each row."""
+    counts: Int[Tensor, " e"]
+    """Rows of each of this rank's experts."""
+    handle: Any
+    """What ``combine`` of the same dispatcher needs."""
+
+
+class Dispatcher(Protocol):
+    """The two verbs."""
+
+    def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
+        """Bring rows to this rank's experts."""
+        ...
+
+    def combine(self, rows: Float[Tensor, "R D"], handle: Any) -> Float[Tensor, "T D"]:
+        """Bring results home and sum them by token."""
+        ...
+
+
+def build_dispatcher(config: MoEConfig, ep: Axis, expert_tp: Axis) -> Dispatcher:
+    """Return the dispatcher that the config asks for; the local one when nothing travels."""
+    if ep.size == 1 and expert_tp.size == 1:
+        return LocalDispatcher(config)
+    if config.moe_token_dispatcher_type == "allgather":
+        return AllGatherDispatcher(config, ep, expert_tp)
+    return AllToAllDispatcher(config, ep, expert_tp)
+
+
+class LocalDispatcher:
+    """All experts are on this rank."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        """Keep the config: number of experts, capacity and drop policy."""
+        self.config = config
+
+    def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
+        """Sort the tokens by expert; waits for the device only when tokens may be dropped."""
+        plan = plan_within_capacity(routing, self.config)
+        return Dispatched(
+            permute(x, plan), permute_probs(routing.probs, plan), plan.counts, plan
+        )
+
+    def combine(self, rows: Float[Tensor, "R D"], handle: RowPlan) -> Float[Tensor, "T D"]:
+        """Sum the rows of each token."""
+        return unpermute(rows, handle)
+
+
+def plan_within_capacity(routing: Routing, config: MoEConfig) -> RowPlan:
+    """Plan the rows of this rank's tokens, within each expert's capacity if it has one.
+
+    The capacity is counted on each rank by itself, before anything travels.
+    """
+    ids, factor = routing.ids, config.moe_expert_capacity_factor
+    if not factor:
+        return plan_rows(ids, config.num_experts)
+    capacity = expert_capacity(ids.shape[0], config.num_experts, ids.shape[1], factor)
+    keep = within_capacity(
+        ids, routing.probs, config.num_experts, capacity, config.moe_token_drop_policy
+    )
+    fill = capacity if config.moe_pad_expert_input_to_capacity else 0
+    return plan_rows(ids, config.num_experts, keep, fill)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """How rows travelled: what ``AllToAllDispatcher.combine`` retraces."""
+
+    plan: RowPlan
+    send: list[int]
+    """Rows that this rank sent to each rank of ``ep``."""
+    receive: list[list[int]]
+    """Rows from each rank of ``ep``, as each rank of ``expert_tp`` received them."""
+    order: Tensor
+    inverse: Tensor
+
+
+class AllToAllDispatcher:
+    """Each row travels to the rank of its expert and back."""
+
+    def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
+        """Keep the config and the axes of the expert grid."""
+        self.config, self.ep, self.expert_tp = config, ep, expert_tp
+
+    def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
+        """Exchange counts, then rows and weights, over ``ep``; gather them over ``expert_tp``.
+
+        The host waits once for the counts of all ranks.
+        """
+        plan = plan_within_capacity(routing, self.config)
+        chunks = self._chunks(plan.counts)  # [expert_tp, ep, e]: rows by source and expert
+        send_counts = plan.counts.view(self.ep.size, -1).sum(1)
+        host = torch.cat([send_counts, chunks.sum(-1).reshape(-1)]).tolist()
+        send, rest = host[: self.ep.size], host[self.ep.size :]
+        receive = [rest[i : i + self.ep.size] for i in range(0, len(rest), self.ep.size)]
+
+        order = _expert_major(chunks.flatten(0, 1), sum(rest))
+        inverse = order.argsort()
+        trip = _Trip(plan, send, receive, order, inverse)
+        rows = self._there(permute(x, plan), trip)
+        probs = self._there(permute_probs(routing.probs, plan), trip)
+        return Dispatched(rows, probs, chunks.sum((0, 1)), trip)
+
+    def combine(self, rows: Float[Tensor, "R D"], handle: _Trip) -> Float[Tensor, "T D"]:
+        """Retrace the trip: sum over ``expert_tp``, travel back over ``ep``, sum by token."""
+        rows = reorder(rows, handle.inverse, handle.order)
+        rows = reduce_scatter_uneven(rows, self.expert_tp, [sum(r) for r in handle.receive])
+        rows = all_to_all(rows, self.ep, handle.receive[self.expert_tp.rank], handle.send)
+        return unpermute(rows, handle.plan)
+
+    def _chunks(self, counts: Tensor) -> Tensor:
+        num_local = counts.numel() // self.ep.size
+        everyone = all_gather(counts[None], self.ep)  # [ep, E]
+        mine = everyone.narrow(1, self.ep.rank * num_local, num_local)
+        return all_gather(mine[None], self.expert_tp)
+
+    def _there(self, x: Tensor, trip: _Trip) -> Tensor:
+        received = trip.receive[self.expert_tp.rank]
+        x = all_to_all(x, self.ep, trip.send, received)
+        x = gather_uneven(x, self.expert_tp, [sum(r) for r in trip.receive])
+        return reorder(x, trip.order, trip.inverse)
+
+
+def _expert_major(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, " R"]:
+    """Order rows that lie source by source so that they lie expert by expert."""
+    experts = torch.arange(chunks.shape[1], device=chunks.device).repeat(chunks.shape[0])
+    experts = experts.repeat_interleave(chunks.reshape(-1), output_size=num_rows)
+    return experts.argsort(stable=True)
+
+
+class AllGatherDispatcher:
+    """Every token visits every rank; each computes what its experts were chosen for."""
+
+    def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
+        """Keep the config and the axes of the expert grid."""
+        self.config, self.ep, self.expert_tp = config, ep, expert_tp
+
+    def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
+        """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; pick own rows.
+
+        The host waits for the numbers of tokens of all ranks, and for its number of rows.
+        """
+        ids, config = routing.ids, self.config
+        if config.moe_expert_capacity_factor:
+            plan = plan_within_capacity(routing, config)
+            ids = ids.where(plan.slots < plan.choices.numel(), config.num_experts)
+        sizes = self._sizes(x)
+        x = self._gather(x, sizes)
+        probs, ids = self._gather(routing.probs, sizes), self._gather(ids, sizes)
+
+        num_local = config.num_experts // self.ep.size
+        own = ids - self.ep.rank * num_local
+        keep = (own >= 0) & (own < num_local)
+        plan = plan_rows(own.where(keep, 0), num_local, keep)
+        return Dispatched(
+            permute(x, plan), permute_probs(probs, plan), plan.counts, (plan, sizes)
+        )
+
+    def combine(
+        self, rows: Float[Tensor, "R D"], handle: tuple[RowPlan, list[list[int]]]
+    ) -> Float[Tensor, "T D"]:
+        """Sum each token's rows here, then over ``expert_tp`` and ``ep`` on its own rank."""
+        plan, sizes = handle
+        partial = unpermute(rows, plan)
+        partial = reduce_scatter_uneven(partial, self.expert_tp, [sum(s) for s in sizes])
+        return reduce_scatter_uneven(partial, self.ep, sizes[self.expert_tp.rank])
+
+    def _sizes(self, x: Tensor) -> list[list[int]]:
+        """Return the number of tokens of each rank, ``[expert_tp][ep]``."""
+        size = torch.tensor([[x.shape[0]]], device=x.device)
+        return all_gather(all_gather(size, self.ep, dim=1), self.expert_tp).tolist()
+
+    def _gather(self, x: Tensor, sizes: list[list[int]]) -> Tensor:
+        x = gather_uneven(x, self.ep, sizes[self.expert_tp.rank])
+        return gather_uneven(x, self.expert_tp, [sum(s) for s in sizes])
+
+
+def gather_uneven(
+    x: Shaped[Tensor, "R ..."], axis: Axis, sizes: list[int]
+) -> Shaped[Tensor, "Q ..."]:
+    """Concatenate the ranks' rows in axis order; the gradient is summed over the ranks.
+
+    Args:
+        x: ``sizes[axis.rank]`` rows.
+        axis: ranks that take part.
+        sizes: rows of each rank; may hold zeros.
+    """
+    if axis.size == 1:
+        return x
+    copies = x.repeat(axis.size, *(1,) * (x.dim() - 1))
+    return all_to_all(copies, axis, [x.shape[0]] * axis.size, sizes)
+
+
+def reduce_scatter_uneven(
+    x: Shaped[Tensor, "Q ..."], axis: Axis, sizes: list[int]
+) -> Shaped[Tensor, "R ..."]:
+    """Sum over the ranks, keeping own rows, in axis order; the gradient is gathered.
+
+    Args:
+        x: rows of all ranks.
+        axis: ranks that take part.
+        sizes: rows that each rank keeps; may hold zeros.
+    """
+    if axis.size == 1:
+        return x
+    own = sizes[axis.rank]
+    parts = all_to_all(x, axis, sizes, [own] * axis.size)
+    return parts.view(axis.size, own, *x.shape[1:]).sum(0)

@@ -1,0 +1,277 @@
+"""The experts of a rank: stacked weights, and two ways to multiply rows with them.
+
+Rows come sorted by expert, ``counts`` says how many each has. The sequential product loops
+over the experts; the grouped one is a single kernel. They are the same function, and which
+one runs is a matter of device and dtype only. The weight of a choice multiplies the
+activation before the second product (and the second bias), so that the sum over a token's
+rows is all that is left to do.
+
+Each expert is a logical tensor of its own: ``{e}.fc1.gate.weight`` with e counted over all
+ranks.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.rng import fill_parameter_
+from mcore_parallel.sharding import Layout, Part, named_parameters
+from torch import Tensor, nn
+
+
+def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Square of the positive part. So et al. 2021, Primer, arXiv:2109.08668."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+}
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """Return an elementwise function by name.
+
+    Raises:
+        ValueError: if the name is not known.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not one of {sorted(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]
+
+
+def sequential_linear(
+    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], counts: Int[Tensor, " e"]
+) -> Float[Tensor, "R N"]:
+    """Multiply each expert's rows with its weight, one expert after the other.
+
+    The host waits for the device to learn ``counts``.
+
+    Args:
+        x: rows sorted by expert.
+        weight: of all experts of this rank.
+        counts: rows of each; their sum is R.
+    """
+    parts = x.split(counts.tolist())
+    return torch.cat([F.linear(rows, w) for rows, w in zip(parts, weight, strict=True)])
+
+
+def grouped_linear(
+    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], counts: Int[Tensor, " e"]
+) -> Float[Tensor, "R N"]:
+    """Multiply each expert's rows with its weight in one kernel; no wait for the device.
+
+    Same arguments as ``sequential_linear``, which also computes what the kernel cannot:
+    see ``has_grouped_kernel``.
+    """
+    if not has_grouped_kernel(x, weight):
+        return sequential_linear(x, weight, counts)
+    if x.shape[0] == 0:
+        return F.linear(x, weight[0])  # the kernel's backward refuses tensors without rows
+    offsets = counts.cumsum(0).to(torch.int32)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+
+
+def has_grouped_kernel(x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"]) -> bool:
+    """Say whether torch's grouped product takes these tensors.
+
+    On torch 2.11: bfloat16 on CUDA from compute capability 8.0, and on the CPU float32,
+    bfloat16 and float16, always with rows of a multiple of 16 bytes.
+    """
+    aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
+    if x.device.type == "cuda":
+        capable = torch.cuda.get_device_capability(x.device) >= (8, 0)
+        return aligned and capable and x.dtype == torch.bfloat16
+    return aligned and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Experts(nn.Module):
+    """Feed-forward networks that each serve their own rows.
+
+    Attributes:
+        fc1_weight: ``[e, 2F/expert_tp, D]``, the gate's rows before the up-projection's (or
+            ``[e, F/expert_tp, D]`` without gate).
+        fc2_weight: ``[e, D, F/expert_tp]``.
+        fc1_bias, fc2_bias: ``[e, ...]`` or None.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        *,
+        ep: Axis = SINGLE,
+        expert_tp: Axis = SINGLE,
+        gated: bool = True,
+        activation: str = "silu",
+        bias: bool = False,
+        grouped: bool = True,
+        init_std: float = 0.02,
+        output_std: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's experts and initialise them.
+
+        Args:
+            hidden_size: D.
+            ffn_hidden_size: F of one expert.
+            num_experts: E over all ranks; rank r of ``ep`` holds the r-th equal share.
+            ep: ranks that share the experts.
+            expert_tp: ranks that share each expert's matrices.
+            gated: whether fc1 gives a gate and an up-projection.
+            activation: see ``ACTIVATIONS``.
+            bias: whether both products have one.
+            grouped: use the grouped product where the device has it.
+            init_std: of fc1; 0.0 leaves all zeros and draws nothing.
+            output_std: of fc2; None: as fc1.
+            device: of the parameters.
+            dtype: of the parameters.
+
+        Raises:
+            ValueError: if the experts do not divide over ``ep``, or F over ``expert_tp``.
+        """
+        super().__init__()
+        _check_divides("--num-experts", num_experts, "--expert-model-parallel-size", ep)
+        flag = "--expert-tensor-parallel-size"
+        _check_divides("--moe-ffn-hidden-size", ffn_hidden_size, flag, expert_tp)
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.num_experts, self.num_local_experts = num_experts, num_experts // ep.size
+        self.ep, self.expert_tp = ep, expert_tp
+        self.gated, self.grouped = gated, grouped
+        self.activation = activation_function(activation)
+        self.init_std = init_std
+        self.output_std = init_std if output_std is None else output_std
+        width = ffn_hidden_size // expert_tp.size
+        rows = 2 * width if gated else width
+
+        def allocate(*shape: int) -> nn.Parameter:
+            full = (self.num_local_experts, *shape)
+            return nn.Parameter(torch.empty(full, device=device, dtype=dtype))
+
+        self.fc1_weight = allocate(rows, hidden_size)
+        self.fc2_weight = allocate(hidden_size, width)
+        self.fc1_bias = allocate(rows) if bias else None
+        self.fc2_bias = allocate(hidden_size) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill the weights by logical name, the biases with zeros.
+
+        The same seed gives every expert the same weights whatever the axes.
+
+        Args:
+            seed: None draws one from torch's default CPU generator, which must then be seeded
+                alike on all ranks.
+        """
+        if self.fc1_weight.is_meta:
+            return
+        if seed is None and self.init_std:
+            seed = int(torch.randint(2**62, ()).item())
+        stds = {"fc1_weight": self.init_std, "fc2_weight": self.output_std}
+        for named in named_parameters(self):
+            std = stds.get(named.name, 0.0)
+            if self.init_std and std:
+                fill_parameter_(named, seed=seed, std=std)
+            else:
+                nn.init.zeros_(named.parameter)
+
+    def forward(
+        self,
+        rows: Float[Tensor, "R D"],
+        probs: Float[Tensor, " R"],
+        counts: Int[Tensor, " e"],
+    ) -> Float[Tensor, "R D"]:
+        """Run every row through its expert, weighed; talks to nobody.
+
+        With ``expert_tp`` the result is this rank's part of a sum over it.
+
+        Args:
+            rows: sorted by expert.
+            probs: weight of each row.
+            counts: rows of each of this rank's experts.
+        """
+        linear = grouped_linear if self.grouped else sequential_linear
+        hidden = linear(rows, self.fc1_weight, counts)
+        if self.fc1_bias is not None:
+            hidden = hidden + self._of_rows(self.fc1_bias, rows, counts)
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = self.activation(gate) * up
+        else:
+            hidden = self.activation(hidden)
+        hidden = (hidden * probs[:, None]).to(rows.dtype)
+        out = linear(hidden, self.fc2_weight, counts)
+        if self.fc2_bias is not None and self.expert_tp.rank == 0:
+            # The bias stands once in the sum over expert_tp, and is weighed like the rest.
+            bias = self._of_rows(self.fc2_bias, rows, counts)
+            out = out + (bias * probs[:, None]).to(out.dtype)
+        return out
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the stacked parameters expert by expert, see ``mcore_parallel.sharding``."""
+        D, F_ = self.hidden_size, self.ffn_hidden_size
+        names = ("fc1.gate", "fc1.up") if self.gated else ("fc1",)
+        width = F_ // self.expert_tp.size
+        begin = self.expert_tp.rank * width
+        weight1, weight2, bias1, bias2 = [], [], [], []
+        for i in range(self.num_local_experts):
+            e = self.ep.rank * self.num_local_experts + i
+            for n, name in enumerate(names):
+                weight1.append(
+                    Part(
+                        f"{e}.{name}.weight",
+                        (F_, D),
+                        (begin, 0),
+                        (i, n * width, 0),
+                        (1, width, D),
+                    )
+                )
+                bias1.append(
+                    Part(f"{e}.{name}.bias", (F_,), (begin,), (i, n * width), (1, width))
+                )
+            weight2.append(
+                Part(f"{e}.fc2.weight", (D, F_), (0, begin), (i, 0, 0), (1, D, width))
+            )
+            # Only the first rank of expert_tp uses it, so the gradients are parts of a sum.
+            bias2.append(
+                Part(
+                    f"{e}.fc2.bias",
+                    (D,),
+                    (0,),
+                    (i, 0),
+                    (1, D),
+                    replicas=self.expert_tp,
+                    partial=self.expert_tp,
+                )
+            )
+        parts = {"fc1_weight": weight1, "fc2_weight": weight2}
+        if self.fc1_bias is not None:
+            parts |= {"fc1_bias": bias1, "fc2_bias": bias2}
+        return {name: Layout(tuple(p), data="expert") for name, p in parts.items()}
+
+    def _of_rows(self, bias: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+        return bias.repeat_interleave(
+            counts, dim=0, output_size=rows.shape[0]
+        )  # [e, N] -> [R, N]
+
+    def extra_repr(self) -> str:
+        """Describe the layer for ``print(model)``."""
+        return (
+            f"{self.num_local_experts} of {self.num_experts}, D={self.hidden_size}, "
+            f"F={self.ffn_hidden_size}, gated={self.gated}, grouped={self.grouped}"
+        )
+
+
+def _check_divides(what: str, number: int, flag: str, axis: Axis) -> None:
+    if number % axis.size:
+        raise ValueError(
+            f"{what} {number} cannot be split over {flag} {axis.size}: use a divisor of "
+            f"{number}."
+        )

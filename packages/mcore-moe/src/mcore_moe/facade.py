@@ -1,0 +1,74 @@
+"""The plain front: a mixture of experts for any torch model, on one rank.
+
+It knows nothing of axes and works inside any ``nn.Module``, under torch's DDP and
+``torch.compile``. To spread experts over ranks use ``MoELayer``.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_moe.config import MoEConfig
+from mcore_moe.layer import MoELayer
+
+
+class MixtureOfExperts(nn.Module):
+    """Drop-in replacement for a feed-forward layer.
+
+    Attributes:
+        moe: the ``MoELayer``.
+        aux_loss: scalar of the last forward in training, times ``aux_loss_coeff``, with its
+            gradient: add it to the loss before ``backward``. 0 in eval mode.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        aux_loss_coeff: float = 0.01,
+        gated: bool = True,
+        activation: str = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate and initialise from torch's default generator.
+
+        Args:
+            hidden_size: D.
+            ffn_hidden_size: width of one expert.
+            num_experts: E.
+            top_k: experts a token; with 1 the weights are a softmax over all experts.
+            aux_loss_coeff: of the load-balancing loss; 0 turns it off.
+            gated: SwiGLU-like experts with three matrices, or plain ones with two.
+            activation: ``silu``, ``gelu``, ``relu`` or ``squared_relu``.
+            device: of the parameters.
+            dtype: of the parameters.
+
+        Raises:
+            ValueError: if ``top_k`` is not from 1 to ``num_experts``.
+        """
+        super().__init__()
+        config = MoEConfig(
+            num_experts=num_experts,
+            moe_router_topk=top_k,
+            moe_router_pre_softmax=top_k == 1,
+            moe_aux_loss_coeff=aux_loss_coeff,
+        )
+        self.moe = MoELayer(
+            hidden_size,
+            ffn_hidden_size,
+            config,
+            gated=gated,
+            activation=activation,
+            device=device,
+            dtype=dtype,
+        )
+        self.aux_loss: Tensor = torch.zeros((), device=device)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        """Return the experts' output in the shape of x; sets ``aux_loss``."""
+        y, self.aux_loss = self.moe(x.reshape(-1, x.shape[-1]))
+        return y.view(x.shape)

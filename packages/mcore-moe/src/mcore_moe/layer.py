@@ -1,0 +1,164 @@
+"""The mixture-of-experts layer: route, dispatch, compute, combine.
+
+It takes and gives ``[T, D]`` and returns its auxiliary loss beside the output, as a second
+root of backward; nothing is smuggled into a gradient. Every token is routed by exactly one
+rank: under sequence parallelism the tensor ranks hold different tokens already, without it
+the layer shares the tokens out among them and sums the results.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.mesh import SINGLE, Axis
+from torch import Tensor, nn
+
+from mcore_moe.config import MoEConfig
+from mcore_moe.dispatching import build_dispatcher
+from mcore_moe.experts import Experts
+from mcore_moe.router import Router
+from mcore_moe.shared import SharedExpert
+
+
+class MoELayer(nn.Module):
+    """A feed-forward layer of many experts, few of which serve each token.
+
+    Attributes:
+        router: chooses experts, see ``Router``.
+        experts: this rank's experts, see ``Experts``.
+        shared: the expert for all tokens, or None.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        config: MoEConfig,
+        *,
+        tp: Axis = SINGLE,
+        cp_tp: Axis = SINGLE,
+        dp_cp_tp: Axis = SINGLE,
+        ep: Axis = SINGLE,
+        expert_tp: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        gated: bool = True,
+        activation: str = "silu",
+        bias: bool = False,
+        init_std: float = 0.02,
+        output_std: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate and initialise the layer; makes no group and talks to nobody.
+
+        Args:
+            hidden_size: D.
+            ffn_hidden_size: F of one expert where ``config.moe_ffn_hidden_size`` is 0.
+            config: experts, routing, balance and dispatch.
+            tp: tensor ranks, which hold the same tokens or (sequence parallel) neighbours.
+            cp_tp: all ranks that share a micro-batch: counts are summed over them.
+            dp_cp_tp: all ranks that share a step's batch; the global loss sums over them.
+            ep: ranks that share the experts.
+            expert_tp: ranks that share each expert's matrices.
+            sequence_parallel: whether tokens are cut over ``tp``.
+            gated: whether experts have a gate and an up-projection.
+            activation: see ``experts.ACTIVATIONS``.
+            bias: whether the experts' products have one (router and shared expert have none).
+            init_std: of router and fc1; 0.0 leaves all zeros and draws nothing.
+            output_std: of fc2; None: as fc1.
+            device: of the parameters.
+            dtype: of the parameters.
+
+        Raises:
+            ValueError: if there are no experts, or they do not fit the axes.
+        """
+        super().__init__()
+        if config.num_experts == 0:
+            raise ValueError("--num-experts 0 asks for no experts: set it to 1 or more.")
+        placed = {"device": device, "dtype": dtype}
+        self.tp = tp
+        self.splits_tokens = tp.size > 1 and not sequence_parallel
+        self.router = Router(
+            hidden_size,
+            config,
+            tp=tp,
+            cp_tp=cp_tp,
+            dp_cp_tp=dp_cp_tp,
+            init_std=init_std,
+            **placed,
+        )
+        feed_forward = {
+            "gated": gated,
+            "activation": activation,
+            "init_std": init_std,
+            "output_std": output_std,
+            **placed,
+        }
+        self.experts = Experts(
+            hidden_size,
+            config.moe_ffn_hidden_size or ffn_hidden_size,
+            config.num_experts,
+            ep=ep,
+            expert_tp=expert_tp,
+            bias=bias,
+            grouped=config.moe_grouped_gemm,
+            **feed_forward,
+        )
+        self.shared = (
+            SharedExpert(
+                hidden_size,
+                config.moe_shared_expert_intermediate_size,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                has_token_gate=config.moe_shared_expert_gate,
+                **feed_forward,
+            )
+            if config.moe_shared_expert_intermediate_size
+            else None
+        )
+        self.dispatcher = build_dispatcher(config, ep, expert_tp)
+
+    def forward(
+        self,
+        x: Float[Tensor, "T D"],
+        num_sequences: int = 1,
+        mask: Bool[Tensor, " T"] | None = None,
+    ) -> tuple[Float[Tensor, "T D"], Float[Tensor, ""]]:
+        """Send each token through its experts.
+
+        Exchanges tokens over ``ep`` and ``expert_tp``, counts over ``cp_tp`` in training.
+
+        Args:
+            x: this rank's tokens; whole and equal over ``tp`` unless sequence parallel.
+            num_sequences: B when x is the flat view of ``[S, B, D]``: token t belongs to
+                sequence t % B. Only the loss by sequence asks for it.
+            mask: true for real tokens, false for padding, which takes no part in balance;
+                cut like x. Left out: all are real.
+
+        Returns:
+            The output, cut like x, and this rank's share of the auxiliary losses times their
+            coefficients: summed over ``cp_tp`` it is the loss of the micro-batch, so its
+            gradients are summed over these ranks like any other. 0 in eval mode.
+        """
+        begin, end = self._own_tokens(x.shape[0])
+        own = copy_to(x, self.tp)[begin:end] if self.splits_tokens else x
+        sequences = torch.arange(begin, end, device=x.device) % num_sequences
+        own_mask = mask if mask is None else mask[begin:end]
+
+        routing, aux = self.router(own, sequences, num_sequences, own_mask)
+        sent = self.dispatcher.dispatch(own, routing)
+        rows = self.experts(sent.rows, sent.probs, sent.counts)
+        y = self.dispatcher.combine(rows, sent.handle)
+
+        if self.splits_tokens:
+            y = reduce_from(F.pad(y, (0, 0, begin, x.shape[0] - end)), self.tp)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, aux
+
+    def _own_tokens(self, num_tokens: int) -> tuple[int, int]:
+        """Return the range of tokens that this rank routes; shares differ by one at most."""
+        if not self.splits_tokens:
+            return 0, num_tokens
+        size, rank = self.tp.size, self.tp.rank
+        return num_tokens * rank // size, num_tokens * (rank + 1) // size

@@ -1,0 +1,223 @@
+"""Tokens in order of their experts, and back: index arithmetic with exact gradients.
+
+A *row* is one token on its way to one expert; rows are sorted by expert, then by token. The
+plan knows both directions (the token of each row, the row of each choice), so both the
+forward and the backward of ``permute`` and ``unpermute`` are gathers and a sum over k in
+fixed order: no atomic addition, the same bits in every run. Without dropping, the number of
+rows is T*k, known to the host.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Which row holds which choice. A *choice* is number t*k + j: token t's j-th expert."""
+
+    choices: Int[Tensor, " R"]
+    """Choice of each row; T*k for a row that only fills space."""
+    slots: Int[Tensor, "T k"]
+    """Row of each choice; R for a choice that was dropped."""
+    counts: Int[Tensor, " E"]
+    """Rows of each expert; they follow each other."""
+    is_complete: bool
+    """Whether rows and choices are known to match one to one: none dropped, none filled."""
+
+
+def plan_rows(
+    ids: Int[Tensor, "T k"],
+    num_experts: int,
+    keep: Bool[Tensor, "T k"] | None = None,
+    capacity: int = 0,
+) -> RowPlan:
+    """Plan the rows of chosen experts, sorted by expert, then by token.
+
+    Args:
+        ids: chosen experts; a token names none twice.
+        num_experts: E.
+        keep: choices that get a row; left out: all. With it the host waits for the device
+            to learn the number of rows, unless ``capacity`` is given.
+        capacity: rows that every expert gets, filled where fewer chose it; 0: as chosen.
+            ``keep`` must not leave more.
+    """
+    num_choices = ids.numel()
+    if keep is not None:
+        ids = ids.where(keep, num_experts)  # behind all experts
+    flat = ids.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = _count(flat, num_experts + 1)[:num_experts]
+    if capacity:
+        return _filled(order, flat, counts, tuple(ids.shape), capacity)
+    if keep is not None:
+        order = order[: int(counts.sum())]
+    slots = torch.full_like(flat, order.numel())
+    slots[order] = torch.arange(order.numel(), device=ids.device)
+    return RowPlan(order, slots.view(ids.shape), counts, order.numel() == num_choices)
+
+
+def _filled(
+    order: Tensor, flat: Tensor, counts: Tensor, shape: tuple[int, ...], capacity: int
+) -> RowPlan:
+    num_choices, num_experts = flat.numel(), counts.numel()
+    num_rows = num_experts * capacity
+    starts = counts.cumsum(0) - counts
+    experts = flat[order]
+    kept = experts < num_experts
+    padded_starts = torch.nn.functional.pad(starts, (0, 1))
+    places = torch.arange(num_choices, device=flat.device) - padded_starts[experts]
+    # Choices without a row all write to one spare place behind the end.
+    rows = (experts * capacity + places).where(kept, num_rows)
+    choices = torch.full((num_rows + 1,), num_choices, device=flat.device)
+    choices[rows] = order
+    slots = torch.empty_like(flat)
+    slots[order] = rows
+    return RowPlan(
+        choices[:num_rows], slots.view(shape), torch.full_like(counts, capacity), False
+    )
+
+
+def within_capacity(
+    ids: Int[Tensor, "T k"],
+    probs: Float[Tensor, "T k"],
+    num_experts: int,
+    capacity: int,
+    policy: str = "probs",
+) -> Bool[Tensor, "T k"]:
+    """Say which choices fit when every expert takes at most ``capacity`` tokens.
+
+    Args:
+        ids: chosen experts.
+        probs: their weights.
+        num_experts: E.
+        capacity: rows an expert takes.
+        policy: ``probs`` keeps the largest weights (the earlier token where equal),
+            ``position`` the earliest tokens.
+    """
+    flat = ids.reshape(-1)
+    if policy == "probs":
+        by_prob = probs.reshape(-1).argsort(descending=True, stable=True)
+        order = by_prob[flat[by_prob].argsort(stable=True)]
+    else:
+        order = flat.argsort(stable=True)
+    counts = _count(flat, num_experts)
+    starts = counts.cumsum(0) - counts
+    places = torch.arange(flat.numel(), device=ids.device) - starts[flat[order]]
+    keep = torch.empty_like(flat, dtype=torch.bool)
+    keep[order] = places < capacity
+    return keep.view(ids.shape)
+
+
+def permute(x: Float[Tensor, "T D"], plan: RowPlan) -> Float[Tensor, "R D"]:
+    """Copy each token to its rows; rows that only fill space are zero."""
+    return _Permute.apply(x, plan.choices, plan.slots, plan.is_complete)
+
+
+def permute_probs(probs: Float[Tensor, "T k"], plan: RowPlan) -> Float[Tensor, " R"]:
+    """Bring the weight of each choice to its row; 0 for rows that only fill space."""
+    return _PermuteProbs.apply(probs, plan.choices, plan.slots, plan.is_complete)
+
+
+def unpermute(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]:
+    """Sum the rows of each token, in the order of its choices; dropped choices add nothing."""
+    return _Unpermute.apply(rows, plan.choices, plan.slots, plan.is_complete)
+
+
+def permute_reference(x: Float[Tensor, "T D"], plan: RowPlan) -> Float[Tensor, "R D"]:
+    """Slow twin of ``permute``, by plain indexing under autograd."""
+    topk = plan.slots.shape[1]
+    spare = torch.cat([x, x.new_zeros(1, x.shape[1])])
+    return spare[plan.choices // topk]
+
+
+def unpermute_reference(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]:
+    """Slow twin of ``unpermute``, one row after the other under autograd."""
+    num_tokens, topk = plan.slots.shape
+    sums = list(rows.new_zeros(num_tokens, rows.shape[1]).unbind(0))
+    for row, choice in enumerate(plan.choices.tolist()):
+        if choice < num_tokens * topk:
+            sums[choice // topk] = sums[choice // topk] + rows[row]
+    return torch.stack(sums) if sums else rows.new_zeros(0, rows.shape[1])
+
+
+def reorder(
+    x: Shaped[Tensor, "R ..."], order: Int[Tensor, " R"], inverse: Int[Tensor, " R"]
+) -> Shaped[Tensor, "R ..."]:
+    """Return ``x[order]``; the gradient goes back through ``inverse``, without atomics."""
+    return _Reorder.apply(x, order, inverse)
+
+
+def _count(ids: Tensor, size: int) -> Tensor:
+    return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
+
+
+def _take(x: Tensor, index: Tensor, is_complete: bool) -> Tensor:
+    """Gather rows of ``x``; an index one past the end gives zeros."""
+    if not is_complete:
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    return x.index_select(0, index)
+
+
+def _sum_slots(rows: Tensor, slots: Tensor, is_complete: bool) -> Tensor:
+    taken = _take(rows, slots.reshape(-1), is_complete)
+    return taken.view(*slots.shape, rows.shape[1]).sum(1)  # [T*k, D] -> [T, D]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, choices: Tensor, slots: Tensor, complete: bool) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.complete = complete
+        return _take(x, choices // slots.shape[1], complete)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (slots,) = ctx.saved_tensors
+        return _sum_slots(grad, slots, ctx.complete), None, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, choices: Tensor, slots: Tensor, complete: bool
+    ) -> Tensor:
+        ctx.save_for_backward(choices)
+        ctx.topk, ctx.complete = slots.shape[1], complete
+        return _sum_slots(rows, slots, complete)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (choices,) = ctx.saved_tensors
+        return _take(grad, choices // ctx.topk, ctx.complete), None, None, None
+
+
+class _PermuteProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, probs: Tensor, choices: Tensor, slots: Tensor, complete: bool
+    ) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.complete = complete
+        return _take(probs.reshape(-1), choices, complete)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (slots,) = ctx.saved_tensors
+        taken = _take(grad, slots.reshape(-1), ctx.complete)
+        return taken.view(slots.shape), None, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None

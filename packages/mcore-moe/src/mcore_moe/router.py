@@ -1,0 +1,291 @@
+"""Choosing experts: from logits to k experts and their weights a token.
+
+``route`` is pure; ``Router`` owns the weight, the expert bias and the counts of a step. All
+score maths is float32 (float64 where the logits are); the weights stay in that precision.
+Where scores are equal the expert with the lower number wins, on every device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.rng import reset_weight_
+from mcore_parallel.sharding import Layout, whole
+from torch import Tensor, nn
+
+from mcore_moe.balance import (
+    aux_loss,
+    count_choices,
+    global_aux_loss,
+    sequence_aux_loss,
+    sinkhorn,
+    z_loss,
+)
+from mcore_moe.config import MoEConfig
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of each token, best first, and what their outputs are weighed by."""
+
+    ids: Int[Tensor, "T k"]
+    probs: Float[Tensor, "T k"]
+
+
+def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Tensor, "T E"]:
+    """Return non-negative scores over all experts, in float32 or better.
+
+    Args:
+        logits: of the router.
+        score_function: ``softmax`` (rows sum to 1), ``sigmoid`` or ``sqrtsoftplus`` (each
+            expert on its own).
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if score_function == "softmax":
+        return logits.softmax(-1)
+    if score_function == "sigmoid":
+        return logits.sigmoid()
+    return F.softplus(logits).sqrt()
+
+
+def route(
+    logits: Float[Tensor, "T E"],
+    config: MoEConfig,
+    expert_bias: Float[Tensor, " E"] | None = None,
+) -> Routing:
+    """Choose the experts of each token and their weights.
+
+    Args:
+        logits: of the router.
+        config: score function, top-k, groups and scaling.
+        expert_bias: added to the scores for the choice, never to the weights.
+
+    Reference:
+        Softmax after the choice: Jiang et al. 2024, Mixtral, arXiv:2401.04088. Sigmoid, bias
+        and groups: DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, arXiv:2412.19437.
+    """
+    softmax_after = (
+        config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+    )
+    if softmax_after:
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    else:
+        scores = expert_scores(logits, config.moe_router_score_function)
+    ids = _choose(scores if expert_bias is None else scores + expert_bias, config)
+    probs = scores.gather(1, ids)
+    if softmax_after:
+        probs = probs.softmax(-1)
+    elif config.moe_router_score_function != "softmax" and config.moe_router_topk > 1:
+        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    return Routing(ids, _scaled(probs, config))
+
+
+def _scaled(probs: Tensor, config: MoEConfig) -> Tensor:
+    factor = config.moe_router_topk_scaling_factor
+    return probs * factor if factor else probs
+
+
+def top_experts(scores: Float[Tensor, "... E"], topk: int) -> Int[Tensor, "... k"]:
+    """Return the ids of the largest scores, best first; equal scores in order of the id."""
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+
+
+def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
+    topk, kept = config.moe_router_topk, config.moe_router_group_topk
+    if not kept:
+        return top_experts(scores, topk)
+    # A group is worth the sum of as many of its experts as it may give.
+    grouped = scores.detach().view(scores.shape[0], config.moe_router_num_groups, -1)
+    worth = grouped.topk(topk // kept, dim=-1).values.sum(-1)
+    allowed = torch.zeros_like(worth, dtype=torch.bool)
+    allowed = allowed.scatter(1, top_experts(worth, kept), True)
+    return top_experts(grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1), topk)
+
+
+class Router(nn.Module):
+    """The gate of a mixture of experts: a linear map, a choice, and the balance of it.
+
+    Attributes:
+        weight: ``[E, D]``, the same on all tensor ranks; each sees its own tokens, so its
+            gradients are partial sums over ``tp``.
+        expert_bias: ``[E]`` float32 buffer, in checkpoints; only with
+            ``moe_router_enable_expert_bias``. Stays float32 when the model is cast.
+        step_counts: ``[E]`` int64 buffer: choices of this rank's tokens since the last step.
+        step_scored_counts: ``[E]`` int64 buffer: the same by the plain top-k of the scores,
+            which the global loss is about.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: MoEConfig,
+        *,
+        tp: Axis = SINGLE,
+        cp_tp: Axis = SINGLE,
+        dp_cp_tp: Axis = SINGLE,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate and initialise the gate.
+
+        Args:
+            hidden_size: D.
+            config: everything about routing and balance.
+            tp: ranks that hold the weight and see different tokens.
+            cp_tp: ranks that share a micro-batch.
+            dp_cp_tp: ranks that share a step's batch.
+            init_std: of the weight; 0 leaves zeros and draws nothing.
+            device: of the weight.
+            dtype: of the weight.
+        """
+        super().__init__()
+        self.config = config
+        self.tp, self.cp_tp, self.dp_cp_tp = tp, cp_tp, dp_cp_tp
+        self.init_std = init_std
+        shape = (config.num_experts, hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("step_counts", counts, persistent=False)
+        self.register_buffer("step_scored_counts", counts.clone(), persistent=False)
+        if config.moe_router_enable_expert_bias:
+            bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+            self.register_buffer("expert_bias", bias)
+        else:
+            self.register_buffer("expert_bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill the weight with normal numbers of ``init_std``; 0.0 leaves zeros.
+
+        Args:
+            seed: None draws one from torch's default CPU generator.
+        """
+        reset_weight_(self, std=self.init_std, seed=seed)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the weight: whole on every tensor rank, gradients partial over them."""
+        shape = tuple(self.weight.shape)
+        return {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        # A bias rounded to bf16 would no longer move by its rate: move it, never cast it.
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.expert_bias.dtype != torch.float32:
+            exact = self.expert_bias.float() if before.is_meta else before
+            self.expert_bias = exact.to(self.expert_bias.device)
+        return self
+
+    def forward(
+        self,
+        x: Float[Tensor, "T D"],
+        sequences: Int[Tensor, " T"] | None = None,
+        num_sequences: int = 1,
+        mask: Bool[Tensor, " T"] | None = None,
+    ) -> tuple[Routing, Float[Tensor, ""]]:
+        """Choose experts and weigh the balance of the choice.
+
+        All-reduces counts over ``cp_tp`` (and ``dp_cp_tp`` for the global loss) when a loss
+        asks for it, in training only.
+
+        Args:
+            x: this rank's tokens; may be none.
+            sequences: of each token, for the loss by sequence; left out: all of one.
+            num_sequences: in the micro-batch.
+            mask: true for real tokens; padding is routed but takes no part in statistics.
+
+        Returns:
+            The routing, and this rank's share of all losses times their coefficients.
+        """
+        logits = self._logits(x)
+        if self.config.moe_router_load_balancing_type == "sinkhorn":
+            routing = self._assign(logits)
+        else:
+            routing = route(logits, self.config, self.expert_bias)
+        aux = torch.zeros((), dtype=routing.probs.dtype, device=x.device)
+        if self.training:
+            self._count(routing.ids, mask)
+            aux = aux + self._losses(logits, sequences, num_sequences, mask)
+        return routing, aux
+
+    def _logits(self, x: Tensor) -> Tensor:
+        eps = self.config.moe_input_jitter_eps
+        if self.training and eps:
+            x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
+        dtype = _DTYPES.get(self.config.moe_router_dtype, x.dtype)
+        return F.linear(x.to(dtype), self.weight.to(dtype))
+
+    def _assign(self, logits: Tensor) -> Routing:
+        topk = self.config.moe_router_topk
+        scores = expert_scores(logits, "sigmoid" if topk == 1 else "softmax")
+        wanted = sinkhorn(logits, self.cp_tp) if self.training else scores
+        ids = top_experts(wanted, topk)
+        return Routing(ids, _scaled(scores.gather(1, ids), self.config))
+
+    def _count(self, ids: Tensor, mask: Tensor | None) -> None:
+        if not _is_replayed():
+            self.step_counts += count_choices(ids, self.config.num_experts, mask)
+
+    def _losses(
+        self,
+        logits: Tensor,
+        sequences: Tensor | None,
+        num_sequences: int,
+        mask: Tensor | None,
+    ) -> Tensor | float:
+        config = self.config
+        total: Tensor | float = 0.0
+        if config.moe_z_loss_coeff:
+            total = config.moe_z_loss_coeff * z_loss(logits, mask, self.cp_tp)
+        if config.moe_aux_loss_coeff:
+            balance = self._balance_loss(logits, sequences, num_sequences, mask)
+            total = total + config.moe_aux_loss_coeff * balance
+        return total
+
+    def _balance_loss(
+        self,
+        logits: Tensor,
+        sequences: Tensor | None,
+        num_sequences: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        # The plain top-k of the scores: bias, groups and capacity must not hide an imbalance.
+        topk, kind = self.config.moe_router_topk, self.config.moe_router_load_balancing_type
+        scores = expert_scores(logits, self.config.moe_router_score_function)
+        if self.config.moe_router_score_function != "softmax":
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        ids = top_experts(scores, topk)
+        if kind == "seq_aux_loss":
+            if sequences is None:
+                sequences = torch.zeros(scores.shape[0], dtype=torch.int64, device=ids.device)
+            return sequence_aux_loss(
+                scores, ids, sequences, num_sequences, mask=mask, axis=self.cp_tp
+            )
+        counts = count_choices(ids, self.config.num_experts, mask)
+        if mask is not None:
+            scores = scores * mask[:, None]
+        if kind == "aux_loss":
+            return aux_loss(scores, counts, topk, self.cp_tp)
+        return global_aux_loss(scores, counts, self._seen(counts), topk, self.cp_tp)
+
+    def _seen(self, counts: Tensor) -> Tensor:
+        if _is_replayed():
+            raise RuntimeError(
+                "--moe-router-load-balancing-type global_aux_loss cannot be recomputed: the "
+                "counts of the step have moved on since the forward pass. Leave the router out "
+                "of recomputation, or use aux_loss or seq_aux_loss."
+            )
+        self.step_scored_counts += counts
+        return all_reduce(self.step_scored_counts, self.dp_cp_tp)
+
+
+def _is_replayed() -> bool:
+    """Say whether this forward is a recomputation inside a backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

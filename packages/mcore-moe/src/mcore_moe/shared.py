@@ -1,0 +1,119 @@
+"""The shared expert: a feed-forward network that every token passes through.
+
+It is split over all tensor ranks like a dense layer, not over the expert grid.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.rng import reset_weight_
+from mcore_parallel.sharding import Layout, whole
+from torch import Tensor, nn
+
+from mcore_moe.experts import activation_function
+
+
+class SharedExpert(nn.Module):
+    """A dense feed-forward network beside the routed experts.
+
+    Reference:
+        Dai et al. 2024, DeepSeekMoE, section 3.2. arXiv:2401.06066. The gate is that of
+        Qwen2-MoE: Yang et al. 2024, arXiv:2407.10671.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        tp: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        gated: bool = True,
+        activation: str = "silu",
+        has_token_gate: bool = False,
+        init_std: float = 0.02,
+        output_std: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's part and initialise it.
+
+        Args:
+            hidden_size: D.
+            ffn_hidden_size: F.
+            tp: ranks that share F.
+            sequence_parallel: whether tokens are cut over ``tp``.
+            gated: whether fc1 gives a gate and an up-projection.
+            activation: see ``experts.ACTIVATIONS``.
+            has_token_gate: weigh the output by a learned sigmoid of the token.
+            init_std: of fc1; 0.0 leaves all zeros and draws nothing.
+            output_std: of fc2; None: as fc1.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.gated = gated
+        self.activation = activation_function(activation)
+        placed = {
+            "axis": tp,
+            "sequence_parallel": sequence_parallel,
+            "device": device,
+            "dtype": dtype,
+        }
+        names = ("gate", "up") if gated else ("",)
+        outputs = [Output(name, ffn_hidden_size) for name in names]
+        self.fc1 = ColumnParallelLinear(hidden_size, outputs, init_std=init_std, **placed)
+        self.fc2 = RowParallelLinear(
+            ffn_hidden_size,
+            hidden_size,
+            init_std=init_std if output_std is None else output_std,
+            **placed,
+        )
+        self.token_gate = (
+            _TokenGate(hidden_size, init_std=init_std, **placed)
+            if has_token_gate
+            else None
+        )
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """Return the shared output; T is cut over ``tp`` under sequence parallelism.
+
+        Gathers and reduce-scatters over ``tp`` then, all-reduces over it otherwise.
+        """
+        hidden = self.fc1(x)
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = self.activation(gate) * up
+        else:
+            hidden = self.activation(hidden)
+        y = self.fc2(hidden)
+        return y if self.token_gate is None else y * self.token_gate(x)
+
+
+class _TokenGate(nn.Module):
+    """A sigmoid of one number a token."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        axis: Axis,
+        sequence_parallel: bool,
+        init_std: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        self.partial = axis if sequence_parallel else SINGLE
+        self.weight = nn.Parameter(torch.empty(1, hidden_size, device=device, dtype=dtype))
+        reset_weight_(self, std=init_std)
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T 1"]:
+        return F.linear(x, self.weight).sigmoid()
+
+    def layouts(self) -> dict[str, Layout]:
+        shape = tuple(self.weight.shape)
+        return {"weight": whole("", shape, replicas=self.axis, partial=self.partial)}

@@ -1,0 +1,106 @@
+import pytest
+
+from mcore_moe import MoEConfig, expert_capacity, moe_layers
+
+
+def test_a_config_without_experts_is_valid_and_makes_every_layer_dense():
+    assert moe_layers(MoEConfig(), 3) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "expected"),
+    [
+        ("1", (True, True, True, True)),
+        ("2", (True, False, True, False)),
+        ("3", (True, False, False, True)),
+        ("[0,1,1,0]", (False, True, True, False)),
+        ("[0]*1+[1]*3", (False, True, True, True)),
+        ("([0]*1+[1])*2", (False, True, False, True)),
+    ],
+)
+def test_layer_frequency_is_a_number_or_a_pattern(frequency, expected):
+    assert moe_layers(MoEConfig(num_experts=4, moe_layer_freq=frequency), 4) == expected
+
+
+@pytest.mark.parametrize(
+    "frequency", ["0", "[1]*3", "[2]*4", "__import__('os')", "[1]*", "layers", "[1]*'4'"]
+)
+def test_a_bad_layer_frequency_is_named(frequency):
+    with pytest.raises(ValueError, match="--moe-layer-freq"):
+        moe_layers(MoEConfig(num_experts=4, moe_layer_freq=frequency), 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": -1}, "--num-experts -1"),
+        ({"num_experts": 2, "moe_router_topk": 3}, "from 1 to --num-experts 2"),
+        ({"num_experts": 4, "moe_router_topk": 1}, "--moe-router-pre-softmax"),
+        (
+            {
+                "num_experts": 4,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_pre_softmax": True,
+            },
+            "no effect",
+        ),
+        ({"num_experts": 4, "moe_router_enable_expert_bias": True}, "sigmoid"),
+        ({"num_experts": 4, "moe_router_num_groups": 2}, "--moe-router-group-topk 0"),
+        (
+            {"num_experts": 4, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+            "must divide --num-experts 4",
+        ),
+        (
+            {
+                "num_experts": 8,
+                "moe_router_topk": 3,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 2,
+            },
+            "multiple of --moe-router-group-topk 2",
+        ),
+        (
+            {
+                "num_experts": 8,
+                "moe_router_topk": 4,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 1,
+            },
+            r"kept groups \(2\)",
+        ),
+        ({"num_experts": 4, "moe_aux_loss_coeff": -1.0}, "--moe-aux-loss-coeff"),
+        (
+            {
+                "num_experts": 4,
+                "moe_aux_loss_coeff": 0.1,
+                "moe_router_load_balancing_type": "none",
+            },
+            "no effect with --moe-router-load-balancing-type none",
+        ),
+        ({"num_experts": 4, "moe_shared_expert_gate": True}, "shared expert"),
+        ({"num_experts": 4, "moe_expert_capacity_factor": -1.0}, "capacity-factor"),
+        ({"num_experts": 4, "moe_pad_expert_input_to_capacity": True}, "capacity-factor"),
+        (
+            {
+                "num_experts": 4,
+                "moe_expert_capacity_factor": 1.0,
+                "moe_pad_expert_input_to_capacity": True,
+                "moe_token_dispatcher_type": "allgather",
+            },
+            "dispatcher-type alltoall",
+        ),
+    ],
+)
+def test_a_contradiction_names_the_flag_to_change(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(**fields)
+
+
+def test_a_dense_config_does_not_mind_what_only_experts_use():
+    assert MoEConfig(num_experts=0, moe_router_topk=8).moe_router_topk == 8
+
+
+def test_capacity_is_the_even_share_times_the_factor_rounded_up():
+    assert expert_capacity(3, 4, 2, 0.5) == 1
+    assert expert_capacity(3, 4, 2, 1.0) == 2
+    assert expert_capacity(0, 4, 2, 1.0) == 0

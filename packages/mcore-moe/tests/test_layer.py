@@ -1,0 +1,186 @@
+"""One rank against many, for every way of spreading experts: outputs, losses, gradients."""
+
+from itertools import product
+
+import pytest
+import torch
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.rng import fill_parameter_
+from mcore_parallel.sharding import named_parameters, shards_of
+from mcore_parallel.testing import run_ranks
+
+from mcore_moe import MoEConfig, MoELayer, finish_step
+
+D, F, E = 8, 16, 12
+FULL = {
+    "num_experts": E,
+    "moe_router_topk": 3,
+    "moe_aux_loss_coeff": 0.7,
+    "moe_z_loss_coeff": 0.3,
+    "moe_shared_expert_intermediate_size": 4,
+    "moe_shared_expert_gate": True,
+}
+TOLERANCE = 1e-10  # float64, relative to the largest entry of the tensor compared
+
+
+def layout(world_size, *, tp=1, cp=1, ep=1, etp=1, sp=False):
+    config = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        sequence_parallel=sp,
+    )
+    return world_size, config
+
+
+LAYOUTS = {
+    "ep2": layout(2, ep=2),
+    "ep4": layout(4, ep=4),
+    "ep2 expert_tp2": layout(4, ep=2, etp=2),
+    "tp2, whole experts everywhere": layout(2, tp=2),
+    "expert_tp2 under data ranks": layout(2, etp=2),
+    "tp2 sp ep2 on four": layout(4, tp=2, ep=2, sp=True),
+    "ep4 folded over tp2 and dp2": layout(4, tp=2, ep=4),
+    "ep4 folded over tp2 and cp2": layout(4, tp=2, cp=2, ep=4, sp=True),
+    "tp2 cp2 expert_tp2 ep2": layout(4, tp=2, cp=2, ep=2, etp=2),
+    "tp2 dp3 ep3": layout(6, tp=2, ep=3, sp=True),
+    "tp2 dp3 ep3 expert_tp2": layout(6, tp=2, ep=3, etp=2),
+}
+
+
+def tokens(dp_rank, cp_rank, tp_rank, spread):
+    """Tokens of one rank, unequal in number and none on some; skewed ones are all alike."""
+    number = (5, 0, 7, 3)[(2 * dp_rank + cp_rank + 3 * tp_rank) % 4]
+    generator = torch.Generator().manual_seed(100 * dp_rank + 10 * cp_rank + tp_rank)
+    x = torch.randn(number, D, generator=generator, dtype=torch.float64)
+    return x if spread == "even" else 0.01 * x + 1
+
+
+def build(config, **axes):
+    layer = MoELayer(D, F, config, bias=True, init_std=0.0, dtype=torch.float64, **axes)
+    for named in named_parameters(layer):
+        fill_parameter_(named, seed=7, std=0.5)  # biases too: zeros would hide mistakes
+    return layer
+
+
+def output_weights(x):
+    return torch.linspace(-1, 2, D, dtype=torch.float64) * (1 + x.detach().sum(1, keepdim=True))
+
+
+def run(layer, x):
+    x = x.clone().requires_grad_()
+    y, aux = layer(x, 1)
+    ((y * output_weights(x)).sum() + aux).backward()
+    return y.detach(), aux.detach(), x.grad
+
+
+def check(name, result, expected):
+    assert result.shape == expected.shape, name
+    if not expected.numel():
+        return
+    error = (result - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
+    assert error < TOLERANCE, f"{name}: {error:.1e}"
+
+
+def summed_gradients(layer, ctx):
+    """This rank's boxes of logical gradients, as finalisation leaves them."""
+    tensors = []
+    for named in named_parameters(layer):
+        partial = named.layout.parts[0].partial
+        grad = all_reduce(named.parameter.grad, partial)
+        tensors.append((named, all_reduce(grad, ctx.data_axes()[named.layout.data])))
+    return shards_of(tensors)
+
+
+def check_layout(name, config, spread, moe):
+    ctx = ParallelContext.build(config)
+    sp = config.sequence_parallel
+    layer = build(
+        moe,
+        tp=ctx.tp,
+        cp_tp=ctx.axis("tp", "cp"),
+        dp_cp_tp=ctx.axis("tp", "cp", "dp"),
+        ep=ctx.ep,
+        expert_tp=ctx.expert_tp,
+        sequence_parallel=sp,
+    )
+    x = tokens(ctx.dp.rank, ctx.cp.rank, ctx.tp.rank if sp else 0, spread)
+    y, aux, x_grad = run(layer, x)
+    grads = summed_gradients(layer, ctx)
+    aux = all_reduce(aux, ctx.axis("tp", "cp"))
+
+    oracle = build(moe)
+    for dp_rank in range(ctx.dp.size):
+        places = list(product(range(ctx.cp.size), range(ctx.tp.size if sp else 1)))
+        parts = [tokens(dp_rank, c, t, spread) for c, t in places]
+        whole_y, whole_aux, whole_grad = run(oracle, torch.cat(parts))
+        if dp_rank == ctx.dp.rank:
+            here = places.index((ctx.cp.rank, ctx.tp.rank if sp else 0))
+            sizes = [len(p) for p in parts]
+            check(f"{name} output", y, whole_y.split(sizes)[here])
+            check(f"{name} input gradient", x_grad, whole_grad.split(sizes)[here])
+            check(f"{name} aux", aux, whole_aux)
+    expected = shards_of([(n, n.parameter.grad) for n in named_parameters(oracle)])
+    for key, shard in grads.items():
+        whole_grad = expected[key].pieces[0].data
+        assert shard.shape == expected[key].shape
+        for piece in shard.pieces:
+            box = tuple(
+                slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True)
+            )
+            check(f"{name} {key}", piece.data, whole_grad[box])
+    counts = finish_step(layer, ctx.axis("tp", "cp", "dp"))["router"].counts
+    assert torch.equal(counts, finish_step(oracle)["router"].counts), f"{name} counts"
+    ctx.destroy()
+    return sorted(grads)
+
+
+def check_layouts(names, spread, fields):
+    return [
+        check_layout(name, LAYOUTS[name][1], spread, MoEConfig(**FULL | fields))
+        for name in names
+    ]
+
+
+def run_layouts(names, spread="even", **fields):
+    world_size = LAYOUTS[names[0]][0]
+    logical = run_ranks(check_layouts, world_size, names, spread, fields)
+    whole = sorted(shards_of([(n, n.parameter) for n in named_parameters(build(MoEConfig(**FULL)))]))
+    for i in range(len(names)):
+        assert sorted(set().union(*(rank[i] for rank in logical))) == whole
+
+
+WORLDS = {n: [k for k, v in LAYOUTS.items() if v[0] == n] for n in (2, 4, 6)}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_layout_gives_the_gradients_of_one_rank(world_size, dispatcher):
+    run_layouts(WORLDS[world_size], moe_token_dispatcher_type=dispatcher)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_all_tokens_on_few_experts_leave_ranks_without_rows(dispatcher):
+    run_layouts(WORLDS[4], "skewed", moe_token_dispatcher_type=dispatcher)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 3,
+            "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+        },
+        {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    ],
+    ids=["sigmoid with bias and groups", "sinkhorn"],
+)
+def test_other_routings_do_not_depend_on_the_layout(fields):
+    run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], **fields)
