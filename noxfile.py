@@ -1,0 +1,175 @@
+"""The project's checks, one session each; `nox` alone runs the ones that a review asks for.
+
+Sessions that need the workspace's environment run in it through `uv run --locked`, so they
+start in a second; the others (`tests_newest`, `megatron`, `wheels`) build one of their own.
+`gpu` runs in whatever Python started nox: GPU hosts bring their own torch.
+"""
+
+import re
+import sys
+import tomllib
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.sessions = ["lint", "types", "contracts", "tests"]
+nox.options.default_venv_backend = "none"
+
+ROOT = Path(__file__).parent
+PACKAGES = ("parallel", "moe", "models", "data", "ckpt", "infer", "train")
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _in_workspace(session: nox.Session, *command: str) -> None:
+    session.run("uv", "run", "--locked", *command, external=True, env=THREADS)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the default suite; arguments after `--` go to pytest."""
+    _in_workspace(session, "pytest", *session.posargs)
+
+
+@nox.session
+def parity_long(session: nox.Session) -> None:
+    """Run the whole parity and reshard matrices: up to 12 ranks, many minutes."""
+    _in_workspace(session, "pytest", "-m", "parity_long", *session.posargs)
+
+
+@nox.session
+def mutations(session: nox.Session) -> None:
+    """Plant every known silent bug and see that a test kills it."""
+    _in_workspace(session, "pytest", "-m", "mutation", *session.posargs)
+
+
+@nox.session
+def crash(session: nox.Session) -> None:
+    """Run every kill, power-cut and full-disk test."""
+    _in_workspace(session, "pytest", "-m", "crash", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the GPU tests with the Python that started nox."""
+    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs, external=True)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format; `nox -s lint -- --fix` mends what can be mended."""
+    fix = "--fix" in session.posargs
+    _in_workspace(session, "ruff", "check", *(["--fix"] if fix else []), ".")
+    _in_workspace(session, "ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types."""
+    _in_workspace(session, "pyrefly", "check")
+
+
+@nox.session
+def contracts(session: nox.Session) -> None:
+    """Check that imports point down the package graph."""
+    _in_workspace(session, "lint-imports")
+
+
+@nox.session(venv_backend="uv", python="3.11")
+def tests_newest(session: nox.Session) -> None:
+    """Run the default suite on the newest torch and the newest of everything else."""
+    # --no-config leaves the workspace's constraint on torch out.
+    session.run("uv", "pip", "install", "--no-config", "--upgrade", *_editables("dev"))
+    session.run("python", "-c", "import torch; print('torch', torch.__version__)")
+    session.run("python", "-m", "pytest", *session.posargs, env=THREADS)
+
+
+@nox.session(venv_backend="uv", python="3.12")
+def megatron(session: nox.Session) -> None:
+    """Exchange files and numbers with megatron-core, which asks for Python 3.12."""
+    session.run("uv", "pip", "install", *_editables("test"), "megatron-core")
+    session.run("python", "-m", "pytest", "-m", "megatron", *session.posargs, env=THREADS)
+
+
+def _editables(group: str) -> list[str]:
+    extras = {"data": "[torch,sentencepiece]"}
+    packages = [f"./packages/mcore-{name}{extras.get(name, '')}" for name in PACKAGES]
+    return [word for p in packages for word in ("-e", p)] + ["--group", group]
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every wheel and use each alone, in a fresh environment made from the files.
+
+    The third-party versions are the lock's, so nothing is fetched that `uv sync` did not
+    fetch; siblings come from the built files only. Arguments name packages: `-- moe data`.
+    """
+    folder = Path(session.create_tmp()).resolve()
+    scripts = ROOT / "tests" / "alacarte"
+    dist = folder / "dist"
+    session.run("rm", "-rf", str(dist), external=True)
+    session.run("uv", "build", "--all-packages", "--out-dir", str(dist), "-q", external=True)
+    held = folder / "constraints.txt"
+    session.run(
+        *("uv", "export", "--locked", "--no-hashes", "--no-emit-workspace", "--all-packages"),
+        *("--no-annotate", "--no-header", "-q", "-o", str(held)),
+        external=True,
+    )
+    for name in session.posargs or PACKAGES:
+        wheel = _check_metadata(session, dist, name)
+        venv = folder / name
+        python = str(venv / "bin" / "python")
+        session.run(
+            *("uv", "venv", "-q", "--clear", "--python", sys.executable, str(venv)),
+            external=True,
+        )
+        session.run(
+            *("uv", "pip", "install", "-q", "--python", python, "--no-config"),
+            *("--find-links", str(dist), "--constraint", str(held), str(wheel)),
+            external=True,
+        )
+        # From another folder, so that the working tree cannot stand in for the wheel.
+        with session.chdir(folder):
+            siblings = sorted(_siblings(name))
+            session.run(python, "-I", str(scripts / "only_these.py"), *siblings, external=True)
+            smoke = str(scripts / f"smoke_{name}.py")
+            session.run(python, "-I", "-W", "error", smoke, external=True, env=THREADS)
+
+
+def _project(name: str) -> dict:
+    return tomllib.loads((ROOT / f"packages/mcore-{name}/pyproject.toml").read_text())[
+        "project"
+    ]
+
+
+def _siblings(name: str) -> set[str]:
+    """Return the import names that a wheel brings: its own and its declared siblings'."""
+    found = {f"mcore_{name}"}
+    for line in _project(name)["dependencies"]:
+        for sibling in PACKAGES:
+            if re.match(rf"mcore-{sibling}\b", line):
+                found |= _siblings(sibling)
+    return found
+
+
+def _check_metadata(session: nox.Session, dist: Path, name: str) -> Path:
+    """Return the wheel of a package whose siblings are asked for by compatible ranges."""
+    wheel = next(dist.glob(f"mcore_{name}-*.whl"))
+    if not list(dist.glob(f"mcore_{name}-*.tar.gz")):
+        session.error(f"mcore-{name} has no sdist beside {wheel.name}")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = next(n for n in names if n.endswith(".dist-info/METADATA"))
+        headers = HeaderParser().parsestr(archive.read(metadata).decode())
+    if f"mcore_{name}/py.typed" not in names:
+        session.error(f"{wheel.name} lacks py.typed")
+    declared = _project(name)["dependencies"]
+    carried = headers.get_all("Requires-Dist") or []
+    if len([line for line in carried if "extra ==" not in line]) != len(declared):
+        session.error(f"{wheel.name} carries {carried}, its pyproject declares {declared}")
+    for line in carried:
+        if line.startswith("mcore") and not (">=" in line and "<" in line):
+            session.error(f"{wheel.name} asks for {line!r}: give a compatible range")
+    return wheel

@@ -1,0 +1,88 @@
+"""What the documents show is run: Python blocks, commands, links, the table of defaults."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from docs.blocks import Block, all_blocks, blocks_of, documents
+from docs.defaults import PAGE, render
+from house.rows import is_collected
+from house.sources import ROOT
+
+BLOCKS = all_blocks()
+# `uv run` finds the environment that these tests already run in.
+_PREFACE = 'set -eu\nuv() { [ "$1" = run ]; shift; "$@"; }\n'
+
+
+def runnable(language: str) -> list[Block]:
+    """Return the blocks of a language that nothing else runs."""
+    return [b for b in BLOCKS if b.language == language and not (b.run_by or b.not_run)]
+
+
+@pytest.mark.parametrize("block", runnable("python"), ids=lambda b: b.place)
+def test_a_python_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.code, block.place, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", runnable("bash"), ids=lambda b: b.place)
+def test_a_command_block_runs(block, tmp_path):
+    bin_folder = os.path.dirname(sys.executable)
+    done = subprocess.run(
+        ["bash", "-c", _PREFACE + block.code],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "REPOSITORY": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", runnable("toml"), ids=lambda b: b.place)
+def test_a_toml_block_is_toml(block):
+    assert tomllib.loads(block.code)
+
+
+def test_blocks_that_other_tests_run_name_tests_that_exist():
+    claimed = {block.place: block.run_by for block in BLOCKS if block.run_by}
+    assert {place for place, node in claimed.items() if not is_collected(node)} == set()
+
+
+def test_links_inside_the_repository_lead_somewhere():
+    dead = [
+        f"{path.name}: {target}"
+        for path in documents()
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert dead == []
+
+
+def test_the_table_of_defaults_is_as_its_command_writes_it():
+    assert PAGE.read_text() == render(), "run `uv run python tests/docs/defaults.py`"
+
+
+def test_blocks_are_found_with_what_they_say():
+    text = "x\n<!-- not run: why -->\n```bash\nls\n```\n\n```python\n1\n```\n"
+    first, second = blocks_of(text, "a.md")
+    assert (first.place, first.language, first.code, first.not_run) == (
+        "a.md:2",
+        "bash",
+        "ls\n",
+        "why",
+    )
+    assert (second.language, second.not_run, second.run_by) == ("python", "", "")
+
+
+@pytest.mark.parametrize("note", ["later", "not run:", "skipped: why"])
+def test_a_block_cannot_excuse_itself_without_a_reason(note):
+    with pytest.raises(ValueError, match="is no note on running"):
+        blocks_of(f"<!-- {note} -->\n```bash\nls\n```\n", "a.md")

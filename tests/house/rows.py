@@ -1,0 +1,58 @@
+"""Rows that point at tests: what both registers, coverage and mutations, have in common."""
+
+import ast
+import tomllib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from house.sources import ROOT
+
+COVERAGE = ROOT / "docs/coverage.toml"
+MUTATIONS = ROOT / "tests/mutations.toml"
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a register."""
+    return tomllib.loads(path.read_text())["row"]
+
+
+def topics() -> set[str]:
+    """Return the names that `open` may give."""
+    return set(tomllib.loads(COVERAGE.read_text())["topics"])
+
+
+def faults(rows: Iterable[dict[str, str]], outcomes: set[str], topics: set[str]) -> list[str]:
+    """Return what is wrong with rows: no single outcome, an unknown topic, a missing test."""
+    found = []
+    for row in rows:
+        given = outcomes & set(row)
+        if len(given) != 1:
+            found.append(f"{row['id']}: give one of {sorted(outcomes)}, not {sorted(given)}")
+        elif not row[given.pop()] or not row.get("what"):
+            found.append(f"{row['id']}: an empty value")
+        elif "open" in row and row["open"] not in topics:
+            found.append(f"{row['id']}: unknown topic {row['open']}")
+        elif "test" in row and not is_collected(row["test"]):
+            found.append(f"{row['id']}: no test {row['test']}")
+    return found
+
+
+def is_collected(node: str) -> bool:
+    """Whether pytest would collect a node, ``file.py::test_name`` or with ``[parameters]``."""
+    file, _, name = node.partition("::")
+    name, _, parameters = name.partition("[")
+    tests = _tests_of(ROOT / file)
+    return name in tests and (not parameters or tests[name])
+
+
+@cache
+def _tests_of(file: Path) -> dict[str, bool]:
+    """Map the test functions of a file to whether they are parametrized."""
+    if not file.is_file() or not file.name.startswith("test_"):
+        return {}
+    return {
+        node.name: any("parametrize" in ast.unparse(d) for d in node.decorator_list)
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }

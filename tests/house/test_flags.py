@@ -1,0 +1,86 @@
+"""Config dataclasses: frozen, documented, never Optional, one owner for each flag."""
+
+import ast
+import re
+
+import pytest
+from house.flags import config_classes, config_sources, dataclass_decorator, fields
+from house.sources import Source, parse
+
+_DECORATOR = {"frozen", "kw_only", "slots"}
+
+
+def faults(source: Source) -> list[str]:
+    """Return what breaks the house's rules for configs."""
+    found = []
+    for node in config_classes(source):
+        given = {
+            keyword.arg
+            for keyword in getattr(dataclass_decorator(node), "keywords", [])
+            if isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        }
+        if not given >= _DECORATOR:
+            found.append(f"{node.name} is not {sorted(_DECORATOR - given)}")
+        for field in fields(node):
+            if not field.docstring:
+                found.append(f"{node.name}.{field.name} has no docstring")
+            if re.search(r"\bNone\b|\bOptional\b", field.annotation):
+                found.append(f"{node.name}.{field.name} may be None")
+            if re.search(r"^(disable|no)_", field.name):
+                found.append(f"{node.name}.{field.name} is a negative name")
+    return found
+
+
+def owners(sources: list[Source]) -> dict[str, list[str]]:
+    """Map each field name to the dataclasses that have it."""
+    found: dict[str, list[str]] = {}
+    for source in sources:
+        for node in config_classes(source):
+            for field in fields(node):
+                found.setdefault(field.name, []).append(f"{source.name}:{node.name}")
+    return found
+
+
+@pytest.mark.parametrize("source", config_sources(), ids=lambda s: s.name.split("/")[0])
+def test_configs_are_frozen_documented_and_never_optional(source):
+    assert faults(source) == []
+
+
+def test_each_flag_has_one_owner():
+    shared = {name: where for name, where in owners(config_sources()).items() if len(where) > 1}
+    assert shared == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("@dataclass\nclass C:\n    '''C.'''", "is not ['frozen', 'kw_only', 'slots']"),
+        ("@dataclass(frozen=True, kw_only=True)\nclass C:\n    pass", "is not ['slots']"),
+        (
+            "@dataclass(frozen=True, kw_only=True, slots=True)\nclass C:\n    x: int = 1",
+            "C.x has no docstring",
+        ),
+        (
+            (
+                "@dataclass(frozen=True, kw_only=True, slots=True)\n"
+                "class C:\n    x: int | None = None\n    'Said.'"
+            ),
+            "C.x may be None",
+        ),
+        (
+            (
+                "@dataclass(frozen=True, kw_only=True, slots=True)\n"
+                "class C:\n    disable_x: bool = False\n    'Said.'"
+            ),
+            "C.disable_x is a negative name",
+        ),
+    ],
+)
+def test_the_config_rule_sees_a_fault(code, fault):
+    assert any(fault in found for found in faults(parse(code)))
+
+
+def test_the_owner_rule_sees_a_flag_with_two_homes():
+    one = parse("@dataclass\nclass A:\n    lr: float = 1.0", "a/config.py")
+    two = parse("@dataclass\nclass B:\n    lr: float = 2.0", "b/config.py")
+    assert owners([one, two]) == {"lr": ["a/config.py:A", "b/config.py:B"]}

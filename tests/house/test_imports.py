@@ -1,0 +1,112 @@
+"""Fronts, configs and commands start without torch; importing a room changes nothing."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+from house.sources import PACKAGES, Source, package_sources, parse
+
+# Run in a bare process: import the modules named in argv, then say what that did.
+_PROBE = """
+import json, logging, os, sys, threading
+before = dict(os.environ), threading.active_count()
+for name in sys.argv[1:]:
+    __import__(name)
+torch = sys.modules.get("torch")
+print(json.dumps({
+    "torch": torch is not None,
+    "environment": dict(os.environ) != before[0],
+    "threads": threading.active_count() - before[1],
+    "handlers": len(logging.getLogger().handlers),
+    "cuda": torch is not None and torch.cuda.is_initialized(),
+    "process group": torch is not None and torch.distributed.is_initialized(),
+    "dtype": torch is not None and str(torch.get_default_dtype()) != "torch.float32",
+}))
+"""
+
+
+def effects_of_importing(modules: list[str]) -> dict[str, int | bool]:
+    """Import modules in a bare process and return what that changed."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, *modules], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def light_modules(package: str) -> list[str]:
+    """Return a package's front, and its config and command modules wherever they are."""
+    return [
+        _module(source)
+        for source in package_sources(package)
+        if source.room == "" or source.file in ("config.py", "cli.py")
+    ]
+
+
+def rooms(package: str) -> list[str]:
+    """Return every module of a package but its ``__main__``."""
+    return [_module(s) for s in package_sources(package) if s.file != "__main__.py"]
+
+
+def _module(source: Source) -> str:
+    return source.name.removesuffix(".py").replace("/__init__", "").replace("/", ".")
+
+
+def foreign_imports(source: Source) -> list[str]:
+    """Return what a config file imports beyond the standard library and other configs."""
+    found = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            continue
+        found += [
+            f"{source.name}:{node.lineno} {module}"
+            for module in modules
+            if module.split(".")[0] not in sys.stdlib_module_names
+            and not (module.startswith("mcore_") and module.endswith(".config"))
+        ]
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_fronts_configs_and_commands_import_without_torch(package):
+    effects = effects_of_importing(light_modules(package))
+    assert {name for name, changed in effects.items() if changed} == set()
+
+
+def test_importing_every_room_changes_nothing_but_the_modules():
+    effects = effects_of_importing([room for package in PACKAGES for room in rooms(package)])
+    assert {name for name, changed in effects.items() if changed} == {"torch"}
+
+
+def test_the_probe_sees_what_an_import_does(tmp_path, monkeypatch):
+    (tmp_path / "rude.py").write_text(
+        "import logging, os, threading, torch\n"
+        "os.environ['RUDE'] = '1'\n"
+        "logging.basicConfig()\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "torch.set_default_dtype(torch.float64)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    effects = effects_of_importing(["rude"])
+    assert {name for name, changed in effects.items() if changed} == {
+        *("torch", "environment", "threads", "handlers", "dtype")
+    }
+
+
+def test_config_files_import_the_standard_library_only():
+    configs = [
+        s for package in PACKAGES for s in package_sources(package) if s.file == "config.py"
+    ]
+    assert [line for source in configs for line in foreign_imports(source)] == []
+
+
+def test_the_config_rule_sees_a_foreign_import():
+    assert foreign_imports(parse("import torch", "mcore_x/config.py")) != []
+    assert foreign_imports(parse("from mcore_x.mesh import Axis", "mcore_x/config.py")) != []
+    assert foreign_imports(parse("from dataclasses import field", "mcore_x/config.py")) == []
