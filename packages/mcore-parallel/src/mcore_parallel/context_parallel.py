@@ -1,0 +1,188 @@
+"""Sequences cut over the context ranks, and attention across the cuts.
+
+Causal attention costs more towards the end of a sequence, so each of C ranks holds two of
+2C chunks, one from either end: rank r has chunks r and 2C-1-r, in that order ("zigzag").
+Tokens, labels, loss mask and positions are cut alike before the model; only attention then
+talks. Two exact forms: keys and values gathered (any number of heads), or heads exchanged
+for sequence (heads divisible by C).
+
+Zigzag order: Llama 3, Dubey et al. 2024, arXiv:2407.21783, section 3.3.2. Exchange of heads:
+DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from mcore_parallel.collectives import all_to_all, gather_partial_from
+from mcore_parallel.mesh import Axis
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention of q ``[Sq, B, N, H]`` to k and v ``[Sk, B, G, H]`` on this rank, returning
+``[Sq, B, N, H]``. The last query sees the last key: with Sk > Sq the mask is aligned at the
+lower right."""
+
+
+def zigzag_split(
+    x: Shaped[Tensor, "*shape"], axis: Axis, dim: int = 0
+) -> Shaped[Tensor, "*cut"]:
+    """Keep this rank's two chunks of a whole sequence; talks to nobody.
+
+    Args:
+        x: whole along ``dim``, in natural order.
+        axis: context ranks.
+        dim: the sequence's dimension.
+
+    Raises:
+        ValueError: if the sequence does not divide into two chunks a rank.
+    """
+    if axis.size == 1:
+        return x
+    chunk = _chunk_length(x.shape[dim], axis)
+    first, second = (x.narrow(dim, i * chunk, chunk) for i in _own_chunks(axis))
+    return torch.cat([first, second], dim)
+
+
+def zigzag_join(
+    x: Shaped[Tensor, "*shape"], axis: Axis, dim: int = 0
+) -> Shaped[Tensor, "*whole"]:
+    """All-gather the ranks' chunks and put them in natural order.
+
+    Backward reduce-scatters: the gradient on each rank counts as a part of a sum.
+
+    Args:
+        x: this rank's two chunks along ``dim``.
+        axis: context ranks.
+        dim: the sequence's dimension.
+    """
+    if axis.size == 1:
+        return x
+    dim %= x.dim()
+    return _natural_order(gather_partial_from(x, axis, dim), axis, dim)
+
+
+def zigzag_positions(
+    seq_length: int, axis: Axis, device: torch.device | str | None = None
+) -> Int[Tensor, " s"]:
+    """Return the positions, in the whole sequence, of this rank's tokens.
+
+    Args:
+        seq_length: of the whole sequence.
+        axis: context ranks.
+        device: of the result.
+
+    Raises:
+        ValueError: if the sequence does not divide into two chunks a rank.
+    """
+    return zigzag_split(torch.arange(seq_length, device=device), axis)
+
+
+def context_attention(
+    q: Float[Tensor, "s B N H"],
+    k: Float[Tensor, "s B G H"],
+    v: Float[Tensor, "s B G J"],
+    axis: Axis,
+    attention: Attention,
+) -> Float[Tensor, "s B N J"]:
+    """Attend causally over the whole sequence, with keys and values gathered.
+
+    Forward all-gathers k and v, backward reduce-scatters their gradients. Each of the two
+    local chunks of queries attends to its prefix of the keys. J is the head dimension of v.
+
+    Args:
+        q: queries of this rank's tokens, positions already applied.
+        k: keys of this rank's tokens, likewise.
+        v: values of this rank's tokens.
+        axis: context ranks; one rank calls ``attention`` once.
+        attention: causal attention on this rank, see ``Attention``.
+
+    Raises:
+        ValueError: if this rank's tokens are not two equal chunks.
+    """
+    if axis.size == 1:
+        return attention(q, k, v)
+    chunk = _chunk_length(q.shape[0] * axis.size, axis)
+    k, v = zigzag_join(k, axis), zigzag_join(v, axis)
+    outputs = []
+    for local, index in enumerate(_own_chunks(axis)):
+        end = (index + 1) * chunk
+        outputs.append(attention(q[local * chunk : (local + 1) * chunk], k[:end], v[:end]))
+    return torch.cat(outputs)
+
+
+def ulysses_attention(
+    q: Float[Tensor, "s B N H"],
+    k: Float[Tensor, "s B G H"],
+    v: Float[Tensor, "s B G J"],
+    axis: Axis,
+    attention: Attention,
+) -> Float[Tensor, "s B N J"]:
+    """Attend causally over the whole sequence, with heads exchanged for sequence.
+
+    Four all-to-alls in forward and four in backward; each rank attends once, over the whole
+    sequence, for its share of the heads. J is the head dimension of v.
+
+    Args:
+        q: queries of this rank's tokens, positions already applied.
+        k: keys of this rank's tokens, likewise.
+        v: values of this rank's tokens.
+        axis: context ranks; one rank calls ``attention`` once.
+        attention: causal attention on this rank, see ``Attention``.
+
+    Raises:
+        ValueError: if the ranks do not divide the query or the key/value heads, or this
+            rank's tokens are not two equal chunks.
+    """
+    if axis.size == 1:
+        return attention(q, k, v)
+    _chunk_length(q.shape[0] * axis.size, axis)
+    for what, num_heads in (("query", q.shape[2]), ("key/value", k.shape[2])):
+        if num_heads % axis.size:
+            raise ValueError(
+                f"{num_heads} {what} heads on this rank cannot be exchanged over "
+                f"--context-parallel-size {axis.size}: heads must divide evenly. Use "
+                "--cp-comm-type all_gather, which works with any number of heads."
+            )
+    q, k, v = (_natural_order(_heads_to_sequence(x, axis), axis, 0) for x in (q, k, v))
+    return _sequence_to_heads(_zigzag_order(attention(q, k, v), axis), axis)
+
+
+def _own_chunks(axis: Axis) -> tuple[int, int]:
+    return axis.rank, 2 * axis.size - 1 - axis.rank
+
+
+def _chunk_length(seq_length: int, axis: Axis) -> int:
+    num_chunks = 2 * axis.size
+    if seq_length % num_chunks:
+        raise ValueError(
+            f"--seq-length {seq_length} cannot be cut over --context-parallel-size "
+            f"{axis.size}: it must be a multiple of {num_chunks}, two chunks a rank"
+        )
+    return seq_length // num_chunks
+
+
+def _natural_order(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Reorder chunks 0, 2C-1, 1, 2C-2, ... (rank after rank) to 0, 1, 2, ..."""
+    first, second = x.unflatten(dim, (axis.size, 2, -1)).unbind(dim + 1)
+    return torch.cat([first, second.flip(dim)], dim).flatten(dim, dim + 1)
+
+
+def _zigzag_order(x: Tensor, axis: Axis) -> Tensor:
+    """Undo ``_natural_order`` along dimension 0."""
+    first, second = x.unflatten(0, (2, axis.size, -1)).unbind(0)
+    return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
+
+
+def _heads_to_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """Exchange ``[s, B, N, H]`` of every rank for ``[S, B, N/C, H]``, rank after rank."""
+    x = x.unflatten(2, (axis.size, -1)).movedim(2, 0)  # [s, B, N, H] -> [C, s, B, N/C, H]
+    return all_to_all(x, axis, [1] * axis.size, [1] * axis.size).flatten(0, 1)
+
+
+def _sequence_to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """Undo ``_heads_to_sequence``."""
+    x = x.unflatten(0, (axis.size, -1))  # [S, B, n, H] -> [C, s, B, n, H]
+    x = all_to_all(x, axis, [1] * axis.size, [1] * axis.size)
+    return x.movedim(0, 2).flatten(2, 3)  # [C, s, B, n, H] -> [s, B, C * n, H]
