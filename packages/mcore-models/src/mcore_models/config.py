@@ -1,0 +1,359 @@
+"""What a decoder-only transformer is: plain frozen data, and what follows from it alone.
+
+Field names are Megatron's flags with underscores; each field's docstring is its help text.
+0 means "derive it" or "off". The functions below are the derivations: whoever needs a width
+asks them and no one writes a derived number back. The standard library only.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+Normalization = Literal["RMSNorm", "LayerNorm"]
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerConfig:
+    """Shape and numerics of the layers of a GPT."""
+
+    num_layers: int
+    """Transformer layers."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+
+    num_attention_heads: int
+    """Query heads of a layer."""
+
+    num_query_groups: int = 0
+    """Key/value heads of a layer, each shared by several query heads; 0: as many as query
+    heads."""
+
+    kv_channels: int = 0
+    """Width of one head; 0: --hidden-size / --num-attention-heads."""
+
+    ffn_hidden_size: int = 0
+    """Width inside the feed-forward layer; 0: 4 x --hidden-size, or for gated activations two
+    thirds of that, rounded down to a multiple of 64."""
+
+    max_position_embeddings: int = 0
+    """Longest sequence the model takes, in tokens; 0: no limit. Learned positions need it."""
+
+    position_embedding_type: PositionEmbedding = "rope"
+    """How tokens know their place: rotated queries and keys, a learned table, or not at all.
+    Megatron's default: learned_absolute."""
+
+    rotary_base: float = 10000.0
+    """Base of the rotary wavelengths."""
+
+    rotary_percent: float = 1.0
+    """Share of each head's channels that is rotated, above 0 to 1."""
+
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels (2i, 2i+1) together instead of (i, i + half)."""
+
+    rotary_seq_len_interpolation_factor: float = 1.0
+    """Positions are divided by this before they are rotated by; 1: not at all."""
+
+    use_rope_scaling: bool = False
+    """Stretch long rotary wavelengths as LLaMA 3.1 does, for longer contexts."""
+
+    rope_scaling_factor: float = 8.0
+    """By how much the longest wavelengths are stretched."""
+
+    rope_scaling_low_freq_factor: float = 1.0
+    """Wavelengths above the original context divided by this are stretched fully."""
+
+    rope_scaling_high_freq_factor: float = 4.0
+    """Wavelengths below the original context divided by this stay."""
+
+    rope_scaling_original_max_position_embeddings: int = 8192
+    """Context, in tokens, that the model knew before it was stretched."""
+
+    normalization: Normalization = "RMSNorm"
+    """Kind of the norms. Megatron's default: LayerNorm."""
+
+    norm_epsilon: float = 1e-5
+    """Added to the mean square inside a norm."""
+
+    apply_layernorm_1p: bool = False
+    """Store norm weights minus 1, so that they begin at zero."""
+
+    qk_layernorm: bool = False
+    """Norm each head's queries and keys before they are rotated."""
+
+    swiglu: bool = True
+    """Feed-forward layers gated by SiLU; --no-swiglu: exact GELU without a gate, or what
+    the next three say. Megatron's default: off."""
+
+    quick_geglu: bool = False
+    """Feed-forward layers gated by x * sigmoid(1.702 x); needs --no-swiglu."""
+
+    squared_relu: bool = False
+    """Activation relu(x) squared, no gate; needs --no-swiglu."""
+
+    openai_gelu: bool = False
+    """GELU in its tanh approximation, no gate; needs --no-swiglu."""
+
+    add_bias_linear: bool = False
+    """Biases in all linears but head and router. Megatron's default: on."""
+
+    add_qkv_bias: bool = False
+    """Biases of queries, keys and values even where other linears have none."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output head a weight of its own instead of the embedding's."""
+
+    hidden_dropout: float = 0.0
+    """Probability of dropping a channel before it joins the residual stream. Megatron's
+    default: 0.1."""
+
+    attention_dropout: float = 0.0
+    """Probability of dropping an attention weight. Megatron's default: 0.1."""
+
+    window_size: tuple[int, int] = (-1, 0)
+    """Tokens that a query sees before and after its own; -1 before: all. The second is 0 in
+    a causal model."""
+
+    window_attn_skip_freq: int = 0
+    """Every N-th layer ignores --window-size and sees all earlier tokens; 0: none does."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; those that write to the residual stream get it
+    divided by sqrt(2 x --num-layers)."""
+
+    embedding_init_method_std: float = 0.0
+    """Standard deviation of initial embeddings; 0: --init-method-std."""
+
+    make_vocab_size_divisible_by: int = 128
+    """Pad each tensor rank's share of the vocabulary to a multiple of this."""
+
+    def __post_init__(self) -> None:
+        """Check what this object alone decides.
+
+        Raises:
+            ValueError: with the flag and what it may be.
+        """
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            _check(self, name, getattr(self, name) >= 1, "1 or more")
+        for name in (
+            "num_query_groups",
+            "kv_channels",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+            "window_attn_skip_freq",
+            "embedding_init_method_std",
+        ):
+            _check(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("init_method_std", "norm_epsilon", "rotary_base"):
+            _check(self, name, getattr(self, name) > 0, "above 0")
+        for name in ("hidden_dropout", "attention_dropout"):
+            _check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        _check(self, "make_vocab_size_divisible_by", self.make_vocab_size_divisible_by >= 1)
+        self._check_heads()
+        self._check_positions()
+        self._check_activation()
+        self._check_window()
+
+    def _check_heads(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if not self.kv_channels and self.hidden_size % heads:
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} cannot be split over --num-attention-heads "
+                f"{heads}: use a multiple of {heads}, such as "
+                f"{-(-self.hidden_size // heads) * heads}, or set --kv-channels."
+            )
+        if groups and heads % groups:
+            raise ValueError(
+                f"--num-attention-heads {heads} cannot share --num-query-groups {groups}: "
+                f"groups must divide heads. Use {_listed(divisors(heads))}."
+            )
+
+    def _check_positions(self) -> None:
+        learned = self.position_embedding_type == "learned_absolute"
+        if learned and not self.max_position_embeddings:
+            raise ValueError(
+                "--position-embedding-type learned_absolute needs --max-position-embeddings: "
+                "the longest sequence in tokens."
+            )
+        if self.position_embedding_type != "rope":
+            for name in ("use_rope_scaling", "rotary_interleaved"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{_flag(name)} has no effect with --position-embedding-type "
+                        f"{self.position_embedding_type}: leave it out, or use rope."
+                    )
+            return
+        _check(self, "rotary_percent", 0 < self.rotary_percent <= 1, "above 0 and at most 1")
+        factor = self.rotary_seq_len_interpolation_factor
+        _check(self, "rotary_seq_len_interpolation_factor", factor > 0, "above 0")
+        if rotary_size(self) < 2 or rotary_size(self) % 2:
+            raise ValueError(
+                f"--rotary-percent {self.rotary_percent} of heads of {head_dim(self)} "
+                f"channels rotates {rotary_size(self)}: that must be an even number, 2 or more."
+            )
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        if self.use_rope_scaling and not 0 < low < high:
+            raise ValueError(
+                f"--rope-scaling-low-freq-factor {low} must be above 0 and below "
+                f"--rope-scaling-high-freq-factor {high}."
+            )
+
+    def _check_activation(self) -> None:
+        kinds = ("swiglu", "quick_geglu", "squared_relu", "openai_gelu")
+        chosen = [_flag(name) for name in kinds if getattr(self, name)]
+        if len(chosen) > 1:
+            raise ValueError(
+                f"{' and '.join(chosen)} exclude each other: keep one"
+                + (" (--no-swiglu drops the default)." if self.swiglu else ".")
+            )
+
+    def _check_window(self) -> None:
+        before, after = self.window_size
+        if before < -1 or after != 0:
+            raise ValueError(
+                f"--window-size {before} {after}: the first must be -1 (all) or more tokens, "
+                "the second 0, since no token may see a later one."
+            )
+        if self.window_attn_skip_freq and before == -1:
+            raise ValueError("--window-attn-skip-freq has no effect without --window-size.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeConfig:
+    """What is computed again in backward instead of being kept."""
+
+    recompute_granularity: Literal["", "full", "selective"] = ""
+    """Recompute nothing, whole layers, or the parts that --recompute-modules names."""
+
+    recompute_method: Literal["", "uniform", "block"] = ""
+    """With full: every --recompute-num-layers layers together, or only the first
+    --recompute-num-layers layers of each stage, one by one; empty: uniform."""
+
+    recompute_num_layers: int = 1
+    """Layers recomputed together (uniform), or layers of a stage that are (block)."""
+
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """With selective: core_attn (attention without its projections), mlp, moe, norm."""
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        full = self.recompute_granularity == "full"
+        _check(self, "recompute_num_layers", self.recompute_num_layers >= 1)
+        if not full and (self.recompute_method or self.recompute_num_layers != 1):
+            raise ValueError(
+                "--recompute-method and --recompute-num-layers have no effect without "
+                "--recompute-granularity full."
+            )
+        known = ("core_attn", "mlp", "moe", "norm")
+        for module in self.recompute_modules:
+            if module not in known:
+                raise ValueError(
+                    f"--recompute-modules {module} is not known: use {_listed(known)}."
+                )
+        if self.recompute_granularity != "selective" and self.recompute_modules != known[:1]:
+            raise ValueError(
+                "--recompute-modules has no effect without --recompute-granularity selective."
+            )
+
+
+def head_dim(config: TransformerConfig) -> int:
+    """Channels of one attention head, H."""
+    return config.kv_channels or config.hidden_size // config.num_attention_heads
+
+
+def num_kv_heads(config: TransformerConfig) -> int:
+    """Key/value heads of a layer over all ranks, G."""
+    return config.num_query_groups or config.num_attention_heads
+
+
+def ffn_size(config: TransformerConfig) -> int:
+    """Width inside a dense feed-forward layer over all ranks, F."""
+    if config.ffn_hidden_size:
+        return config.ffn_hidden_size
+    if is_gated(config):
+        # Three matrices instead of two: two thirds of the width cost the same.
+        return int(4 * config.hidden_size * 2 / 3) // 64 * 64
+    return 4 * config.hidden_size
+
+
+def rotary_size(config: TransformerConfig) -> int:
+    """Channels of each head that are rotated."""
+    return int(head_dim(config) * config.rotary_percent)
+
+
+def is_gated(config: TransformerConfig) -> bool:
+    """Whether feed-forward layers multiply two projections."""
+    return config.swiglu or config.quick_geglu
+
+
+def activation(config: TransformerConfig) -> str:
+    """Name of the function in feed-forward layers, as ``mlp.ACTIVATIONS`` knows it."""
+    if config.swiglu:
+        return "silu"
+    if config.quick_geglu:
+        return "quick_gelu"
+    if config.squared_relu:
+        return "squared_relu"
+    return "gelu_tanh" if config.openai_gelu else "gelu"
+
+
+def has_qkv_bias(config: TransformerConfig) -> bool:
+    """Whether queries, keys and values have biases."""
+    return config.add_bias_linear or config.add_qkv_bias
+
+
+def window(config: TransformerConfig, layer: int) -> int:
+    """Earlier tokens that a query of this layer (counted from 0) sees; -1: all."""
+    skip = config.window_attn_skip_freq
+    return -1 if skip and (layer + 1) % skip == 0 else config.window_size[0]
+
+
+def divisors(number: int) -> list[int]:
+    """Divide ``number`` evenly: all numbers that do, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def config_to_dict(config: object) -> dict[str, Any]:
+    """Turn a config into what JSON and TOML hold: tuples become lists."""
+    table = {field.name: getattr(config, field.name) for field in fields(config)}  # pyrefly: ignore
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in table.items()}
+
+
+def config_from_dict(config_type: type[Config], table: Mapping[str, Any]) -> Config:
+    """Build a config from what ``config_to_dict`` gave; missing fields keep their defaults.
+
+    Raises:
+        ValueError: for an unknown field, with the nearest known one, and from the config's
+            own checks.
+    """
+    known = {field.name: field.type for field in fields(config_type)}  # pyrefly: ignore
+    values = {}
+    for name, value in table.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f": did you mean {near[0]}?" if near else "."
+            raise ValueError(f"{config_type.__name__} has no field {name}{hint}")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return config_type(**values)
+
+
+def _check(config: object, name: str, holds: bool, wanted: str = "1 or more") -> None:
+    if not holds:
+        raise ValueError(f"{_flag(name)} {getattr(config, name)} must be {wanted}.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _listed(values: Any) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
