@@ -67,8 +67,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types."""
-    _in_workspace(session, "pyrefly", "check")
+    """Check types, and that the checker sees torch's: one file is wrong on purpose."""
+    # Sources on PYTHONPATH would pass for installed packages, which are not checked.
+    env = {"PYTHONPATH": ""}
+    check = ("uv", "run", "--locked", "pyrefly", "check")
+    session.run(*check, external=True, env=env)
+    wrong = "tests/house/wrong_types.py"
+    session.run(*check, wrong, external=True, env=env, success_codes=[1], silent=True)
 
 
 @nox.session

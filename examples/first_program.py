@@ -8,12 +8,13 @@ Only the import lines differ from the guides'. The options make it smaller, or s
 
 import argparse
 
+from torch.optim import Adam
+from torch.utils.data import DataLoader, Subset
+
 from mcore_data import MockGPTDataset
 from mcore_models import GPTModel, TransformerConfig
 from mcore_moe import MixtureOfExperts
 from mcore_parallel import parallel_state
-from torch.optim import Adam
-from torch.utils.data import DataLoader, Subset
 
 
 def main() -> None:

@@ -1,0 +1,140 @@
+"""The seven packages as packages: metadata, ranges, extras, and what the lock holds."""
+
+import re
+import tomllib
+from importlib.metadata import version
+
+import pytest
+from house.sources import PACKAGES, ROOT
+
+EXTRAS = {
+    "te": ({"models", "moe"}, "transformer-engine"),
+    "flash": ({"models"}, "flash-attn"),
+    "flash4": ({"models"}, "flash-attn-4"),
+    "quack": ({"models", "moe"}, "quack-kernels"),
+    "resiliency": ({"ckpt", "train"}, "nvidia-resiliency-ext"),
+    "s3": ({"ckpt", "data"}, "s3fs"),
+    "check": ({"ckpt"}, "transformers"),
+}
+GROUPS = {"dev", "test", "linting", "training", "build", "lts"}
+KERNELS = {"transformer-engine", "transformer-engine-torch", "flash-attn", "flash-attn-4",
+           "quack-kernels", "nvidia-resiliency-ext", "s3fs"}  # fmt: skip
+
+
+def project_of(package: str) -> dict:
+    """Return the `project` table of a wheel."""
+    text = (ROOT / f"packages/mcore-{package}/pyproject.toml").read_text()
+    return tomllib.loads(text)["project"]
+
+
+def locked() -> dict[str, list[dict]]:
+    """Return the packages of uv.lock by name; some are locked in several versions."""
+    found: dict[str, list[dict]] = {}
+    for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"]:
+        found.setdefault(package["name"], []).append(package)
+    return found
+
+
+def installed_by_sync(lock: dict[str, list[dict]]) -> set[str]:
+    """Return what a plain ``uv sync`` may install: the root, its groups, what these ask for."""
+    root = lock["mcore-workspace"][0]
+    todo = [*root["dependencies"], *root.get("dev-dependencies", {}).get("dev", [])]
+    seen: set[tuple[str, str]] = set()
+    while todo:
+        wanted = todo.pop()
+        for extra in ["", *wanted.get("extra", [])]:
+            if (wanted["name"], extra) in seen:
+                continue
+            seen.add((wanted["name"], extra))
+            for package in lock[wanted["name"]]:
+                optional = package.get("optional-dependencies", {})
+                todo += optional.get(extra, []) if extra else package.get("dependencies", [])
+    return {name for name, _ in seen}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_complete(package):
+    folder = ROOT / f"packages/mcore-{package}"
+    project = project_of(package)
+    assert project["name"] == f"mcore-{package}"
+    assert project["requires-python"] == ">=3.11"
+    assert project["license"] == "Apache-2.0"
+    assert not [c for c in project["classifiers"] if c.startswith("License")]
+    assert "Typing :: Typed" in project["classifiers"]
+    for name in ("README.md", "CHANGELOG.md", "LICENSE", f"src/mcore_{package}/py.typed"):
+        assert (folder / name).is_file(), name
+    assert project["version"] in (folder / "CHANGELOG.md").read_text()
+    assert version(f"mcore-{package}") == project["version"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_siblings_are_asked_for_by_compatible_ranges(package):
+    project = project_of(package)
+    optional = project.get("optional-dependencies", {}).values()
+    for line in [*project["dependencies"], *(line for extra in optional for line in extra)]:
+        if line.startswith("mcore-"):
+            assert re.fullmatch(r"mcore-[a-z]+(\[[a-z,]+\])?>=0\.\d+,<0\.\d+", line), line
+        if line.startswith("torch"):
+            assert line == "torch>=2.11"
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_stands_where_it_is_used(extra):
+    packages, brings = EXTRAS[extra]
+    having = {
+        package: project_of(package)["optional-dependencies"][extra]
+        for package in PACKAGES
+        if extra in project_of(package).get("optional-dependencies", {})
+    }
+    assert set(having) == packages
+    assert all(
+        any(re.match(rf"{brings}(?![\w-])", line) for line in lines)
+        for lines in having.values()
+    )
+
+
+def test_the_root_has_the_known_groups_and_is_no_package():
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(root["dependency-groups"]) == GROUPS
+    assert root["tool"]["uv"]["package"] is False
+
+
+def test_extras_are_locked_and_a_plain_sync_installs_none_of_them():
+    lock = locked()
+    assert set(lock) >= KERNELS
+    installed = installed_by_sync(lock)
+    assert installed >= {f"mcore-{p}" for p in PACKAGES} | {"torch", "pytest", "ruff", "nox"}
+    assert installed & KERNELS == set()
+
+
+def test_what_exists_only_as_source_is_locked_without_a_build():
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    written = {entry["name"] for entry in root["tool"]["uv"]["dependency-metadata"]}
+    only_source = {
+        package["name"]
+        for packages in locked().values()
+        for package in packages
+        if "sdist" in package and not package.get("wheels")
+    }
+    assert only_source == written
+
+
+def test_the_markers_of_the_field_are_known(pytestconfig):
+    known = {line.split(":")[0] for line in pytestconfig.getini("markers")}
+    assert known >= {"internal", "flaky", "experimental", "gpu", "slow"}
+
+
+def test_nothing_comes_from_a_git_source():
+    sources = {key for ps in locked().values() for p in ps for key in p["source"]}
+    assert sources <= {"registry", "editable", "virtual"}
+
+
+def test_the_sync_walk_follows_extras_and_no_further():
+    lock = {
+        "mcore-workspace": [{"dependencies": [{"name": "a", "extra": ["x"]}]}],
+        "a": [{"optional-dependencies": {"x": [{"name": "b"}], "y": [{"name": "c"}]}}],
+        "b": [{"dependencies": [{"name": "d"}]}],
+        "c": [{}],
+        "d": [{}],
+    }  # fmt: skip
+    assert installed_by_sync(lock) == {"a", "b", "d"}
