@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 _ROOMS: dict[str, str] = {
+    "Action": "schedule",
     "AdamConfig": "config",
     "Axis": "mesh",
     "ColumnParallelLinear": "linear",
@@ -37,7 +38,16 @@ _ROOMS: dict[str, str] = {
     "fill_normal_": "rng",
     "gather_from": "collectives",
     "gather_partial_from": "collectives",
+    "Stage": "stages",
+    "StageOutput": "pipeline",
+    "WeightQueue": "pipeline",
+    "build_schedule": "schedule",
+    "build_stages": "stages",
+    "clip_coefficient": "grads",
+    "forward_only": "schedule",
+    "gather_logical": "testing",
     "head_loss": "fused_head",
+    "interleaved": "schedule",
     "named_parameters": "sharding",
     "named_shards": "sharding",
     "padded_vocab": "embedding",
@@ -52,6 +62,14 @@ _ROOMS: dict[str, str] = {
     "zigzag_join": "context_parallel",
     "zigzag_positions": "context_parallel",
     "zigzag_split": "context_parallel",
+    "one_f_one_b": "schedule",
+    "run_ranks": "testing",
+    "run_schedule": "pipeline",
+    "simulate": "simulator",
+    "split_layers": "stages",
+    "timeline_svg": "timeline",
+    "timeline_text": "timeline",
+    "zero_bubble_h1": "schedule",
 }
 
 __all__ = list(_ROOMS)

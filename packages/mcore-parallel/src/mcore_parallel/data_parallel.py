@@ -169,8 +169,9 @@ class DataParallel:
                     "all micro-batches but the last under no_sync(), and zero_grad() between "
                     "steps."
                 )
-            parameter.main_grad.add_(parameter.grad)
-            parameter.grad = None
+            if parameter.grad is not None:  # None: its operation added to main_grad itself
+                parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
             if self._is_syncing[slot.chunk]:
                 self._missing[bucket].discard(index)
                 if self.config.overlap_grad_reduce and not self._missing[bucket]:

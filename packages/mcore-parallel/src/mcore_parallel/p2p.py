@@ -1,0 +1,59 @@
+"""Messages between neighbours on the pipeline axis, posted in batches.
+
+``post`` starts the messages of a batch together and returns at once; gloo and nccl alike.
+Messages carry no tags: between two ranks they are met in the order in which both post them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mcore_parallel.mesh import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A tensor to send, or the memory for one to receive."""
+
+    tensor: Shaped[Tensor, "..."]
+    """Contiguous; left alone by the sender, and unread by the receiver, until ``wait``."""
+    peer: int
+    """Rank on the axis."""
+    is_send: bool
+
+
+class Posted:
+    """A batch of messages on its way; keeps their memory alive."""
+
+    def __init__(self, messages: Sequence[Message], works: list[dist.Work]) -> None:
+        """Use ``post`` instead."""
+        self._messages = list(messages)
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of the batch; on CUDA the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        self._works, self._messages = [], []
+
+
+def post(messages: Sequence[Message], axis: Axis) -> Posted:
+    """Start to send and receive a batch of messages.
+
+    Args:
+        messages: at least one; ranks that exchange both ways must do so in one batch.
+        axis: ranks that take part; its group is used for nothing else meanwhile.
+    """
+    operations = [
+        dist.P2POp(
+            dist.isend if message.is_send else dist.irecv,
+            message.tensor,
+            axis.ranks[message.peer],
+            group=axis.group,
+        )
+        for message in messages
+    ]
+    return Posted(messages, dist.batch_isend_irecv(operations))

@@ -1,0 +1,254 @@
+"""The runner: executes any schedule, one action after the other.
+
+A stage is a function from its input and the micro-batch number to its output, so that
+nothing here knows models. Received tensors are waited for only when a stage needs them, so
+messages travel under computation. Once an output is sent only its place in the autograd
+graph is kept, not its memory. One rank is the schedule without messages.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.p2p import Message, Posted, post
+from mcore_parallel.schedule import Action, Kind, message_peer
+
+SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+MAX_POSTED = 2
+"""Batches of messages on their way at one time: more would keep more sent memory alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a stage computes for one micro-batch."""
+
+    output: Shaped[Tensor, "..."]
+    """Hidden state for the next stage; on the last one the scalar loss, already normalised."""
+    extra: Shaped[Tensor, ""] | None = None
+    """A second scalar root of backward (auxiliary losses), already weighted."""
+
+
+StageFunction = Callable[[Tensor | None, int], StageOutput]
+"""``f(x, microbatch)``; ``x`` is None on the first stage, which reads its own batch."""
+
+
+class WeightQueue:
+    """Weight-gradient work that linears put off until ``BACKWARD_WEIGHT``.
+
+    A linear that is given the queue computes only the input's gradient in backward, returns
+    None for its weight, and puts a function here that adds to ``weight.main_grad``. What is
+    not put off is done at once, and the sums are the same.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._work: list[Callable[[], None]] = []
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Add a function that adds one weight's gradient to it."""
+        self._work.append(work)
+
+    def take(self) -> list[Callable[[], None]]:
+        """Remove and return what came since the last call."""
+        work, self._work = self._work, []
+        return work
+
+
+def run_schedule(
+    actions: Sequence[Action],
+    chunks: Mapping[int, StageFunction],
+    axis: Axis = SINGLE,
+    *,
+    shape: tuple[int, ...] | Callable[[int], tuple[int, ...]] = (),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    before_last_backward: Callable[[int], None] | None = None,
+    weight_queue: WeightQueue | None = None,
+) -> None:
+    """Run this rank's part of a schedule: gradients accumulate in the parameters.
+
+    Args:
+        actions: this rank's list of a schedule, ``schedule[axis.rank]``.
+        chunks: stage functions of this rank by chunk number. A micro-batch without a
+            backward action runs without gradient.
+        axis: pipeline ranks; neighbours exchange hidden states and their gradients.
+        shape: of every hidden state, or a function from micro-batch to it.
+        dtype: of every hidden state.
+        device: where hidden states live.
+        before_last_backward: called with the chunk just before its last backward here, such
+            as ``DataParallel.start_sync``; not with a split backward, whose gradients end
+            in the queue.
+        weight_queue: needed by schedules that split backward: what the linears fill.
+
+    Raises:
+        ValueError: if chunks and actions do not fit, before any message; or if a stage's
+            output is not the hidden state that was announced.
+    """
+    _check(actions, chunks, weight_queue)
+    runner = _Runner(actions, chunks, axis, shape, dtype, device)
+    runner.weight_queue = weight_queue
+    last_backward = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD}
+    for is_message, run in groupby(actions, lambda action: action.kind.is_message):
+        if is_message:
+            runner.exchange(list(run))
+            continue
+        for action in run:
+            if before_last_backward is not None and action is last_backward.get(action.chunk):
+                before_last_backward(action.chunk)
+            runner.compute(action)
+    runner.finish()
+
+
+def _check(
+    actions: Sequence[Action],
+    chunks: Mapping[int, StageFunction],
+    weight_queue: WeightQueue | None,
+) -> None:
+    named = {action.chunk for action in actions}
+    if named != set(chunks):
+        raise ValueError(
+            f"the schedule runs chunks {sorted(named)}, but functions are given for "
+            f"{sorted(chunks)}"
+        )
+    if weight_queue is None and any(a.kind is Kind.BACKWARD_WEIGHT for a in actions):
+        raise ValueError(
+            "--pipeline-schedule zb-h1 splits backward, which needs linears that put their "
+            "weight gradients into a weight_queue; none is given. Use 1f1b or interleaved."
+        )
+
+
+Key = tuple[int, int]
+"""Chunk and micro-batch."""
+
+
+class _Runner:
+    """What is on its way through this rank's stages."""
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        chunks: Mapping[int, StageFunction],
+        axis: Axis,
+        shape: tuple[int, ...] | Callable[[int], tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.chunks, self.axis = chunks, axis
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.weight_queue: WeightQueue | None = None
+        self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
+        self.posted: deque[Posted] = deque()
+        self.arriving: dict[tuple[Kind, Key], tuple[Tensor, Posted]] = {}
+        self.leaving: dict[tuple[Kind, Key], Tensor] = {}
+        self.inputs: dict[Key, Tensor] = {}
+        self.roots: dict[Key, list[tuple[GradientEdge, Tensor | None]]] = {}
+        self.deferred: dict[Key, list[Callable[[], None]]] = {}
+
+    def exchange(self, actions: Sequence[Action]) -> None:
+        """Post messages that stand together, and let go of old ones."""
+        while len(self.posted) >= MAX_POSTED:
+            self.posted.popleft().wait()
+        messages = []
+        for action in actions:
+            key = (action.kind, (action.chunk, action.microbatch))
+            peer = message_peer(action.kind, self.axis.rank, self.axis.size)
+            if action.kind in SENDS:
+                messages.append(Message(self.leaving.pop(key), peer, is_send=True))
+            else:
+                tensor = torch.empty(
+                    self.shape_of(action.microbatch), dtype=self.dtype, device=self.device
+                )
+                messages.append(Message(tensor, peer, is_send=False))
+        posted = post(messages, self.axis)
+        self.posted.append(posted)
+        for action, message in zip(actions, messages, strict=True):
+            if not message.is_send:
+                key = (action.kind, (action.chunk, action.microbatch))
+                self.arriving[key] = (message.tensor, posted)
+
+    def compute(self, action: Action) -> None:
+        """Do one forward, backward or half of a backward."""
+        key = (action.chunk, action.microbatch)
+        if action.kind is Kind.FORWARD:
+            with torch.set_grad_enabled(key in self.with_backward):
+                self.forward(key)
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            with torch.no_grad():
+                for work in self.deferred.pop(key):
+                    work()
+        else:
+            self.backward(key)
+            if action.kind is Kind.BACKWARD_INPUT:
+                self.deferred[key] = self.weight_queue.take()
+
+    def forward(self, key: Key) -> None:
+        """Run a stage and keep of its output only what backward and the next stage need."""
+        chunk, microbatch = key
+        is_first = chunk == 0 and self.axis.rank == 0
+        is_last = chunk == len(self.chunks) - 1 and self.axis.rank == self.axis.size - 1
+        x = None
+        if not is_first:
+            x = self.received(Kind.RECEIVE_FORWARD, key)
+            x.requires_grad_(key in self.with_backward)
+        found = self.chunks[chunk](x, microbatch)
+        self.check_output(found.output, () if is_last else self.shape_of(microbatch), is_last)
+        if not is_last:
+            self.leaving[Kind.SEND_FORWARD, key] = found.output.detach().contiguous()
+        if key not in self.with_backward:
+            return
+        if x is not None:
+            self.inputs[key] = x
+        roots = self.roots[key] = []
+        if found.output.requires_grad:
+            gradient = torch.ones_like(found.output) if is_last else None
+            roots.append((get_gradient_edge(found.output), gradient))
+        if found.extra is not None and found.extra.requires_grad:
+            roots.append((get_gradient_edge(found.extra), torch.ones_like(found.extra)))
+
+    def backward(self, key: Key) -> None:
+        """Run backward from the stage's roots and make the input's gradient ready to send."""
+        roots = self.roots.pop(key)
+        received = None
+        if (Kind.RECEIVE_BACKWARD, key) in self.arriving:
+            received = self.received(Kind.RECEIVE_BACKWARD, key)
+        if roots:
+            torch.autograd.backward(
+                [edge for edge, _ in roots],
+                [received if gradient is None else gradient for _, gradient in roots],
+            )
+        if key in self.inputs:
+            x = self.inputs.pop(key)
+            gradient = torch.zeros_like(x) if x.grad is None else x.grad
+            self.leaving[Kind.SEND_BACKWARD, key] = gradient.contiguous()
+
+    def received(self, kind: Kind, key: Key) -> Tensor:
+        """Return a tensor that a neighbour sent, waiting for it if need be."""
+        tensor, posted = self.arriving.pop((kind, key))
+        posted.wait()
+        return tensor
+
+    def finish(self) -> None:
+        """Wait for the last messages to leave."""
+        for posted in self.posted:
+            posted.wait()
+
+    def shape_of(self, microbatch: int) -> tuple[int, ...]:
+        """Return the shape of a micro-batch's hidden state."""
+        return self.shape(microbatch) if callable(self.shape) else self.shape
+
+    def check_output(self, output: Tensor, shape: tuple[int, ...], is_last: bool) -> None:
+        """Refuse an output that the next rank would misread."""
+        if tuple(output.shape) != tuple(shape) or not (is_last or output.dtype == self.dtype):
+            wanted = "a scalar loss" if is_last else f"{tuple(shape)} {self.dtype}"
+            raise ValueError(
+                f"a stage returned {tuple(output.shape)} {output.dtype} where the pipeline "
+                f"expects {wanted}"
+            )

@@ -1,0 +1,176 @@
+"""Which layers each pipeline stage holds: plain numbers, no torch.
+
+With PP ranks and VPP stages on each there are PP x VPP stages; stage ``chunk * PP + rank``
+is chunk ``chunk`` of rank ``rank``, so that a micro-batch visits the ranks in turn VPP
+times. Layers are split evenly, or as flags or a layout string say.
+"""
+
+import re
+from dataclasses import dataclass
+
+from mcore_parallel.config import PipelineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of the pipeline; ``layers`` are global numbers and may be empty."""
+
+    index: int
+    layers: range
+    has_embedding: bool
+    has_loss: bool
+    num_mtp_layers: int = 0
+    """Multi-token-prediction layers that follow ``layers`` here."""
+
+
+def build_stages(config: PipelineConfig, num_layers: int, pp: int) -> list[Stage]:
+    """Split ``num_layers`` over ``pp`` ranks as the config says; see ``split_layers``."""
+    return split_layers(
+        num_layers,
+        pp,
+        vpp=config.num_virtual_stages_per_pipeline_rank,
+        first=config.decoder_first_pipeline_num_layers,
+        last=config.decoder_last_pipeline_num_layers,
+        account_for_embedding=config.account_for_embedding_in_pipeline_split,
+        account_for_loss=config.account_for_loss_in_pipeline_split,
+        layout=config.pipeline_model_parallel_layout,
+    )
+
+
+def stages_of_rank(stages: list[Stage], pp: int, rank: int) -> list[Stage]:
+    """Return the stages of one pipeline rank, one a chunk, in forward order."""
+    return stages[rank::pp]
+
+
+def split_layers(
+    num_layers: int,
+    pp: int,
+    *,
+    vpp: int = 1,
+    first: int = 0,
+    last: int = 0,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
+    layout: str = "",
+) -> list[Stage]:
+    """Give each stage its layers, in stage order.
+
+    Args:
+        num_layers: transformer layers of the whole model.
+        pp: pipeline ranks.
+        vpp: stages on each rank.
+        first: layers on the first rank, over all its stages; 0: as on the others.
+        last: layers on the last rank; 0: as on the others.
+        account_for_embedding: the embedding takes the place of one layer.
+        account_for_loss: head and loss take the place of one layer.
+        layout: the stages spelled out; see ``PipelineConfig``.
+
+    Raises:
+        ValueError: if the layers do not divide so, naming the flags to change.
+    """
+    if layout:
+        return _from_layout(layout, num_layers, pp * vpp)
+    if pp == 1 and vpp > 1:
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {vpp} needs "
+            "--pipeline-model-parallel-size 2 or more."
+        )
+    if first or last:
+        counts = _uneven_counts(num_layers, pp, vpp, first, last)
+    else:
+        counts = _even_counts(num_layers, pp, vpp, account_for_embedding, account_for_loss)
+    stages, begin = [], 0
+    for index, count in enumerate(counts):
+        is_last = index == len(counts) - 1
+        stages.append(Stage(index, range(begin, begin + count), index == 0, is_last))
+        begin += count
+    return stages
+
+
+def _even_counts(
+    num_layers: int, pp: int, vpp: int, account_for_embedding: bool, account_for_loss: bool
+) -> list[int]:
+    total = num_layers + account_for_embedding + account_for_loss
+    each, rest = divmod(total, pp * vpp)
+    if rest or not each:
+        extra = " (with embedding and loss as layers)" if total > num_layers else ""
+        over = f"--pipeline-model-parallel-size {pp}"
+        if vpp > 1:
+            over += f" x --num-virtual-stages-per-pipeline-rank {vpp}"
+        raise ValueError(
+            f"--num-layers {num_layers}{extra} cannot be split over {over}: use a multiple of "
+            f"{pp * vpp}, or spell the stages out with --pipeline-model-parallel-layout."
+        )
+    counts = [each] * (pp * vpp)
+    counts[0] -= account_for_embedding
+    counts[-1] -= account_for_loss
+    return counts
+
+
+def _uneven_counts(num_layers: int, pp: int, vpp: int, first: int, last: int) -> list[int]:
+    flags = " and ".join(
+        f"--decoder-{name}-pipeline-num-layers {count}"
+        for name, count in (("first", first), ("last", last))
+        if count
+    )
+    others = pp - bool(first) - bool(last)
+    remaining = num_layers - first - last
+    if others < 0 or pp == 1:
+        raise ValueError(f"{flags} need --pipeline-model-parallel-size 2 or more.")
+    if remaining < 0 or (remaining % others if others else remaining):
+        raise ValueError(
+            f"{flags} leave {remaining} of --num-layers {num_layers} for {others} pipeline "
+            "ranks, which must share them evenly."
+        )
+    by_rank = [remaining // others if others else 0] * pp
+    by_rank[0] = first or by_rank[0]
+    by_rank[-1] = last or by_rank[-1]
+    for count in by_rank:
+        if count % vpp:
+            raise ValueError(
+                f"{count} layers of a pipeline rank cannot be split over "
+                f"--num-virtual-stages-per-pipeline-rank {vpp}: change {flags}."
+            )
+    return [by_rank[rank] // vpp for _ in range(vpp) for rank in range(pp)]
+
+
+def _from_layout(layout: str, num_layers: int, num_stages: int) -> list[Stage]:
+    flag = f"--pipeline-model-parallel-layout {layout}"
+    parts = _expand(layout, flag).split("|")
+    letters = "".join(parts)
+    if len(parts) != num_stages:
+        raise ValueError(
+            f"{flag} describes {len(parts)} stages, but --pipeline-model-parallel-size times "
+            f"--num-virtual-stages-per-pipeline-rank is {num_stages}."
+        )
+    if not re.fullmatch("Et*m*L", letters):
+        raise ValueError(
+            f"{flag} must hold one E first, then layers t, then layers m, then one L."
+        )
+    if letters.count("t") != num_layers:
+        raise ValueError(
+            f"{flag} holds {letters.count('t')} layers t, but --num-layers is {num_layers}."
+        )
+    stages, begin = [], 0
+    for index, part in enumerate(parts):
+        end = begin + part.count("t")
+        stages.append(
+            Stage(index, range(begin, end), "E" in part, "L" in part, part.count("m"))
+        )
+        begin = end
+    return stages
+
+
+def _expand(layout: str, flag: str) -> str:
+    """Write out repetitions: ``Et*2|(t|)*2L`` becomes ``Ett|t|t|L``."""
+    text = re.sub(r"[,\s]", "", layout)
+    text = re.sub(r"([EtmL|])\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    group = re.compile(r"\(([EtmL|]*)\)(?:\*(\d+))?")
+    while group.search(text):
+        text = group.sub(lambda found: found[1] * int(found[2] or 1), text)
+    if wrong := re.search(r"[^EtmL|]", text):
+        raise ValueError(
+            f"{flag} cannot be read at {wrong[0]!r}: use the letters E, t, m, L, the "
+            "stage mark |, and repetitions x*n or (..)*n."
+        )
+    return text
