@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
-        holders = ctx.tp_block(tp.size // G if G < tp.size else 1)
+        holders = ctx.tp_block(max(1, tp.size // G))
         placed = {"device": device, "dtype": dtype}
         linear = {
             "axis": tp,

@@ -47,8 +47,8 @@ class TransformerBlock(nn.Module):
         layer: int,
         *,
         streams: RngStreams,
-        moe: MoEConfig = MoEConfig(),
-        recomputing: RecomputeConfig = RecomputeConfig(),
+        moe: MoEConfig,
+        recomputing: RecomputeConfig,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -37,6 +37,9 @@ from mcore_models.norm import build_norm
 from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables, rotary_frequencies, rotary_tables
 
+_NO_EXPERTS = MoEConfig()
+_NOTHING = RecomputeConfig()
+
 
 class GPT(nn.Module):
     """Token ids to next-token scores.
@@ -56,10 +59,10 @@ class GPT(nn.Module):
         ctx: ParallelContext,
         *,
         vocab_size: int,
-        moe: MoEConfig = MoEConfig(),
+        moe: MoEConfig = _NO_EXPERTS,
         stage: Stage | None = None,
         seed: int = 1234,
-        recomputing: RecomputeConfig = RecomputeConfig(),
+        recomputing: RecomputeConfig = _NOTHING,
         streams: RngStreams | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,

@@ -14,11 +14,13 @@ from mcore_models.config import (
     num_kv_heads,
 )
 
+_NO_EXPERTS = MoEConfig()
+
 
 def check_layout(
     config: TransformerConfig,
     parallel: ParallelConfig,
-    moe: MoEConfig = MoEConfig(),
+    moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> None:
     """Raise all of ``layout_problems`` together.
@@ -34,7 +36,7 @@ def check_layout(
 def layout_problems(
     config: TransformerConfig,
     parallel: ParallelConfig,
-    moe: MoEConfig = MoEConfig(),
+    moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
     """Say what keeps a model from being split as asked; an empty list: nothing.
@@ -63,16 +65,18 @@ def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[
     tp, heads = parallel.tensor_model_parallel_size, config.num_attention_heads
     groups = num_kv_heads(config)
     if heads % tp:
-        return [
+        problem = (
             f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size "
             f"{tp}: heads must divide evenly. Use {_listed(divisors(heads))}."
-        ]
+        )
+        return [problem]
     if groups % tp and tp % groups:
         fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
-        return [
+        problem = (
             f"--num-query-groups {groups} cannot be split over --tensor-model-parallel-size "
             f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
-        ]
+        )
+        return [problem]
     return []
 
 
@@ -103,10 +107,11 @@ def _expert_problems(moe: MoEConfig, parallel: ParallelConfig) -> list[str]:
     ep = parallel.expert_model_parallel_size
     if moe.num_experts % ep == 0:
         return []
-    return [
+    problem = (
         f"--num-experts {moe.num_experts} cannot be split over --expert-model-parallel-size "
         f"{ep}: use {_listed(divisors(moe.num_experts))}."
-    ]
+    )
+    return [problem]
 
 
 def _sequence_problems(
