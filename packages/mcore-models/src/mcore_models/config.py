@@ -37,7 +37,7 @@ class TransformerConfig:
 
     ffn_hidden_size: int = 0
     """Width inside the feed-forward layer; 0: 4 x --hidden-size, or for gated activations two
-    thirds of that, rounded down to a multiple of 64."""
+    thirds of that, rounded down to a multiple of 64 (at least 64)."""
 
     max_position_embeddings: int = 0
     """Longest sequence the model takes, in tokens; 0: no limit. Learned positions need it."""
@@ -280,7 +280,7 @@ def ffn_size(config: TransformerConfig) -> int:
         return config.ffn_hidden_size
     if is_gated(config):
         # Three matrices instead of two: two thirds of the width cost the same.
-        return int(4 * config.hidden_size * 2 / 3) // 64 * 64
+        return max(64, int(4 * config.hidden_size * 2 / 3) // 64 * 64)
     return 4 * config.hidden_size
 
 

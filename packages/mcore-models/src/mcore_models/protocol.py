@@ -3,12 +3,13 @@
 A model runs with any object that has these methods; nothing is inherited.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
 
+@runtime_checkable
 class KVCache(Protocol):
     """Keys and values of tokens that a model has seen, layer by layer.
 

@@ -1,0 +1,162 @@
+"""Self-attention with grouped key/value heads, split by heads over the tensor ranks.
+
+Queries, keys and values are one product. Where there are fewer key/value heads than tensor
+ranks, neighbouring ranks hold the same ones and each sees its own queries' share of their
+gradient. Under context parallelism the keys of other ranks come through
+``context_attention``.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from jaxtyping import Float
+from mcore_parallel.context_parallel import context_attention
+from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams
+from torch import Tensor, nn
+
+from mcore_models.attention_backends import attend
+from mcore_models.config import (
+    TransformerConfig,
+    has_qkv_bias,
+    head_dim,
+    num_kv_heads,
+    rotary_size,
+    window,
+)
+from mcore_models.norm import build_norm
+from mcore_models.protocol import KVCache
+from mcore_models.rope import RotaryTables, rotate
+
+
+class Attention(nn.Module):
+    """Causal self-attention of one layer.
+
+    Attributes:
+        qkv: D to this rank's queries, keys and values, in this order.
+        proj: heads to D.
+        q_norm, k_norm: norms of each head, or None.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        layer: int,
+        *,
+        streams: RngStreams,
+        recompute_core: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's heads; weights are zero until the model fills them.
+
+        Args:
+            config: of the model.
+            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
+            layer: global number, which the cache is asked by.
+            streams: for dropping attention weights.
+            recompute_core: compute everything between the linears again in backward.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
+        N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
+        tp = ctx.tp
+        holders = ctx.tp_block(max(1, tp.size // G))
+        placed = {"device": device, "dtype": dtype}
+        linear = {
+            "axis": tp,
+            "sequence_parallel": ctx.config.sequence_parallel,
+            "init_std": 0.0,
+            **placed,
+        }
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            [Output("q", N * H), Output("k", G * H, holders), Output("v", G * H, holders)],
+            bias=has_qkv_bias(config),
+            **linear,
+        )
+        self.proj = RowParallelLinear(
+            N * H, config.hidden_size, bias=config.add_bias_linear, **linear
+        )
+        # Each rank norms its own heads: its gradient is their share of the sum.
+        norms = {"replicas": tp, "partial": tp, **placed}
+        self.q_norm = build_norm(config, H, **norms) if config.qk_layernorm else None
+        self.k_norm = build_norm(config, H, **norms) if config.qk_layernorm else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "s B D"],
+        rotary: RotaryTables | None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "s B D"]:
+        """Let every token gather from itself and earlier ones.
+
+        Communicates as the two linears do, and over ``cp``.
+
+        Args:
+            x: this rank's tokens.
+            rotary: tables of ``rope.rotary_tables``; None: positions are not rotated.
+            cache: keys and values of earlier tokens, extended by these.
+        """
+        qkv = self.qkv(x)
+        if self.recompute_core and self.training and cache is None:
+            mixed = recompute(self._core, qkv, rotary, None, streams=self.streams)
+        else:
+            mixed = self._core(qkv, rotary, cache)
+        return self.proj(mixed)
+
+    def _core(
+        self, qkv: Tensor, rotary: RotaryTables | None, cache: KVCache | None
+    ) -> Float[Tensor, "S B X"]:
+        q, k, v = self._heads(qkv, rotary)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        if self.cp.size > 1:
+            mixed = context_attention(q, k, v, self.cp, self._attend)
+        else:
+            mixed = self._attend(q, k, v)
+        return mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        prob = self.config.attention_dropout if self.training else 0.0
+        # Heads are split over the tensor ranks, so each rank drops its own weights.
+        stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
+        with stream:
+            return attend(q, k, v, window=window(self.config, self.layer), dropout_prob=prob)
+
+    def _heads(
+        self, qkv: Tensor, rotary: RotaryTables | None
+    ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
+        """Split the product into heads, norm them, rotate them."""
+        H = head_dim(self.config)
+        if rotary is not None and self._has_kernel(qkv, rotary):
+            # Triton is there where a GPU is, and only there.
+            from mcore_models.kernels import fused_rotary_split
+
+            rows_q, rows_k, _ = self.qkv.output_sizes
+            return fused_rotary_split(qkv, *rotary, rows_q // H, rows_k // H)
+        parts = qkv.split(self.qkv.output_sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, H)) for part in parts)  # [S, B, N*H] -> [S, B, N, H]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q = rotate(q, rotary, self.config.rotary_interleaved)
+            k = rotate(k, rotary, self.config.rotary_interleaved)
+        return q, k, v
+
+    def _has_kernel(self, qkv: Tensor, rotary: RotaryTables) -> bool:
+        config = self.config
+        return (
+            qkv.is_cuda
+            and qkv.dtype != torch.float64
+            and rotary[0].dim() == 2
+            and rotary_size(config) == head_dim(config)
+            and not config.qk_layernorm
+            and not config.rotary_interleaved
+        )

@@ -1,0 +1,152 @@
+"""One transformer layer: attention, then a dense or an expert feed-forward layer.
+
+Each half norms its input, transforms it and adds the result to the residual stream
+("pre-norm"). Xiong et al. 2020, arXiv:2002.04745.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from mcore_moe.config import MoEConfig, moe_layers
+from mcore_moe.layer import MoELayer
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams, StreamDropout
+from torch import Tensor, nn
+
+from mcore_models.attention import Attention
+from mcore_models.config import (
+    RecomputeConfig,
+    TransformerConfig,
+    activation,
+    ffn_size,
+    is_gated,
+)
+from mcore_models.mlp import MLP
+from mcore_models.norm import build_norm
+from mcore_models.protocol import KVCache
+from mcore_models.rope import RotaryTables
+
+
+class TransformerBlock(nn.Module):
+    """A layer of the model; keeps the shape of its input.
+
+    Attributes:
+        attention_norm, attention: first half.
+        mlp_norm: norm of the second half.
+        mlp: dense feed-forward layer; absent in a layer with experts.
+        moe: ``MoELayer``; absent in a dense layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        layer: int,
+        *,
+        streams: RngStreams,
+        moe: MoEConfig,
+        recomputing: RecomputeConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's share; weights are zero until the model fills them.
+
+        Args:
+            config: of the model.
+            ctx: the layout.
+            layer: global number.
+            streams: for dropout.
+            moe: says whether this layer has experts, and which.
+            recomputing: its selective modules; whole layers are the model's affair.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        placed = {"device": device, "dtype": dtype}
+        sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        selective = recomputing.recompute_granularity == "selective"
+        self.recomputed = frozenset(recomputing.recompute_modules if selective else ())
+        self.streams = streams
+        # Norms under sequence parallelism see this rank's tokens only.
+        norms = {"replicas": ctx.tp, "partial": ctx.tp if sequence_parallel else SINGLE}
+        self.attention_norm = build_norm(config, config.hidden_size, **norms, **placed)
+        self.attention = Attention(
+            config,
+            ctx,
+            layer,
+            streams=streams,
+            recompute_core="core_attn" in self.recomputed,
+            **placed,
+        )
+        self.mlp_norm = build_norm(config, config.hidden_size, **norms, **placed)
+        feed_forward = {
+            "gated": is_gated(config),
+            "activation": activation(config),
+            "sequence_parallel": sequence_parallel,
+            "init_std": 0.0,
+            **placed,
+        }
+        self.mlp: MLP | None = None
+        self.moe: MoELayer | None = None
+        if moe_layers(moe, config.num_layers)[layer]:
+            self.moe = MoELayer(
+                config.hidden_size,
+                ffn_size(config),
+                moe,
+                tp=ctx.tp,
+                cp_tp=ctx.axis("cp", "tp"),
+                dp_cp_tp=ctx.axis("dp", "cp", "tp"),
+                ep=ctx.ep,
+                expert_tp=ctx.expert_tp,
+                **feed_forward,
+            )
+        else:
+            self.mlp = MLP(
+                config.hidden_size,
+                ffn_size(config),
+                bias=config.add_bias_linear,
+                axis=ctx.tp,
+                **feed_forward,
+            )
+        stream = "tensor_parallel" if sequence_parallel else "replicated"
+        self.dropout = StreamDropout(config.hidden_dropout, streams, stream)
+
+    def forward(
+        self,
+        x: Float[Tensor, "s B D"],
+        aux: Float[Tensor, ""],
+        rotary: RotaryTables | None,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
+        """Transform the residual stream; communicates as attention and feed-forward do.
+
+        Args:
+            x: residual stream, ``[S, B, D]``, or this rank's ``[S/tp, B, D]``.
+            aux: auxiliary losses of earlier layers.
+            rotary: see ``Attention``.
+            cache: see ``Attention``.
+
+        Returns:
+            The new stream, and ``aux`` with this layer's share.
+        """
+        attended = self.attention(self._run("norm", self.attention_norm, x), rotary, cache)
+        x = x + self.dropout(attended)
+        normed = self._run("norm", self.mlp_norm, x)
+        if self.mlp is not None:
+            return x + self.dropout(self._run("mlp", self.mlp, normed)), aux
+        y, own_aux = self._run("moe", self._experts, normed)
+        return x + self.dropout(y), aux + own_aux
+
+    def _experts(self, x: Float[Tensor, "s B D"]) -> tuple[Tensor, Tensor]:
+        assert self.moe is not None
+        y, aux = self.moe(x.flatten(0, 1), num_sequences=x.shape[1])  # [S, B, D] -> [T, D]
+        return y.view(x.shape), aux
+
+    def _run(self, name: str, part: Callable[[Tensor], Any], x: Tensor) -> Any:
+        """Call a part, keeping only its input for backward if it is to be recomputed."""
+        if name in self.recomputed and self.training:
+            return recompute(part, x, streams=self.streams)
+        return part(x)

@@ -1,0 +1,386 @@
+"""GPT: a decoder-only language model, whole or one pipeline stage of it.
+
+The model is plain torch inside and knows its layout only through the context it is given.
+Blocks are keyed by global layer number, so names are the same on every stage. ``forward``
+carries the residual stream; ``logits``, ``token_losses`` and ``loss`` are what the last
+stage does with it. Auxiliary losses travel beside the stream, as a second root of backward.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from mcore_moe.config import MoEConfig
+from mcore_parallel.collectives import own_slice
+from mcore_parallel.context_parallel import zigzag_positions
+from mcore_parallel.embedding import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    check_range,
+    padded_vocab,
+)
+from mcore_parallel.fused_head import head_loss
+from mcore_parallel.linear import column_parallel
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.stages import Stage
+from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
+from torch import Tensor, nn
+
+from mcore_models.block import TransformerBlock
+from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.initialization import initialize_
+from mcore_models.layout_checks import check_layout, too_long
+from mcore_models.norm import build_norm
+from mcore_models.protocol import KVCache
+from mcore_models.rope import RotaryTables, rotary_frequencies, rotary_tables
+
+_NO_EXPERTS = MoEConfig()
+_NOTHING = RecomputeConfig()
+
+
+class GPT(nn.Module):
+    """Token ids to next-token scores.
+
+    Attributes:
+        embedding: on the first stage, and on the last where the head is tied to it.
+        position_embedding: learned positions, on the first stage.
+        blocks: this stage's layers by global number; what wrappers work on.
+        final_norm: on the last stage.
+        head: on the last stage, unless tied.
+        streams: random streams of dropout; their state belongs in a checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        *,
+        vocab_size: int,
+        moe: MoEConfig = _NO_EXPERTS,
+        stage: Stage | None = None,
+        seed: int = 1234,
+        recomputing: RecomputeConfig = _NOTHING,
+        streams: RngStreams | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocate this rank's share and fill it; talks to nobody.
+
+        Args:
+            config: shape and numerics of the layers.
+            ctx: the layout.
+            vocab_size: true number of tokens; tables are padded for the layout.
+            moe: experts, none by default.
+            stage: layers of a pipeline stage; None: all.
+            seed: of the initial weights, equal on all ranks.
+            recomputing: what backward computes again.
+            streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
+            device: of the parameters; None: that of ``ctx``.
+            dtype: of the parameters and activations.
+
+        Raises:
+            ValueError: if the model does not fit the layout.
+        """
+        super().__init__()
+        check_layout(config, ctx.config, moe)
+        if stage is None:
+            if ctx.pp.size > 1:
+                raise ValueError(
+                    f"--pipeline-model-parallel-size {ctx.pp.size}: give each rank its stage, "
+                    "one of mcore_parallel.stages.split_layers."
+                )
+            stage = Stage(0, range(config.num_layers), has_embedding=True, has_loss=True)
+        self.config, self.vocab_size, self.stage = config, vocab_size, stage
+        self.tp, self.cp = ctx.tp, ctx.cp
+        self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        self.recomputing = recomputing
+        self.streams = streams or RngStreams(seed, ctx)
+        self.padded_vocab_size = padded_vocab(
+            vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
+        )
+        placed = {"device": device or ctx.device, "dtype": dtype}
+        self._add_ends_before(ctx, placed)
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): TransformerBlock(
+                    config,
+                    ctx,
+                    layer,
+                    streams=self.streams,
+                    moe=moe,
+                    recomputing=recomputing,
+                    **placed,
+                )
+                for layer in stage.layers
+            }
+        )
+        self._add_ends_after(placed)
+        initialize_(self, config, seed)
+
+    def _add_ends_before(self, ctx: ParallelContext, placed: dict) -> None:
+        """Make the embedding where this stage has one, or is tied to one."""
+        config, is_tied = self.config, not self.config.untie_embeddings_and_output_weights
+        split = {"axis": self.tp, "sequence_parallel": self.sequence_parallel, **placed}
+        if self.stage.has_embedding or (self.stage.has_loss and is_tied):
+            self.embedding = VocabParallelEmbedding(
+                self.vocab_size,
+                config.hidden_size,
+                padded_vocab_size=self.padded_vocab_size,
+                tied=ctx.embedding_ends if is_tied else SINGLE,
+                init_std=0.0,
+                **split,
+            )
+        if self.stage.has_embedding and config.position_embedding_type == "learned_absolute":
+            self.position_embedding = PositionEmbedding(
+                config.max_position_embeddings, config.hidden_size, **split
+            )
+        stream = "tensor_parallel" if self.sequence_parallel else "replicated"
+        self.dropout = StreamDropout(config.hidden_dropout, self.streams, stream)
+
+    def _add_ends_after(self, placed: dict) -> None:
+        """Make the last norm and the head where this stage has the loss."""
+        if not self.stage.has_loss:
+            return
+        self.final_norm = build_norm(
+            self.config,
+            self.config.hidden_size,
+            replicas=self.tp,
+            partial=self.tp if self.sequence_parallel else SINGLE,
+            **placed,
+        )
+        if self.config.untie_embeddings_and_output_weights:
+            self.head = VocabParallelHead(
+                self.config.hidden_size,
+                self.vocab_size,
+                padded_vocab_size=self.padded_vocab_size,
+                axis=self.tp,
+                sequence_parallel=self.sequence_parallel,
+                init_std=0.0,
+                **placed,
+            )
+
+    def forward(
+        self,
+        x: Shaped[Tensor, "..."],
+        positions: Int[Tensor, "*B S"] | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
+        """Run this stage's layers.
+
+        Args:
+            x: token ids ``[B, S/cp]`` on the first stage, else the hidden state ``[S/cp, B,
+                D]`` (``[S/cp/tp, B, D]`` under sequence parallelism) of the stage before.
+            positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted from 0, or
+                from the cache's length, in the zigzag order of ``cp``. Give them only where
+                sequences begin anew inside a sample.
+            cache: keys and values of earlier tokens.
+
+        Returns:
+            The hidden state, normed on the last stage, and this stage's auxiliary losses
+            (their coefficients included; 0 without experts).
+
+        Raises:
+            ValueError: if the sequence is longer than the model's positions.
+        """
+        num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
+        self._check_length(num_tokens, 0 if cache is None else cache.length)
+        device = x.device
+        if positions is None:
+            positions = self._positions(num_tokens, cache, device)
+        if self.stage.has_embedding:
+            x = self._embed(x, positions)
+        rotary = None
+        if self.config.position_embedding_type == "rope":
+            frequencies = rotary_frequencies(self.config, device)
+            rotary = rotary_tables(positions, frequencies, x.dtype)
+        aux = torch.zeros((), device=device, dtype=torch.promote_types(x.dtype, torch.float32))
+        for blocks, is_recomputed in self._groups():
+            if is_recomputed and self.training and cache is None:
+                x, aux = recompute(_run, blocks, x, aux, rotary, None, streams=self.streams)
+            else:
+                x, aux = _run(blocks, x, aux, rotary, cache)
+        if self.stage.has_loss:
+            x = self.final_norm(x)
+        return x, aux
+
+    def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
+        """Score the vocabulary: this rank's slice of it, padding included as zeros.
+
+        Gathers the sequence under sequence parallelism.
+
+        Args:
+            hidden: of ``forward`` on the last stage.
+        """
+        return column_parallel(
+            hidden, self.output_weight, None, self.tp, self.sequence_parallel
+        )
+
+    def token_losses(
+        self,
+        hidden: Float[Tensor, "s B D"],
+        labels: Int[Tensor, "B S"],
+        label_smoothing: float = 0.0,
+    ) -> Float[Tensor, "B S"]:
+        """Cross-entropy of every token, float32 or wider, with any gradient.
+
+        Args:
+            hidden: of ``forward`` on the last stage.
+            labels: next token of every token.
+            label_smoothing: share of the target spread over the vocabulary.
+        """
+        return vocab_parallel_cross_entropy(
+            self.logits(hidden),
+            labels.t(),  # [B, S] -> [S, B]
+            vocab_size=self.vocab_size,
+            padded_vocab_size=self.padded_vocab_size,
+            axis=self.tp,
+            label_smoothing=label_smoothing,
+        ).t()
+
+    def loss(
+        self,
+        hidden: Float[Tensor, "s B D"],
+        labels: Int[Tensor, "B S"],
+        weights: Float[Tensor, "B S"],
+        label_smoothing: float = 0.0,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "B S"]]:
+        """Weighted sum of token losses, without whole logits in memory.
+
+        The sum must be a root of backward; for anything else use ``token_losses``.
+
+        Args:
+            hidden: of ``forward`` on the last stage.
+            labels: next token of every token.
+            weights: of the token losses: mask over the global count of valid tokens.
+            label_smoothing: share of the target spread over the vocabulary.
+
+        Returns:
+            The sum, and every token's loss without gradient.
+        """
+        return head_loss(
+            hidden,
+            self.output_weight,
+            labels,
+            weights,
+            vocab_size=self.vocab_size,
+            axis=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            label_smoothing=label_smoothing,
+        )
+
+    @property
+    def output_weight(self) -> Float[Tensor, "v D"]:
+        """This rank's rows of the head: its own, or the embedding's."""
+        is_untied = self.config.untie_embeddings_and_output_weights
+        return self.head.weight if is_untied else self.embedding.weight
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.config.position_embedding_type == "learned_absolute":
+            x = x + self.position_embedding(positions)
+        return self.dropout(x)
+
+    def _groups(self) -> Iterator[tuple[list[nn.Module], bool]]:
+        """Cut the stage's blocks into runs, and say which are recomputed as one."""
+        blocks = list(self.blocks.values())
+        if self.recomputing.recompute_granularity != "full":
+            yield blocks, False
+            return
+        count = self.recomputing.recompute_num_layers
+        if self.recomputing.recompute_method == "block":
+            for block in blocks[:count]:
+                yield [block], True
+            yield blocks[count:], False
+            return
+        for begin in range(0, len(blocks), count):
+            yield blocks[begin : begin + count], True
+
+    def _num_tokens(self, hidden: Tensor) -> int:
+        """Tokens of this context rank's slice, from a hidden state."""
+        return hidden.shape[0] * (self.tp.size if self.sequence_parallel else 1)
+
+    def _positions(
+        self, num_tokens: int, cache: KVCache | None, device: torch.device
+    ) -> Tensor:
+        if cache is not None:
+            return torch.arange(cache.length, cache.length + num_tokens, device=device)
+        if self.cp.size == 1:
+            return torch.arange(num_tokens, device=device)
+        return zigzag_positions(num_tokens * self.cp.size, self.cp).to(device)
+
+    def _check_length(self, num_tokens: int, num_cached: int) -> None:
+        limit = self.config.max_position_embeddings
+        length = num_tokens * self.cp.size + num_cached
+        if limit and length > limit:
+            raise ValueError(too_long(length, limit))
+        if self.sequence_parallel and num_tokens % self.tp.size:
+            raise ValueError(
+                f"--sequence-parallel cannot cut {num_tokens} tokens over "
+                f"--tensor-model-parallel-size {self.tp.size}: use a --seq-length that is a "
+                "multiple."
+            )
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for every position, whole on every tensor rank."""
+
+    def __init__(
+        self,
+        num_positions: int,
+        hidden_size: int,
+        *,
+        axis: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate the table; it is zero until the model fills it.
+
+        Args:
+            num_positions: rows.
+            hidden_size: D.
+            axis: tensor ranks, which hold the same table.
+            sequence_parallel: whether tokens are cut over ``axis``.
+            device: of the table.
+            dtype: of the table.
+        """
+        super().__init__()
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.weight = nn.Parameter(
+            torch.zeros(num_positions, hidden_size, device=device, dtype=dtype)
+        )
+
+    def forward(self, positions: Int[Tensor, "*B S"]) -> Float[Tensor, "s *b D"]:
+        """Look positions up: ``[S, 1, D]`` from ``[S]``, ``[S, B, D]`` from ``[B, S]``.
+
+        Under sequence parallelism only this rank's S/tp positions are looked up.
+
+        Raises:
+            ValueError: if a position is not in the table and positions are on the CPU.
+        """
+        check_range(positions, self.weight.shape[0], "positions")
+        positions = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
+        if self.sequence_parallel:
+            positions = own_slice(positions, self.axis)
+        return nn.functional.embedding(positions, self.weight)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the table, see ``mcore_parallel.sharding``."""
+        partial = self.axis if self.sequence_parallel else SINGLE
+        return {"weight": whole("", tuple(self.weight.shape), self.axis, partial)}
+
+
+def _run(
+    blocks: list[nn.Module],
+    x: Tensor,
+    aux: Tensor,
+    rotary: RotaryTables | None,
+    cache: KVCache | None,
+) -> tuple[Tensor, Tensor]:
+    for block in blocks:
+        x, aux = block(x, aux, rotary, cache)
+    return x, aux

@@ -1,0 +1,147 @@
+"""Whether a model fits a layout: pure questions, asked before anything is allocated.
+
+All problems are found at once, each with the flag and what it may be, so that every rank
+refuses alike and no collective is left waiting. No torch here.
+"""
+
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import ParallelConfig
+
+from mcore_models.config import (
+    TransformerConfig,
+    divisors,
+    ffn_size,
+    num_kv_heads,
+)
+
+_NO_EXPERTS = MoEConfig()
+
+
+def check_layout(
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig = _NO_EXPERTS,
+    seq_length: int = 0,
+) -> None:
+    """Raise all of ``layout_problems`` together.
+
+    Raises:
+        ValueError: one line a problem.
+    """
+    problems = layout_problems(config, parallel, moe, seq_length)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def layout_problems(
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig = _NO_EXPERTS,
+    seq_length: int = 0,
+) -> list[str]:
+    """Say what keeps a model from being split as asked; an empty list: nothing.
+
+    Args:
+        config: of the model.
+        parallel: the degrees.
+        moe: of its experts.
+        seq_length: tokens of a training sequence; 0: not known, sequences are not checked.
+    """
+    problems = _head_problems(config, parallel)
+    problems += _width_problems(config, parallel, moe)
+    if moe.num_experts:
+        problems += _expert_problems(moe, parallel)
+    if parallel.pipeline_model_parallel_size > config.num_layers:
+        problems.append(
+            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} exceeds "
+            f"--num-layers {config.num_layers}: use at most {config.num_layers}."
+        )
+    if seq_length:
+        problems += _sequence_problems(config, parallel, seq_length)
+    return problems
+
+
+def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, heads = parallel.tensor_model_parallel_size, config.num_attention_heads
+    groups = num_kv_heads(config)
+    if heads % tp:
+        problem = (
+            f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size "
+            f"{tp}: heads must divide evenly. Use {_listed(divisors(heads))}."
+        )
+        return [problem]
+    if groups % tp and tp % groups:
+        fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
+        problem = (
+            f"--num-query-groups {groups} cannot be split over --tensor-model-parallel-size "
+            f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
+        )
+        return [problem]
+    return []
+
+
+def _width_problems(
+    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig
+) -> list[str]:
+    tp = parallel.tensor_model_parallel_size
+    widths = {"--ffn-hidden-size": (ffn_size(config), "--tensor-model-parallel-size", tp)}
+    if moe.num_experts:
+        expert_tp = parallel.expert_tensor_parallel_size or tp
+        width = moe.moe_ffn_hidden_size or ffn_size(config)
+        widths["--moe-ffn-hidden-size"] = (width, "--expert-tensor-parallel-size", expert_tp)
+        shared = moe.moe_shared_expert_intermediate_size
+        widths["--moe-shared-expert-intermediate-size"] = (
+            shared,
+            "--tensor-model-parallel-size",
+            tp,
+        )
+    return [
+        f"{flag} {width} cannot be split over {degree} {size}: use a multiple of {size}, such "
+        f"as {-(-width // size) * size}."
+        for flag, (width, degree, size) in widths.items()
+        if width % size
+    ]
+
+
+def _expert_problems(moe: MoEConfig, parallel: ParallelConfig) -> list[str]:
+    ep = parallel.expert_model_parallel_size
+    if moe.num_experts % ep == 0:
+        return []
+    problem = (
+        f"--num-experts {moe.num_experts} cannot be split over --expert-model-parallel-size "
+        f"{ep}: use {_listed(divisors(moe.num_experts))}."
+    )
+    return [problem]
+
+
+def _sequence_problems(
+    config: TransformerConfig, parallel: ParallelConfig, seq_length: int
+) -> list[str]:
+    problems = []
+    limit = config.max_position_embeddings
+    if limit and seq_length > limit:
+        problems.append(too_long(seq_length, limit))
+    cp = parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    cuts = cp * tp * (2 if cp > 1 else 1)
+    if seq_length % cuts:
+        ways = [f"--context-parallel-size {cp} (two slices a rank)"] * (cp > 1)
+        ways += [f"--sequence-parallel over --tensor-model-parallel-size {tp}"] * (tp > 1)
+        problems.append(
+            f"--seq-length {seq_length} cannot be cut by {' and '.join(ways)}: use a multiple "
+            f"of {cuts}, such as {-(-seq_length // cuts) * cuts}."
+        )
+    return problems
+
+
+def too_long(seq_length: int, limit: int) -> str:
+    """Say that a sequence exceeds the positions of a model."""
+    return (
+        f"a sequence of {seq_length} tokens is longer than --max-position-embeddings {limit}: "
+        f"use --seq-length {limit} or less, or a model with more positions."
+    )
+
+
+def _listed(values: list[int]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

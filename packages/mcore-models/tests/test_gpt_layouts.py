@@ -1,0 +1,243 @@
+"""One rank against every layout: token losses and all logical gradients in float64.
+
+Gradients are finalised by hand here (partial sums, tied copies, data ranks), from nothing
+but the model's layouts: what the model declares is what is tested.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from mcore_moe.config import MoEConfig
+from mcore_parallel import ParallelConfig, ParallelContext, named_parameters, run_ranks
+from mcore_parallel.collectives import all_reduce, own_slice
+from mcore_parallel.context_parallel import zigzag_join, zigzag_split
+from mcore_parallel.rng import fill_parameter_
+from mcore_parallel.stages import split_layers
+
+from mcore_models.config import TransformerConfig
+from mcore_models.gpt import GPT
+
+VOCAB, BATCH, SEQUENCE = 13, 2, 8
+TOLERANCE = 1e-10
+
+LLAMA = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 6,
+    "ffn_hidden_size": 12,
+    "rotary_percent": 0.7,
+    "qk_layernorm": True,
+    "add_qkv_bias": True,
+    "untie_embeddings_and_output_weights": True,
+    "make_vocab_size_divisible_by": 4,
+    "init_method_std": 0.2,
+}
+GPT2 = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "position_embedding_type": "learned_absolute",
+    "max_position_embeddings": 9,
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "openai_gelu": True,
+    "add_bias_linear": True,
+    "make_vocab_size_divisible_by": 3,
+    "init_method_std": 0.2,
+}
+EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.3, "moe_layer_freq": "2"}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: dict
+    parallel: dict = field(default_factory=dict)
+    moe: dict = field(default_factory=dict)
+
+
+def layout(**degrees):
+    names = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+    long = {
+        f"{name}_model_parallel_size": degrees.pop(k)
+        for k, name in names.items()
+        if k in degrees
+    }
+    if "cp" in degrees:
+        long["context_parallel_size"] = degrees.pop("cp")
+    return long | degrees
+
+
+TWO_RANKS = {
+    "tp2": Case(LLAMA, layout(tp=2)),
+    "tp2 sp": Case(LLAMA, layout(tp=2, sequence_parallel=True)),
+    "tp2, learned positions": Case(GPT2, layout(tp=2)),
+    "tp2 sp, learned positions": Case(GPT2, layout(tp=2, sequence_parallel=True)),
+    "cp2": Case(LLAMA, layout(cp=2)),
+    "cp2, learned positions": Case(GPT2, layout(cp=2)),
+    "cp2, window": Case(LLAMA | {"window_size": (2, 0)}, layout(cp=2)),
+    "pp2": Case(LLAMA, layout(pp=2)),
+    "pp2, tied": Case(GPT2, layout(pp=2)),
+    "dp2": Case(LLAMA),
+    "ep2": Case(LLAMA, layout(ep=2), EXPERTS),
+    "tp2, experts": Case(LLAMA, layout(tp=2), EXPERTS),
+    "tp2 sp, experts": Case(LLAMA, layout(tp=2, sequence_parallel=True), EXPERTS),
+    "tp2 ep2, experts": Case(
+        LLAMA,
+        layout(tp=2, ep=2, expert_tensor_parallel_size=1, sequence_parallel=True),
+        EXPERTS,
+    ),
+    "cp2, experts": Case(LLAMA, layout(cp=2), EXPERTS),
+}
+FOUR_RANKS = {
+    "tp4, 2 kv heads": Case(LLAMA, layout(tp=4)),
+    "tp4 sp, 2 kv heads": Case(LLAMA, layout(tp=4, sequence_parallel=True)),
+    "tp2 cp2 sp": Case(LLAMA, layout(tp=2, cp=2, sequence_parallel=True)),
+    "tp2 pp2, tied": Case(GPT2, layout(tp=2, pp=2, sequence_parallel=True)),
+    "cp2 dp2 ep4": Case(LLAMA, layout(cp=2, ep=4), EXPERTS),
+}
+
+
+def batch():
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
+    labels = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
+    mask = torch.rand(BATCH, SEQUENCE, generator=generator) < 0.7
+    mask[0, :5] = False
+    return tokens, labels, mask.double()
+
+
+def build(case, ctx, stage=None):
+    model = GPT(
+        TransformerConfig(**case.model),
+        ctx,
+        vocab_size=VOCAB,
+        moe=MoEConfig(**case.moe),
+        stage=stage,
+        dtype=torch.float64,
+    )
+    # Biases and norms begin at constants that would hide mistakes: shake them by name.
+    with torch.no_grad():
+        for named in named_parameters(model):
+            if len(named.layout.parts[0].shape) == 1:
+                constant = named.parameter.clone()
+                fill_parameter_(named, seed=9, std=0.3)
+                named.parameter.add_(constant)
+    return model
+
+
+def step(case):
+    """Losses of all tokens, sum and gradients of this rank's share of the batch."""
+    ctx = ParallelContext.build(ParallelConfig(**case.parallel))
+    stages = split_layers(case.model["num_layers"], ctx.pp.size)
+    model = build(case, ctx, stages[ctx.pp.rank] if ctx.pp.size > 1 else None)
+    tokens, labels, mask = batch()
+    weights = mask / mask.sum()
+    micro_batches = [
+        (tokens[i : i + 1], labels[i : i + 1], weights[i : i + 1]) for i in range(BATCH)
+    ]
+    losses = []
+    for one in own_slice(torch.arange(BATCH), ctx.dp):
+        x, y, w = (zigzag_split(t, ctx.cp, dim=1) for t in micro_batches[one])
+        before = receive(ctx, model) if ctx.pp.rank else None
+        hidden, aux = model(x if before is None else before)
+        roots = [aux / BATCH] if aux.requires_grad else []
+        if ctx.pp.rank + 1 < ctx.pp.size:
+            dist.send(hidden.detach(), ctx.pp.ranks[ctx.pp.rank + 1])
+            grad = torch.empty_like(hidden)
+            dist.recv(grad, ctx.pp.ranks[ctx.pp.rank + 1])
+            torch.autograd.backward([hidden, *roots], [grad, *(None for _ in roots)])
+            continue
+        token_losses = model.token_losses(hidden, y)
+        total, again = model.loss(hidden, y, w)
+        torch.testing.assert_close(again, token_losses, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.autograd.backward([total, *roots])
+        if before is not None:
+            dist.send(before.grad, ctx.pp.ranks[ctx.pp.rank - 1])
+        losses.append(zigzag_join(token_losses.detach(), ctx.cp, dim=1))
+    found = pieces(model, ctx), torch.cat(losses) if losses else None
+    ctx.destroy()
+    return found
+
+
+def receive(ctx, model):
+    rows = SEQUENCE // ctx.cp.size // (ctx.tp.size if model.sequence_parallel else 1)
+    hidden = torch.empty(rows, 1, model.config.hidden_size, dtype=torch.float64)
+    dist.recv(hidden, ctx.pp.ranks[ctx.pp.rank - 1])
+    return hidden.requires_grad_()
+
+
+def pieces(model, ctx):
+    """Finalised gradients of this rank as (name, shape, offsets, tensor)."""
+    found = []
+    for named in named_parameters(model):
+        grad = named.parameter.grad.clone()
+        grad = all_reduce(grad, named.layout.tied)
+        grad = all_reduce(grad, ctx.data_axes()[named.layout.data])
+        for part in named.layout.parts:
+            view = all_reduce(part.view(grad).contiguous(), part.partial)
+            found.append((part.name, part.shape, part.offsets, view))
+    return found
+
+
+def assemble(ranks):
+    """Whole logical gradients; copies of one piece on several ranks must be equal."""
+    whole = {}
+    for name, shape, offsets, data in (piece for rank in ranks for piece in rank):
+        target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+        box = target[tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))]
+        known = ~box.isnan()
+        torch.testing.assert_close(box[known], data[known], rtol=0, atol=1e-13)
+        box.copy_(data)
+    assert not any(t.isnan().any() for t in whole.values())
+    return whole
+
+
+def all_steps(cases):
+    return [step(case) for case in cases]
+
+
+def on_one_rank(case):
+    gradients, losses = step(Case(case.model, {}, case.moe))
+    return assemble([gradients]), losses
+
+
+def compare(case, results):
+    want, want_losses = on_one_rank(case)
+    got = assemble([pieces for pieces, _ in results])
+    seen = [losses for _, losses in results if losses is not None]
+    got_losses = torch.cat(seen) if len(seen[0]) < BATCH else seen[0]
+    if len(seen[0]) < BATCH:  # data ranks hold different rows, context and tensor ranks equal
+        got_losses = torch.cat([seen[0], seen[-1]])
+    torch.testing.assert_close(got_losses, want_losses, rtol=TOLERANCE, atol=TOLERANCE)
+    assert got.keys() == want.keys()
+    floor = 1e-3 * max(t.abs().max() for t in want.values())
+    for name, tensor in want.items():
+        error = (got[name] - tensor).abs().max() / max(tensor.abs().max(), floor)
+        assert error < TOLERANCE, (name, error)
+        assert tensor.abs().max() > 0, name
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_ranks(all_steps, 2, list(TWO_RANKS.values()))
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    return run_ranks(all_steps, 4, list(FOUR_RANKS.values()))
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_give_the_losses_and_gradients_of_one(name, two_ranks):
+    place = list(TWO_RANKS).index(name)
+    compare(TWO_RANKS[name], [rank[place] for rank in two_ranks])
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks_give_the_losses_and_gradients_of_one(name, four_ranks):
+    place = list(FOUR_RANKS).index(name)
+    compare(FOUR_RANKS[name], [rank[place] for rank in four_ranks])
