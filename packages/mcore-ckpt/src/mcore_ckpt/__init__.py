@@ -7,7 +7,18 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {}
+_ROOMS: dict[str, str] = {
+    "FolderLock": "locking",
+    "Index": "index",
+    "RetentionConfig": "config",
+    "latest_step": "paths",
+    "load": "loading",
+    "read_index": "index",
+    "read_tensor": "loading",
+    "resolve_folder": "paths",
+    "save": "saving",
+    "step_folder": "paths",
+}
 
 __all__ = list(_ROOMS)
 

@@ -1,0 +1,170 @@
+"""The index of a checkpoint: which box of which tensor stands where in which file.
+
+JSON, so that anyone can read it and nothing in it can run. Chunks carry a CRC32 for each
+block of bytes, so that a reader who needs a few rows checks only the blocks they lie in.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.paths import INDEX
+
+FORMAT = "mcore"
+"""Value of ``format`` in an index."""
+
+VERSION = 1
+"""Version of the index; readers refuse a newer one."""
+
+BLOCK_BYTES = 1 << 22
+"""Bytes that share one checksum; the last block of a chunk is shorter."""
+
+DTYPE_BYTES: dict[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+}
+"""Bytes of an element, by safetensors' name of the dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor as it stands, row-major, in a file."""
+
+    file: str
+    """Name within the folder."""
+    offset: int
+    """First byte in the file."""
+    offsets: tuple[int, ...]
+    """Where the box begins in the tensor."""
+    lengths: tuple[int, ...]
+    """Size of the box."""
+    checksums: tuple[int, ...] = ()
+    """CRC32 of each block of ``BLOCK_BYTES``; empty: unknown, as in foreign files."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A whole tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    """Safetensors' name, ``BF16``."""
+    chunks: tuple[Chunk, ...]
+    """Disjoint boxes that cover it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Everything a checkpoint says about itself."""
+
+    tensors: Mapping[str, TensorEntry]
+    """By name."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """JSON that whoever saved wanted kept."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Tensor files and their sizes in bytes."""
+
+    def to_bytes(self) -> bytes:
+        """Return the text of ``index.json``: a tensor a line, readable and diffable."""
+        head = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES}
+        head |= {"extra": dict(self.extra), "files": dict(self.files)}
+        lines = json.dumps(head, indent=1)[:-2] + ',\n "tensors": {'
+        rows = [
+            f"\n  {json.dumps(name)}: " + json.dumps(_row(entry), separators=(",", ":"))
+            for name, entry in sorted(self.tensors.items())
+        ]
+        return f"{lines}{','.join(rows)}\n }}\n}}\n".encode()
+
+
+def read_index(folder: str | Path) -> Index:
+    """Read and check the index of a step folder.
+
+    Raises:
+        ValueError: if there is none, it is no index of ours, or a newer version's.
+        RuntimeError: if it is damaged: not JSON, fields missing, a file that is absent or
+            has another size, a chunk that reaches beyond its file.
+    """
+    path = Path(folder) / INDEX
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no {INDEX}: it is no complete checkpoint.") from None
+    try:
+        table = json.loads(content)
+    except ValueError as error:
+        raise RuntimeError(f"{path} is damaged: {error}") from None
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f"{path} is not an index of the {FORMAT} format.")
+    if table.get("version") != VERSION or table.get("block_bytes") != BLOCK_BYTES:
+        raise ValueError(
+            f"{path} has version {table.get('version')}: this program reads {VERSION}. "
+            "Update mcore-ckpt."
+        )
+    try:
+        tensors = {name: _entry(row) for name, row in table["tensors"].items()}
+        index = Index(tensors, table["extra"], table["files"])
+        _check_files(Path(folder), index)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RuntimeError(f"{path} is damaged: {error!r}") from None
+    return index
+
+
+def _row(entry: TensorEntry) -> list[Any]:
+    chunks = [[c.file, c.offset, c.offsets, c.lengths, c.checksums] for c in entry.chunks]
+    return [entry.dtype, entry.shape, chunks]
+
+
+def _entry(row: list[Any]) -> TensorEntry:
+    dtype, shape, chunks = row
+    return TensorEntry(
+        tuple(shape),
+        dtype,
+        tuple(
+            Chunk(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))
+            for file, offset, offsets, lengths, checksums in chunks
+        ),
+    )
+
+
+def _check_files(folder: Path, index: Index) -> None:
+    for name, size in index.files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise RuntimeError(f"{folder / INDEX} names {name}, outside its folder")
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise RuntimeError(f"{folder / name} is missing: the index names it") from None
+        if found != size:
+            raise RuntimeError(f"{folder / name} has {found} bytes, not the {size} written")
+    for name, entry in index.tensors.items():
+        item = DTYPE_BYTES[entry.dtype]
+        for chunk in entry.chunks:
+            end = chunk.offset + prod(chunk.lengths) * item
+            if chunk.offset < 0 or end > index.files[chunk.file]:
+                raise RuntimeError(
+                    f"{folder / INDEX}: {name} reaches beyond {chunk.file} "
+                    f"({end} of {index.files[chunk.file]} bytes)"
+                )

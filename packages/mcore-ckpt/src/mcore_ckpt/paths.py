@@ -1,0 +1,219 @@
+"""Where things stand on disk, and how they get there whole.
+
+A run folder holds one folder a step and ``latest_checkpointed_iteration.txt``, the only
+pointer. A step exists for readers when its ``index.json`` does; that file is written last,
+under another name, made durable and renamed, then the pointer the same way. A folder without
+an index is garbage of an interrupted save. A step is never written over: a second save of it
+goes to ``<step>.incoming`` and takes the place of the first by renames once it is whole.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+INDEX = "index.json"
+"""Name of the file that makes a folder a checkpoint."""
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Name of the pointer to the newest step of a run folder."""
+
+RELEASE = "release"
+"""The step of weights that come from no training run, such as a conversion's."""
+
+_INCOMING = ".incoming"
+_REPLACED = ".replaced"
+
+
+def step_folder(run_folder: str | Path, step: int | str) -> Path:
+    """Return where a step stands: ``iter_0000100``, or ``release``.
+
+    Raises:
+        ValueError: if ``step`` is neither a number from 0 nor ``release``.
+    """
+    if step == RELEASE:
+        return Path(run_folder) / RELEASE
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"a step is a number from 0, or {RELEASE!r}; not {step!r}")
+    return Path(run_folder) / f"iter_{step:07d}"
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Whether a folder holds a checkpoint that was saved to its end."""
+    return (Path(folder) / INDEX).is_file()
+
+
+def latest_step(run_folder: str | Path) -> int | str | None:
+    """Read the pointer of a run folder.
+
+    Returns:
+        The step, or ``"release"``; None where nothing was ever saved.
+
+    Raises:
+        ValueError: if the pointer says neither.
+    """
+    try:
+        text = (Path(run_folder) / TRACKER).read_text().strip()
+    except FileNotFoundError:
+        return None
+    if text == RELEASE:
+        return RELEASE
+    if not text.isdecimal():
+        raise ValueError(
+            f"{Path(run_folder) / TRACKER} holds {text[:40]!r}: it must hold a step or "
+            f"{RELEASE!r}."
+        )
+    return int(text)
+
+
+def complete_steps(run_folder: str | Path) -> list[int]:
+    """List the numbered steps of a run folder that are whole, ascending."""
+    steps = []
+    for folder in Path(run_folder).glob("iter_*"):
+        digits = folder.name.removeprefix("iter_")
+        if digits.isdecimal() and is_complete(folder):
+            steps.append(int(digits))
+    return sorted(steps)
+
+
+def resolve_folder(path: str | Path, step: int = 0) -> Path:
+    """Find the checkpoint that a user means by a run folder or a step folder.
+
+    Args:
+        path: either of the two.
+        step: which of a run folder's; 0: the one that the pointer names.
+
+    Raises:
+        ValueError: if there is none; says what is there instead.
+    """
+    path = Path(path)
+    if is_complete(path):
+        return path
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
+    wanted = step or latest_step(path)
+    steps = complete_steps(path)
+    there = f"Complete steps there: {', '.join(map(str, steps)) or 'none'}."
+    if wanted is None:
+        raise ValueError(f"{path} holds neither {INDEX} nor {TRACKER}. {there}")
+    found = _find(step_folder(path, wanted))
+    if found is None:
+        raise ValueError(
+            f"{step_folder(path, wanted)} holds no complete checkpoint (no {INDEX}). {there}"
+        )
+    return found
+
+
+def _find(folder: Path) -> Path | None:
+    # A kill between the two renames of a replacement leaves one of the other names.
+    for suffix in ("", _INCOMING, _REPLACED):
+        candidate = folder.with_name(folder.name + suffix)
+        if is_complete(candidate):
+            return candidate
+    return None
+
+
+def make_fresh(folder: Path, *, replace: bool = False) -> Path:
+    """Make the empty folder that a save writes to; garbage in its way is removed.
+
+    Args:
+        folder: the step's.
+        replace: what a complete checkpoint of this step means: save beside it and take its
+            place when whole, or refuse.
+
+    Returns:
+        Where to write; hand it to ``commit``.
+
+    Raises:
+        RuntimeError: if the step exists and is not to be replaced.
+    """
+    _repair(folder)
+    if is_complete(folder):
+        if not replace:
+            raise RuntimeError(
+                f"{folder} already holds a complete checkpoint, which is never overwritten: "
+                "save another step or to another folder, or ask to replace it."
+            )
+        folder = folder.with_name(folder.name + _INCOMING)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    sync_folder(folder.parent)
+    return folder
+
+
+def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:
+    """Turn a written folder into the run's newest step: index, then pointer, each durable.
+
+    Args:
+        written: what ``make_fresh`` gave, with every other file in it durable.
+        run_folder: holds the pointer.
+        step: what it will point to.
+        index: content of the index.
+
+    Returns:
+        Where the step stands now.
+    """
+    sync_folder(written)
+    write_durably(written / INDEX, index)
+    folder = step_folder(run_folder, step)
+    if written != folder:
+        _repair(folder)
+    write_durably(Path(run_folder) / TRACKER, str(step).encode())
+    return folder
+
+
+def _repair(folder: Path) -> None:
+    """Finish a replacement: a whole ``.incoming`` becomes the step, what was there goes."""
+    incoming = folder.with_name(folder.name + _INCOMING)
+    replaced = folder.with_name(folder.name + _REPLACED)
+    if is_complete(incoming):
+        if is_complete(folder):
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        shutil.rmtree(folder, ignore_errors=True)
+        incoming.rename(folder)
+    elif not is_complete(folder) and is_complete(replaced):
+        shutil.rmtree(folder, ignore_errors=True)
+        replaced.rename(folder)
+    if folder.parent.is_dir():
+        sync_folder(folder.parent)
+    remove(incoming)
+    remove(replaced)
+
+
+def remove(folder: Path) -> None:
+    """Delete a step folder; its index first, so that no reader sees half of it."""
+    (folder / INDEX).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a small file that is there whole or not at all, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def copy_durably(source: Path, target: Path) -> None:
+    """Copy a file or the files of a folder and make the copies durable."""
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+        for entry in sorted(source.iterdir()):
+            copy_durably(entry, target / entry.name)
+        sync_folder(target)
+        return
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
