@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-
 from mcore_data.datasets import build_gpt_datasets
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_models.gpt import GPT
+from mcore_parallel.schedule import Action, build_schedule
+from mcore_parallel.stages import stages_of_rank
+
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import RngStreams
-from mcore_parallel.schedule import Action, build_schedule
-from mcore_parallel.stages import stages_of_rank
 from mcore_parallel.zero import ShardedAdamW
 from mcore_train.composition import TrainConfig
 from mcore_train.precision import torch_dtype
@@ -46,6 +46,8 @@ class Run:
     """This rank's part of the pipeline schedule of one step."""
     streams: RngStreams
     datasets: Datasets
+    dtype: torch.dtype
+    """Of parameters and activations."""
     tokenizer: Tokenizer | None = None
     iteration: int = 0
     """Steps done."""
@@ -79,6 +81,7 @@ def assemble(
     if datasets is None:
         datasets = load_datasets(plan, tokenizer)
     streams = RngStreams(config.run.seed, ctx)
+    dtype = dtype or torch_dtype(plan.dtype)
     chunks = [
         GPT(
             config.model,
@@ -87,10 +90,10 @@ def assemble(
             moe=config.experts,
             stage=stage,
             seed=config.run.seed,
-            recompute=config.recomputation,
+            recomputing=config.recomputation,
             streams=streams,
             device=ctx.device,
-            dtype=dtype or torch_dtype(plan.dtype),
+            dtype=dtype,
         )
         for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
     ]
@@ -101,9 +104,12 @@ def assemble(
         chunks=chunks,
         data_parallel=data_parallel,
         optimizer=ShardedAdamW(data_parallel, config.adam),
-        actions=build_schedule(config.pipeline, ctx.pp.size, plan.num_microbatches)[ctx.pp.rank],
+        actions=build_schedule(config.pipeline, ctx.pp.size, plan.num_microbatches)[
+            ctx.pp.rank
+        ],
         streams=streams,
         datasets=datasets,
+        dtype=dtype,
         tokenizer=tokenizer,
     )
 

@@ -7,10 +7,11 @@ loads torch.
 
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from mcore_data.config import DataConfig, TokenizerConfig
+
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
@@ -38,24 +39,24 @@ class TrainConfig:
     """All options of a training run, grouped by concept."""
 
     model: TransformerConfig
-    experts: MoEConfig = MoEConfig()
-    batch: BatchConfig = BatchConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    adam: AdamConfig = AdamConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    recomputation: RecomputeConfig = RecomputeConfig()
-    parallelism: ParallelConfig = ParallelConfig()
-    data_parallelism: DataParallelConfig = DataParallelConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    data: DataConfig = DataConfig()
-    evaluation: EvalConfig = EvalConfig()
-    saving: SaveConfig = SaveConfig()
-    loading: LoadConfig = LoadConfig()
-    logging: LogConfig = LogConfig()
-    run: RunConfig = RunConfig()
-    launch: LaunchConfig = LaunchConfig()
+    experts: MoEConfig = field(default_factory=MoEConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    recomputation: RecomputeConfig = field(default_factory=RecomputeConfig)
+    parallelism: ParallelConfig = field(default_factory=ParallelConfig)
+    data_parallelism: DataParallelConfig = field(default_factory=DataParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    saving: SaveConfig = field(default_factory=SaveConfig)
+    loading: LoadConfig = field(default_factory=LoadConfig)
+    logging: LogConfig = field(default_factory=LogConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 def field_types(config_type: type = TrainConfig) -> dict[str, Any]:
@@ -93,7 +94,9 @@ def flat(config: object) -> dict[str, Any]:
     return table
 
 
-def compose(values: Mapping[str, Any], config_type: type[TrainConfig] = TrainConfig) -> TrainConfig:
+def compose(
+    values: Mapping[str, Any], config_type: type[TrainConfig] = TrainConfig
+) -> TrainConfig:
     """Build a config from a flat table; fields that it lacks keep their defaults.
 
     Raises:

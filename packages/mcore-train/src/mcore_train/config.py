@@ -75,7 +75,7 @@ class OptimizerConfig:
         if self.weight_decay_incr_style == "constant" and max(ends) >= 0:
             raise ValueError(
                 "--start-weight-decay and --end-weight-decay have no effect with "
-                "--weight-decay-incr-style constant: choose linear or cosine, or leave them out."
+                "--weight-decay-incr-style constant: choose linear or cosine, or drop them."
             )
         if self.weight_decay_incr_style != "constant" and min(ends) < 0:
             raise ValueError(

@@ -1,6 +1,7 @@
 """A line of numbers as a picture of characters, for a terminal without graphics."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
@@ -37,6 +38,4 @@ def draw(values: Sequence[float], width: int = 64, height: int = 10, unit: str =
 def _columns(values: Sequence[float], width: int) -> list[float]:
     count = min(width, len(values))
     edges = [i * len(values) // count for i in range(count + 1)]
-    return [
-        sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

@@ -90,7 +90,7 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
             spelling = SPELLINGS[name]
             if spelling.num_values and not equals:
                 del rest[: spelling.num_values]
-            words += [flag for flag in spelling.becomes]
+            words += spelling.becomes
             if spelling.note:
                 notes.append(f"{name}: {spelling.note}.")
         elif name in REFUSED:

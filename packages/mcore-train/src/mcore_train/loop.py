@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
-
 from mcore_data.loader import build_loader
 from mcore_models.flops import flops_per_token
+from torch import Tensor
+
 from mcore_parallel.collectives import all_reduce
 from mcore_train.assembly import Dataset, Run
 from mcore_train.evaluation import Score, evaluate
@@ -211,7 +211,7 @@ class _Interval:
         )
 
     def _reduced(self) -> tuple[float, float]:
-        """Mean over steps: the loss over data and stages, the aux loss over tensor ranks too."""
+        """Average over steps, sum over ranks: those of a tensor axis share the loss."""
         ctx = self.run.ctx
         assert self._sums is not None
         sums = all_reduce(all_reduce(self._sums / self._num_steps, ctx.dp_cp), ctx.pp)

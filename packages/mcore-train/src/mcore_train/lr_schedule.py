@@ -58,8 +58,8 @@ class Schedule:
             )
         if self.wsd_decay_samples > self.decay_samples - self.warmup_samples:
             raise ValueError(
-                f"--lr-wsd-decay-iters ({self.wsd_decay_samples} sequences) is longer than what "
-                f"the warm-up leaves ({self.decay_samples - self.warmup_samples})."
+                f"--lr-wsd-decay-iters ({self.wsd_decay_samples} sequences) is longer than "
+                f"what the warm-up leaves ({self.decay_samples - self.warmup_samples})."
             )
 
 
@@ -115,14 +115,7 @@ def learning_rate(schedule: Schedule, samples: int) -> float:
         return low
     if schedule.decay_style == "inverse-square-root":
         return max(low, high * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
-    if schedule.decay_style == "WSD":
-        anneal = schedule.decay_samples - schedule.wsd_decay_samples
-        if samples <= anneal:
-            return high
-        fall = _FALL[schedule.wsd_decay_style]
-        return low + (high - low) * fall((samples - anneal) / schedule.wsd_decay_samples)
-    progress = (samples - warmup) / (schedule.decay_samples - warmup)
-    return low + (high - low) * _FALL[schedule.decay_style](progress)
+    return low + (high - low) * _height(schedule, samples)
 
 
 def weight_decay(schedule: Schedule, samples: int) -> float:
@@ -131,8 +124,21 @@ def weight_decay(schedule: Schedule, samples: int) -> float:
     if schedule.weight_decay_style == "constant" or samples >= schedule.weight_decay_samples:
         return end
     progress = samples / schedule.weight_decay_samples
-    rise = progress if schedule.weight_decay_style == "linear" else 1 - _FALL["cosine"](progress)
+    rise = (
+        progress if schedule.weight_decay_style == "linear" else 1 - _FALL["cosine"](progress)
+    )
     return start + (end - start) * rise
+
+
+def _height(schedule: Schedule, samples: int) -> float:
+    """Where between lowest (0) and highest (1) a decay stands."""
+    if schedule.decay_style != "WSD":
+        length = schedule.decay_samples - schedule.warmup_samples
+        return _FALL[schedule.decay_style]((samples - schedule.warmup_samples) / length)
+    anneal = schedule.decay_samples - schedule.wsd_decay_samples
+    if samples <= anneal:
+        return 1.0
+    return _FALL[schedule.wsd_decay_style]((samples - anneal) / schedule.wsd_decay_samples)
 
 
 def reconcile(

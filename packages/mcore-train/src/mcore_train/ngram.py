@@ -108,9 +108,7 @@ def _count(symbols: np.ndarray, n: int, order: int) -> _Order:
     return _Order(grams, gram_counts, contexts, context_counts, followers)
 
 
-def _look_up(
-    codes: Codes, keys: Codes, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _look_up(codes: Codes, keys: Codes, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return for each code whether it is a key, and its value (0 where it is not)."""
     places = np.minimum(np.searchsorted(keys, codes), keys.size - 1)
     found = keys[places] == codes

@@ -5,13 +5,10 @@ from left to right, then flags. tyro projects the dataclasses to flags; ``dialec
 spellings that differ.
 """
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
 
-from mcore_ckpt.paths import resolve_folder
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.dialect import translate
 from mcore_train.recipe import Value, read_recipe, to_flags
@@ -52,38 +49,6 @@ def parse(argv: Sequence[str], program: str = "mcore-train gpt") -> TrainConfig:
         args=args,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-
-
-def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:
-    """Read the model's own options out of a checkpoint's index, as a flat table.
-
-    Args:
-        load: run folder or step folder.
-        step: step in a run folder; 0: the latest.
-
-    Returns:
-        The fields that differ from their defaults or have none; empty where the folder holds
-        no checkpoint or the checkpoint describes no model.
-    """
-    try:
-        folder = resolve_folder(Path(load), step or None)
-    except FileNotFoundError:
-        return {}
-    return model_fields(read_extra(folder).get("model", {}))
-
-
-def model_fields(description: dict[str, Any]) -> dict[str, Value]:
-    """Turn a checkpoint's model description into the flat fields that build it again."""
-    table: dict[str, Value] = {}
-    parts = get_type_hints(TrainConfig)
-    for part, values in (("model", "config"), ("experts", "moe")):
-        for field in dataclasses.fields(parts[part]):
-            value = description.get(values, {}).get(field.name, field.default)
-            if value != field.default:
-                table[field.name] = value
-    if description:
-        table["vocab_size"] = description["vocab_size"]
-    return table
 
 
 def _take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:

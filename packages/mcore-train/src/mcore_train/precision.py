@@ -19,5 +19,3 @@ _DTYPES: dict[Dtype, torch.dtype] = {
 def torch_dtype(name: Dtype) -> torch.dtype:
     """Return torch's dtype of a plan's format."""
     return _DTYPES[name]
-
-

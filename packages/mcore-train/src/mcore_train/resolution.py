@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_models.config import divisors, ffn_size, num_kv_heads
-from mcore_moe.config import moe_layers
-from mcore_parallel.layout import build_grids
+from mcore_models.layout_checks import layout_problems
 from mcore_parallel.schedule import build_schedule as build_pipeline
 from mcore_parallel.stages import Stage, build_stages
+
+from mcore_moe.config import moe_layers
+from mcore_parallel.layout import build_grids
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
 
@@ -50,7 +51,7 @@ class Plan:
         return self.global_batch_size * self.config.batch.seq_length
 
 
-class Conflicts(ValueError):
+class ConflictError(ValueError):
     """Everything in a config that contradicts itself or the world, one line each."""
 
     def __init__(self, lines: list[str]) -> None:
@@ -69,12 +70,11 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
         tokenizer_vocab_size: tokens of the tokenizer; 0 where there is none.
 
     Raises:
-        Conflicts: (a ValueError) with every conflict found.
+        ConflictError: (a ValueError) with every conflict found.
     """
     lines = [
         *_layout_conflicts(config, world_size),
-        *_shape_conflicts(config),
-        *_expert_conflicts(config),
+        *_model_conflicts(config),
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
         *_option_conflicts(config),
@@ -90,7 +90,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
             lines, build_schedule, config.optimizer, config.schedule, config.batch, batch_size
         )
     if lines:
-        raise Conflicts(lines)
+        raise ConflictError(lines)
     assert stages is not None
     assert schedule is not None
     vocab_size = _vocab_size(config, tokenizer_vocab_size)
@@ -126,68 +126,24 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _shape_conflicts(config: TrainConfig) -> Iterator[str]:
-    model, parallel, seq = config.model, config.parallelism, config.batch.seq_length
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    heads, groups = model.num_attention_heads, num_kv_heads(model)
-    if heads % tp:
-        yield (
-            f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size "
-            f"{tp}: heads must divide evenly. Use {_listed(divisors(heads))}."
-        )
-    if groups % tp and tp % groups:
-        yield (
-            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must be a "
-            "multiple of the other, so that ranks hold whole groups or share one evenly."
-        )
-    if ffn_size(model) % tp:
-        yield (
-            f"--ffn-hidden-size {ffn_size(model)} cannot be split over "
-            f"--tensor-model-parallel-size {tp}: choose a multiple of {tp}."
-        )
-    limit = model.max_position_embeddings
-    if limit and seq > limit:
-        yield (
-            f"--seq-length {seq} is longer than --max-position-embeddings {limit}: shorten the "
-            f"sequence, or raise --max-position-embeddings to {seq}."
-        )
-    if cp > 1 and seq % (2 * cp):
-        yield (
-            f"--seq-length {seq} cannot be cut into 2 x --context-parallel-size {cp} equal "
-            f"chunks: use a multiple of {2 * cp}."
-        )
-    elif parallel.sequence_parallel and tp > 1 and (seq // cp) % tp:
-        yield (
-            f"--sequence-parallel cuts each rank's {seq // cp} positions over {tp} tensor "
-            f"ranks: --seq-length must be a multiple of {(2 * cp if cp > 1 else 1) * tp}."
-        )
-
-
-def _expert_conflicts(config: TrainConfig) -> Iterator[str]:
+def _model_conflicts(config: TrainConfig) -> Iterator[str]:
     experts, parallel = config.experts, config.parallelism
-    ep = parallel.expert_model_parallel_size
+    yield from layout_problems(
+        config.model, parallel, experts, seq_length=config.batch.seq_length
+    )
     tp = parallel.tensor_model_parallel_size
-    expert_tp = parallel.expert_tensor_parallel_size
     if experts.num_experts == 0:
-        if ep > 1:
-            yield f"--expert-model-parallel-size {ep} has no effect without --num-experts."
-        if expert_tp not in (0, tp):
+        if parallel.expert_model_parallel_size > 1:
             yield (
-                f"--expert-tensor-parallel-size {expert_tp} has no effect without "
-                "--num-experts."
+                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} has no "
+                "effect without --num-experts."
+            )
+        if parallel.expert_tensor_parallel_size not in (0, tp):
+            yield (
+                f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} has no "
+                "effect without --num-experts."
             )
         return
-    if experts.num_experts % ep:
-        yield (
-            f"--num-experts {experts.num_experts} cannot be split over "
-            f"--expert-model-parallel-size {ep}: use {_listed(divisors(experts.num_experts))}."
-        )
-    width = experts.moe_ffn_hidden_size or ffn_size(config.model)
-    if width % (expert_tp or tp):
-        yield (
-            f"--moe-ffn-hidden-size {width} cannot be split over expert tensor parallelism "
-            f"{expert_tp or tp}: choose a multiple, or --expert-tensor-parallel-size 1."
-        )
     try:
         moe_layers(experts, config.model.num_layers)
     except ValueError as error:
@@ -252,6 +208,11 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
     ):
         if switched:
             yield f"{name} is not built into training yet: leave it out."
+    if config.pipeline.pipeline_schedule == "zb-h1":
+        yield (
+            "--pipeline-schedule zb-h1 is not built into training yet: use 1f1b or interleaved "
+            "(mcore-train schedule show draws it)."
+        )
     if config.logging.tensorboard and not config.saving.save:
         yield "--tensorboard has nowhere to write: give --save DIR."
 
@@ -293,11 +254,6 @@ def _asked_vocab_size(config: TrainConfig) -> int:
 def _vocab_size(config: TrainConfig, tokenizer_vocab_size: int) -> int:
     mock = config.data.mock_vocab_size if config.data.mock_data else 0
     return _asked_vocab_size(config) or tokenizer_vocab_size or mock
-
-
-def _listed(numbers: list[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -8,21 +8,22 @@ the data is that number alone.
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from mcore_ckpt.loading import load, read_index
-from mcore_ckpt.paths import resolve_folder
+from mcore_ckpt.index import read_index
+from mcore_ckpt.loading import load
 from mcore_ckpt.saving import save
+
 from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Piece, Shard, named_shards
 from mcore_train.assembly import Run
 from mcore_train.lr_schedule import reconcile
+from mcore_train.origin import find_checkpoint
 from mcore_train.recipe import told_options, write_recipe
 from mcore_train.resolution import Plan
 
@@ -48,6 +49,7 @@ def save_run(run: Run) -> Path:
             extra=_extra(run),
             files={"recipe.toml": write_recipe(told_options(config)).encode()},
             folders=folders,
+            replace=True,
         )
     log.info(" saved a checkpoint at iteration %d to %s", run.iteration, folder)
     return folder
@@ -63,41 +65,51 @@ def load_run(run: Run) -> bool:
         Whether there was a checkpoint.
 
     Raises:
-        ValueError: if the checkpoint is of another model, or its schedule is not the flags'.
-        FileNotFoundError: if there is none and ``--exit-on-missing-checkpoint`` is given.
+        ValueError: if the checkpoint is of another model, if its schedule is not the flags',
+            or if there is none and ``--exit-on-missing-checkpoint`` is given.
     """
     options = run.plan.config.loading
-    if not options.load:
-        return False
-    try:
-        folder = resolve_folder(Path(options.load), options.ckpt_step or None)
-    except FileNotFoundError:
-        if options.exit_on_missing_checkpoint or options.ckpt_step:
-            raise
-        log.warning("no checkpoint in %s: starting from nothing", options.load)
+    folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if folder is None:
+        if options.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {options.load} holds no checkpoint.")
+        if options.load:
+            log.warning("no checkpoint in %s: starting from nothing", options.load)
         return False
     extra = read_index(folder).extra
     _check_model(extra["model"], run.plan, folder)
-    schedule = run.plan.schedule
-    if not options.finetune:
-        schedule = reconcile(extra["schedule"], schedule, run.plan.config.schedule)
-    with_optimizer = options.load_optim and not options.finetune and "num_steps" in extra
-    shards = model_shards(run)
-    if with_optimizer:
-        shards |= optimizer_shards(run)
+    if options.finetune or "iteration" not in extra:
+        _load_weights(run, folder)
+        return True
+    schedule = reconcile(extra["schedule"], run.plan.schedule, run.plan.config.schedule)
+    _load_state(run, folder, extra)
+    run.plan = replace(run.plan, schedule=schedule)
+    run.iteration = extra["iteration"]
+    run.consumed_train_samples = extra["consumed_train_samples"]
+    run.schedule_samples = extra["schedule_samples"]
+    return True
+
+
+def _load_weights(run: Run, folder: Path) -> None:
+    """Take the weights alone, in whatever format they were saved."""
+    ignore = ("optimizer.", "rng.")
+    load(folder, model_shards(run), world=run.ctx.world, ignore=ignore, cast=True)
+    run.optimizer.refresh(from_parameters=True)
+
+
+def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
+    """Take weights, optimizer and, under the same layout, random streams."""
+    with_optimizer = run.plan.config.loading.load_optim and "num_steps" in extra
+    shards = model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
     rng = _rng_shards(run) if _streams_fit(run, extra) else {}
-    load(folder, shards | rng, world=run.ctx.world)
+    ignore = (() if with_optimizer else ("optimizer.",)) + (() if rng else ("rng.",))
+    load(folder, shards | rng, world=run.ctx.world, ignore=ignore)
     if rng:
-        run.streams.set_state({n.split(".")[1]: s.pieces[0].data for n, s in rng.items()})
+        states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
+        run.streams.set_state(states)
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not with_optimizer)
-    if not options.finetune:
-        run.iteration = extra["iteration"]
-        run.consumed_train_samples = extra["consumed_train_samples"]
-        run.schedule_samples = extra["schedule_samples"]
-        object.__setattr__(run.plan, "schedule", schedule)
-    return True
 
 
 def model_shards(run: Run) -> dict[str, Shard]:
@@ -189,17 +201,16 @@ def _rng_shards(run: Run) -> dict[str, Shard]:
     rank = run.ctx.global_rank
     shards = {}
     for stream, state in run.streams.state().items():
-        state = state.cpu()
-        zeros, shape = (0,), tuple(state.shape)
-        piece = Piece(zeros, shape, state)
+        shape = tuple(state.shape)
+        piece = Piece((0,), shape, state.cpu())
         shards[f"rng.{stream}.{rank}"] = Shard(shape, state.dtype, (piece,))
     return shards
 
 
-def _streams_fit(run: Run, extra: dict[str, Any]) -> bool:
+def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
     """Whether the checkpoint's random streams belong to this same layout."""
     plan, options = run.plan, run.plan.config.loading
-    if options.finetune or not options.load_rng:
+    if not options.load_rng:
         return False
     here = {"world_size": plan.world_size, **asdict(plan.config.parallelism)}
     fits = extra["parallel"] == here

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
+from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from torch import Tensor
 
 from mcore_parallel.grads import clip_coefficient
-from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from mcore_train.assembly import Run
 from mcore_train.losses import MicroBatch, count_valid_tokens, token_weights
 
@@ -57,7 +57,7 @@ class StepLosses:
 
 
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
-    """Compute the finished gradients of one global batch: summed over all ranks, not clipped."""
+    """Compute the gradients of one global batch: summed over all ranks, not clipped."""
     run.data_parallel.zero_grad()
     num_valid = count_valid_tokens(batches, run.ctx)
     losses = StepLosses(run.ctx.device)
@@ -67,7 +67,7 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
             stage_functions(run, batches, num_valid, losses),
             axis=run.ctx.pp,
             shape=hidden_shape(run),
-            dtype=run.chunks[0].dtype,
+            dtype=run.dtype,
             device=run.ctx.device,
             before_last_backward=run.data_parallel.start_sync,
         )
