@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.dialect import translate
+from mcore_train.origin import checkpoint_fields
 from mcore_train.recipe import Value, read_recipe, to_flags
 
 log = logging.getLogger(__name__)

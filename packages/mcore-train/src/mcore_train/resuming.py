@@ -41,7 +41,7 @@ def save_run(run: Run) -> Path:
     if config.saving.save_optim:
         shards |= optimizer_shards(run)
     with _tokenizer_folder(run) as folders:
-        folder = save(
+        return save(
             Path(config.saving.save),
             run.iteration,
             shards,
@@ -51,8 +51,6 @@ def save_run(run: Run) -> Path:
             folders=folders,
             replace=True,
         )
-    log.info(" saved a checkpoint at iteration %d to %s", run.iteration, folder)
-    return folder
 
 
 def load_run(run: Run) -> bool:
