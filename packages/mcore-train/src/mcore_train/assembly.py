@@ -1,0 +1,153 @@
+"""From a plan to a run: model chunks, gradients, optimizer, schedule and data of one rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from mcore_data.datasets import build_gpt_datasets
+from mcore_data.tokenizer import Tokenizer, build_tokenizer
+from mcore_models.gpt import GPT
+from mcore_parallel.schedule import Action, build_schedule
+from mcore_parallel.stages import stages_of_rank
+
+from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.rng import RngStreams
+from mcore_parallel.zero import ShardedAdamW
+from mcore_train.composition import TrainConfig
+from mcore_train.precision import torch_dtype
+from mcore_train.resolution import Plan
+
+Dataset = Any
+"""Map-style: ``len`` and numpy samples by index."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Datasets:
+    """Map-style datasets of one run; None where there is no such data."""
+
+    train: Dataset = None
+    valid: Dataset = None
+    test: Dataset = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """Everything that one rank trains with, and how far it has come."""
+
+    plan: Plan
+    ctx: ParallelContext
+    chunks: list[GPT]
+    """Model chunks of this rank, in forward order; one without interleaving."""
+    data_parallel: DataParallel
+    optimizer: ShardedAdamW
+    actions: Sequence[Action]
+    """This rank's part of the pipeline schedule of one step."""
+    streams: RngStreams
+    datasets: Datasets
+    dtype: torch.dtype
+    """Of parameters and activations."""
+    tokenizer: Tokenizer | None = None
+    iteration: int = 0
+    """Steps done."""
+    consumed_train_samples: int = 0
+    """Sequences trained on, over all ranks; where the data continues."""
+    schedule_samples: int = 0
+    """Sequences that the learning-rate schedule has counted."""
+
+
+def assemble(
+    plan: Plan,
+    ctx: ParallelContext,
+    *,
+    datasets: Datasets | None = None,
+    dtype: torch.dtype | None = None,
+) -> Run:
+    """Build the parts of a run on this rank; all ranks call it with equal plans.
+
+    Args:
+        plan: what ``resolve`` gave for this world.
+        ctx: the layout's groups.
+        datasets: to train on; left out, those that the plan's flags name.
+        dtype: of parameters; left out, the plan's.
+
+    Raises:
+        ValueError: if data or tokenizer do not fit the flags.
+        FileNotFoundError: if a file that the flags name does not exist.
+    """
+    config = plan.config
+    tokenizer = load_tokenizer(config)
+    if datasets is None:
+        datasets = load_datasets(plan, tokenizer)
+    streams = RngStreams(config.run.seed, ctx)
+    dtype = dtype or torch_dtype(plan.dtype)
+    chunks = [
+        GPT(
+            config.model,
+            ctx,
+            vocab_size=plan.vocab_size,
+            moe=config.experts,
+            stage=stage,
+            seed=config.run.seed,
+            recomputing=config.recomputation,
+            streams=streams,
+            device=ctx.device,
+            dtype=dtype,
+        )
+        for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
+    ]
+    data_parallel = DataParallel(chunks, ctx, config.data_parallelism)
+    return Run(
+        plan=plan,
+        ctx=ctx,
+        chunks=chunks,
+        data_parallel=data_parallel,
+        optimizer=ShardedAdamW(data_parallel, config.adam),
+        actions=build_schedule(config.pipeline, ctx.pp.size, plan.num_microbatches)[
+            ctx.pp.rank
+        ],
+        streams=streams,
+        datasets=datasets,
+        dtype=dtype,
+        tokenizer=tokenizer,
+    )
+
+
+def load_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """Build the tokenizer that the flags name; None where they name none."""
+    options = config.tokenizer
+    named = options.tokenizer_model or options.vocab_file
+    if not named and options.tokenizer_type == "HuggingFaceTokenizer":
+        return None
+    return build_tokenizer(options)
+
+
+def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
+    """Build the datasets that the flags name, as many samples of each as the run takes.
+
+    Raises:
+        ValueError: if a dataset is too small, or validation is wanted without data for it.
+        FileNotFoundError: if a dataset does not exist.
+    """
+    config = plan.config
+    valid = config.evaluation.eval_iters * plan.global_batch_size
+    valid = valid if config.evaluation.eval_interval else 0
+    data = config.data
+    if data.mock_data:
+        data = replace(data, mock_vocab_size=plan.vocab_size)
+    built = build_gpt_datasets(
+        data,
+        tokenizer,
+        sequence_length=config.batch.seq_length,
+        seed=config.run.seed,
+        num_samples=(plan.train_iters * plan.global_batch_size, valid, valid),
+    )
+    if built[0] is None:
+        raise ValueError("there is no data to train on: check --split and --data-path.")
+    if config.evaluation.eval_interval and built[1] is None:
+        raise ValueError(
+            "--eval-interval has no data to validate on: give --valid-data-path, or a --split "
+            "with a second part."
+        )
+    return Datasets(train=built[0], valid=built[1], test=built[2])

@@ -1,0 +1,107 @@
+"""The command ``mcore-train``. Help answers without loading torch."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+USAGE = """usage: mcore-train COMMAND ...
+
+Train large language models: one program from a laptop CPU to a cluster.
+
+commands:
+{commands}
+
+examples:
+  mcore-train quickstart
+  mcore-train gpt --recipe recipes/model/tiny.toml --mock-data --train-iters 100 --lr 1e-3
+  torchrun --nproc-per-node 8 -m mcore_train gpt --recipe recipes/model/llama-3-8b.toml ...
+
+mcore-train COMMAND --help tells a command's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items()]
+        print(USAGE.format(commands="\n".join(lines)))
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        from mcore_train.dialect import unknown
+
+        return _refuse(unknown(f"command {name}", [f"command {c}" for c in COMMANDS]))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return COMMANDS[name][1](rest)
+    except (ValueError, FileNotFoundError) as error:
+        if logging.getLogger().isEnabledFor(logging.DEBUG):
+            raise
+        return _refuse(str(error))
+
+
+def gpt(words: Sequence[str]) -> int:
+    """Train a GPT."""
+    from mcore_train.parsing import parse
+
+    config = parse(words, "mcore-train gpt")
+    if config.launch.nproc:
+        return start_ranks("gpt", words, config.launch.nproc)
+    from mcore_train.running import run_gpt
+
+    return run_gpt(config)
+
+
+def quickstart(words: Sequence[str]) -> int:
+    """Train on the shipped book, from its text to a paragraph."""
+    import tyro
+
+    from mcore_train.quickstart_config import QuickstartConfig
+
+    config = tyro.cli(QuickstartConfig, prog="mcore-train quickstart", args=list(words))
+    if config.nproc:
+        return start_ranks("quickstart", words, config.nproc)
+    from mcore_train.quickstart import run_quickstart
+
+    return run_quickstart(config)
+
+
+def schedule(words: Sequence[str]) -> int:
+    """Draw a pipeline schedule."""
+    from mcore_train.schedule_view import show
+
+    return show(words)
+
+
+def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
+    """Start ``nproc`` ranks of this same command on this host and wait for them."""
+    from mcore_parallel.launching import launch_local, python_command
+
+    rest = without_option(words, "--nproc")
+    return launch_local(python_command("mcore_train", [command, *rest]), nproc)
+
+
+def without_option(words: Sequence[str], flag: str) -> list[str]:
+    """Return the words without every ``flag VALUE`` and ``flag=VALUE``."""
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == flag:
+            skip = True
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return kept
+
+
+def _refuse(message: str) -> int:
+    print(f"mcore-train: error: {message}", file=sys.stderr)
+    return 2
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "gpt": ("train a GPT: dense or mixture of experts, any layout", gpt),
+    "quickstart": ("train on a book, from its text to a paragraph, in minutes", quickstart),
+    "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
+}

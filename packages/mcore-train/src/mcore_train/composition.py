@@ -1,0 +1,120 @@
+"""``TrainConfig``: every option of a run, each in the hands of the package that owns it.
+
+The fields of all parts form one flat name space, the command line's; no two parts may have
+a field of the same name. Standard library and siblings' ``config`` rooms only: nothing here
+loads torch.
+"""
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from mcore_data.config import DataConfig, TokenizerConfig
+
+from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import (
+    AdamConfig,
+    DataParallelConfig,
+    ParallelConfig,
+    PipelineConfig,
+)
+from mcore_train.config import (
+    BatchConfig,
+    EvalConfig,
+    LaunchConfig,
+    LoadConfig,
+    LogConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    SaveConfig,
+    ScheduleConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """All options of a training run, grouped by concept."""
+
+    model: TransformerConfig
+    experts: MoEConfig = field(default_factory=MoEConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    recomputation: RecomputeConfig = field(default_factory=RecomputeConfig)
+    parallelism: ParallelConfig = field(default_factory=ParallelConfig)
+    data_parallelism: DataParallelConfig = field(default_factory=DataParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    saving: SaveConfig = field(default_factory=SaveConfig)
+    loading: LoadConfig = field(default_factory=LoadConfig)
+    logging: LogConfig = field(default_factory=LogConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+def field_types(config_type: type = TrainConfig) -> dict[str, Any]:
+    """Map every field of all parts to its type, in the order of the help text.
+
+    Raises:
+        AssertionError: if two parts own a field of one name.
+    """
+    found: dict[str, Any] = {}
+    for part in get_type_hints(config_type).values():
+        for name, kind in get_type_hints(part).items():
+            assert name not in found, f"two parts of {config_type.__name__} own {name}"
+            found[name] = kind
+    return found
+
+
+def flag_names(config_type: type = TrainConfig) -> set[str]:
+    """List every flag of a command, with the ``--no-`` form of switches."""
+    names = set()
+    for name, kind in field_types(config_type).items():
+        dashed = name.replace("_", "-")
+        names.add(f"--{dashed}")
+        if kind is bool:
+            names.add(f"--no-{dashed}")
+    return names
+
+
+def flat(config: object) -> dict[str, Any]:
+    """Flatten the parts of a config into one table, field to value."""
+    table = {}
+    for part in fields(config):  # pyrefly: ignore
+        value = getattr(config, part.name)
+        assert is_dataclass(value)
+        table |= {f.name: getattr(value, f.name) for f in fields(value)}
+    return table
+
+
+def compose(
+    values: Mapping[str, Any], config_type: type[TrainConfig] = TrainConfig
+) -> TrainConfig:
+    """Build a config from a flat table; fields that it lacks keep their defaults.
+
+    Raises:
+        ValueError: for a name that no part owns, and from the parts' own checks.
+    """
+    known = field_types(config_type)
+    if strange := sorted(set(values) - set(known)):
+        raise ValueError(f"no option is called {strange[0]}.")
+    parts = {}
+    for part_name, part in get_type_hints(config_type).items():
+        own = {f.name for f in fields(part)}
+        parts[part_name] = part(**{n: _as(known[n], values[n]) for n in own & set(values)})
+    return config_type(**parts)
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """Turn a JSON or TOML value into what a field holds: its lists are tuples here."""
+    is_tuple = isinstance(kind, types.GenericAlias) and kind.__origin__ is tuple
+    if is_tuple and isinstance(value, list):
+        return tuple(value)
+    return float(value) if kind is float and isinstance(value, int) else value

@@ -1,0 +1,319 @@
+"""Options of a training run, one small frozen dataclass a concept.
+
+A field is Megatron's flag with underscores and its docstring is the help text. Zero or an
+empty string means off or "derive it"; derived numbers come from ``resolution.resolve``.
+Options of the model, the experts, the layout, the data and the checkpoint live in their
+own packages; ``composition.TrainConfig`` puts all of them together.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+IncreaseStyle = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How many tokens a step sees, and how many steps there are."""
+
+    micro_batch_size: int = 1
+    """Sequences in one forward pass of one data-parallel rank."""
+    global_batch_size: int = 0
+    """Sequences in one step over all ranks; 0: one micro-batch a data-parallel rank."""
+    seq_length: int = 1024
+    """Tokens in one sequence."""
+    train_iters: int = 0
+    """Steps to train. Give this or --train-samples."""
+    train_samples: int = 0
+    """Sequences to train on. Give this or --train-iters."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 1, "micro_batch_size", "seq_length")
+        _check_at_least(self, 0, "global_batch_size", "train_iters", "train_samples")
+        if self.train_iters and self.train_samples:
+            raise ValueError("--train-iters and --train-samples exclude each other: give one.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """What a step does with the gradient."""
+
+    optimizer: Literal["adam"] = "adam"
+    """AdamW with bias correction."""
+    lr: float = 0.0
+    """Highest learning rate; required."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices; biases and vectors never decay."""
+    start_weight_decay: float = -1.0
+    """Weight decay of the first step; -1: --weight-decay."""
+    end_weight_decay: float = -1.0
+    """Weight decay of the last step; -1: --weight-decay."""
+    weight_decay_incr_style: IncreaseStyle = "constant"
+    """How weight decay goes from --start-weight-decay to --end-weight-decay."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 0, "lr", "min_lr", "weight_decay", "clip_grad")
+        if self.lr and self.min_lr > self.lr:
+            raise ValueError(f"--min-lr {self.min_lr} must not be above --lr {self.lr}.")
+        ends = (self.start_weight_decay, self.end_weight_decay)
+        if self.weight_decay_incr_style == "constant" and max(ends) >= 0:
+            raise ValueError(
+                "--start-weight-decay and --end-weight-decay have no effect with "
+                "--weight-decay-incr-style constant: choose linear or cosine, or drop them."
+            )
+        if self.weight_decay_incr_style != "constant" and min(ends) < 0:
+            raise ValueError(
+                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs both "
+                "--start-weight-decay and --end-weight-decay."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """How the learning rate moves; everything is counted in samples inside."""
+
+    lr_decay_style: DecayStyle = "linear"
+    """Shape of the decay after the warm-up."""
+    lr_decay_iters: int = 0
+    """Steps after which --min-lr is reached; 0: the whole run."""
+    lr_decay_samples: int = 0
+    """The same in sequences; 0: the whole run."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+    lr_warmup_samples: int = 0
+    """The same in sequences."""
+    lr_warmup_fraction: float = 0.0
+    """The same as a share of the decay length."""
+    lr_warmup_init: float = 0.0
+    """Learning rate of the first step of a warm-up."""
+    lr_wsd_decay_style: WsdDecayStyle = "exponential"
+    """Shape of the last part of a WSD schedule."""
+    lr_wsd_decay_iters: int = 0
+    """Steps of the last part of a WSD schedule."""
+    lr_wsd_decay_samples: int = 0
+    """The same in sequences."""
+    override_opt_param_scheduler: bool = False
+    """On resume, take the schedule from the flags though the checkpoint has another."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """On resume, take the schedule from the checkpoint though the flags say another."""
+
+    def __post_init__(self) -> None:
+        """Check that each length is given once.
+
+        Raises:
+            ValueError: with the flags that exclude each other.
+        """
+        _check_at_least(
+            self,
+            0,
+            "lr_decay_iters",
+            "lr_decay_samples",
+            "lr_warmup_iters",
+            "lr_warmup_samples",
+            "lr_warmup_fraction",
+            "lr_warmup_init",
+            "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples",
+        )
+        for names in (
+            ("lr_decay_iters", "lr_decay_samples"),
+            ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+            ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+            ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+        ):
+            given = [flag(name) for name in names if getattr(self, name)]
+            if len(given) > 1:
+                raise ValueError(f"{' and '.join(given)} exclude each other: give one.")
+        if self.lr_warmup_fraction >= 1:
+            raise ValueError(f"--lr-warmup-fraction {self.lr_warmup_fraction} must be below 1.")
+        wsd_length = self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
+        if self.lr_decay_style == "WSD" and not wsd_length:
+            raise ValueError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples."
+            )
+        if self.lr_decay_style != "WSD" and wsd_length:
+            raise ValueError(
+                f"--lr-wsd-decay-iters has no effect with --lr-decay-style "
+                f"{self.lr_decay_style}: choose WSD or leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """In what number format the model computes."""
+
+    bf16: bool = False
+    """Parameters and activations in bfloat16; main weights and optimizer in float32."""
+    fp16: bool = False
+    """Not built yet."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not exist.
+
+        Raises:
+            ValueError: for fp16.
+        """
+        if self.fp16:
+            raise ValueError(
+                "--fp16 is not built yet (it needs dynamic loss scaling): use --bf16, which "
+                "needs none, or neither for float32."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Validation during training."""
+
+    eval_interval: int = 0
+    """Steps between validations; 0: none."""
+    eval_iters: int = 10
+    """Global batches of one validation."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 0, "eval_interval")
+        _check_at_least(self, 1, "eval_iters")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveConfig:
+    """Where and when checkpoints are written."""
+
+    save: str = ""
+    """Run folder for checkpoints, metrics and TensorBoard; empty: nothing is written."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    save_optim: bool = True
+    """Keep optimizer state in checkpoints."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 0, "save_interval")
+        if self.save_interval and not self.save:
+            raise ValueError("--save-interval has no effect without --save DIR.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadConfig:
+    """What a run starts from."""
+
+    load: str = ""
+    """Run folder or step folder to continue from; it brings the model's shape with it. A
+    folder without a checkpoint starts from nothing."""
+    ckpt_step: int = 0
+    """Step to load from a run folder; 0: the latest."""
+    finetune: bool = False
+    """Take only the weights: count steps, samples and the schedule from zero."""
+    load_optim: bool = True
+    """Continue with the checkpoint's optimizer state."""
+    load_rng: bool = True
+    """Continue with the checkpoint's random streams."""
+    exit_on_missing_checkpoint: bool = False
+    """End with an error if the folder holds no checkpoint."""
+
+    def __post_init__(self) -> None:
+        """Check that the others have something to act on.
+
+        Raises:
+            ValueError: with the flag that has no effect.
+        """
+        _check_at_least(self, 0, "ckpt_step")
+        if not self.load:
+            for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
+                if getattr(self, name):
+                    raise ValueError(f"{flag(name)} has no effect without --load DIR.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What is reported, where, and how often."""
+
+    log_interval: int = 100
+    """Steps between log lines; the first step always has one."""
+    metrics_file: str = ""
+    """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
+    tensorboard: bool = False
+    """Write TensorBoard scalars to tensorboard/ below --save."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 1, "log_interval")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """The process: seed, device, when to stop early."""
+
+    seed: int = 1234
+    """Seed of weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: CUDA where present."""
+    exit_interval: int = 0
+    """Save and end after a step that this divides; 0: never."""
+    exit_duration_in_mins: float = 0.0
+    """Save and end after this many minutes; 0: never."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 0, "seed", "exit_interval", "exit_duration_in_mins")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """How this command itself is read and started."""
+
+    recipe: tuple[str, ...] = ()
+    """TOML files of options, laid over each other from left to right, then the flags."""
+    nproc: int = 0
+    """Ranks to start on this host; 0: this process alone, or what torchrun started."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 0, "nproc")
+
+
+def flag(field_name: str) -> str:
+    """Spell a field as its flag: ``train_iters`` is ``--train-iters``."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _check_at_least(config: object, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < least:
+            raise ValueError(f"{flag(name)} {getattr(config, name)} must be {least} or more.")

@@ -1,0 +1,95 @@
+"""Validation: total loss over total tokens, never a mean of means."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
+from mcore_parallel.schedule import forward_only
+from torch import Tensor
+
+from mcore_parallel.collectives import all_reduce
+from mcore_train.assembly import Run
+from mcore_train.losses import MicroBatch, place
+from mcore_train.step import hidden_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a model predicts a text."""
+
+    loss_sum: float
+    """Nats over all tokens."""
+    num_tokens: int
+    """Tokens that were predicted."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.loss_sum / max(1, self.num_tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """Per token; capped at e**20, as Megatron does, so that it prints."""
+        return math.exp(min(20.0, self.loss))
+
+    def bits_per_byte(self, num_bytes: int) -> float:
+        """Return the code length in bits for each of the text's bytes."""
+        return self.loss_sum / math.log(2) / num_bytes
+
+
+def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int) -> Score:
+    """Score the model on micro-batches of this data rank; all ranks call it together.
+
+    Args:
+        run: its weights are not changed.
+        batches: micro-batches of this data rank.
+        num_batches: how many to take, the same on all ranks; must not exceed what there is.
+    """
+    own_positions = run.plan.config.data.reset_position_ids
+    iterator = iter(batches)
+    totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
+    for chunk in run.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        for begin in range(0, num_batches, run.plan.num_microbatches):
+            group = [
+                place(next(iterator), run.ctx, has_own_positions=own_positions)
+                for _ in range(begin, min(begin + run.plan.num_microbatches, num_batches))
+            ]
+            _add_scores(run, group, totals)
+    for chunk in run.chunks:
+        chunk.train()
+    totals = all_reduce(all_reduce(totals, run.ctx.dp_cp), run.ctx.pp)
+    return Score(totals[0].item(), int(totals[1].item()))
+
+
+def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None:
+    """Add losses and tokens of some micro-batches, in place, on the last stage alone."""
+
+    def build(number: int) -> StageFunction:
+        model = run.chunks[number]
+
+        def forward(x: Tensor | None, microbatch: int) -> StageOutput:
+            batch = batches[microbatch]
+            hidden, _ = model(batch.tokens if x is None else x, batch.positions)
+            if not model.stage.has_loss:
+                return StageOutput(hidden, None)
+            losses = model.token_losses(hidden, batch.labels)
+            loss = (losses * batch.loss_mask).sum(dtype=torch.float64)
+            totals[0] += loss
+            totals[1] += batch.loss_mask.sum(dtype=torch.float64)
+            return StageOutput(loss, None)
+
+        return forward
+
+    actions = forward_only(run.ctx.pp.size, len(batches), len(run.chunks))
+    run_schedule(
+        actions[run.ctx.pp.rank],
+        {number: build(number) for number in range(len(run.chunks))},
+        axis=run.ctx.pp,
+        shape=hidden_shape(run),
+        dtype=run.dtype,
+        device=run.ctx.device,
+    )

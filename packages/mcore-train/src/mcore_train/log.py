@@ -1,0 +1,208 @@
+"""What a run tells: a line for people and log files, the same numbers as JSON lines.
+
+Only the rank that reports opens files; the others log warnings alone. Lines follow
+Megatron's form, so that tools which read those read these. On a terminal a progress bar
+stands below the lines.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+log = logging.getLogger(__name__)
+
+ROOT = "mcore_train"
+
+
+def set_up(is_reporter: bool) -> Console:
+    """Send log records to standard output, once; ranks that do not report only warn.
+
+    Returns:
+        The console on which progress may be shown too.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    handler: logging.Handler = logging.StreamHandler(sys.stdout)
+    if console.is_terminal:
+        handler = RichHandler(
+            console=console, show_time=False, show_level=False, show_path=False, markup=False
+        )
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    top = logging.getLogger()
+    top.handlers[:] = [handler]
+    top.setLevel(logging.INFO if is_reporter else logging.WARNING)
+    return console
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """The numbers of one interval; averages over its steps unless said otherwise."""
+
+    iteration: int
+    train_iters: int
+    consumed_train_samples: int
+    step_ms: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+    """Share of the device's peak, 0 to 1; 0 where the peak is not known."""
+    lr: float
+    """Of the last step."""
+    global_batch_size: int
+    loss: float
+    """Nats per token."""
+    aux_loss: float
+    """What experts add to the loss; 0 without experts."""
+    grad_norm: float
+    """Of the last step, before clipping."""
+    peak_gib: float
+    """Highest memory taken on this device; 0 on a CPU."""
+
+    def line(self) -> str:
+        """Write the report as one line in Megatron's form."""
+        parts = [
+            f"iteration {self.iteration:8d}/{self.train_iters:8d}",
+            f"consumed samples: {self.consumed_train_samples:12d}",
+            f"elapsed time per iteration (ms): {self.step_ms:.1f}",
+            f"tokens/s: {self.tokens_per_s:.0f}",
+            f"tokens/s/GPU: {self.tokens_per_s_per_gpu:.0f}",
+            f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_gpu:.1f}",
+            f"MFU: {100 * self.mfu:.1f}%" if self.mfu else "",
+            f"learning rate: {self.lr:.6E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.loss:.6E}",
+            f"load_balancing_loss: {self.aux_loss:.6E}" if self.aux_loss else "",
+            f"grad norm: {self.grad_norm:.3f}",
+            f"memory (GiB): {self.peak_gib:.1f}" if self.peak_gib else "",
+        ]
+        return " " + " | ".join(part for part in parts if part) + " |"
+
+    def numbers(self) -> dict[str, float | int]:
+        """Return the report as a flat table with stable keys."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Reporter:
+    """Writes reports of one run: lines, JSON lines, TensorBoard, a progress bar.
+
+    A context manager; does nothing on ranks that do not report.
+    """
+
+    def __init__(
+        self,
+        console: Console | None,
+        *,
+        metrics_file: Path | None = None,
+        tensorboard_folder: Path | None = None,
+    ) -> None:
+        """Prepare; files are opened on entry.
+
+        Args:
+            console: where a progress bar may go; None on ranks that do not report.
+            metrics_file: JSON lines, appended to.
+            tensorboard_folder: scalars for TensorBoard.
+
+        Raises:
+            ValueError: if TensorBoard is wanted and not installed.
+        """
+        self.is_active = console is not None
+        self._metrics_file = metrics_file if self.is_active else None
+        self._metrics: IO[str] | None = None
+        self._progress = None
+        self._task: Any = None
+        if console is not None and console.is_terminal:
+            self._progress = _progress_bar(console)
+        self._board = None
+        if self.is_active and tensorboard_folder is not None:
+            self._board = _summary_writer(tensorboard_folder)
+
+    def __enter__(self) -> "Reporter":
+        """Open the files and show the bar."""
+        if self._metrics_file is not None:
+            self._metrics_file.parent.mkdir(parents=True, exist_ok=True)
+            self._metrics = self._metrics_file.open("a", encoding="utf-8")
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close everything."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+
+    def advance(self, iteration: int, train_iters: int, told: str = "") -> None:
+        """Move the progress bar; cheap, and needs no number from the device."""
+        if self._progress is None:
+            return
+        if self._task is None:
+            self._task = self._progress.add_task("", total=train_iters, told="")
+        changes: dict[str, Any] = {"completed": iteration}
+        if told:
+            changes["told"] = told
+        self._progress.update(self._task, **changes)
+
+    def report(self, report: StepReport) -> None:
+        """Write one training report everywhere."""
+        if not self.is_active:
+            return
+        log.info("%s", report.line())
+        self.advance(report.iteration, report.train_iters, f"loss {report.loss:.3f}")
+        self.record("train", report.iteration, report.numbers())
+
+    def record(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
+        """Write numbers to the files alone.
+
+        Args:
+            kind: ``train``, ``valid`` or another word; tells lines of different keys apart.
+            iteration: steps done.
+            numbers: stable keys, units in the keys.
+        """
+        if self._metrics is not None:
+            json.dump({"kind": kind, **numbers, "iteration": iteration}, self._metrics)
+            self._metrics.write("\n")
+            self._metrics.flush()
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(f"{kind}/{name}", value, iteration)
+
+
+def _progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[told]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError:
+        raise ValueError(
+            "--tensorboard needs the tensorboard package: pip install tensorboard."
+        ) from None
+    return SummaryWriter(str(folder))

@@ -1,0 +1,219 @@
+"""The training loop: batches in, steps, reports, validations, checkpoints, and a clean end."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from mcore_data.loader import build_loader
+from mcore_models.flops import flops_per_token
+from torch import Tensor
+
+from mcore_parallel.collectives import all_reduce
+from mcore_train.assembly import Dataset, Run
+from mcore_train.evaluation import Score, evaluate
+from mcore_train.hardware import peak_flops
+from mcore_train.log import Reporter, StepReport
+from mcore_train.losses import MicroBatch, place
+from mcore_train.lr_schedule import learning_rate, weight_decay
+from mcore_train.resuming import save_run
+from mcore_train.signals import StopRequest
+from mcore_train.step import StepResult, train_step
+
+log = logging.getLogger(__name__)
+
+OnReport = Callable[[StepReport], None]
+
+
+def train(
+    run: Run,
+    reporter: Reporter,
+    *,
+    until: int = 0,
+    on_report: OnReport | None = None,
+) -> bool:
+    """Train to the end of the plan, or until somebody asks to stop.
+
+    Args:
+        run: changed in place; continues at ``run.iteration``.
+        reporter: where reports go; entered and left by the caller.
+        until: step to end after, before the plan's end; 0: the plan's end.
+        on_report: also gets every report, on all ranks.
+
+    Returns:
+        True if all steps were done, False if a signal or a time limit ended it before.
+    """
+    config = run.plan.config
+    last = until or run.plan.train_iters
+    started_s = time.monotonic()
+    batches = train_batches(run)
+    interval = _Interval(run)
+    saved_at = run.iteration
+    with StopRequest(run.ctx) as stop:
+        while run.iteration < last:
+            interval.add(_one_step(run, batches))
+            reporter.advance(run.iteration, run.plan.train_iters)
+            if _is_due(run, config.logging.log_interval, last) or interval.is_first:
+                report = interval.report()
+                reporter.report(report)
+                if on_report is not None:
+                    on_report(report)
+            if _divides(config.evaluation.eval_interval, run.iteration):
+                validate(run, reporter)
+                interval.restart()
+            if _divides(config.saving.save_interval, run.iteration):
+                save_run(run)
+                saved_at = run.iteration
+                interval.restart()
+            if stop.poll(wish=_wants_to_stop(run, started_s)):
+                log.info("asked to stop after iteration %d", run.iteration)
+                break
+    if config.saving.save and saved_at != run.iteration:
+        save_run(run)
+    return run.iteration >= last
+
+
+def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
+    """Yield this rank's micro-batches of one step after another, from where the run stands."""
+    config = run.plan.config
+    loader = _loader(run, run.datasets.train, run.consumed_train_samples)
+    own_positions = config.data.reset_position_ids
+    source = iter(loader)
+    while True:
+        yield [
+            place(next(source), run.ctx, has_own_positions=own_positions)
+            for _ in range(run.plan.num_microbatches)
+        ]
+
+
+def validate(run: Run, reporter: Reporter) -> Score:
+    """Score the validation data, always the same samples, and report."""
+    num_batches = run.plan.config.evaluation.eval_iters * run.plan.num_microbatches
+    score = evaluate(run, _loader(run, run.datasets.valid, 0), num_batches)
+    log.info(
+        " validation loss at iteration %d | lm loss value: %.6E | lm loss PPL: %.6E |",
+        run.iteration,
+        score.loss,
+        score.perplexity,
+    )
+    numbers = {"loss": score.loss, "perplexity": score.perplexity, "tokens": score.num_tokens}
+    reporter.record("valid", run.iteration, numbers)
+    return score
+
+
+def _loader(run: Run, dataset: Dataset, consumed_samples: int):
+    config = run.plan.config
+    return build_loader(
+        dataset,
+        micro_batch_size=config.batch.micro_batch_size,
+        dp_rank=run.ctx.dp.rank,
+        dp_size=run.ctx.dp.size,
+        consumed_samples=consumed_samples,
+        dataloader_type=config.data.dataloader_type,
+        num_workers=config.data.num_workers,
+        seed=config.run.seed,
+        pin_memory=run.ctx.device.type == "cuda",
+    )
+
+
+def _one_step(run: Run, batches: Iterator[list[MicroBatch]]) -> StepResult:
+    schedule = run.plan.schedule
+    result = train_step(
+        run,
+        next(batches),
+        learning_rate(schedule, run.schedule_samples),
+        weight_decay(schedule, run.schedule_samples),
+    )
+    run.iteration += 1
+    run.consumed_train_samples += run.plan.global_batch_size
+    run.schedule_samples += run.plan.global_batch_size
+    return result
+
+
+def _is_due(run: Run, interval: int, last: int) -> bool:
+    return run.iteration % interval == 0 or run.iteration == last
+
+
+def _divides(interval: int, iteration: int) -> bool:
+    return interval > 0 and iteration % interval == 0
+
+
+def _wants_to_stop(run: Run, started_s: float) -> bool:
+    options = run.plan.config.run
+    minutes = (time.monotonic() - started_s) / 60
+    return _divides(options.exit_interval, run.iteration) or (
+        0 < options.exit_duration_in_mins <= minutes
+    )
+
+
+class _Interval:
+    """Sums over the steps since the last report, kept on the device until it is due."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.is_first = False
+        self._num_reports = 0
+        self._flops = flops_per_token(
+            run.plan.config.model,
+            run.plan.config.batch.seq_length,
+            padded_vocab_size=run.plan.padded_vocab_size,
+            moe=run.plan.config.experts,
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was added and start the clock."""
+        self._num_steps = 0
+        self._sums: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._started_s = time.perf_counter()
+
+    def add(self, result: StepResult) -> None:
+        """Add one step; waits for nothing."""
+        self.is_first = self._num_reports == 0
+        self._num_steps += 1
+        losses = torch.stack((result.loss, result.aux_loss)).double()
+        self._sums = losses if self._sums is None else self._sums + losses
+        self._norm = result.grad_norm
+
+    def report(self) -> StepReport:
+        """Average over the steps, restart; waits for the device and sums over the world."""
+        run, plan = self.run, self.run.plan
+        assert self._sums is not None
+        assert self._norm is not None
+        loss, aux_loss = self._reduced()
+        grad_norm = self._norm.item()
+        step_s = (time.perf_counter() - self._started_s) / self._num_steps
+        tokens_per_s = plan.tokens_per_step / step_s
+        flops = self._flops * tokens_per_s / plan.world_size
+        peak = 0.0
+        peak_gib = 0.0
+        if run.ctx.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(run.ctx.device))
+            peak_gib = torch.cuda.max_memory_allocated(run.ctx.device) / 2**30
+        self._num_reports += 1
+        self.restart()
+        return StepReport(
+            iteration=run.iteration,
+            train_iters=plan.train_iters,
+            consumed_train_samples=run.consumed_train_samples,
+            step_ms=1e3 * step_s,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_gpu=tokens_per_s / plan.world_size,
+            tflops_per_gpu=flops / 1e12,
+            mfu=flops / peak if peak else 0.0,
+            lr=learning_rate(plan.schedule, run.schedule_samples - plan.global_batch_size),
+            global_batch_size=plan.global_batch_size,
+            loss=loss,
+            aux_loss=aux_loss,
+            grad_norm=grad_norm,
+            peak_gib=peak_gib,
+        )
+
+    def _reduced(self) -> tuple[float, float]:
+        """Average over steps, sum over ranks: those of a tensor axis share the loss."""
+        ctx = self.run.ctx
+        assert self._sums is not None
+        sums = all_reduce(all_reduce(self._sums / self._num_steps, ctx.dp_cp), ctx.pp)
+        loss, aux_loss = sums[0], all_reduce(sums[1], ctx.tp)
+        return loss.item(), aux_loss.item()

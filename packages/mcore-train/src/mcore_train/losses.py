@@ -1,0 +1,68 @@
+"""From a micro-batch to its share of the step's loss.
+
+Everything sums. The loss of a micro-batch on a rank is the sum of its token losses divided
+by the valid tokens of the whole step, over all micro-batches, data and context ranks. That
+count is taken before the first forward pass, so any split of a batch gives one gradient.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from mcore_parallel.context_parallel import zigzag_split
+from torch import Tensor
+
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch as this rank sees it: its context rank's part of each sequence."""
+
+    tokens: Int[Tensor, "B Q"]
+    labels: Int[Tensor, "B Q"]
+    loss_mask: Float[Tensor, "B Q"]
+    positions: Int[Tensor, "B Q"] | None
+    """Places of the tokens where rows count them themselves; None: from 0 to S-1."""
+
+
+def place(
+    batch: Mapping[str, Tensor], ctx: ParallelContext, *, has_own_positions: bool = False
+) -> MicroBatch:
+    """Move a batch to this rank's device and keep its context rank's part; talks to nobody.
+
+    Args:
+        batch: tokens, labels, loss_mask and, if they are used, position_ids, each [B, S].
+        ctx: the layout.
+        has_own_positions: whether rows count their positions themselves
+            (``--reset-position-ids``).
+    """
+
+    def part(name: str) -> Tensor:
+        return zigzag_split(batch[name].to(ctx.device, non_blocking=True), ctx.cp, 1)
+
+    return MicroBatch(
+        part("tokens"),
+        part("labels"),
+        part("loss_mask"),
+        part("position_ids") if has_own_positions else None,
+    )
+
+
+def count_valid_tokens(
+    batches: Sequence[MicroBatch], ctx: ParallelContext
+) -> Float[Tensor, ""]:
+    """Count the tokens of a step that have a loss; all-reduces over data and context ranks.
+
+    Returns:
+        The count in float64, on the device. A step without any gives 0.
+    """
+    sums = [batch.loss_mask.sum(dtype=torch.float64) for batch in batches]
+    return all_reduce(torch.stack(sums).sum(), ctx.dp_cp)
+
+
+def token_weights(batch: MicroBatch, num_valid: Float[Tensor, ""]) -> Float[Tensor, "B Q"]:
+    """Return each token's factor in the step's loss: its mask over the global count."""
+    return batch.loss_mask / num_valid.clamp(min=1.0).to(batch.loss_mask.dtype)

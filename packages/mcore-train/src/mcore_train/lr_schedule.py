@@ -1,0 +1,168 @@
+"""Learning rate and weight decay as pure functions of the samples seen so far.
+
+Everything is counted in sequences, also where the flags say steps: so a resumed run, or
+one with another batch size, stands where it should. The value for the first update is the
+one at zero samples.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from mcore_train.config import (
+    BatchConfig,
+    DecayStyle,
+    IncreaseStyle,
+    OptimizerConfig,
+    ScheduleConfig,
+    WsdDecayStyle,
+)
+
+_FALL: dict[str, Callable[[float], float]] = {
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1),
+    "exponential": lambda x: 2 * 0.5**x - 1,
+    "minus_sqrt": lambda x: 1 - math.sqrt(x),
+}
+"""From 1 at the start of a decay to 0 at its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The whole course of learning rate and weight decay, in sequences."""
+
+    max_lr: float
+    min_lr: float = 0.0
+    warmup_init_lr: float = 0.0
+    warmup_samples: int = 0
+    decay_samples: int
+    decay_style: DecayStyle = "linear"
+    wsd_decay_samples: int = 0
+    wsd_decay_style: WsdDecayStyle = "exponential"
+    start_weight_decay: float = 0.0
+    end_weight_decay: float = 0.0
+    weight_decay_samples: int = 0
+    weight_decay_style: IncreaseStyle = "constant"
+
+    def __post_init__(self) -> None:
+        """Check the lengths against each other.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self.warmup_samples >= self.decay_samples:
+            raise ValueError(
+                f"the warm-up of {self.warmup_samples} sequences is not shorter than the decay "
+                f"of {self.decay_samples}: lower --lr-warmup-iters, or raise --lr-decay-iters "
+                "or --train-iters."
+            )
+        if self.wsd_decay_samples > self.decay_samples - self.warmup_samples:
+            raise ValueError(
+                f"--lr-wsd-decay-iters ({self.wsd_decay_samples} sequences) is longer than "
+                f"what the warm-up leaves ({self.decay_samples - self.warmup_samples})."
+            )
+
+
+def build_schedule(
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    batch: BatchConfig,
+    global_batch_size: int,
+) -> Schedule:
+    """Turn flags in steps, sequences or shares into one ``Schedule`` in sequences.
+
+    Raises:
+        ValueError: if the lengths do not fit each other.
+    """
+    train_samples = batch.train_samples or batch.train_iters * global_batch_size
+    decay = schedule.lr_decay_samples or schedule.lr_decay_iters * global_batch_size
+    decay = decay or train_samples
+    warmup = schedule.lr_warmup_samples or schedule.lr_warmup_iters * global_batch_size
+    if schedule.lr_warmup_fraction:
+        warmup = int(schedule.lr_warmup_fraction * decay)
+    constant = optimizer.weight_decay_incr_style == "constant"
+    return Schedule(
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        warmup_init_lr=schedule.lr_warmup_init,
+        warmup_samples=warmup,
+        decay_samples=decay,
+        decay_style=schedule.lr_decay_style,
+        wsd_decay_samples=schedule.lr_wsd_decay_samples
+        or schedule.lr_wsd_decay_iters * global_batch_size,
+        wsd_decay_style=schedule.lr_wsd_decay_style,
+        start_weight_decay=optimizer.weight_decay if constant else optimizer.start_weight_decay,
+        end_weight_decay=optimizer.weight_decay if constant else optimizer.end_weight_decay,
+        weight_decay_samples=train_samples,
+        weight_decay_style=optimizer.weight_decay_incr_style,
+    )
+
+
+def learning_rate(schedule: Schedule, samples: int) -> float:
+    """Learning rate of the update that follows ``samples`` sequences.
+
+    Reference:
+        Loshchilov & Hutter 2017, arXiv:1608.03983 (cosine); Hu et al. 2024,
+        arXiv:2404.06395 (WSD); Vaswani et al. 2017, arXiv:1706.03762 (inverse square root).
+    """
+    low, high, warmup = schedule.min_lr, schedule.max_lr, schedule.warmup_samples
+    if warmup and samples <= warmup:
+        start = schedule.warmup_init_lr
+        return start + (high - start) * samples / warmup
+    if schedule.decay_style == "constant":
+        return high
+    if samples > schedule.decay_samples:
+        return low
+    if schedule.decay_style == "inverse-square-root":
+        return max(low, high * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
+    return low + (high - low) * _height(schedule, samples)
+
+
+def weight_decay(schedule: Schedule, samples: int) -> float:
+    """Weight decay of the update that follows ``samples`` sequences."""
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if schedule.weight_decay_style == "constant" or samples >= schedule.weight_decay_samples:
+        return end
+    progress = samples / schedule.weight_decay_samples
+    rise = (
+        progress if schedule.weight_decay_style == "linear" else 1 - _FALL["cosine"](progress)
+    )
+    return start + (end - start) * rise
+
+
+def _height(schedule: Schedule, samples: int) -> float:
+    """Where between lowest (0) and highest (1) a decay stands."""
+    if schedule.decay_style != "WSD":
+        length = schedule.decay_samples - schedule.warmup_samples
+        return _FALL[schedule.decay_style]((samples - schedule.warmup_samples) / length)
+    anneal = schedule.decay_samples - schedule.wsd_decay_samples
+    if samples <= anneal:
+        return 1.0
+    return _FALL[schedule.wsd_decay_style]((samples - anneal) / schedule.wsd_decay_samples)
+
+
+def reconcile(
+    saved: dict[str, float | int | str], flags: Schedule, options: ScheduleConfig
+) -> Schedule:
+    """Choose the schedule of a resumed run: the flags' unless the two differ.
+
+    Args:
+        saved: the checkpoint's schedule, ``asdict`` of a ``Schedule``.
+        flags: what this run's flags say.
+        options: holds which of the two wins where they differ.
+
+    Raises:
+        ValueError: if they differ and no flag says which one is meant.
+    """
+    now = asdict(flags)
+    different = {name for name in now if name in saved and saved[name] != now[name]}
+    if options.use_checkpoint_opt_param_scheduler:
+        return Schedule(**{**now, **{n: saved[n] for n in different}})  # pyrefly: ignore
+    if different and not options.override_opt_param_scheduler:
+        told = ", ".join(f"{n}: {saved[n]} there, {now[n]} here" for n in sorted(different))
+        raise ValueError(
+            f"the checkpoint's schedule is not that of the flags ({told}). Give "
+            "--override-opt-param-scheduler to follow the flags, or "
+            "--use-checkpoint-opt-param-scheduler to follow the checkpoint."
+        )
+    return flags

@@ -1,0 +1,260 @@
+"""From a config and a world size to a plan: derived numbers, and every conflict at once.
+
+Pure: no device, no file, no torch. A run that cannot work is refused here, on every rank
+alike and before any process group exists, with all that is wrong in one message and what
+to change for each.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mcore_models.layout_checks import layout_problems
+from mcore_parallel.schedule import build_schedule as build_pipeline
+from mcore_parallel.stages import Stage, build_stages
+
+from mcore_moe.config import moe_layers
+from mcore_parallel.layout import build_grids
+from mcore_train.composition import TrainConfig
+from mcore_train.lr_schedule import Schedule, build_schedule
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A config that can run on a world, and every number that follows from the two."""
+
+    config: TrainConfig
+    world_size: int
+    data_parallel_size: int
+    """Ranks that read different sequences."""
+    global_batch_size: int
+    """Sequences of one step."""
+    num_microbatches: int
+    """Forward passes of one rank in a step."""
+    train_iters: int
+    vocab_size: int
+    """Tokens, without padding."""
+    padded_vocab_size: int
+    """Rows of the embedding, a multiple of the divisor times the tensor ranks."""
+    stages: tuple[Stage, ...]
+    """Pipeline stages in model order."""
+    schedule: Schedule
+    """Learning rate and weight decay."""
+    dtype: Dtype
+    """Of parameters and activations."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step over all ranks."""
+        return self.global_batch_size * self.config.batch.seq_length
+
+
+class ConflictError(ValueError):
+    """Everything in a config that contradicts itself or the world, one line each."""
+
+    def __init__(self, lines: list[str]) -> None:
+        """Join the lines into one message."""
+        self.lines = tuple(lines)
+        many = f"{len(lines)} things to change:\n  - " if len(lines) > 1 else ""
+        super().__init__(many + "\n  - ".join(lines))
+
+
+def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int = 0) -> Plan:
+    """Derive a plan.
+
+    Args:
+        config: all options.
+        world_size: ranks of the job.
+        tokenizer_vocab_size: tokens of the tokenizer; 0 where there is none.
+
+    Raises:
+        ConflictError: (a ValueError) with every conflict found.
+    """
+    lines = [
+        *_layout_conflicts(config, world_size),
+        *_model_conflicts(config),
+        *_batch_conflicts(config, world_size),
+        *_vocabulary_conflicts(config, tokenizer_vocab_size),
+        *_option_conflicts(config),
+    ]
+    pp = config.parallelism.pipeline_model_parallel_size
+    stages = _attempt(lines, build_stages, config.pipeline, config.model.num_layers, pp)
+    batch_size = _global_batch_size(config, world_size)
+    micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
+    _attempt(lines, build_pipeline, config.pipeline, pp, max(1, batch_size // micro))
+    schedule = None
+    if config.optimizer.lr and _train_samples(config, batch_size):
+        schedule = _attempt(
+            lines, build_schedule, config.optimizer, config.schedule, config.batch, batch_size
+        )
+    if lines:
+        raise ConflictError(lines)
+    assert stages is not None
+    assert schedule is not None
+    vocab_size = _vocab_size(config, tokenizer_vocab_size)
+    return Plan(
+        config=config,
+        world_size=world_size,
+        data_parallel_size=_data_ranks(config, world_size),
+        global_batch_size=batch_size,
+        num_microbatches=batch_size // micro,
+        train_iters=_train_samples(config, batch_size) // batch_size,
+        vocab_size=vocab_size,
+        padded_vocab_size=_round_up(
+            vocab_size,
+            config.model.make_vocab_size_divisible_by
+            * config.parallelism.tensor_model_parallel_size,
+        ),
+        stages=tuple(stages),
+        schedule=schedule,
+        dtype="bfloat16" if config.precision.bf16 else "float32",
+    )
+
+
+def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
+    parallel = config.parallelism
+    try:
+        build_grids(parallel, world_size)
+    except ValueError as error:
+        yield str(error)
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        yield (
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it "
+            "out, or raise the tensor-parallel size."
+        )
+
+
+def _model_conflicts(config: TrainConfig) -> Iterator[str]:
+    experts, parallel = config.experts, config.parallelism
+    yield from layout_problems(
+        config.model, parallel, experts, seq_length=config.batch.seq_length
+    )
+    tp = parallel.tensor_model_parallel_size
+    if experts.num_experts == 0:
+        if parallel.expert_model_parallel_size > 1:
+            yield (
+                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} has no "
+                "effect without --num-experts."
+            )
+        if parallel.expert_tensor_parallel_size not in (0, tp):
+            yield (
+                f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} has no "
+                "effect without --num-experts."
+            )
+        return
+    try:
+        moe_layers(experts, config.model.num_layers)
+    except ValueError as error:
+        yield str(error)
+    tokens = config.batch.micro_batch_size * config.batch.seq_length
+    tokens //= parallel.context_parallel_size
+    if tokens % tp:
+        yield (
+            f"a micro-batch of {tokens} tokens a rank cannot be shared by {tp} tensor ranks "
+            f"before the experts: make --micro-batch-size x --seq-length a multiple of {tp}."
+        )
+
+
+def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
+    batch = config.batch
+    micro = batch.micro_batch_size * _data_ranks(config, world_size)
+    size = _global_batch_size(config, world_size)
+    if size % micro:
+        yield (
+            f"--global-batch-size {size} is not a multiple of --micro-batch-size "
+            f"{batch.micro_batch_size} x {_data_ranks(config, world_size)} data-parallel ranks "
+            f"= {micro}: use {max(1, size // micro) * micro} or {_round_up(size, micro)}."
+        )
+    if not batch.train_iters and not batch.train_samples:
+        yield "how long to train? Give --train-iters or --train-samples."
+    elif batch.train_samples and batch.train_samples < size:
+        yield (
+            f"--train-samples {batch.train_samples} is less than one step of "
+            f"--global-batch-size {size}."
+        )
+    if not config.optimizer.lr:
+        yield "how fast to learn? Give --lr, such as 3e-4."
+
+
+def _vocabulary_conflicts(config: TrainConfig, tokenizer_vocab_size: int) -> Iterator[str]:
+    asked = _asked_vocab_size(config)
+    if asked and tokenizer_vocab_size > asked:
+        yield (
+            f"--vocab-size {asked} is smaller than the tokenizer's {tokenizer_vocab_size} "
+            f"tokens: leave it out, or use at least {tokenizer_vocab_size}."
+        )
+    if not _vocab_size(config, tokenizer_vocab_size):
+        yield "how many tokens are there? Give --tokenizer-model (or --vocab-size)."
+
+
+def _option_conflicts(config: TrainConfig) -> Iterator[str]:
+    data = config.data
+    sources = (
+        data.mock_data,
+        data.data_path,
+        data.train_data_path,
+        data.data_args_path,
+        data.per_split_data_args_path,
+    )
+    if not any(sources):
+        yield "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens."
+    for switched, name in (
+        (data.reset_attention_mask, "--reset-attention-mask"),
+        (data.create_attention_mask_in_dataloader, "--create-attention-mask-in-dataloader"),
+        (data.dataloader_inter_document_masking, "--dataloader-inter-document-masking"),
+        (data.dataloader_type == "external", "--dataloader-type external"),
+    ):
+        if switched:
+            yield f"{name} is not built into training yet: leave it out."
+    if config.pipeline.pipeline_schedule == "zb-h1":
+        yield (
+            "--pipeline-schedule zb-h1 is not built into training yet: use 1f1b or interleaved "
+            "(mcore-train schedule show draws it)."
+        )
+    if config.logging.tensorboard and not config.saving.save:
+        yield "--tensorboard has nowhere to write: give --save DIR."
+
+
+def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a check of another room; on its ValueError note the line and return None."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        lines.append(str(error))
+        return None
+
+
+def _data_ranks(config: TrainConfig, world_size: int) -> int:
+    parallel = config.parallelism
+    model_ranks = (
+        parallel.tensor_model_parallel_size
+        * parallel.context_parallel_size
+        * parallel.pipeline_model_parallel_size
+    )
+    return max(1, world_size // model_ranks)
+
+
+def _global_batch_size(config: TrainConfig, world_size: int) -> int:
+    micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
+    return config.batch.global_batch_size or micro
+
+
+def _train_samples(config: TrainConfig, global_batch_size: int) -> int:
+    return config.batch.train_samples or config.batch.train_iters * global_batch_size
+
+
+def _asked_vocab_size(config: TrainConfig) -> int:
+    # A NullTokenizer of n ids has n + 1 tokens: its own size counts, not the flag.
+    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
+    return 0 if is_null else config.tokenizer.vocab_size
+
+
+def _vocab_size(config: TrainConfig, tokenizer_vocab_size: int) -> int:
+    mock = config.data.mock_vocab_size if config.data.mock_data else 0
+    return _asked_vocab_size(config) or tokenizer_vocab_size or mock
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

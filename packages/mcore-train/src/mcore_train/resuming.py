@@ -1,0 +1,229 @@
+"""Saving a run and continuing it: bitwise under the same layout, closely under another.
+
+A checkpoint holds logical tensors (``model.*``, ``optimizer.*``), which any layout loads,
+and each rank's random streams (``rng.*``), which only the same layout can. Everything else
+is a few numbers in the index, among them how many sequences were consumed: the place in
+the data is that number alone.
+"""
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from mcore_ckpt.index import read_index
+from mcore_ckpt.loading import load
+from mcore_ckpt.saving import save
+
+from mcore_models.config import config_to_dict
+from mcore_parallel.sharding import Piece, Shard, named_shards
+from mcore_train.assembly import Run
+from mcore_train.lr_schedule import reconcile
+from mcore_train.origin import find_checkpoint
+from mcore_train.recipe import told_options, write_recipe
+from mcore_train.resolution import Plan
+
+log = logging.getLogger(__name__)
+
+
+def save_run(run: Run) -> Path:
+    """Write a checkpoint of this step below ``--save``; all ranks call it together.
+
+    Returns:
+        The step folder.
+    """
+    config = run.plan.config
+    shards = model_shards(run) | _rng_shards(run)
+    if config.saving.save_optim:
+        shards |= optimizer_shards(run)
+    with _tokenizer_folder(run) as folders:
+        return save(
+            Path(config.saving.save),
+            run.iteration,
+            shards,
+            world=run.ctx.world,
+            extra=_extra(run),
+            files={"recipe.toml": write_recipe(told_options(config)).encode()},
+            folders=folders,
+            replace=True,
+        )
+
+
+def load_run(run: Run) -> bool:
+    """Continue from ``--load``, if it names a checkpoint; all ranks call it together.
+
+    Args:
+        run: as assembled; weights, optimizer, streams and counts are set in place.
+
+    Returns:
+        Whether there was a checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint is of another model, if its schedule is not the flags',
+            or if there is none and ``--exit-on-missing-checkpoint`` is given.
+    """
+    options = run.plan.config.loading
+    folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if folder is None:
+        if options.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {options.load} holds no checkpoint.")
+        if options.load:
+            log.warning("no checkpoint in %s: starting from nothing", options.load)
+        return False
+    extra = read_index(folder).extra
+    _check_model(extra["model"], run.plan, folder)
+    if options.finetune or "iteration" not in extra:
+        _load_weights(run, folder)
+        return True
+    schedule = reconcile(extra["schedule"], run.plan.schedule, run.plan.config.schedule)
+    _load_state(run, folder, extra)
+    run.plan = replace(run.plan, schedule=schedule)
+    run.iteration = extra["iteration"]
+    run.consumed_train_samples = extra["consumed_train_samples"]
+    run.schedule_samples = extra["schedule_samples"]
+    return True
+
+
+def _load_weights(run: Run, folder: Path) -> None:
+    """Take the weights alone, in whatever format they were saved."""
+    ignore = ("optimizer.", "rng.")
+    load(folder, model_shards(run), world=run.ctx.world, ignore=ignore, cast=True)
+    run.optimizer.refresh(from_parameters=True)
+
+
+def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
+    """Take weights, optimizer and, under the same layout, random streams."""
+    with_optimizer = run.plan.config.loading.load_optim and "num_steps" in extra
+    shards = model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
+    rng = _rng_shards(run) if _streams_fit(run, extra) else {}
+    ignore = (() if with_optimizer else ("optimizer.",)) + (() if rng else ("rng.",))
+    load(folder, shards | rng, world=run.ctx.world, ignore=ignore)
+    if rng:
+        states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
+        run.streams.set_state(states)
+    if with_optimizer:
+        run.optimizer.num_steps = extra["num_steps"]
+    run.optimizer.refresh(from_parameters=not with_optimizer)
+
+
+def model_shards(run: Run) -> dict[str, Shard]:
+    """Describe this rank's weights, named ``model.<logical>``."""
+    shards: dict[str, Shard] = {}
+    for chunk in run.chunks:
+        described = named_shards(chunk, run.ctx.data_axes())
+        shards |= {f"model.{name}": shard for name, shard in described.items()}
+    return shards
+
+
+def optimizer_shards(run: Run) -> dict[str, Shard]:
+    """Describe this rank's optimizer state, named ``optimizer.<kind>.<logical>``."""
+    return {f"optimizer.{n}": shard for n, shard in run.optimizer.named_shards().items()}
+
+
+def model_description(plan: Plan) -> dict[str, Any]:
+    """Describe a plan's model as plain data, enough to build it again."""
+    return {
+        "family": "gpt",
+        "vocab_size": plan.vocab_size,
+        "config": config_to_dict(plan.config.model),
+        "moe": config_to_dict(plan.config.experts),
+    }
+
+
+def _extra(run: Run) -> dict[str, Any]:
+    from mcore_train import __version__
+
+    plan = run.plan
+    extra: dict[str, Any] = {
+        "model": model_description(plan),
+        "iteration": run.iteration,
+        "consumed_train_samples": run.consumed_train_samples,
+        "schedule_samples": run.schedule_samples,
+        "schedule": asdict(plan.schedule),
+        "versions": {"mcore-train": __version__, "torch": torch.__version__},
+        "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},
+        "recipe": told_options(plan.config),
+    }
+    if plan.config.saving.save_optim:
+        extra["num_steps"] = run.optimizer.num_steps
+    return extra
+
+
+def _check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
+    """Compare what decides shapes and numbers; say every difference at once."""
+    here = model_description(plan)
+    different = [
+        f"{name}: {saved[part][name]} there, {value} here"
+        for part in ("config", "moe")
+        for name, value in here[part].items()
+        if name in saved[part] and saved[part][name] != value and name not in _FREE
+    ]
+    if saved["vocab_size"] != here["vocab_size"]:
+        different.append(f"vocab_size: {saved['vocab_size']} there, {here['vocab_size']} here")
+    if different:
+        raise ValueError(
+            f"{folder} holds another model ({'; '.join(different)}): leave these flags out, as "
+            "--load brings the model's shape with it, or load another checkpoint."
+        )
+
+
+_FREE = frozenset(
+    {
+        "hidden_dropout",
+        "attention_dropout",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+        "init_method_std",
+        "embedding_init_method_std",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_input_jitter_eps",
+        "moe_router_load_balancing_type",
+        "moe_router_bias_update_rate",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+        "moe_token_dispatcher_type",
+        "moe_grouped_gemm",
+    }
+)
+"""Fields that a continued run may change: they change no stored tensor's meaning."""
+
+
+def _rng_shards(run: Run) -> dict[str, Shard]:
+    """Describe copies of this rank's random streams, under names no other rank has."""
+    rank = run.ctx.global_rank
+    shards = {}
+    for stream, state in run.streams.state().items():
+        shape = tuple(state.shape)
+        piece = Piece((0,), shape, state.cpu())
+        shards[f"rng.{stream}.{rank}"] = Shard(shape, state.dtype, (piece,))
+    return shards
+
+
+def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint's random streams belong to this same layout."""
+    plan, options = run.plan, run.plan.config.loading
+    if not options.load_rng:
+        return False
+    here = {"world_size": plan.world_size, **asdict(plan.config.parallelism)}
+    fits = extra["parallel"] == here
+    model = plan.config.model
+    if not fits and (model.hidden_dropout or model.attention_dropout):
+        log.warning("another layout than the checkpoint's: dropout begins new random streams")
+    return fits
+
+
+@contextmanager
+def _tokenizer_folder(run: Run) -> Iterator[dict[str, Path]]:
+    """Write the tokenizer where the checkpoint copies it from; on one rank only."""
+    if run.tokenizer is None or run.ctx.global_rank != 0:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run.tokenizer.save(folder)
+        yield {"tokenizer": Path(folder)}

@@ -1,0 +1,70 @@
+"""A run from its config to its end: the five lines that everything else hangs on."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from mcore_parallel import launching
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import assemble, load_tokenizer
+from mcore_train.composition import TrainConfig
+from mcore_train.log import Reporter, set_up
+from mcore_train.loop import train
+from mcore_train.resolution import Plan, resolve
+from mcore_train.resuming import load_run
+
+log = logging.getLogger(__name__)
+
+
+def run_gpt(config: TrainConfig) -> int:
+    """Train as the config says, on this process's place in the world.
+
+    Returns:
+        0, also after a signal that ended the run cleanly.
+
+    Raises:
+        ValueError: for everything that contradicts itself or the world, before any collective.
+    """
+    world = launching.read_environment()
+    console = set_up(world.rank == 0)
+    tokenizer = load_tokenizer(config)
+    vocab_size = tokenizer.vocab_size if tokenizer else 0
+    plan = resolve(config, world.world_size, tokenizer_vocab_size=vocab_size)
+    with joined_world(plan) as ctx:
+        run = assemble(plan, ctx)
+        if load_run(run):
+            log.info("continuing at iteration %d from %s", run.iteration, config.loading.load)
+        with reporter_of(plan, console if world.rank == 0 else None) as reporter:
+            train(run, reporter)
+    return 0
+
+
+@contextlib.contextmanager
+def joined_world(plan: Plan) -> Iterator[ParallelContext]:
+    """Join the launcher's world and build the plan's groups; leave both at the end."""
+    config = plan.config
+    device = launching.initialize(
+        config.run.device, config.parallelism.distributed_timeout_minutes
+    )
+    try:
+        ctx = ParallelContext.build(config.parallelism, device)
+        try:
+            yield ctx
+        finally:
+            ctx.destroy()
+    finally:
+        launching.shut_down()
+
+
+def reporter_of(plan: Plan, console: Console | None) -> Reporter:
+    """Build the reporter that the plan's flags ask for; silent without a console."""
+    save, options = plan.config.saving.save, plan.config.logging
+    metrics = options.metrics_file or (f"{save}/metrics.jsonl" if save else "")
+    return Reporter(
+        console,
+        metrics_file=Path(metrics) if metrics else None,
+        tensorboard_folder=Path(save) / "tensorboard" if options.tensorboard else None,
+    )

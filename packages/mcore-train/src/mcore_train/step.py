@@ -1,0 +1,114 @@
+"""One training step: forward and backward of all micro-batches, sums, clip, update.
+
+Nothing here waits for the device: what is reported stays a tensor until somebody reads it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
+from torch import Tensor
+
+from mcore_parallel.grads import clip_coefficient
+from mcore_train.assembly import Run
+from mcore_train.losses import MicroBatch, count_valid_tokens, token_weights
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Numbers of one step, on the device."""
+
+    loss: Float[Tensor, ""]
+    """This rank's part of the mean token loss: the sum over ``dp_cp`` and ``pp`` is it."""
+    aux_loss: Float[Tensor, ""]
+    """This rank's part of what experts add to the loss: the sum over the world is it."""
+    grad_norm: Float[Tensor, ""]
+    """Of all gradients, before clipping; equal on all ranks."""
+
+
+def train_step(
+    run: Run, batches: Sequence[MicroBatch], lr: float, weight_decay: float
+) -> StepResult:
+    """Train on one global batch; every rank calls it with its own part.
+
+    Args:
+        run: changed in place: weights, optimizer state, gradients.
+        batches: this rank's micro-batches, ``plan.num_microbatches`` of them.
+        lr: learning rate.
+        weight_decay: decoupled decay.
+    """
+    losses = backward(run, batches)
+    norm = run.optimizer.grad_norm()
+    max_norm = run.plan.config.optimizer.clip_grad
+    scale = clip_coefficient(norm, max_norm) if max_norm else 1.0
+    run.optimizer.step(lr, weight_decay, scale)
+    return StepResult(losses.loss, losses.aux_loss, norm)
+
+
+class StepLosses:
+    """Sums of the losses of a step's micro-batches on this rank, without gradients."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin at zero."""
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.aux_loss = torch.zeros((), dtype=torch.float64, device=device)
+
+
+def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+    """Compute the gradients of one global batch: summed over all ranks, not clipped."""
+    run.data_parallel.zero_grad()
+    num_valid = count_valid_tokens(batches, run.ctx)
+    losses = StepLosses(run.ctx.device)
+    with run.data_parallel.no_sync():
+        run_schedule(
+            run.actions,
+            stage_functions(run, batches, num_valid, losses),
+            axis=run.ctx.pp,
+            shape=hidden_shape(run),
+            dtype=run.dtype,
+            device=run.ctx.device,
+            before_last_backward=run.data_parallel.start_sync,
+        )
+    run.data_parallel.finish()
+    return losses
+
+
+def stage_functions(
+    run: Run,
+    batches: Sequence[MicroBatch],
+    num_valid: Float[Tensor, ""],
+    losses: StepLosses,
+) -> Mapping[int, StageFunction]:
+    """Build what the pipeline calls for each model chunk of this rank, by chunk number."""
+    aux_weight = 1.0 / (run.plan.num_microbatches * run.ctx.dp.size)
+    has_aux = run.plan.config.experts.num_experts > 0
+
+    def build(number: int) -> StageFunction:
+        model = run.chunks[number]
+
+        def forward(x: Tensor | None, microbatch: int) -> StageOutput:
+            batch = batches[microbatch]
+            hidden, aux = model(batch.tokens if x is None else x, batch.positions)
+            extra = aux * aux_weight if has_aux else None
+            if extra is not None:
+                losses.aux_loss += extra.detach()
+            if not model.stage.has_loss:
+                return StageOutput(hidden, extra)
+            loss, _ = model.loss(hidden, batch.labels, token_weights(batch, num_valid))
+            losses.loss += loss.detach()
+            return StageOutput(loss, extra)
+
+        return forward
+
+    return {number: build(number) for number in range(len(run.chunks))}
+
+
+def hidden_shape(run: Run) -> tuple[int, int, int]:
+    """Shape of what stages send on: sequence, micro-batch and hidden size on this rank."""
+    config, ctx = run.plan.config, run.ctx
+    length = config.batch.seq_length // ctx.cp.size
+    if config.parallelism.sequence_parallel:
+        length //= ctx.tp.size
+    return length, config.batch.micro_batch_size, config.model.hidden_size
