@@ -52,8 +52,12 @@ LAYOUTS = {
 
 
 def tokens(dp_rank, cp_rank, tp_rank, spread):
-    """Tokens of one rank, unequal in number and none on some; skewed ones are all alike."""
-    number = (5, 0, 7, 3)[(2 * dp_rank + cp_rank + 3 * tp_rank) % 4]
+    """Tokens of one rank; skewed ones are all alike.
+
+    Data and context ranks differ in their number and some have none; tensor ranks hold equal
+    numbers, as the sequence-parallel collectives of the shared expert need.
+    """
+    number = (5, 0, 7, 3)[(2 * dp_rank + cp_rank) % 4]
     generator = torch.Generator().manual_seed(100 * dp_rank + 10 * cp_rank + tp_rank)
     x = torch.randn(number, D, generator=generator, dtype=torch.float64)
     return x if spread == "even" else 0.01 * x + 1

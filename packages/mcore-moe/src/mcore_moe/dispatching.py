@@ -14,7 +14,7 @@ results are summed. Ranks may have any number of tokens, none too.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -49,6 +49,7 @@ class Dispatched:
     """What ``combine`` of the same dispatcher needs."""
 
 
+@runtime_checkable
 class Dispatcher(Protocol):
     """The two verbs."""
 

@@ -11,6 +11,7 @@ ranks.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,22 +73,20 @@ def grouped_linear(
     if not has_grouped_kernel(x, weight):
         return sequential_linear(x, weight, counts)
     if x.shape[0] == 0:
-        return F.linear(x, weight[0])  # the kernel's backward refuses tensors without rows
-    offsets = counts.cumsum(0).to(torch.int32)
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+        return F.linear(x, weight[0])  # the kernel refuses tensors without rows
+    return _GroupedLinear.apply(x, weight, counts.cumsum(0).to(torch.int32))
 
 
 def has_grouped_kernel(x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"]) -> bool:
-    """Say whether torch's grouped product takes these tensors.
+    """Say whether torch's grouped product takes these tensors, eager and compiled alike.
 
-    On torch 2.11: bfloat16 on CUDA from compute capability 8.0, and on the CPU float32,
-    bfloat16 and float16, always with rows of a multiple of 16 bytes.
+    On torch 2.11: bfloat16 with rows of a multiple of 16 bytes; on CUDA from compute
+    capability 8.0.
     """
     aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
-    if x.device.type == "cuda":
-        capable = torch.cuda.get_device_capability(x.device) >= (8, 0)
-        return aligned and capable and x.dtype == torch.bfloat16
-    return aligned and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    return aligned and x.dtype == torch.bfloat16
 
 
 class Experts(nn.Module):
@@ -208,10 +207,11 @@ class Experts(nn.Module):
             hidden = self.activation(hidden)
         hidden = (hidden * probs[:, None]).to(rows.dtype)
         out = linear(hidden, self.fc2_weight, counts)
-        if self.fc2_bias is not None and self.expert_tp.rank == 0:
-            # The bias stands once in the sum over expert_tp, and is weighed like the rest.
+        if self.fc2_bias is not None:
+            # Weighed like the rest, and once in the sum over expert_tp: by its first rank.
+            bias_probs = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
             bias = self._of_rows(self.fc2_bias, rows, counts)
-            out = out + (bias * probs[:, None]).to(out.dtype)
+            out = out + (bias * bias_probs[:, None]).to(out.dtype)
         return out
 
     def layouts(self) -> dict[str, Layout]:
@@ -267,6 +267,24 @@ class Experts(nn.Module):
             f"{self.num_local_experts} of {self.num_experts}, D={self.hidden_size}, "
             f"F={self.ffn_hidden_size}, gated={self.gated}, grouped={self.grouped}"
         )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The grouped product with its own backward, which takes gradients of any strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, offsets = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        grad_x = F.grouped_mm(grad, weight, offs=offsets) if needs_x else None
+        grad_weight = F.grouped_mm(grad.t(), x, offs=offsets) if needs_weight else None
+        return grad_x, grad_weight, None
 
 
 def _check_divides(what: str, number: int, flag: str, axis: Axis) -> None:

@@ -101,7 +101,7 @@ def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
     if not kept:
         return top_experts(scores, topk)
     # A group is worth the sum of as many of its experts as it may give.
-    grouped = scores.detach().view(scores.shape[0], config.moe_router_num_groups, -1)
+    grouped = scores.detach().unflatten(1, (config.moe_router_num_groups, -1))
     worth = grouped.topk(topk // kept, dim=-1).values.sum(-1)
     allowed = torch.zeros_like(worth, dtype=torch.bool)
     allowed = allowed.scatter(1, top_experts(worth, kept), True)

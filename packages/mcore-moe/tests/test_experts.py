@@ -1,0 +1,122 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from mcore_parallel.sharding import named_shards
+
+from mcore_moe import Experts, MoEConfig, MoELayer, Routing, grouped_linear, sequential_linear
+from mcore_moe.experts import has_grouped_kernel
+
+COUNTS = [torch.tensor(c) for c in ([2, 0, 3], [0, 0, 5], [5, 0, 0], [0, 0, 0])]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_grouped_product_equals_the_sequential_one_with_gradients(counts, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(int(counts.sum()), 8, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(3, 16, 8, generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(x.shape[0], 16, generator=generator).to(dtype)
+    assert has_grouped_kernel(x, weight) == (dtype == torch.bfloat16)
+    results = []
+    for linear in (grouped_linear, sequential_linear):
+        y = linear(x, weight, counts)
+        results.append((y, *torch.autograd.grad(y, (x, weight), grad)))
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_rows_that_the_kernel_cannot_align_are_computed_all_the_same():
+    x, weight = torch.randn(5, 3).bfloat16(), torch.randn(3, 7, 3).bfloat16()
+    assert not has_grouped_kernel(x, weight)
+    expected = sequential_linear(x, weight, COUNTS[0])
+    assert torch.equal(grouped_linear(x, weight, COUNTS[0]), expected)
+
+
+def plain_sum(layer, x, routing, activation, gated):
+    """Every expert on every token, weighed: what the layer must compute, written out."""
+    y = torch.zeros_like(x)
+    experts = layer.experts
+    for e in range(experts.num_experts):
+        hidden = x @ experts.fc1_weight[e].T + experts.fc1_bias[e]
+        if gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = activation(gate) * up
+        else:
+            hidden = activation(hidden)
+        out = hidden @ experts.fc2_weight[e].T + experts.fc2_bias[e]
+        weight = (routing.probs * (routing.ids == e)).sum(1, keepdim=True)
+        y = y + weight * out
+    return y
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("silu", F.silu), ("gelu", F.gelu), ("squared_relu", lambda x: F.relu(x) ** 2)],
+)
+def test_layer_equals_the_dense_sum_over_experts_biases_weighed_too(name, activation, gated):
+    config = MoEConfig(num_experts=4, moe_router_topk=2)
+    torch.manual_seed(0)
+    layer = MoELayer(
+        8, 16, config, bias=True, activation=name, gated=gated, dtype=torch.float64
+    )
+    for bias in (layer.experts.fc1_bias, layer.experts.fc2_bias):
+        torch.nn.init.normal_(bias)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    routing: Routing = layer.router(x)[0]
+    expected = plain_sum(layer, x, routing, activation, gated)
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_an_expert_without_rows_gets_zero_and_not_missing_gradients():
+    experts = Experts(8, 16, 3)
+    experts(torch.randn(5, 8), torch.ones(5), COUNTS[0]).sum().backward()
+    assert experts.fc1_weight.grad[1].abs().sum() == 0
+    assert experts.fc1_weight.grad[2].abs().sum() > 0
+
+
+def test_each_expert_is_a_logical_tensor():
+    shards = named_shards(torch.nn.ModuleDict({"experts": Experts(8, 16, 2)}))
+    assert {name: shard.shape for name, shard in shards.items()} == {
+        "experts.0.fc1.gate.weight": (16, 8),
+        "experts.0.fc1.up.weight": (16, 8),
+        "experts.0.fc2.weight": (8, 16),
+        "experts.1.fc1.gate.weight": (16, 8),
+        "experts.1.fc1.up.weight": (16, 8),
+        "experts.1.fc2.weight": (8, 16),
+    }
+    plain = named_shards(Experts(8, 16, 2, gated=False, bias=True))
+    assert plain["1.fc1.weight"].shape == (16, 8)
+    assert plain["1.fc2.bias"].shape == (8,)
+
+
+def test_same_seed_gives_same_experts_and_a_seed_less_one_draws():
+    torch.manual_seed(3)
+    first, second = Experts(8, 16, 2), Experts(8, 16, 2)
+    assert not torch.equal(first.fc1_weight, second.fc1_weight)
+    first.reset_parameters(seed=5)
+    second.reset_parameters(seed=5)
+    assert torch.equal(first.fc1_weight, second.fc1_weight)
+    assert torch.equal(first.fc2_weight, second.fc2_weight)
+    assert first.fc1_weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_init_std_zero_leaves_zeros_and_draws_nothing():
+    before = torch.random.get_rng_state()
+    layer = MoELayer(8, 16, MoEConfig(num_experts=4), bias=True, init_std=0.0)
+    assert all(p.abs().sum() == 0 for p in layer.parameters())
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_impossible_experts_are_refused():
+    from mcore_parallel.mesh import Axis
+
+    four = Axis("ep", 4, 0, None, (0, 1, 2, 3))
+    with pytest.raises(ValueError, match="--num-experts 6 cannot be split over"):
+        Experts(8, 16, 6, ep=four)
+    with pytest.raises(ValueError, match="--moe-ffn-hidden-size 18 cannot be split over"):
+        Experts(8, 18, 4, expert_tp=four)
+    with pytest.raises(ValueError, match="activation 'tanh' is not one of"):
+        Experts(8, 16, 4, activation="tanh")
+    with pytest.raises(ValueError, match="--num-experts 0"):
+        MoELayer(8, 16, MoEConfig())

@@ -1,0 +1,114 @@
+import pytest
+import torch
+import torch.distributed as dist
+from mcore_parallel.testing import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+from mcore_moe import MixtureOfExperts
+
+
+class Block(torch.nn.Module):
+    """A plain module that knows nothing of mcore."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16, dtype=dtype)
+        self.experts = MixtureOfExperts(
+            hidden_size=16, ffn_hidden_size=32, num_experts=4, top_k=2, dtype=dtype
+        )
+
+    def forward(self, x):
+        return x + self.experts(self.norm(x))
+
+
+def block(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Block(dtype)
+
+
+def inputs(dtype=torch.float32):
+    return torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def gradients(module, x, run=None):
+    y = (module if run is None else run)(x)
+    (y.square().sum() + module.experts.aux_loss).backward()
+    return y.detach(), {name: p.grad for name, p in module.named_parameters()}
+
+
+def test_it_keeps_shapes_and_gives_an_aux_loss_in_training_only():
+    module = MixtureOfExperts(hidden_size=16, ffn_hidden_size=32, num_experts=8, top_k=2)
+    assert module(inputs()).shape == (4, 6, 16)
+    assert module.aux_loss.requires_grad
+    assert 0.009 < module.aux_loss.item() < 0.05
+    module.eval()(inputs())
+    assert module.aux_loss.item() == 0
+
+
+def test_one_expert_a_token_works():
+    module = MixtureOfExperts(hidden_size=16, ffn_hidden_size=32, num_experts=8, top_k=1)
+    module(inputs()).sum().backward()
+    assert module.moe.router.weight.grad.abs().sum() > 0
+
+
+def test_it_learns():
+    torch.manual_seed(0)
+    module = Block()
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    x, target = inputs(), inputs().roll(1, 0)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (module(x) - target).square().mean()
+        (loss + module.experts.aux_loss).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# Seen on torch 2.11: dynamo itself warns when it traces an autograd.Function, and when a
+# graph break leaves a tensor with history.
+QUIET_DYNAMO = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated", "ignore:The .grad attribute"
+)
+
+
+@QUIET_DYNAMO
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["grouped", "sequential"])
+def test_compiled_and_eager_agree(dtype):
+    x = inputs(dtype)
+    expected_y, expected = gradients(block(dtype), x)
+    module = block(dtype)
+    y, grads = gradients(module, x, run=torch.compile(module, backend="aot_eager"))
+    torch.testing.assert_close(y, expected_y)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, msg=name)
+    counts = module.experts.moe.router.step_counts
+    assert counts.sum() == 4 * 6 * 2
+
+
+@QUIET_DYNAMO
+def test_it_compiles_to_one_graph_where_the_grouped_product_exists():
+    module, x = block(torch.bfloat16), inputs(torch.bfloat16)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), block(torch.bfloat16)(x))
+
+
+def check_ddp(compiled):
+    module = block(torch.float64)
+    parallel = DistributedDataParallel(module)
+    if compiled:
+        parallel = torch.compile(parallel, backend="aot_eager")
+    rank = dist.get_rank()
+    x = inputs(torch.float64)[2 * rank : 2 * rank + 2]
+    (parallel(x).square().sum()).backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_under_ddp_gradients_are_the_mean_over_ranks(compiled):
+    module = block(torch.float64)
+    module(inputs(torch.float64)).square().sum().backward()
+    for grads in run_ranks(check_ddp, 2, compiled, check_shapes=not compiled):
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad / 2, msg=name)

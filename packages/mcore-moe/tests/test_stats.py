@@ -1,0 +1,65 @@
+import torch
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
+
+from mcore_moe import MoEConfig, MoELayer, RouterStats, finish_step
+
+CONFIG = MoEConfig(
+    num_experts=4,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.25,
+)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"a": MoELayer(8, 16, CONFIG), "b": MoELayer(8, 16, CONFIG)})
+
+
+def inputs():
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+
+
+def step(layers, x, axis):
+    for layer in layers.values():
+        layer(x)
+    stats = finish_step(layers, axis)
+    return stats, [layer.router.expert_bias.clone() for layer in layers.values()]
+
+
+def check_many_ranks():
+    ctx = ParallelContext.build(ParallelConfig())
+    mine = inputs().split([7, 0, 5])[ctx.global_rank]
+    stats, biases = step(model(), mine, ctx.world)
+    ctx.destroy()
+    return {name: s.counts for name, s in stats.items()}, biases
+
+
+def test_every_rank_moves_its_biases_by_the_counts_of_all():
+    layers = model()
+    stats, biases = step(layers, inputs(), ParallelContext.single().world)
+    assert set(stats) == {"a.router", "b.router"}
+    assert all(s.counts.sum() == 24 for s in stats.values())
+    assert all(bias.abs().max() == 0.25 for bias in biases)
+    for counts, ranks_biases in run_ranks(check_many_ranks, 3):
+        assert all(torch.equal(counts[name], stats[name].counts) for name in stats)
+        assert all(torch.equal(a, b) for a, b in zip(ranks_biases, biases, strict=True))
+
+
+def test_counts_begin_anew_after_a_step():
+    layers = model()
+    step(layers, inputs(), ParallelContext.single().world)
+    assert layers["a"].router.step_counts.sum() == 0
+    stats, _ = step(layers, inputs(), ParallelContext.single().world)
+    assert stats["a.router"].counts.sum() == 24
+
+
+def test_a_model_without_routers_has_no_stats():
+    assert finish_step(torch.nn.Linear(2, 2)) == {}
+
+
+def test_stats_name_the_busiest_and_the_idle():
+    stats = RouterStats(torch.tensor([6, 2, 0, 0]))
+    assert (stats.imbalance, stats.num_idle) == (3.0, 2)
