@@ -1,4 +1,4 @@
-"""Indexed token datasets in Megatron's .bin/.idx format, tokenizer training and corpus preprocessing.
+"""Corpora to tokens on disk, tokens on disk to training samples.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.

@@ -1,0 +1,191 @@
+"""Tokenizers of the ``tokenizers`` library: HF folders, GPT-2 BPE, BERT word pieces.
+
+All of them become one ``tokenizer.json`` with a ``tokenizer_config.json`` beside it, which
+is also how they are saved: the folder opens in ``transformers`` as it stands. Truncation
+and padding that a ``tokenizer.json`` asks for are switched off.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token")
+
+
+class HFTokenizer:
+    """A ``tokenizers.Tokenizer`` with the roles of its special tokens.
+
+    Args:
+        core: the tokenizer; truncation and padding are switched off in place.
+        config: content of ``tokenizer_config.json``: which token plays which role, chat
+            template and what else Hugging Face keeps there. A missing ``eos_token`` is
+            taken from the usual names if the vocabulary has one of them.
+    """
+
+    def __init__(
+        self, core: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None
+    ) -> None:
+        core.no_truncation()
+        core.no_padding()
+        self.core = core
+        self.config = {"tokenizer_class": "PreTrainedTokenizerFast", **(config or {})}
+        if "eos_token" not in self.config:
+            known = [name for name in _END_NAMES if core.token_to_id(name) is not None]
+            if known:
+                self.config["eos_token"] = known[0]
+        self.vocab_size = max(core.get_vocab().values(), default=-1) + 1
+        self.eod = self._role("eos_token")
+        self.bos = self._role("bos_token")
+        self.pad = self._role("pad_token")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; special tokens spelled out in it become their ids."""
+        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of many texts, on as many threads as TOKENIZERS_PARALLELISM allows."""
+        encodings = self.core.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of ids."""
+        return self.core.decode(list(map(int, ids)), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of one token by its name."""
+        return self.core.token_to_id(token)
+
+    def fingerprint(self) -> str:
+        """Hash of the serialised tokenizer and the roles."""
+        roles = json.dumps([self.eod, self.bos, self.pad])
+        return hashlib.sha256((self.core.to_str() + roles).encode()).hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.core.save(str(Path(folder) / "tokenizer.json"))
+        text = json.dumps(self.config, indent=2, ensure_ascii=False)
+        (Path(folder) / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the two texts that ``save`` writes."""
+        return _rebuild, (self.core.to_str(), self.config)
+
+    def _role(self, role: str) -> int | None:
+        name = _content(self.config.get(role))
+        return None if name is None else self.core.token_to_id(name)
+
+
+def open_hf_tokenizer(path: str | Path, special_tokens: Sequence[str] = ()) -> HFTokenizer:
+    """Open a Hugging Face folder or a bare ``tokenizer.json``.
+
+    Raises:
+        FileNotFoundError: if the folder has no ``tokenizer.json``.
+        ValueError: if that file is not a tokenizer.
+    """
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} does not exist. Save the tokenizer in its fast form "
+            "(transformers: tokenizer.save_pretrained), or use its own --tokenizer-type."
+        )
+    try:
+        core = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ValueError(f"{file} is no tokenizer.json: {error}") from error
+    core.add_special_tokens(list(special_tokens))
+    return HFTokenizer(core, _read_roles(file.parent))
+
+
+def build_gpt2_bpe(
+    vocab_file: str | Path, merge_file: str | Path, special_tokens: Sequence[str] = ()
+) -> HFTokenizer:
+    """GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``."""
+    try:
+        model = models.BPE.from_file(str(vocab_file), str(merge_file))
+    except Exception as error:
+        raise ValueError(
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are no BPE: {error}"
+        ) from error
+    core = tokenizers.Tokenizer(model)
+    set_byte_level(core)
+    known = [END_OF_TEXT] if core.token_to_id(END_OF_TEXT) is not None else []
+    core.add_special_tokens([*known, *special_tokens])
+    return HFTokenizer(core)
+
+
+def build_bert_wordpiece(
+    vocab_file: str | Path, *, lower_case: bool, special_tokens: Sequence[str] = ()
+) -> HFTokenizer:
+    """BERT's word pieces from ``vocab.txt``, one token a line; adds no [CLS] or [SEP].
+
+    Raises:
+        ValueError: if the vocabulary lacks [UNK].
+    """
+    lines = Path(vocab_file).read_text(encoding="utf-8").split("\n")
+    vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line.rstrip("\r")}
+    if "[UNK]" not in vocab:
+        raise ValueError(f"--vocab-file {vocab_file} has no [UNK]: it is no BERT vocabulary.")
+    core = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    bert = [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in vocab]
+    core.add_special_tokens([*bert, *special_tokens])
+    roles = {
+        "bos_token": "[CLS]",
+        "eos_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
+    return HFTokenizer(core, {role: name for role, name in roles.items() if name in vocab})
+
+
+def set_byte_level(core: tokenizers.Tokenizer) -> None:
+    """Give a BPE model GPT-2's byte-level splitting and decoding, in place."""
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+
+
+def _read_roles(folder: Path) -> dict[str, Any]:
+    """Merge what a Hugging Face folder says about special tokens and chat."""
+    config = _read_json(folder / "tokenizer_config.json")
+    for role, token in _read_json(folder / "special_tokens_map.json").items():
+        config.setdefault(role, token)
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    for role in _ROLES:
+        if config.get(role, "") is None:
+            del config[role]
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _content(token: object) -> str | None:
+    """Name of a token that is given as text or as a description of an added token."""
+    if isinstance(token, Mapping):
+        return token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _rebuild(text: str, config: dict[str, Any]) -> HFTokenizer:
+    return HFTokenizer(tokenizers.Tokenizer.from_str(text), config)
