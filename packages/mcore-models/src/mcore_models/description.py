@@ -1,0 +1,72 @@
+"""A whole model as data: what a checkpoint says about itself, and what a preset is.
+
+In a checkpoint it is nested JSON, ``{"family", "vocab_size", "config", "moe"}``; as a preset
+or a recipe it is one flat table of flags. No torch here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mcore_moe.config import MoEConfig
+
+from mcore_models.config import TransformerConfig, config_from_dict, config_to_dict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDescription:
+    """Everything needed to build a model, but its layout and its weights."""
+
+    config: TransformerConfig
+    """Shape and numerics of the layers."""
+
+    vocab_size: int
+    """True number of tokens."""
+
+    moe: MoEConfig = MoEConfig()
+    """Experts; none by default."""
+
+    family: str = "gpt"
+    """Which architecture: ``gpt``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Turn into JSON's types, nested."""
+        return {
+            "family": self.family,
+            "vocab_size": self.vocab_size,
+            "config": config_to_dict(self.config),
+            "moe": config_to_dict(self.moe),
+        }
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> "ModelDescription":
+        """Build from what ``to_dict`` gave; fields that are missing keep their defaults.
+
+        Raises:
+            ValueError: for another family or an unknown field.
+        """
+        family = table.get("family", "gpt")
+        if family != "gpt":
+            raise ValueError(f"the model family {family!r} is not known here: only gpt is.")
+        return cls(
+            config=config_from_dict(TransformerConfig, table["config"]),
+            vocab_size=table["vocab_size"],
+            moe=config_from_dict(MoEConfig, table.get("moe", {})),
+        )
+
+    @classmethod
+    def from_flags(cls, table: Mapping[str, Any]) -> "ModelDescription":
+        """Build from a flat table of flags with underscores.
+
+        Raises:
+            ValueError: for an unknown field.
+        """
+        names = {field.name for field in fields(MoEConfig)}
+        moe = {name: value for name, value in table.items() if name in names}
+        rest = {name: value for name, value in table.items() if name not in names}
+        vocab_size = rest.pop("vocab_size", 0)
+        return cls(
+            config=config_from_dict(TransformerConfig, rest),
+            vocab_size=vocab_size,
+            moe=config_from_dict(MoEConfig, moe),
+        )
