@@ -1,12 +1,12 @@
 import pytest
 import torch
+
+from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher
+from mcore_moe.dispatching import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.testing import run_ranks
-
-from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher
-from mcore_moe.dispatching import gather_uneven, reduce_scatter_uneven
 
 E, K, D = 4, 2, 3
 CASES = {
@@ -53,9 +53,7 @@ def check_against_local(kind, dispatcher_type, etp):
     for fields in CASES.values():
         if dispatcher_type == "allgather" and "moe_pad_expert_input_to_capacity" in fields:
             continue
-        config = MoEConfig(
-            num_experts=E, moe_token_dispatcher_type=dispatcher_type, **fields
-        )
+        config = MoEConfig(num_experts=E, moe_token_dispatcher_type=dispatcher_type, **fields)
         dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
         local = build_dispatcher(config, SINGLE, SINGLE)
         result = through(

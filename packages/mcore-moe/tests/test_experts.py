@@ -1,10 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mcore_parallel.sharding import named_shards
 
 from mcore_moe import Experts, MoEConfig, MoELayer, Routing, grouped_linear, sequential_linear
 from mcore_moe.experts import has_grouped_kernel
+from mcore_parallel.sharding import named_shards
 
 COUNTS = [torch.tensor(c) for c in ([2, 0, 3], [0, 0, 5], [5, 0, 0], [0, 0, 0])]
 

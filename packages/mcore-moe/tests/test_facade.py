@@ -1,10 +1,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from mcore_parallel.testing import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from mcore_moe import MixtureOfExperts
+from mcore_parallel.testing import run_ranks
 
 
 class Block(torch.nn.Module):
@@ -74,7 +74,9 @@ QUIET_DYNAMO = pytest.mark.filterwarnings(
 
 
 @QUIET_DYNAMO
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["grouped", "sequential"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64], ids=["grouped", "sequential"]
+)
 def test_compiled_and_eager_agree(dtype):
     x = inputs(dtype)
     expected_y, expected = gradients(block(dtype), x)

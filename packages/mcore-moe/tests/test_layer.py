@@ -4,14 +4,14 @@ from itertools import product
 
 import pytest
 import torch
+
+from mcore_moe import MoEConfig, MoELayer, finish_step
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.sharding import named_parameters, shards_of
+from mcore_parallel.sharding import named_parameters, named_shards, shards_of
 from mcore_parallel.testing import run_ranks
-
-from mcore_moe import MoEConfig, MoELayer, finish_step
 
 D, F, E = 8, 16, 12
 FULL = {
@@ -152,7 +152,7 @@ def check_layouts(names, spread, fields):
 def run_layouts(names, spread="even", **fields):
     world_size = LAYOUTS[names[0]][0]
     logical = run_ranks(check_layouts, world_size, names, spread, fields)
-    whole = sorted(shards_of([(n, n.parameter) for n in named_parameters(build(MoEConfig(**FULL)))]))
+    whole = sorted(named_shards(build(MoEConfig(**FULL))))
     for i in range(len(names)):
         assert sorted(set().union(*(rank[i] for rank in logical))) == whole
 

@@ -1,9 +1,9 @@
 import torch
+
+from mcore_moe import MoEConfig, MoELayer, RouterStats, finish_step
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing import run_ranks
-
-from mcore_moe import MoEConfig, MoELayer, RouterStats, finish_step
 
 CONFIG = MoEConfig(
     num_experts=4,

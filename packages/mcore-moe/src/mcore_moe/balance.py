@@ -9,9 +9,10 @@ arguments: all-reduced counts are new tensors.
 
 import torch
 from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
-from torch import Tensor
 
 
 def count_choices(

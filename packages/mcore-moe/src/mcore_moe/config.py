@@ -114,8 +114,8 @@ class MoEConfig:
         sinkhorn = self.moe_router_load_balancing_type == "sinkhorn"
         if self.moe_router_topk == 1 and after and not sinkhorn:
             raise ValueError(
-                "--moe-router-topk 1 with softmax after the choice gives every token the weight "
-                "1, and the router no gradient. Add --moe-router-pre-softmax, or use "
+                "--moe-router-topk 1 with softmax after the choice gives every token weight 1, "
+                "and the router no gradient. Add --moe-router-pre-softmax, or use "
                 "--moe-router-score-function sigmoid."
             )
         if self.moe_router_pre_softmax and not softmax:

@@ -18,8 +18,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from mcore_parallel.collectives import all_gather, all_to_all
-from mcore_parallel.mesh import SINGLE, Axis
 from torch import Tensor
 
 from mcore_moe.config import MoEConfig, expert_capacity
@@ -33,6 +31,8 @@ from mcore_moe.permutation import (
     within_capacity,
 )
 from mcore_moe.router import Routing
+from mcore_parallel.collectives import all_gather, all_to_all
+from mcore_parallel.mesh import SINGLE, Axis
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from torch import Tensor, nn
+
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Layout, Part, named_parameters
-from torch import Tensor, nn
 
 
 def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

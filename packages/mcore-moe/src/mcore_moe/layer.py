@@ -9,8 +9,6 @@ the layer shares the tokens out among them and sums the results.
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from mcore_parallel.collectives import copy_to, reduce_from
-from mcore_parallel.mesh import SINGLE, Axis
 from torch import Tensor, nn
 
 from mcore_moe.config import MoEConfig
@@ -18,6 +16,8 @@ from mcore_moe.dispatching import build_dispatcher
 from mcore_moe.experts import Experts
 from mcore_moe.router import Router
 from mcore_moe.shared import SharedExpert
+from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.mesh import SINGLE, Axis
 
 
 class MoELayer(nn.Module):

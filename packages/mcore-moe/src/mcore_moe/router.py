@@ -11,10 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from mcore_parallel.collectives import all_reduce
-from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import Layout, whole
 from torch import Tensor, nn
 
 from mcore_moe.balance import (
@@ -26,6 +22,10 @@ from mcore_moe.balance import (
     z_loss,
 )
 from mcore_moe.config import MoEConfig
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.rng import reset_weight_
+from mcore_parallel.sharding import Layout, whole
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

@@ -6,13 +6,13 @@ It is split over all tensor ranks like a dense layer, not over the expert grid.
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_moe.experts import activation_function
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, whole
-from torch import Tensor, nn
-
-from mcore_moe.experts import activation_function
 
 
 class SharedExpert(nn.Module):
@@ -72,9 +72,7 @@ class SharedExpert(nn.Module):
             **placed,
         )
         self.token_gate = (
-            _TokenGate(hidden_size, init_std=init_std, **placed)
-            if has_token_gate
-            else None
+            _TokenGate(hidden_size, init_std=init_std, **placed) if has_token_gate else None
         )
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
-from mcore_parallel.collectives import all_reduce
-from mcore_parallel.mesh import SINGLE, Axis
 from torch import Tensor, nn
 
 from mcore_moe.balance import updated_expert_bias
 from mcore_moe.router import Router
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
 
 
 @dataclass(frozen=True, slots=True)
