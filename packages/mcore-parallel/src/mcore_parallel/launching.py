@@ -50,15 +50,21 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
             f"the environment sets {present} but not {missing}: start with torchrun, which "
             "sets all of them, or unset them to run one process."
         )
-    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is not within WORLD_SIZE={world_size}.")
     return RankEnvironment(
         rank=rank,
         world_size=world_size,
-        local_rank=int(env.get("LOCAL_RANK", rank)),
+        local_rank=_integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank,
         is_launched=True,
     )
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    if not env[name].isdecimal():
+        raise ValueError(f"the environment sets {name}={env[name]!r}: it must be an integer.")
+    return int(env[name])
 
 
 def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torch.device:

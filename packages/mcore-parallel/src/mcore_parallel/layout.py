@@ -110,7 +110,7 @@ def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
         )
     instances = config.num_distributed_optimizer_instances
     for name, size in (("DP*CP", dp * cp), ("expert DP", expert_dp)):
-        if size % instances and not (name == "expert DP" and ep == 1 and expert_tp == tp):
+        if size % instances:
             raise ValueError(
                 f"--num-distributed-optimizer-instances {instances} must divide "
                 f"{name} = {size}."

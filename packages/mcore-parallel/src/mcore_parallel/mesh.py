@@ -31,7 +31,7 @@ class Axis:
     """One mesh direction, or a product of several, as this rank sees it."""
 
     name: str
-    """Where it comes from, for messages: ``tp``, ``dp_cp``."""
+    """Where it comes from, for messages: ``tp``, ``cp_dp``."""
     size: int
     """Ranks along the axis."""
     rank: int
@@ -210,7 +210,7 @@ def _group_plan(
         ("", dense.groups(("dp", "cp"))),
         ("expert_", expert.groups(("expert_dp",))),
     ):
-        shard = len(data[0]) // min(instances, len(data[0]))
+        shard = len(data[0]) // instances
         plan[f"{prefix}optimizer_shard"] = consecutive_blocks(data, shard)
         plan[f"{prefix}optimizer_replica"] = strided_blocks(data, shard)
     plan["embedding_ends"] = [(g[0], g[-1]) for g in plan["pp"] if len(g) > 1]

@@ -17,6 +17,7 @@ import pickle
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -187,18 +188,20 @@ class _Pool:
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
         waiting = {self.members[rank][1]: rank for rank in range(world_size)}
         results: list[Any] = [None] * world_size
+        deadline = time.monotonic() + timeout_s
         while waiting:
-            ready = wait(list(waiting), timeout_s)
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RuntimeError(
-                    f"ranks {sorted(waiting.values())} gave no answer in {timeout_s} s"
+                    f"ranks {sorted(waiting.values())} of {world_size} gave no answer in "
+                    f"{timeout_s} s"
                 )
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     failure, results[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    raise RuntimeError(f"rank {rank} died") from None
+                except (EOFError, OSError):
+                    raise RuntimeError(f"rank {rank} of {world_size} died") from None
                 if failure:
                     raise RuntimeError(f"rank {rank} of {world_size} failed:\n{failure}")
         return results
@@ -250,19 +253,29 @@ def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
             return
         try:
             function = _load(address)
+            _start_afresh()
             dist.init_process_group(
                 "gloo",
                 store=dist.FileStore(store, world_size),
                 rank=rank,
                 world_size=world_size,
             )
-            try:
-                answer = (None, function(*arguments))
-            finally:
-                dist.destroy_process_group()
+            answer = pickle.dumps((None, function(*arguments)))
+            dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
-            answer = (traceback.format_exc(), None)
-        pipe.send_bytes(pickle.dumps(answer))
+            # The group stays: closing it would fail the peers, whose complaint about a lost
+            # connection might come first. The parent ends this process.
+            answer = pickle.dumps((traceback.format_exc(), None))
+        pipe.send_bytes(answer)
+
+
+def _start_afresh() -> None:
+    """Forget what earlier tests left in this process: random state and compiled code."""
+    import torch
+
+    torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _load(address: tuple[str, str, str]) -> Callable[..., Any]:

@@ -1,0 +1,141 @@
+"""Reading a launcher's environment, and ranks started on this host."""
+
+import signal
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_parallel.launching import (
+    RankEnvironment,
+    free_port,
+    initialize,
+    launch_local,
+    python_command,
+    read_environment,
+    shut_down,
+)
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in (*LAUNCHED, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_no_launcher_is_one_rank_whatever_else_is_set():
+    assert read_environment({}) == RankEnvironment(
+        rank=0, world_size=1, local_rank=0, is_launched=False
+    )
+    assert not read_environment({"MASTER_PORT": "1", "LOCAL_RANK": "3"}).is_launched
+
+
+def test_a_launched_rank_knows_its_place():
+    assert read_environment({**LAUNCHED, "LOCAL_RANK": "0"}) == RankEnvironment(
+        rank=1, world_size=4, local_rank=0, is_launched=True
+    )
+    assert read_environment(LAUNCHED).local_rank == 1
+
+
+@pytest.mark.parametrize("missing", list(LAUNCHED))
+def test_half_an_environment_is_refused_and_names_what_is_missing(missing):
+    env = {name: value for name, value in LAUNCHED.items() if name != missing}
+    with pytest.raises(ValueError, match=f"not \\['{missing}'\\]: start with torchrun"):
+        read_environment(env)
+
+
+def test_values_that_contradict_or_are_no_integers_are_refused():
+    with pytest.raises(ValueError, match="RANK=4 is not within WORLD_SIZE=4"):
+        read_environment({**LAUNCHED, "RANK": "4"})
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        with pytest.raises(ValueError, match=f"{name}='one': it must be an integer"):
+            read_environment({**LAUNCHED, name: "one"})
+
+
+def test_a_single_process_joins_nothing():
+    assert initialize("cpu") == torch.device("cpu")
+    assert not dist.is_initialized()
+    shut_down()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a host without GPUs")
+def test_cuda_where_there_is_none_is_refused():
+    assert initialize() == torch.device("cpu")
+    with pytest.raises(ValueError, match="local rank 0 has no GPU: this host shows 0"):
+        initialize("cuda")
+
+
+def test_free_ports_differ_and_can_be_bound():
+    assert 1024 < free_port() < 65536
+
+
+def python(code):
+    return [sys.executable, "-S", "-c", code]
+
+
+WHO = "import os, sys, time; rank = int(os.environ['RANK'])\n"
+
+
+def test_ranks_get_their_environment_and_only_rank_0_keeps_the_output(capfd):
+    code = WHO + (
+        "assert os.environ['LOCAL_RANK'] == os.environ['RANK']\n"
+        "assert os.environ['WORLD_SIZE'] == '3'\n"
+        "assert os.environ['MASTER_ADDR'] == '127.0.0.1'\n"
+        "print('out of', rank); print('error of', rank, file=sys.stderr)"
+    )
+    assert launch_local(python(code), 3) == 0
+    out, error = capfd.readouterr()
+    assert out.splitlines() == ["out of 0"]
+    assert sorted(error.splitlines()) == ["error of 0", "error of 1", "error of 2"]
+
+
+def test_the_first_rank_that_fails_ends_all_the_others_and_gives_its_code():
+    start = time.monotonic()
+    code = WHO + "sys.exit(7) if rank == 1 else time.sleep(60)"
+    assert launch_local(python(code), 3, poll_s=0.02) == 7
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_ended_by_a_signal_gives_128_and_the_signal():
+    code = WHO + "os.kill(os.getpid(), 9) if rank == 0 else time.sleep(60)"
+    assert launch_local(python(code), 2, poll_s=0.02) == 128 + signal.SIGKILL
+
+
+def test_bad_numbers_and_a_launch_inside_a_launch_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="--nproc 0 must be 1 or more"):
+        launch_local(python("pass"), 0)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="--nproc cannot be used under torchrun"):
+        launch_local(python("pass"), 2)
+
+
+def test_python_command_runs_a_module_with_this_interpreter():
+    assert python_command("mcore_train", ["gpt"]) == [
+        sys.executable,
+        "-m",
+        "mcore_train",
+        "gpt",
+    ]
+
+
+def test_launched_ranks_join_one_world_and_leave_it(tmp_path):
+    script = tmp_path / "sum_ranks.py"
+    script.write_text(
+        "import torch\n"
+        "from mcore_parallel.collectives import all_reduce\n"
+        "from mcore_parallel.config import ParallelConfig\n"
+        "from mcore_parallel.launching import initialize, shut_down\n"
+        "from mcore_parallel.mesh import ParallelContext\n"
+        "device = initialize('cpu')\n"
+        "assert initialize('cpu') == device\n"
+        "world = ParallelContext.build(ParallelConfig(), device).world\n"
+        "total = all_reduce(torch.tensor([world.rank + 1.0]), world)\n"
+        "assert total.tolist() == [3.0]\n"
+        "shut_down()\n"
+    )
+    assert launch_local([sys.executable, str(script)], 2) == 0

@@ -1,0 +1,143 @@
+"""Contexts: every axis talks to its own ranks, several live at once, none outlives destroy."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.layout import build_grids
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.testing import run_ranks
+
+TP2_CP2_PP2 = ParallelConfig(
+    tensor_model_parallel_size=2,
+    context_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    expert_model_parallel_size=4,
+    expert_tensor_parallel_size=1,
+)
+TP4 = ParallelConfig(tensor_model_parallel_size=4, num_distributed_optimizer_instances=2)
+PP4 = ParallelConfig(pipeline_model_parallel_size=4)
+
+
+def axes_of(ctx):
+    """Every axis a context offers, by a name of ours."""
+    products = [("tp", "cp"), ("tp", "dp"), ("tp", "pp"), ("cp", "pp"), ("dp", "cp", "tp")]
+    products += [("expert_tp", "ep"), ("ep", "expert_dp"), ("expert_tp", "ep", "expert_dp")]
+    axes = {"_".join(names): ctx.axis(*names) for names in products}
+    own = ("world", "tp", "cp", "dp", "pp", "dp_cp", "ep", "expert_tp", "expert_dp")
+    own += ("optimizer_shard", "optimizer_replica", "embedding_ends")
+    own += ("expert_optimizer_shard", "expert_optimizer_replica")
+    return axes | {name: getattr(ctx, name) for name in own}
+
+
+def check_sums(ctx):
+    """Sum global ranks over every axis: the sum tells who answered."""
+    for name, axis in axes_of(ctx).items():
+        assert axis.ranks[axis.rank] == dist.get_rank(), name
+        assert (axis.group is None) == (axis.size == 1), name
+        mine = torch.tensor([2.0 ** dist.get_rank()])
+        expected = torch.tensor([sum(2.0**r for r in axis.ranks)])
+        assert torch.equal(all_reduce(mine, axis), expected), name
+
+
+def two_contexts():
+    first, second = ParallelContext.build(TP2_CP2_PP2), ParallelContext.build(TP4)
+    for ctx in (first, second, first):
+        check_sums(ctx)
+    layout = {name: axis.ranks for name, axis in axes_of(first).items()}
+    second.destroy()
+    check_sums(first)
+    assert not [g for g in (first.tp.group, first.pp.group) if g is None]
+    first.destroy()
+    third = ParallelContext.build(PP4)
+    check_sums(third)
+    return layout, third.embedding_ends.ranks
+
+
+def test_two_contexts_live_in_one_process_and_each_axis_reaches_its_own_ranks():
+    answers = run_ranks(two_contexts, 8)
+    dense, expert = build_grids(TP2_CP2_PP2, 8)
+    for rank, (layout, ends) in enumerate(answers):
+        for name, grid, axes in (
+            ("tp", dense, ("tp",)),
+            ("cp", dense, ("cp",)),  # strided: {0, 2}, {1, 3}, ...
+            ("pp", dense, ("pp",)),
+            ("dp_cp", dense, ("dp", "cp")),
+            ("tp_pp", dense, ("tp", "pp")),
+            ("ep", expert, ("ep",)),
+            ("expert_tp_ep", expert, ("expert_tp", "ep")),
+        ):
+            (group,) = [g for g in grid.groups(axes) if rank in g]
+            assert layout[name] == group, name
+        # Four stages of two ranks: the outer two are the ends, the inner two stand alone.
+        is_end = rank // 2 in (0, 3)
+        assert ends == ((rank % 2, rank % 2 + 6) if is_end else (rank,))
+
+
+def blocks_and_instances():
+    ctx = ParallelContext.build(TP4)
+    axes = [ctx.tp_block(1), ctx.tp_block(2), ctx.tp_block(4)]
+    with pytest.raises(KeyError):
+        ctx.tp_block(3)
+    one = ParallelConfig(num_distributed_optimizer_instances=2)
+    data = ParallelContext.build(one)
+    assert data.data_axes() == {"dense": data.dp_cp, "expert": data.expert_dp}
+    axes += [data.optimizer_shard, data.optimizer_replica]
+    axes += [data.expert_optimizer_shard, data.expert_optimizer_replica]
+    return [axis.ranks for axis in axes]
+
+
+def test_tensor_blocks_are_neighbours_and_optimizer_instances_consecutive():
+    answers = run_ranks(blocks_and_instances, 8)
+    for rank, (alone, pair, four, shard, replica, *expert) in enumerate(answers):
+        assert alone == (rank,)
+        assert pair == tuple(rank // 2 * 2 + i for i in range(2))
+        assert four == tuple(rank // 4 * 4 + i for i in range(4))
+        assert shard == four
+        assert replica == (rank % 4, rank % 4 + 4)
+        assert expert == [shard, replica]
+
+
+def destroyed():
+    before = set(dist.distributed_c10d._world.pg_names.values())
+    ctx = ParallelContext.build(TP2_CP2_PP2)
+    during = set(dist.distributed_c10d._world.pg_names.values())
+    ctx.destroy()
+    ctx.destroy()
+    after = set(dist.distributed_c10d._world.pg_names.values())
+    return len(during - before), after - before
+
+
+def test_destroy_leaves_no_group_behind_and_may_be_repeated():
+    for made, left in run_ranks(destroyed, 8):
+        assert made > 3
+        assert not left
+
+
+def wrong_degrees():
+    before = len(dist.distributed_c10d._world.pg_names)
+    with pytest.raises(ValueError, match="does not divide the world of 2 ranks"):
+        ParallelContext.build(ParallelConfig(tensor_model_parallel_size=4))
+    return len(dist.distributed_c10d._world.pg_names) - before
+
+
+def test_degrees_that_do_not_fit_are_refused_on_every_rank_before_any_group():
+    assert run_ranks(wrong_degrees, 2) == [0, 0]
+
+
+def test_without_a_world_a_context_is_one_rank_and_has_no_group():
+    for ctx in (ParallelContext.build(ParallelConfig()), ParallelContext.single()):
+        for axis in axes_of(ctx).values():
+            assert (axis.size, axis.rank, axis.group, axis.ranks) == (1, 0, None, (0,))
+        assert ctx.tp_block(1).size == 1
+        ctx.destroy()
+
+
+def test_unknown_products_and_groups_of_one_rank_are_refused():
+    ctx = ParallelContext.single()
+    with pytest.raises(KeyError, match="no axis"):
+        ctx.axis("tp", "ep")
+    with pytest.raises(ValueError, match="axis single has one rank and no group"):
+        _ = SINGLE.group_name

@@ -1,0 +1,114 @@
+"""The pool of ranks: what goes wrong on a rank is seen here, and the next test still runs."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.embedding import VocabParallelEmbedding
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
+
+
+def describe(word):
+    return dist.get_rank(), dist.get_world_size(), word, torch.full((2,), dist.get_rank())
+
+
+def test_results_come_back_in_rank_order_from_worlds_of_any_size():
+    for size in (2, 1, 3):
+        answers = run_ranks(describe, size, "hello")
+        for rank, (own, world, word, tensor) in enumerate(answers):
+            assert (own, world, word, tensor.tolist()) == (rank, size, "hello", [rank] * 2)
+
+
+def fail_on_one(rank):
+    if dist.get_rank() == rank:
+        raise KeyError("the reason")
+    axis = ParallelContext.build(ParallelConfig()).world
+    all_reduce(torch.ones(1), axis)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_rank_raises_its_traceback_here_though_its_peers_wait_for_it(rank):
+    with pytest.raises(RuntimeError, match=f"rank {rank} of 2 failed") as caught:
+        run_ranks(fail_on_one, 2, rank)
+    assert "KeyError: 'the reason'" in str(caught.value)
+    assert "in fail_on_one" in str(caught.value)
+    assert [answer[0] for answer in run_ranks(describe, 2, "again")] == [0, 1]
+
+
+def die(rank):
+    if dist.get_rank() == rank:
+        os._exit(3)
+    time.sleep(60)
+
+
+def test_a_rank_that_dies_is_named_and_the_next_call_works():
+    with pytest.raises(RuntimeError, match="rank 1 of 2 died"):
+        run_ranks(die, 2, 1)
+    assert [answer[0] for answer in run_ranks(describe, 2, "again")] == [0, 1]
+
+
+def hang(rank):
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def test_a_rank_that_hangs_is_named_when_time_is_up():
+    start = time.monotonic()
+    run_ranks(describe, 2, "warm")
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 gave no answer in 0\.5 s"):
+        run_ranks(hang, 2, 1, timeout_s=0.5)
+    assert time.monotonic() - start < 45
+    assert [answer[0] for answer in run_ranks(describe, 2, "again")] == [0, 1]
+
+
+def return_a_function():
+    return lambda: None
+
+
+def test_a_result_that_does_not_pickle_says_so():
+    with pytest.raises(RuntimeError, match="return_a_function"):
+        run_ranks(return_a_function, 1)
+
+
+def test_a_function_that_ranks_cannot_find_is_refused():
+    with pytest.raises(ValueError, match="must be a module-level function of a file"):
+        run_ranks(lambda: None, 1)
+
+
+def wrong_shape():
+    VocabParallelEmbedding(4, 2)(torch.zeros(3, dtype=torch.int64))
+
+
+def test_shapes_are_checked_in_the_ranks_unless_asked_not_to():
+    with pytest.raises(RuntimeError, match=r"(?s)failed.*Int.*B S"):
+        run_ranks(wrong_shape, 1)
+    # Without the hook torch itself takes a one-dimensional transpose.
+    run_ranks(wrong_shape, 1, check_shapes=False)
+
+
+def draw_after(seed):
+    number = torch.rand(1).item()
+    torch.manual_seed(seed)
+    return number
+
+
+def test_a_test_does_not_see_the_random_state_that_another_left():
+    first = run_ranks(draw_after, 2, 1)
+    assert run_ranks(draw_after, 2, 2) == first
+
+
+def annotated(x: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
+    return x * 2
+
+
+def test_tensors_pass_as_arguments_and_results():
+    (answer,) = run_ranks(annotated, 1, torch.arange(3.0))
+    assert answer.tolist() == [0.0, 2.0, 4.0]
