@@ -121,7 +121,7 @@ def report(
     tokens_per_s = plan.tokens_per_step / step_ms * 1e3 / plan.world_size
     flops = flops_per_token(
         plan.config.model,
-        plan.config.batch.seq_length,
+        seq_length=plan.config.batch.seq_length,
         padded_vocab_size=plan.padded_vocab_size,
         moe=plan.config.experts,
     )
