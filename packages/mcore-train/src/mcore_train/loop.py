@@ -155,7 +155,7 @@ class _Interval:
         self._num_reports = 0
         self._flops = flops_per_token(
             run.plan.config.model,
-            run.seq_length=plan.config.batch.seq_length,
+            seq_length=run.plan.config.batch.seq_length,
             padded_vocab_size=run.plan.padded_vocab_size,
             moe=run.plan.config.experts,
         )
