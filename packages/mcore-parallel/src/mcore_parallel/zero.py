@@ -29,7 +29,8 @@ def has_weight_decay(named: NamedParameter) -> bool:
     Judged by logical tensors, so a flat slice or a stack of norms is not mistaken for a matrix.
     """
     return all(
-        len(part.shape) > 1 and not part.name.endswith(".bias") for part in named.layout.parts
+        len(part.shape) > 1 and part.name.rpartition(".")[2] != "bias"
+        for part in named.layout.parts
     )
 
 
