@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
+
+from mcore_models.config import TransformerConfig
+from mcore_models.gpt import GPT
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_parameters, run_ranks
 from mcore_parallel.collectives import all_reduce, own_slice
 from mcore_parallel.context_parallel import zigzag_join, zigzag_split
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.stages import split_layers
-
-from mcore_models.config import TransformerConfig
-from mcore_models.gpt import GPT
 
 VOCAB, BATCH, SEQUENCE = 13, 2, 8
 TOLERANCE = 1e-10

@@ -10,11 +10,6 @@ from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float
-from mcore_parallel.context_parallel import context_attention
-from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
-from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.recomputing import recompute
-from mcore_parallel.rng import RngStreams
 from torch import Tensor, nn
 
 from mcore_models.attention_backends import attend
@@ -29,6 +24,11 @@ from mcore_models.config import (
 from mcore_models.norm import build_norm
 from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables, rotate
+from mcore_parallel.context_parallel import context_attention
+from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams
 
 
 class Attention(nn.Module):

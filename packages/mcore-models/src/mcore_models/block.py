@@ -9,11 +9,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from mcore_moe.config import MoEConfig, moe_layers
-from mcore_moe.layer import MoELayer
-from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.recomputing import recompute
-from mcore_parallel.rng import RngStreams, StreamDropout
 from torch import Tensor, nn
 
 from mcore_models.attention import Attention
@@ -28,6 +23,11 @@ from mcore_models.mlp import MLP
 from mcore_models.norm import build_norm
 from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables
+from mcore_moe.config import MoEConfig, moe_layers
+from mcore_moe.layer import MoELayer
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams, StreamDropout
 
 
 class TransformerBlock(nn.Module):

@@ -7,13 +7,10 @@ over it. Help and counting load no torch.
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 import tyro
-from mcore_moe.config import MoEConfig
-from mcore_parallel.config import ParallelConfig
-from mcore_parallel.layout import build_grids
 
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.description import ModelDescription
@@ -25,6 +22,9 @@ from mcore_models.flops import (
 )
 from mcore_models.layout_checks import check_layout
 from mcore_models.presets import load_preset, preset_names
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.layout import build_grids
 
 USAGE = """usage: mcore-models COMMAND ...
 
@@ -74,10 +74,10 @@ class CountConfig:
     """All options of ``count``."""
 
     model: TransformerConfig
-    options: CountOptions = CountOptions()
-    experts: MoEConfig = MoEConfig()
-    parallelism: ParallelConfig = ParallelConfig()
-    recomputing: RecomputeConfig = RecomputeConfig()
+    options: CountOptions = field(default_factory=CountOptions)
+    experts: MoEConfig = field(default_factory=MoEConfig)
+    parallelism: ParallelConfig = field(default_factory=ParallelConfig)
+    recomputing: RecomputeConfig = field(default_factory=RecomputeConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

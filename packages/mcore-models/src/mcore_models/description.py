@@ -5,12 +5,11 @@ or a recipe it is one flat table of flags. No torch here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mcore_moe.config import MoEConfig
-
 from mcore_models.config import TransformerConfig, config_from_dict, config_to_dict
+from mcore_moe.config import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +22,7 @@ class ModelDescription:
     vocab_size: int
     """True number of tokens."""
 
-    moe: MoEConfig = MoEConfig()
+    moe: MoEConfig = field(default_factory=MoEConfig)
     """Experts; none by default."""
 
     family: str = "gpt"
@@ -61,7 +60,7 @@ class ModelDescription:
         Raises:
             ValueError: for an unknown field.
         """
-        names = {field.name for field in fields(MoEConfig)}
+        names = {f.name for f in fields(MoEConfig)}
         moe = {name: value for name, value in table.items() if name in names}
         rest = {name: value for name, value in table.items() if name not in names}
         vocab_size = rest.pop("vocab_size", 0)

@@ -8,9 +8,6 @@ or the router. Tokens per second times ``flops_per_token`` over a GPU's peak is 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_moe.config import MoEConfig, moe_layers
-from mcore_parallel.config import ParallelConfig
-
 from mcore_models.config import (
     RecomputeConfig,
     TransformerConfig,
@@ -21,6 +18,8 @@ from mcore_models.config import (
     num_kv_heads,
     window,
 )
+from mcore_moe.config import MoEConfig, moe_layers
+from mcore_parallel.config import ParallelConfig
 
 _NO_EXPERTS = MoEConfig()
 _NOTHING = RecomputeConfig()

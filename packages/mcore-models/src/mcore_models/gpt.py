@@ -10,6 +10,15 @@ from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from mcore_models.block import TransformerBlock
+from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.initialization import initialize_
+from mcore_models.layout_checks import check_layout, too_long
+from mcore_models.norm import build_norm
+from mcore_models.protocol import KVCache
+from mcore_models.rope import RotaryTables, rotary_frequencies, rotary_tables
 from mcore_moe.config import MoEConfig
 from mcore_parallel.collectives import own_slice
 from mcore_parallel.context_parallel import zigzag_positions
@@ -27,15 +36,6 @@ from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_parallel.sharding import Layout, whole
 from mcore_parallel.stages import Stage
 from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
-from torch import Tensor, nn
-
-from mcore_models.block import TransformerBlock
-from mcore_models.config import RecomputeConfig, TransformerConfig
-from mcore_models.initialization import initialize_
-from mcore_models.layout_checks import check_layout, too_long
-from mcore_models.norm import build_norm
-from mcore_models.protocol import KVCache
-from mcore_models.rope import RotaryTables, rotary_frequencies, rotary_tables
 
 _NO_EXPERTS = MoEConfig()
 _NOTHING = RecomputeConfig()

@@ -13,11 +13,11 @@ et al. 2019, section 2.3 (GPT-2).
 
 import math
 
-from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.sharding import named_parameters
 from torch import nn
 
 from mcore_models.config import TransformerConfig
+from mcore_parallel.rng import fill_parameter_
+from mcore_parallel.sharding import named_parameters
 
 _RESIDUAL = (".attention.proj.weight", ".fc2.weight")
 _TABLES = ("embedding.weight", "position_embedding.weight")

@@ -4,15 +4,14 @@ All problems are found at once, each with the flag and what it may be, so that e
 refuses alike and no collective is left waiting. No torch here.
 """
 
-from mcore_moe.config import MoEConfig
-from mcore_parallel.config import ParallelConfig
-
 from mcore_models.config import (
     TransformerConfig,
     divisors,
     ffn_size,
     num_kv_heads,
 )
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import ParallelConfig
 
 _NO_EXPERTS = MoEConfig()
 

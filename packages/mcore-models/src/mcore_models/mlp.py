@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from torch import Tensor, nn
+
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis
-from torch import Tensor, nn
 
 
 def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

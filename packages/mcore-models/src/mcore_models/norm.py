@@ -8,11 +8,11 @@ different heads (norms of queries and keys) it is a part of a sum, and the layou
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import Layout, whole
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.sharding import Layout, whole
 
 
 class RMSNorm(nn.Module):

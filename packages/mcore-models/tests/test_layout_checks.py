@@ -1,0 +1,123 @@
+"""Whether a model fits a layout: every problem at once, each with its mend."""
+
+import pytest
+
+from mcore_models.config import TransformerConfig
+from mcore_models.layout_checks import check_layout, layout_problems
+from mcore_moe.config import MoEConfig
+from mcore_parallel import ParallelConfig
+
+MODEL = TransformerConfig(
+    num_layers=4,
+    hidden_size=96,
+    num_attention_heads=12,
+    num_query_groups=4,
+    ffn_hidden_size=240,
+    max_position_embeddings=64,
+)
+
+HEADS = (
+    "--num-attention-heads 12 cannot be split over --tensor-model-parallel-size 8: heads must "
+    "divide evenly. Use 1, 2, 3, 4, 6 or 12."
+)
+GROUPS = (
+    "--num-query-groups 4 cannot be split over --tensor-model-parallel-size 3: one must divide "
+    "the other. Use 1, 2, 4 or 12 tensor ranks."
+)
+
+
+def parallel(**degrees):
+    return ParallelConfig(**degrees)
+
+
+def test_a_model_that_fits_has_no_problem():
+    fits = parallel(
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=4,
+        context_parallel_size=2,
+        sequence_parallel=True,
+    )
+    assert layout_problems(MODEL, fits, seq_length=64) == []
+    assert layout_problems(MODEL, parallel(tensor_model_parallel_size=12)) == []
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        (
+            {"tensor_model_parallel_size": 8},
+            HEADS,
+        ),
+        (
+            {"tensor_model_parallel_size": 3},
+            GROUPS,
+        ),
+        (
+            {"pipeline_model_parallel_size": 5},
+            "--pipeline-model-parallel-size 5 exceeds --num-layers 4: use at most 4.",
+        ),
+    ],
+)
+def test_a_degree_that_does_not_fit_is_named_with_what_would(degrees, words):
+    assert words in layout_problems(MODEL, parallel(**degrees))
+
+
+def test_widths_must_divide_over_tensor_ranks():
+    config = TransformerConfig(
+        num_layers=1, hidden_size=96, num_attention_heads=12, ffn_hidden_size=250
+    )
+    (problem,) = layout_problems(config, parallel(tensor_model_parallel_size=4))
+    assert problem == (
+        "--ffn-hidden-size 250 cannot be split over --tensor-model-parallel-size 4: use a "
+        "multiple of 4, such as 252."
+    )
+
+
+def test_experts_must_divide_over_expert_ranks():
+    moe = MoEConfig(
+        num_experts=6, moe_ffn_hidden_size=10, moe_shared_expert_intermediate_size=6
+    )
+    degrees = parallel(
+        tensor_model_parallel_size=4,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=4,
+    )
+    problems = layout_problems(MODEL, degrees, moe)
+    assert len(problems) == 3
+    assert "--moe-ffn-hidden-size 10" in problems[0]
+    assert "--expert-tensor-parallel-size 4" in problems[0]
+    assert "--moe-shared-expert-intermediate-size 6" in problems[1]
+    assert "--num-experts 6" in problems[2]
+    assert "use 1, 2, 3 or 6" in problems[2]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "length", "words"),
+    [
+        ({}, 65, "a sequence of 65 tokens is longer than --max-position-embeddings 64"),
+        ({"context_parallel_size": 2}, 30, "use a multiple of 4, such as 32"),
+        (
+            {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+            30,
+            "--sequence-parallel over --tensor-model-parallel-size 4: use a multiple of 4",
+        ),
+        (
+            {
+                "context_parallel_size": 2,
+                "tensor_model_parallel_size": 4,
+                "sequence_parallel": True,
+            },
+            24,
+            "use a multiple of 16, such as 32",
+        ),
+    ],
+)
+def test_a_sequence_that_does_not_fit_is_answered_with_one_that_does(degrees, length, words):
+    (problem,) = layout_problems(MODEL, parallel(**degrees), seq_length=length)
+    assert words in problem
+
+
+def test_all_problems_are_raised_at_once():
+    bad = parallel(tensor_model_parallel_size=5, pipeline_model_parallel_size=9)
+    with pytest.raises(ValueError, match=r"(?s)--num-attention-heads 12.*--num-layers 4"):
+        check_layout(MODEL, bad)
