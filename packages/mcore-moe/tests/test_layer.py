@@ -74,9 +74,14 @@ def output_weights(x):
     return torch.linspace(-1, 2, D, dtype=torch.float64) * (1 + x.detach().sum(1, keepdim=True))
 
 
-def run(layer, x):
+def padding_mask(x):
+    """True for real tokens, by the token itself, so that it can be told from its neighbours."""
+    return x[:, 0] > -0.3
+
+
+def run(layer, x, masked):
     x = x.clone().requires_grad_()
-    y, aux = layer(x, 1)
+    y, aux = layer(x, 1, padding_mask(x.detach()) if masked else None)
     ((y * output_weights(x)).sum() + aux).backward()
     return y.detach(), aux.detach(), x.grad
 
@@ -99,7 +104,7 @@ def summed_gradients(layer, ctx):
     return shards_of(tensors)
 
 
-def check_layout(name, config, spread, moe):
+def check_layout(name, config, spread, moe, masked):
     ctx = ParallelContext.build(config)
     sp = config.sequence_parallel
     layer = build(
@@ -112,7 +117,7 @@ def check_layout(name, config, spread, moe):
         sequence_parallel=sp,
     )
     x = tokens(ctx.dp.rank, ctx.cp.rank, ctx.tp.rank if sp else 0, spread)
-    y, aux, x_grad = run(layer, x)
+    y, aux, x_grad = run(layer, x, masked)
     grads = summed_gradients(layer, ctx)
     aux = all_reduce(aux, ctx.axis("tp", "cp"))
 
@@ -120,7 +125,7 @@ def check_layout(name, config, spread, moe):
     for dp_rank in range(ctx.dp.size):
         places = list(product(range(ctx.cp.size), range(ctx.tp.size if sp else 1)))
         parts = [tokens(dp_rank, c, t, spread) for c, t in places]
-        whole_y, whole_aux, whole_grad = run(oracle, torch.cat(parts))
+        whole_y, whole_aux, whole_grad = run(oracle, torch.cat(parts), masked)
         if dp_rank == ctx.dp.rank:
             here = places.index((ctx.cp.rank, ctx.tp.rank if sp else 0))
             sizes = [len(p) for p in parts]
@@ -142,16 +147,16 @@ def check_layout(name, config, spread, moe):
     return sorted(grads)
 
 
-def check_layouts(names, spread, fields):
+def check_layouts(names, spread, fields, masked):
     return [
-        check_layout(name, LAYOUTS[name][1], spread, MoEConfig(**FULL | fields))
+        check_layout(name, LAYOUTS[name][1], spread, MoEConfig(**FULL | fields), masked)
         for name in names
     ]
 
 
-def run_layouts(names, spread="even", **fields):
+def run_layouts(names, spread="even", masked=False, **fields):
     world_size = LAYOUTS[names[0]][0]
-    logical = run_ranks(check_layouts, world_size, names, spread, fields)
+    logical = run_ranks(check_layouts, world_size, names, spread, fields, masked)
     whole = sorted(named_shards(build(MoEConfig(**FULL))))
     for i in range(len(names)):
         assert sorted(set().union(*(rank[i] for rank in logical))) == whole
@@ -188,3 +193,7 @@ def test_all_tokens_on_few_experts_leave_ranks_without_rows(dispatcher):
 )
 def test_other_routings_do_not_depend_on_the_layout(fields):
     run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], **fields)
+
+
+def test_padding_stays_with_its_tokens_on_strided_groups():
+    run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], masked=True)
