@@ -59,9 +59,14 @@ def quickstart(words: Sequence[str]) -> int:
 
     from mcore_train.quickstart_config import QuickstartConfig
 
-    config = tyro.cli(QuickstartConfig, prog="mcore-train quickstart", args=list(words))
-    if config.nproc:
-        return start_ranks("quickstart", words, config.nproc)
+    config = tyro.cli(
+        QuickstartConfig,
+        prog="mcore-train quickstart",
+        args=list(words),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    if config.tour.nproc:
+        return start_ranks("quickstart", words, config.tour.nproc)
     from mcore_train.quickstart import run_quickstart
 
     return run_quickstart(config)

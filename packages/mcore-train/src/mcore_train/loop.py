@@ -155,9 +155,9 @@ class _Interval:
         self._num_reports = 0
         self._flops = flops_per_token(
             run.plan.config.model,
-            seq_length=run.plan.config.batch.seq_length,
-            padded_vocab_size=run.plan.padded_vocab_size,
-            moe=run.plan.config.experts,
+            run.plan.padded_vocab_size,
+            run.plan.config.batch.seq_length,
+            run.plan.config.experts,
         )
         self.restart()
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from mcore_parallel.context_parallel import zigzag_split
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.context_parallel import zigzag_split
 from mcore_parallel.mesh import ParallelContext
 
 
