@@ -257,3 +257,133 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_data_parallel_layouts_equal_one_rank(case):
     compare(case)
+
+
+class Branches(nn.Module):
+    """Four weights in four buckets; the second counted from the end is used by rank 0 only."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(parameter(4) for _ in range(4))
+
+    def forward(self, x, rank):
+        used = [w for i, w in enumerate(self.weights) if i != 2 or rank == 0]
+        return sum(((i + 1) * x * w).sum() for i, w in enumerate(used))
+
+
+def start_unequally(config):
+    """Which buckets a rank starts within backward, and the gradients in the end."""
+    ctx = ParallelContext.build(ParallelConfig())
+    model = Branches()
+    data_parallel = DataParallel([model], ctx, config)
+    for _ in range(2):
+        data_parallel.zero_grad()
+        x = torch.full((4,), 1.0 + ctx.dp.rank, dtype=torch.float64)
+        model(x, ctx.dp.rank).backward()
+        started = [bucket.is_reducing for bucket in data_parallel.buckets]
+        data_parallel.finish()
+    grads = gather_logical(data_parallel.grad_shards(), ctx.world)
+    return started, [grads[f"weights.{i}"][0].item() for i in range(4)]
+
+
+@pytest.mark.parametrize("use_distributed_optimizer", [False, True])
+def test_a_gradient_missing_on_one_rank_keeps_the_order_of_sums(use_distributed_optimizer):
+    config = DataParallelConfig(
+        overlap_grad_reduce=True,
+        ddp_bucket_size=4,
+        use_distributed_optimizer=use_distributed_optimizer,
+    )
+    (all_started, grads), (some_started, same) = run_ranks(start_unequally, 2, config)
+    assert all_started == [True, True, True, True]
+    assert some_started == [True, False, False, False]
+    # Rank 0 adds 1, 2, 3, 4 times 1; rank 1 adds 1, 2, -, 3 times 2.
+    assert grads == same == [3.0, 6.0, 3.0, 10.0]
+
+
+def test_nothing_starts_within_backward_unless_asked():
+    started = run_ranks(start_unequally, 2, DataParallelConfig(ddp_bucket_size=4))
+    assert [flags for flags, _ in started] == [[False] * 4] * 2
+
+
+def wrap(model, config=PLAIN):
+    return DataParallel([model], ParallelContext.single(), config)
+
+
+def test_gradients_accumulate_over_microbatches_and_grad_is_freed():
+    model = nn.Linear(3, 1, bias=False)
+    data_parallel = wrap(model)
+    for length in (1, 4, 2):  # a group of one rank must neither double nor drop a sum
+        with data_parallel.no_sync():
+            model(torch.ones(length, 3)).sum().backward()
+        assert model.weight.grad is None
+    data_parallel.finish()
+    assert model.weight.main_grad.tolist() == [[7.0] * 3]
+    data_parallel.zero_grad()
+    assert not model.weight.main_grad.any()
+
+
+def test_an_operation_may_add_to_the_main_gradient_itself():
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            weight.main_grad.add_(grad * x)
+            return grad * weight, None
+
+    weights = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(2)])
+    data_parallel = wrap(weights, SMALL_BUCKETS)
+    Fused.apply(torch.tensor([2.0, 3.0], requires_grad=True), weights[1]).sum().backward()
+    assert [b.is_reducing for b in data_parallel.buckets] == [False]
+    (weights[0] * 2.0).sum().backward()
+    assert [b.is_reducing for b in data_parallel.buckets] == [True]
+    data_parallel.finish()
+    assert weights[1].main_grad.tolist() == [2.0, 3.0]
+
+
+def test_a_gradient_after_its_sum_began_is_refused():
+    model = nn.Linear(3, 1)
+    data_parallel = wrap(model, SMALL_BUCKETS)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"received a gradient after .* under no_sync\(\)"):
+        model(torch.ones(1, 3)).sum().backward()
+    data_parallel.finish()
+    with pytest.raises(RuntimeError, match="received a gradient after"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_summing_twice_is_refused():
+    data_parallel = wrap(nn.Linear(3, 1))
+    data_parallel.finish()
+    with pytest.raises(RuntimeError, match="call zero_grad"):
+        data_parallel.finish()
+    data_parallel.zero_grad()
+    data_parallel.finish()
+
+
+def test_models_that_cannot_be_wrapped_are_refused():
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        wrap(nn.Linear(2, 2).requires_grad_(False))
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="weight is a parameter of two chunks"):
+        DataParallel([model, model], ParallelContext.single(), PLAIN)
+    data_parallel = wrap(model)
+    with pytest.raises(ValueError, match="weight already has a main gradient"):
+        wrap(model)
+    data_parallel.remove_hooks()
+    wrap(model).remove_hooks()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_frozen_parameters_stay_out_of_the_buckets():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    data_parallel = wrap(model)
+    model(torch.ones(1, 2)).sum().backward()
+    data_parallel.finish()
+    assert data_parallel.grad_shards().keys() == {"weight"}

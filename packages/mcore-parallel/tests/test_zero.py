@@ -34,19 +34,25 @@ def backward(model, step, rank=0):
     model(x).square().sum().backward()
 
 
+def adamw_by_hand(parameters, moments, step, lr, weight_decay, adam):
+    """Algorithm 2 of Loshchilov and Hutter, one tensor at a time."""
+    for parameter, (mean, square) in zip(parameters, moments, strict=True):
+        gradient = parameter.grad
+        mean.mul_(adam.adam_beta1).add_(gradient, alpha=1 - adam.adam_beta1)
+        square.mul_(adam.adam_beta2).add_(gradient**2, alpha=1 - adam.adam_beta2)
+        mean_hat = mean / (1 - adam.adam_beta1 ** (step + 1))
+        square_hat = square / (1 - adam.adam_beta2 ** (step + 1))
+        decay = weight_decay if parameter.dim() > 1 else 0.0
+        update = mean_hat / (square_hat.sqrt() + adam.adam_eps) + decay * parameter.detach()
+        parameter.data.sub_(update, alpha=lr)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)]
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)]
 )
-def test_one_rank_is_torchs_adamw(dtype, tolerance):
+def test_one_rank_is_adamw_of_the_paper(dtype, tolerance):
     model, reference = small_model(dtype), small_model(dtype)
-    decay = [p for p in reference.parameters() if p.dim() > 1]
-    others = [p for p in reference.parameters() if p.dim() == 1]
-    adamw = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}],
-        lr=0.02,
-        betas=(0.8, 0.95),
-        eps=1e-6,
-    )
+    moments = [[torch.zeros_like(p) for _ in range(2)] for p in reference.parameters()]
     adam = AdamConfig(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
     data_parallel, optimizer = wrapped(model, adam=adam)
     for step in range(4):
@@ -54,18 +60,18 @@ def test_one_rank_is_torchs_adamw(dtype, tolerance):
         backward(model, step)
         data_parallel.finish()
         optimizer.step(0.02, 0.3)
-        adamw.zero_grad()
+        reference.zero_grad()
         backward(reference, step)
-        adamw.step()
+        adamw_by_hand(reference.parameters(), moments, step, 0.02, 0.3, adam)
     for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_half_precision_weights_follow_float32_main_weights():
     model, exact = small_model(torch.bfloat16), small_model(torch.bfloat16).float()
+    moments = [[torch.zeros_like(p) for _ in range(2)] for p in exact.parameters()]
     data_parallel, optimizer = wrapped(model)
     lr = 1e-4  # so small that bfloat16 weights alone would never move
-    adamw = torch.optim.AdamW(exact.parameters(), lr=lr, weight_decay=0.0)
     for step in range(8):
         data_parallel.zero_grad()
         backward(model, step)
@@ -73,7 +79,7 @@ def test_half_precision_weights_follow_float32_main_weights():
         for p, q in zip(model.parameters(), exact.parameters(), strict=True):
             q.grad = p.main_grad.clone()
         optimizer.step(lr, 0.0)
-        adamw.step()
+        adamw_by_hand(exact.parameters(), moments, step, lr, 0.0, AdamConfig())
     main = gather_logical(
         {n: s for n, s in optimizer.named_shards().items() if n.startswith("main.")},
         ParallelContext.single().world,

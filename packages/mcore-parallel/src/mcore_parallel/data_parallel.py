@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.buckets import Bucket, Slot, build_buckets
 from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.gathering import ParameterGathering
 from mcore_parallel.grads import sum_partial_gradients, sum_tied_gradients
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter, Shard, flat_shards, named_parameters
@@ -59,6 +60,9 @@ class DataParallel:
             for bucket in self.buckets
             for slot in bucket.slots
         ]
+        self._gathering = (
+            ParameterGathering(chunks, self.buckets) if config.overlap_param_gather else None
+        )
         self._restart()
 
     @property
@@ -101,6 +105,7 @@ class DataParallel:
         """
         if self._is_finished:
             raise RuntimeError("gradients are summed already: call zero_grad() before backward")
+        self.wait_params()
         late = [bucket for bucket in self.buckets if bucket.is_late]
         for bucket in self.buckets:
             if not bucket.is_late and not bucket.is_reducing:
@@ -115,6 +120,25 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.finish_reduction()
         self._is_finished = True
+
+    def gather_params(self) -> None:
+        """Gather weights whose owners changed them from the data ranks.
+
+        With ``overlap_param_gather`` it returns at once and the modules wait in forward; call
+        ``wait_params`` before weights are read in any other way.
+        """
+        if self._gathering is not None:
+            self._gathering.start()
+            return
+        works = [bucket.gather_params(async_op=True) for bucket in self.buckets]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def wait_params(self) -> None:
+        """Wait for gathers on their way: before a save, a comparison, an export."""
+        if self._gathering is not None:
+            self._gathering.wait()
 
     def grad_shards(self) -> dict[str, Shard]:
         """Describe the gradients that this rank validly holds after ``finish``.
@@ -149,6 +173,8 @@ class DataParallel:
         """Give the parameters back: backward fills ``.grad`` again."""
         for handle in self._handles:
             handle.remove()
+        if self._gathering is not None:
+            self._gathering.remove_hooks()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 del slot.named.parameter.main_grad

@@ -162,16 +162,13 @@ class ShardedAdamW:
                     state.main.copy_(bucket.owned(bucket.params))
             return
         self._publish()
+        self.data_parallel.wait_params()
 
     def _publish(self) -> None:
-        gathers = []
         for bucket, state in self._states.items():
             if _has_main(bucket):
                 bucket.owned(bucket.params).copy_(state.main)
-            gathers.append(bucket.gather_params(async_op=True))
-        for gather in gathers:
-            if gather is not None:
-                gather.wait()
+        self.data_parallel.gather_params()
 
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:
