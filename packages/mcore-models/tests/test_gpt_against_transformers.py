@@ -1,17 +1,18 @@
 """Our GPT against transformers' LLaMA and GPT-2 with the same weights, in float64.
 
-transformers makes its rotary tables in float32 whatever the model's dtype, so its rotary
-module is replaced by the published formulas, written out here once more.
+transformers computes rotary tables and LLaMA's norms in float32 whatever the model's dtype,
+so these two are replaced by the published formulas, written out here once more.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from mcore_parallel import ParallelContext, named_shards
 
 from mcore_models.config import TransformerConfig, ffn_size
 from mcore_models.gpt import GPT
+from mcore_parallel import ParallelContext, named_shards
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,6 +68,11 @@ class Rotary(torch.nn.Module):
         angles = position_ids.double()[..., None] * self.frequencies
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
+
+
+def norm_in_float64(norm, x):
+    """What transformers' norm returns, without its cast to float32."""
+    return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
 
 
 def ours(changes, vocab_size):
@@ -146,6 +152,9 @@ def test_logits_equal_those_of_a_llama_with_the_same_weights(case):
     got = theirs.model.rotary_emb.inv_freq.double()
     torch.testing.assert_close(got, rotary.frequencies, rtol=1e-6, atol=0)
     theirs.model.rotary_emb = rotary
+    for module in theirs.modules():
+        if isinstance(module, transformers.models.llama.modeling_llama.LlamaRMSNorm):
+            module.forward = partial(norm_in_float64, module)
     weights = dict(theirs.named_parameters())
     copy_weights(model, weights, llama_names)
     compare_logits(model, theirs, vocab_size=37)
@@ -175,7 +184,7 @@ def gpt2_names(name):
 
 def test_logits_equal_those_of_a_gpt2_with_the_same_weights():
     torch.manual_seed(1)
-    config, model = ours(
+    _, model = ours(
         {
             "num_layers": 3,
             "hidden_size": 20,
@@ -211,7 +220,9 @@ def compare_logits(model, theirs, vocab_size):
     tokens = torch.randint(0, vocab_size, (2, 12))
     with torch.no_grad():
         hidden, aux = model(tokens)
-        logits = model.logits(hidden)[..., :vocab_size].transpose(0, 1)  # [S, B, V] -> [B, S, V]
+        logits = model.logits(hidden)[..., :vocab_size].transpose(
+            0, 1
+        )  # [S, B, V] -> [B, S, V]
         want = theirs(tokens).logits
     assert aux == 0
     torch.testing.assert_close(logits, want, rtol=TOLERANCE, atol=TOLERANCE)

@@ -7,7 +7,29 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {}
+_ROOMS: dict[str, str] = {
+    "Attention": "attention",
+    "GPT": "gpt",
+    "GPTModel": "facade",
+    "KVCache": "protocol",
+    "LayerNorm": "norm",
+    "MLP": "mlp",
+    "ModelDescription": "description",
+    "RMSNorm": "norm",
+    "RecomputeConfig": "config",
+    "TransformerBlock": "block",
+    "TransformerConfig": "config",
+    "attend": "attention_backends",
+    "check_layout": "layout_checks",
+    "flops_per_token": "flops",
+    "layout_problems": "layout_checks",
+    "load_preset": "presets",
+    "model_flops": "flops",
+    "num_active_parameters": "flops",
+    "num_parameters": "flops",
+    "preset_names": "presets",
+    "rank_bytes": "flops",
+}
 
 __all__ = list(_ROOMS)
 

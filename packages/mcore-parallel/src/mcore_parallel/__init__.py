@@ -80,6 +80,8 @@ def __getattr__(name: str) -> object:
             return version("mcore-parallel")
         except PackageNotFoundError:
             return "0+source"
+    if name == "parallel_state":  # the facade's room itself, by the name that users know
+        return import_module(f"{__name__}.facade")
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
@@ -87,4 +89,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """List the public names without importing them."""
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, "__version__", "parallel_state"])

@@ -1,0 +1,117 @@
+"""The founding documents' program: only its import lines are ours."""
+
+import pytest
+import torch
+from torch.optim import Adam
+from torch.utils.data import DataLoader
+
+from mcore_data.mock import MockGPTDataset
+from mcore_models import GPTModel, TransformerConfig
+from mcore_moe import MixtureOfExperts, MoEConfig
+from mcore_parallel import parallel_state, run_ranks
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+
+
+def program(world_size, num_steps=3, sequence_length=16, vocab_size=53, **model):
+    """The program as it stands in the document, its sizes and length given from outside."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=world_size, pipeline_model_parallel_size=1
+    )
+    config = TransformerConfig(**(SMALL | model))
+    model = GPTModel(config, vocab_size=vocab_size)
+    dataset = MockGPTDataset(sequence_length=sequence_length, vocab_size=vocab_size)
+    dataloader = DataLoader(dataset, batch_size=4)
+    optimizer = Adam(model.parameters())
+    losses = []
+    for batch in dataloader:
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if len(losses) == num_steps:
+            break
+    parallel_state.destroy_model_parallel()
+    return losses
+
+
+def test_the_founding_program_gives_equal_losses_on_one_and_two_ranks():
+    alone = program(1)
+    assert alone[0] == pytest.approx(torch.tensor(53.0).log().item(), rel=0.01)
+    assert alone[2] < alone[1] < alone[0]
+    for losses in run_ranks(program, 2, 2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_its_mixture_of_experts_runs():
+    moe_layer = MixtureOfExperts(hidden_size=12, ffn_hidden_size=20, num_experts=8, top_k=2)
+    assert moe_layer(torch.randn(2, 3, 12)).shape == (2, 3, 12)
+
+
+def batch_of(seed, rows):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 53, (rows, 8), generator=generator)
+    mask = torch.rand(rows, 8, generator=generator) < 0.6
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1), "loss_mask": mask.float()}
+
+
+def layouts(cases):
+    """Loss and gradients after two accumulated backward passes, for each layout."""
+    found = []
+    for degrees, model, moe, rows_of in cases:
+        parallel_state.initialize_model_parallel(**degrees)
+        config = TransformerConfig(**(SMALL | model))
+        module = GPTModel(config, 53, moe=MoEConfig(**moe), dtype=torch.float64)
+        losses = []
+        for seed in (1, 2):
+            rows = rows_of[parallel_state.get_data_parallel_rank()]
+            batch = {name: t[list(rows)] for name, t in batch_of(seed, 4).items()}
+            loss = module(batch)
+            loss.backward()
+            losses.append(loss.item())
+        norm = module.gpt.blocks["0"].attention_norm.weight.grad
+        embedding = module.gpt.embedding.weight.grad.square().sum()
+        parallel_state.destroy_model_parallel()
+        found.append((losses, norm, embedding))
+    return found
+
+
+ALL, HALVES = ((0, 1, 2, 3),) * 2, ((0, 1), (2, 3))
+QK = {"num_query_groups": 1, "qk_layernorm": True}
+EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.1}
+
+
+def test_gradients_are_whole_in_backward_under_every_layout():
+    cases = [
+        ({}, QK, {}, HALVES),
+        ({"tensor_model_parallel_size": 2}, QK, {}, ALL),
+        ({"tensor_model_parallel_size": 2}, {}, EXPERTS, ALL),
+        ({"expert_model_parallel_size": 2}, {}, EXPERTS, ALL),
+    ]
+    alone = layouts([({}, model, moe, ALL) for _, model, moe, _ in cases])
+    for rank in run_ranks(layouts, 2, cases):
+        for place, (losses, norm, embedding) in enumerate(rank):
+            want_losses, want_norm, want_embedding = alone[place]
+            assert losses == pytest.approx(want_losses, rel=1e-10), cases[place]
+            torch.testing.assert_close(norm, want_norm, rtol=1e-10, atol=1e-14)
+            if "tensor_model_parallel_size" not in cases[place][0]:
+                torch.testing.assert_close(embedding, want_embedding, rtol=1e-10, atol=0)
+
+
+def refusals():
+    with pytest.raises(RuntimeError, match="2 ranks but no layout"):
+        GPTModel(TransformerConfig(**SMALL), 53)
+    for degrees in ({"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}):
+        parallel_state.initialize_model_parallel(**degrees)
+        with pytest.raises(ValueError, match="parallel_size 2 needs the trainer"):
+            GPTModel(TransformerConfig(**SMALL), 53)
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2)
+    with pytest.raises(ValueError, match="--num-attention-heads 3 cannot be split"):
+        GPTModel(TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=3), 53)
+    parallel_state.destroy_model_parallel()
+
+
+def test_layouts_that_the_plain_front_cannot_run_are_refused():
+    run_ranks(refusals, 2)

@@ -1,0 +1,191 @@
+"""The plain front known as ``parallel_state``: one layout for a whole program.
+
+``from mcore_parallel import parallel_state`` gives this module. A program that calls
+``initialize_model_parallel`` once need not hand a context around: the facades of the
+packages above ask ``current_context``. Only the functions here set it; nothing else in the
+house reads it, so contexts built by hand live beside it untouched.
+"""
+
+from contextvars import ContextVar
+
+import torch.distributed as dist
+
+from mcore_parallel import launching
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import Axis, ParallelContext
+
+_CONTEXT: ContextVar[ParallelContext | None] = ContextVar("mcore_context", default=None)
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 0,
+    device_type: str = "auto",
+) -> None:
+    """Join the world that a launcher describes, if not done yet, and lay it out.
+
+    All ranks call it together. A plain ``python`` start is a world of one rank.
+
+    Args:
+        tensor_model_parallel_size: ranks that split each weight matrix.
+        pipeline_model_parallel_size: ranks that split the layers.
+        context_parallel_size: ranks that split each sequence.
+        expert_model_parallel_size: ranks that split the experts.
+        expert_tensor_parallel_size: ranks that split each expert; 0: as the tensor ranks.
+        device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
+
+    Raises:
+        RuntimeError: if a layout is set already.
+        ValueError: if the degrees do not divide the world.
+    """
+    if _CONTEXT.get() is not None:
+        raise RuntimeError(
+            "model parallelism is initialised already: call destroy_model_parallel() first."
+        )
+    config = ParallelConfig(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+    )
+    device = launching.initialize(device_type)
+    _CONTEXT.set(ParallelContext.build(config, device))
+
+
+def destroy_model_parallel() -> None:
+    """Forget the layout and end its groups; all ranks call it together.
+
+    The world itself stays joined: another layout may follow.
+    """
+    ctx = _CONTEXT.get()
+    if ctx is not None:
+        ctx.destroy()
+        _CONTEXT.set(None)
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether ``initialize_model_parallel`` has set a layout."""
+    return _CONTEXT.get() is not None
+
+
+def current_context() -> ParallelContext:
+    """Return the layout of this program, for the facades of other packages.
+
+    Without one, a world of one rank is described; in a larger world each rank would build a
+    model of its own that nothing keeps equal, so that is refused.
+
+    Raises:
+        RuntimeError: if the world has several ranks and no layout is set.
+    """
+    ctx = _CONTEXT.get()
+    if ctx is not None:
+        return ctx
+    env = launching.read_environment()
+    size = dist.get_world_size() if dist.is_initialized() else env.world_size
+    if size > 1:
+        raise RuntimeError(
+            f"this world has {size} ranks but no layout: call "
+            "parallel_state.initialize_model_parallel(...) before building a model."
+        )
+    return ParallelContext.single(launching.initialize())
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Ranks that split each weight matrix."""
+    return _axis("tp").size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Place of this rank among those that split each weight matrix."""
+    return _axis("tp").rank
+
+
+def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
+    """Process group of the tensor ranks; None if there is one."""
+    return _axis("tp").group
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Ranks that split the layers."""
+    return _axis("pp").size
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """Place of this rank among those that split the layers."""
+    return _axis("pp").rank
+
+
+def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
+    """Process group of the pipeline ranks; None if there is one."""
+    return _axis("pp").group
+
+
+def is_pipeline_first_stage() -> bool:
+    """Whether this rank holds the embedding."""
+    return _axis("pp").rank == 0
+
+
+def is_pipeline_last_stage() -> bool:
+    """Whether this rank computes the loss."""
+    return _axis("pp").rank == _axis("pp").size - 1
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    """Ranks that see different sequences; with context ranks, different tokens."""
+    return _axis("dp_cp" if with_context_parallel else "dp").size
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    """Place of this rank among those that see different sequences (or tokens)."""
+    return _axis("dp_cp" if with_context_parallel else "dp").rank
+
+
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+) -> dist.ProcessGroup | None:
+    """Process group of the data ranks; None if there is one."""
+    return _axis("dp_cp" if with_context_parallel else "dp").group
+
+
+def get_context_parallel_world_size() -> int:
+    """Ranks that split each sequence."""
+    return _axis("cp").size
+
+
+def get_context_parallel_rank() -> int:
+    """Place of this rank among those that split each sequence."""
+    return _axis("cp").rank
+
+
+def get_context_parallel_group() -> dist.ProcessGroup | None:
+    """Process group of the context ranks; None if there is one."""
+    return _axis("cp").group
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Ranks that split the experts."""
+    return _axis("ep").size
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Place of this rank among those that split the experts."""
+    return _axis("ep").rank
+
+
+def get_expert_model_parallel_group() -> dist.ProcessGroup | None:
+    """Process group of the expert ranks; None if there is one."""
+    return _axis("ep").group
+
+
+def _axis(name: str) -> Axis:
+    ctx = _CONTEXT.get()
+    if ctx is None:
+        raise RuntimeError(
+            "model parallelism is not initialised: call initialize_model_parallel(...) first."
+        )
+    return getattr(ctx, name)
