@@ -7,7 +7,24 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {}
+_ROOMS: dict[str, str] = {
+    "Generation": "generation",
+    "LoadedModel": "loading",
+    "NewToken": "generation",
+    "SamplingConfig": "config",
+    "StaticCache": "cache",
+    "TextScore": "evaluation",
+    "TextStream": "streaming",
+    "cache_bytes": "cache",
+    "filtered": "sampling",
+    "generate": "generation",
+    "generate_text": "generation",
+    "load_model": "loading",
+    "sample": "sampling",
+    "score_documents": "evaluation",
+    "score_texts": "evaluation",
+    "stream": "generation",
+}
 
 __all__ = list(_ROOMS)
 

@@ -28,12 +28,25 @@ def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return F.relu(x).square()
 
 
+def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GELU by its tanh approximation, as GPT-2. Hendrycks and Gimpel, arXiv:1606.08415."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GELU by a logistic curve, x sigmoid(1.702 x). Hendrycks and Gimpel, arXiv:1606.08415."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
     "squared_relu": squared_relu,
 }
+"""Elementwise functions by name; the names are those of mcore-models and relu."""
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:

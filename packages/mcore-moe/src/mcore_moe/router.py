@@ -114,8 +114,8 @@ class Router(nn.Module):
     Attributes:
         weight: ``[E, D]``, the same on all tensor ranks; each sees its own tokens, so its
             gradients are partial sums over ``tp``.
-        expert_bias: ``[E]`` float32 buffer, in checkpoints; only with
-            ``moe_router_enable_expert_bias``. Stays float32 when the model is cast.
+        expert_bias: ``[E]`` float32 parameter without gradient, moved by ``finish_step``; None
+            without ``moe_router_enable_expert_bias``. Stays float32 when the model is cast.
         step_counts: ``[E]`` int64 buffer: choices of this rank's tokens since the last step.
         step_scored_counts: ``[E]`` int64 buffer: the same by the plain top-k of the scores,
             which the global loss is about.
@@ -154,11 +154,15 @@ class Router(nn.Module):
         counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("step_counts", counts, persistent=False)
         self.register_buffer("step_scored_counts", counts.clone(), persistent=False)
-        if config.moe_router_enable_expert_bias:
-            bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
-            self.register_buffer("expert_bias", bias)
-        else:
-            self.register_buffer("expert_bias", None)
+        # A parameter, so that checkpoints carry it like any other logical tensor.
+        self.expert_bias = (
+            nn.Parameter(
+                torch.zeros(config.num_experts, dtype=torch.float32, device=device),
+                requires_grad=False,
+            )
+            if config.moe_router_enable_expert_bias
+            else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -170,17 +174,21 @@ class Router(nn.Module):
         reset_weight_(self, std=self.init_std, seed=seed)
 
     def layouts(self) -> dict[str, Layout]:
-        """Describe the weight: whole on every tensor rank, gradients partial over them."""
+        """Describe what every tensor rank holds whole; gradients are partial over them."""
         shape = tuple(self.weight.shape)
-        return {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}
+        layouts = {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}
+        if self.expert_bias is not None:
+            layouts["expert_bias"] = whole("", shape[:1], replicas=self.tp)
+        return layouts
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # A bias rounded to bf16 would no longer move by its rate: move it, never cast it.
-        before = self.expert_bias
+        before = None if self.expert_bias is None else self.expert_bias.detach()
         super()._apply(fn, recurse)
         if before is not None and self.expert_bias.dtype != torch.float32:
-            exact = self.expert_bias.float() if before.is_meta else before
-            self.expert_bias = exact.to(self.expert_bias.device)
+            moved = self.expert_bias.detach()
+            exact = moved.float() if before.is_meta else before.to(moved.device)
+            self.expert_bias.data = exact
         return self
 
     def forward(

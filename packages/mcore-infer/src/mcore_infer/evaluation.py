@@ -1,0 +1,185 @@
+"""How well a model predicts given texts: loss, perplexity, bits per byte.
+
+A text is read in windows of the model's context; each but the first overlaps the one before
+and only its new tokens count, so every token counts once and has at least the overlap as
+its context. Everything is a total over tokens, never a mean of means.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_data.tokenizer import Tokenizer
+from mcore_models.gpt import GPT
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
+
+
+@dataclass(frozen=True, slots=True)
+class TextScore:
+    """Total loss over texts."""
+
+    loss_sum: float
+    """Nats."""
+    num_tokens: int
+    """That were predicted."""
+    num_bytes: int = 0
+    """Of the texts in UTF-8; 0: not known."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.loss_sum / max(1, self.num_tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """Per token; the loss is capped at 20 as in Megatron, so that it prints."""
+        return math.exp(min(20.0, self.loss))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Code length of a byte in bits, comparable between tokenizers; nan without bytes."""
+        return self.loss_sum / math.log(2) / self.num_bytes if self.num_bytes else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of one document as the model sees it."""
+
+    document: int
+    begin: int
+    """First target in the document."""
+    end: int
+    """One past the last target."""
+    first_counted: int
+    """First target that counts; those before are context."""
+
+
+def plan_windows(lengths: Sequence[int], context_tokens: int, stride: int) -> list[Window]:
+    """Cut documents into windows so that every target counts once.
+
+    Args:
+        lengths: targets of each document.
+        context_tokens: longest window.
+        stride: targets that each window but the first adds; ``context_tokens``: no overlap.
+
+    Raises:
+        ValueError: if the stride is not from 1 to ``context_tokens``.
+    """
+    if not 1 <= stride <= context_tokens:
+        raise ValueError(
+            f"--overlapping-eval {stride} must be from 1 to the context of {context_tokens} "
+            "tokens."
+        )
+    windows = []
+    for document, length in enumerate(lengths):
+        done = 0
+        while done < length:
+            end = min(length, max(done + stride, context_tokens))
+            begin = max(0, end - context_tokens)
+            windows.append(Window(document, begin, end, done))
+            done = end
+    return windows
+
+
+def score_documents(
+    model: GPT,
+    documents: Sequence[Sequence[int]],
+    *,
+    begin_token: int,
+    context_tokens: int,
+    stride: int = 0,
+    batch: int = 8,
+    axis: Axis = SINGLE,
+) -> TextScore:
+    """Sum the loss of all tokens of documents.
+
+    Communicates over the model's ``tp``, and sums over ``axis`` at the end.
+
+    Args:
+        model: whole, in eval mode.
+        documents: token ids; the end-of-document token is a target where it stands in them.
+        begin_token: what the model sees before each document.
+        context_tokens: longest window.
+        stride: see ``plan_windows``; 0: half the context.
+        batch: windows in one forward pass.
+        axis: data ranks that share the work; each is given all documents.
+
+    Raises:
+        ValueError: if the model is in training mode or the stride is not possible.
+    """
+    if model.training:
+        raise ValueError("evaluation needs a model in eval mode: call model.eval() first.")
+    lengths = [len(document) for document in documents]
+    windows = plan_windows(lengths, context_tokens, stride or max(1, context_tokens // 2))
+    windows.sort(key=lambda w: w.end - w.begin, reverse=True)  # little padding in a batch
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    # Every rank runs as many forwards as the others: experts may talk across them.
+    for first in range(0, len(windows), batch * axis.size):
+        begin = first + batch * axis.rank
+        group = windows[begin : begin + batch]
+        shape = (batch, windows[first].end - windows[first].begin)
+        total += _loss_sum(model, documents, group, shape, begin_token)
+    return TextScore(all_reduce(total, axis).item(), sum(lengths))
+
+
+def score_texts(
+    model: GPT,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    context_tokens: int,
+    stride: int = 0,
+    batch: int = 8,
+    axis: Axis = SINGLE,
+) -> TextScore:
+    """Sum the loss of texts, each a document of its own, without its end token.
+
+    Raises:
+        ValueError: as ``score_documents``, or if the tokenizer has no token to begin with.
+    """
+    begin_token = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    if begin_token is None:
+        raise ValueError("this tokenizer has no token that begins a document.")
+    documents = tokenizer.encode_batch(texts, add_special_tokens=False)
+    score = score_documents(
+        model,
+        documents,
+        begin_token=begin_token,
+        context_tokens=context_tokens,
+        stride=stride,
+        batch=batch,
+        axis=axis,
+    )
+    num_bytes = sum(len(text.encode()) for text in texts)
+    return TextScore(score.loss_sum, score.num_tokens, num_bytes)
+
+
+def _loss_sum(
+    model: GPT,
+    documents: Sequence[Sequence[int]],
+    windows: Sequence[Window],
+    shape: tuple[int, int],
+    begin_token: int,
+) -> Tensor:
+    """Sum the losses that count of one batch; short windows are filled up on the right."""
+    tokens = torch.full(shape, begin_token)
+    labels = torch.full(shape, begin_token)
+    counted = torch.zeros(shape, dtype=torch.bool)
+    for row, window in enumerate(windows):
+        targets = torch.as_tensor(documents[window.document][window.begin : window.end])
+        length = len(targets)
+        labels[row, :length] = targets
+        tokens[row, 1:length] = targets[:-1]
+        if window.begin:
+            tokens[row, 0] = documents[window.document][window.begin - 1]
+        counted[row, window.first_counted - window.begin : length] = True
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        hidden, _ = model(tokens.to(device))
+        losses = model.token_losses(hidden, labels.to(device))
+        return losses.double().where(counted.to(device), 0).sum()

@@ -1,0 +1,119 @@
+"""From a checkpoint folder to a model that answers, and its tokenizer.
+
+The folder says which model it holds, so no flags are needed, and any layout may load it:
+ranks read the rows they need.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.index import Index, read_index
+from mcore_ckpt.loading import load
+from mcore_ckpt.paths import resolve_folder
+from mcore_data.tokenizer import Tokenizer, load_tokenizer
+from mcore_models.description import ModelDescription
+from mcore_models.gpt import GPT
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.sharding import named_shards
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in eval mode with what belongs to it."""
+
+    model: GPT
+    description: ModelDescription
+    tokenizer: Tokenizer | None
+    """None where the checkpoint holds none."""
+    folder: Path
+    """The step folder that was read."""
+
+
+def load_model(
+    path: str | Path,
+    ctx: ParallelContext,
+    *,
+    step: int = 0,
+    dtype: torch.dtype | None = None,
+    checksums: bool = True,
+) -> LoadedModel:
+    """Build the model that a checkpoint describes and fill it.
+
+    Communicates over ``ctx.world``: all its ranks call it.
+
+    Args:
+        path: a run folder, or a step folder of one.
+        ctx: the layout, without pipeline and context parallelism.
+        step: which of a run folder's; 0: the latest.
+        dtype: to compute in; None: bfloat16 on a GPU, else as it was saved but float32 for
+            bfloat16, which CPUs are slow at.
+        checksums: check the bytes that are read.
+
+    Raises:
+        ValueError: if there is no checkpoint or it does not describe a model, or the layout
+            does not fit.
+        RuntimeError: if files are missing or damaged.
+    """
+    check_context(ctx)
+    folder = resolve_folder(path, step)
+    index = read_index(folder)
+    if "model" not in index.extra:
+        raise ValueError(
+            f"{folder} does not say which model it holds (no 'model' in its index): load a "
+            "checkpoint that mcore-train or mcore-ckpt convert wrote."
+        )
+    description = ModelDescription.from_dict(index.extra["model"])
+    model = GPT(
+        description.config,
+        ctx,
+        vocab_size=description.vocab_size,
+        moe=description.moe,
+        device="meta",  # weights are read, not drawn
+        dtype=dtype or _dtype_for(ctx.device, index),
+    )
+    model.to_empty(device=ctx.device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()  # what no logical tensor covers is padding, which is zero
+    shards = {f"model.{name}": s for name, s in named_shards(model, ctx.data_axes()).items()}
+    load(
+        folder,
+        shards,
+        world=ctx.world,
+        checksums=checksums,
+        cast=True,
+        ignore=("optimizer.", "rng."),
+    )
+    model.eval()
+    return LoadedModel(model, description, _tokenizer_of(folder), folder)
+
+
+def check_context(ctx: ParallelContext) -> None:
+    """Refuse layouts in which text cannot be written token by token.
+
+    Raises:
+        ValueError: naming the flags.
+    """
+    config = ctx.config
+    if config.pipeline_model_parallel_size > 1 or config.context_parallel_size > 1:
+        raise ValueError(
+            "generation runs without --pipeline-model-parallel-size and "
+            "--context-parallel-size: set both to 1. Any checkpoint loads so."
+        )
+    if config.sequence_parallel:
+        raise ValueError("--sequence-parallel cannot cut single tokens: leave it out.")
+
+
+def _dtype_for(device: torch.device, index: Index) -> torch.dtype:
+    if device.type == "cuda":
+        return torch.bfloat16
+    saved = {e.dtype for name, e in index.tensors.items() if name.startswith("model.")}
+    return torch.float64 if saved == {"F64"} else torch.float32
+
+
+def _tokenizer_of(folder: Path) -> Tokenizer | None:
+    return load_tokenizer(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
