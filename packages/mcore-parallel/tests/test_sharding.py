@@ -47,26 +47,31 @@ def parts_along_rows(draw, shape, is_stack):
             offsets = [draw(st.integers(0, 3)) for _ in logical]
             room = [draw(st.integers(0, 3)) for _ in logical]
             parts.append(
-                Part(
-                    name=f"part{len(parts)}",
-                    shape=tuple(map(sum, zip(offsets, logical, room, strict=True))),
-                    offsets=tuple(offsets),
-                    local_offsets=(begin, *inner_begin),
-                    lengths=lengths,
-                )
+                {
+                    "name": f"part{len(parts)}",
+                    "shape": tuple(map(sum, zip(offsets, logical, room, strict=True))),
+                    "offsets": tuple(offsets),
+                    "local_offsets": (begin, *inner_begin),
+                    "lengths": lengths,
+                }
             )
         begin += length
     return parts
 
 
 @st.composite
-def parameters(draw):
-    """A parameter of one to three dimensions with a layout, elements numbered from 1."""
+def descriptions(draw):
+    """The shape of a parameter of one to three dimensions, and its parts."""
     shape = tuple(draw(st.integers(1, 6)) for _ in range(draw(st.integers(1, 3))))
     is_stack = len(shape) == 3 and draw(st.booleans())
-    parts = draw(parts_along_rows(shape, is_stack))
+    return shape, draw(parts_along_rows(shape, is_stack))
+
+
+def build(shape, parts):
+    """Build a parameter with its layout, elements numbered from 1."""
     numbers = torch.arange(1.0, prod(shape) + 1).view(shape)
-    return NamedParameter("weight", nn.Parameter(numbers), Layout(tuple(parts)))
+    layout = Layout(tuple(Part(**part) for part in parts))
+    return NamedParameter("weight", nn.Parameter(numbers), layout)
 
 
 def account(named, is_held=lambda flat: True):
@@ -101,15 +106,17 @@ def elements(shards):
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(parameters())
-def test_shards_of_a_parameter_hold_each_element_once_at_its_logical_place(named):
+@given(descriptions())
+def test_shards_of_a_parameter_hold_each_element_once_at_its_logical_place(description):
+    named = build(*description)
     shards = shards_of([(named, named.parameter.detach())])
     assert elements(shards) == account(named)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(parameters(), st.data())
-def test_flat_ranges_hold_each_of_their_elements_once_at_its_logical_place(named, data):
+@given(descriptions(), st.data())
+def test_flat_ranges_hold_each_of_their_elements_once_at_its_logical_place(description, data):
+    named = build(*description)
     size = named.parameter.numel()
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
@@ -127,8 +134,9 @@ def test_flat_ranges_hold_each_of_their_elements_once_at_its_logical_place(named
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(parameters(), st.data())
-def test_neighbouring_ranges_share_nothing_and_miss_nothing(named, data):
+@given(descriptions(), st.data())
+def test_neighbouring_ranges_share_nothing_and_miss_nothing(description, data):
+    named = build(*description)
     size = named.parameter.numel()
     cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=4)))
     flat = named.parameter.detach().flatten()

@@ -312,33 +312,29 @@ class _ColumnParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
-        grad_x = grad_weight = grad_bias = None
         if needs_weight and sequence_parallel:
             x = start_all_gather(x, axis)  # runs under the next product
-        if needs_x:
-            grad_x = grad @ weight
+        grad_x = grad @ weight if needs_x else None
         if needs_weight and sequence_parallel:
             x = wait(x)
-        if needs_x:  # runs under the weight's product
+        if grad_x is not None:  # runs under the weight's product
             reduce = start_reduce_scatter if sequence_parallel else start_all_reduce
             grad_x = reduce(grad_x, axis)
-        if needs_weight:
-            grad_weight = _weight_gradient(ctx.parameter, grad, x)
-        if needs_bias:
-            grad_bias = grad.flatten(0, -2).sum(0)
-        if needs_x:
+        grad_weight = _weight_gradient(ctx.parameter, grad, x) if needs_weight else None
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        if grad_x is not None:
             grad_x = wait(grad_x)
         return grad_x, grad_weight, grad_bias, None, None
 
 
 def _weight_gradient(
-    parameter: Tensor | None, grad: Float[Tensor, "S *B F"], x: Float[Tensor, "S *B D"]
+    parameter: Any, grad: Float[Tensor, "S *B F"], x: Float[Tensor, "S *B D"]
 ) -> Float[Tensor, "F D"] | None:
     """Make the gradient of a weight from those of its output and its input.
 
     Args:
-        parameter: the weight, where it carries ``main_grad``: the gradient is added to that,
-            ``main_grad_ready`` is called if it is there too, and None is returned.
+        parameter: the weight where it carries ``main_grad``, else None. The gradient is added
+            to that, ``main_grad_ready`` is called if it is there too, and None is returned.
         grad: gradient of the output.
         x: the input, gathered.
     """
@@ -351,7 +347,7 @@ def _weight_gradient(
     return None
 
 
-def _describe(layer: nn.Module) -> str:
+def _describe(layer: ColumnParallelLinear | RowParallelLinear) -> str:
     return (
         f"bias={layer.bias is not None}, axis={layer.axis.name}:{layer.axis.size}, "
         f"sequence_parallel={layer.sequence_parallel}"

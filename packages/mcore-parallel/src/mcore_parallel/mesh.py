@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,7 +124,7 @@ class ParallelContext:
         global_rank = dist.get_rank() if ready else 0
         dense, expert = build_grids(config, world_size)
         plan = _group_plan(config, dense, expert)
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        made: dict[tuple[int, ...], Any] = {}  # groups of others are placeholders
         axes = {}
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(minutes=config.distributed_timeout_minutes)

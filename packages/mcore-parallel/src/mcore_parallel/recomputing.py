@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mcore_parallel.rng import RngStreams
 
-_Result = TypeVar("_Result")
-
 
 def recompute(
-    function: Callable[..., _Result], *args: object, streams: RngStreams | None = None
-) -> _Result:
+    function: Callable[..., Any], *args: object, streams: RngStreams | None = None
+) -> Any:
     """Call a function, keep its inputs only, and run it again when backward needs more.
 
     The second run sees the same random numbers as the first, those of the default generators

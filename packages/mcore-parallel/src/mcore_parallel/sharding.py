@@ -11,7 +11,7 @@ Logical names are the module path plus the part's name. Paths carry global layer
 (``blocks.7`` is layer 7 on every stage), so no stage offset exists to be forgotten.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -170,7 +170,8 @@ def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
     """
     seen: set[int] = set()
     for path, owner in module.named_modules():
-        layouts: dict[str, Layout] = owner.layouts() if hasattr(owner, "layouts") else {}
+        describe: Callable[[], dict[str, Layout]] = getattr(owner, "layouts", dict)
+        layouts = describe()
         for own_name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue

@@ -98,7 +98,7 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
     ]
     boxes = [own]
     if world.size > 1:
-        boxes = [None] * world.size
+        boxes = [[] for _ in range(world.size)]
         dist.all_gather_object(boxes, own, group=world.group)
     whole: dict[str, Tensor] = {}
     holders: dict[str, Tensor] = {}
@@ -190,7 +190,8 @@ class _Pool:
         results: list[Any] = [None] * world_size
         deadline = time.monotonic() + timeout_s
         while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            left_s = max(0.0, deadline - time.monotonic())
+            ready: list[Any] = wait(list(waiting), left_s)
             if not ready:
                 raise RuntimeError(
                     f"ranks {sorted(waiting.values())} of {world_size} gave no answer in "
@@ -289,6 +290,8 @@ def _load(address: tuple[str, str, str]) -> Callable[..., Any]:
     if module is None:
         sys.path.insert(0, str(Path(file).parent))
         spec = importlib.util.spec_from_file_location(module_name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
