@@ -7,6 +7,7 @@ Only the import lines differ from the guides'. The options make it smaller, or s
 """
 
 import argparse
+from collections.abc import Sequence
 
 from torch.optim import Adam
 from torch.utils.data import DataLoader, Subset
@@ -17,7 +18,8 @@ from mcore_moe import MixtureOfExperts
 from mcore_parallel import parallel_state
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> list[float]:
+    """Train, print and return the losses."""
     parser = argparse.ArgumentParser(description="Train a GPT on mock data, as the guides do.")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--num-layers", type=int, default=12)
@@ -26,7 +28,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=50000)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=10)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
@@ -43,12 +45,14 @@ def main() -> None:
     )
     dataloader = DataLoader(Subset(dataset, range(4 * options.steps)), batch_size=4)
     optimizer = Adam(model.parameters())
+    losses = []
     for batch in dataloader:
         optimizer.zero_grad()
         loss = model(batch)
         loss.backward()
         optimizer.step()
-        print(f"loss {loss.item():.6f}")
+        losses.append(loss.item())
+        print(f"loss {losses[-1]:.6f}")
 
     moe_layer = MixtureOfExperts(
         hidden_size=options.hidden_size,
@@ -57,6 +61,7 @@ def main() -> None:
         top_k=2,
     )
     print(f"experts: {sum(p.numel() for p in moe_layer.parameters()):,} parameters")
+    return losses
 
 
 if __name__ == "__main__":

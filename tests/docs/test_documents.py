@@ -22,10 +22,13 @@ def runnable(language: str) -> list[Block]:
     return [b for b in BLOCKS if b.language == language and not (b.run_by or b.not_run)]
 
 
-@pytest.mark.parametrize("block", runnable("python"), ids=lambda b: b.place)
-def test_a_python_block_runs(block, tmp_path, monkeypatch):
+@pytest.mark.parametrize("document", sorted({b.document for b in runnable("python")}))
+def test_the_python_of_a_page_runs_from_top_to_bottom(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(block.code, block.place, "exec"), {"__name__": "__main__"})
+    names = {"__name__": "__main__"}
+    for block in runnable("python"):
+        if block.document == document:
+            exec(compile(block.code, block.place, "exec"), names)
 
 
 @pytest.mark.parametrize("block", runnable("bash"), ids=lambda b: b.place)
