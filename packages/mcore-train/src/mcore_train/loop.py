@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from mcore_data.loader import build_loader
-from mcore_models.flops import flops_per_token
 from torch import Tensor
 
+from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
 from mcore_train.assembly import Dataset, Run
 from mcore_train.evaluation import Score, evaluate

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 from mcore_ckpt.conversion import convert
-from mcore_ckpt.loading import load
-from mcore_ckpt.paths import resolve_folder
 from mcore_data.gpt import GPTDataset
-from mcore_data.indexed import IndexedDataset
 from mcore_data.loader import build_loader
-from mcore_models.flops import num_parameters
-from mcore_models.gpt import GPT
 from rich.console import Console
 
+from mcore_ckpt.loading import load
+from mcore_ckpt.paths import resolve_folder
+from mcore_data.indexed import IndexedDataset
+from mcore_models.flops import num_parameters
+from mcore_models.gpt import GPT
 from mcore_parallel import launching
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import ParallelContext

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from mcore_data.tokenizer import Tokenizer
 from torch import Tensor
+
+from mcore_data.tokenizer import Tokenizer
 
 _WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
 COPY_WORDS = 20
