@@ -72,6 +72,7 @@ def run_schedule(
     device: torch.device | str = "cpu",
     before_last_backward: Callable[[int], None] | None = None,
     weight_queue: WeightQueue | None = None,
+    rendezvous: bool = False,
 ) -> None:
     """Run this rank's part of a schedule: gradients accumulate in the parameters.
 
@@ -87,6 +88,10 @@ def run_schedule(
             as ``DataParallel.start_sync``; not with a split backward, whose gradients end
             in the queue.
         weight_queue: needed by schedules that split backward: what the linears fill.
+        rendezvous: let the host wait for each batch of messages before it goes on. Needed
+            the first time that stages run on CUDA: loading a kernel waits for the device,
+            and a device that already waits for a neighbour's message makes a circle. The
+            order of messages is such that waiting for each cannot deadlock.
 
     Raises:
         ValueError: if chunks and actions do not fit, before any message; or if a stage's
@@ -95,6 +100,7 @@ def run_schedule(
     _check(actions, chunks, weight_queue)
     runner = _Runner(actions, chunks, axis, shape, dtype, device)
     runner.weight_queue = weight_queue
+    runner.rendezvous = rendezvous and torch.device(device).type == "cuda"
     last_backward = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD}
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
@@ -144,6 +150,7 @@ class _Runner:
         self.chunks, self.axis = chunks, axis
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weight_queue: WeightQueue | None = None
+        self.rendezvous = False
         self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
         self.posted: deque[Posted] = deque()
         self.arriving: dict[tuple[Kind, Key], tuple[Tensor, Posted]] = {}
@@ -169,6 +176,9 @@ class _Runner:
                 messages.append(Message(tensor, peer, is_send=False))
         posted = post(messages, self.axis)
         self.posted.append(posted)
+        if self.rendezvous:
+            posted.wait()
+            torch.cuda.synchronize(self.device)
         for action, message in zip(actions, messages, strict=True):
             if not message.is_send:
                 key = (action.kind, (action.chunk, action.microbatch))

@@ -1,7 +1,7 @@
 """From a plan to a run: model chunks, gradients, optimizer, schedule and data of one rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class Run:
     dtype: torch.dtype
     """Of parameters and activations."""
     tokenizer: Tokenizer | None = None
+    warmed_up: set[str] = field(default_factory=set)
+    """Passes that have run once in this process, ``train`` and ``evaluate``: a pipeline's
+    first pass waits for each message on the host (see ``run_schedule``)."""
     iteration: int = 0
     """Steps done."""
     consumed_train_samples: int = 0

@@ -92,4 +92,6 @@ def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None
         shape=hidden_shape(run),
         dtype=run.dtype,
         device=run.ctx.device,
+        rendezvous="evaluate" not in run.warmed_up,
     )
+    run.warmed_up.add("evaluate")

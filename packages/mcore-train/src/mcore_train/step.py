@@ -70,7 +70,9 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
             dtype=run.dtype,
             device=run.ctx.device,
             before_last_backward=run.data_parallel.start_sync,
+            rendezvous="train" not in run.warmed_up,
         )
+    run.warmed_up.add("train")
     run.data_parallel.finish()
     return losses
 
