@@ -7,7 +7,18 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {}
+_ROOMS: dict[str, str] = {
+    "BlendedDataset": "blending",
+    "GPTDataset": "gpt",
+    "IndexedDataset": "indexed",
+    "IndexedWriter": "indexed_writing",
+    "MockGPTDataset": "mock",
+    "build_gpt_datasets": "datasets",
+    "build_loader": "loader",
+    "load_tokenizer": "tokenizer",
+    "preprocess": "preprocessing",
+    "train_tokenizer": "tokenizer_training",
+}
 
 __all__ = list(_ROOMS)
 

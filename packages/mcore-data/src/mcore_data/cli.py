@@ -1,0 +1,228 @@
+"""The command ``mcore-data``: corpora to tokens, tokens to training samples."""
+
+import difflib
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
+
+Prefix = tyro.conf.Positional[str]
+
+USAGE = """usage: mcore-data COMMAND ...
+
+Corpora to tokens on disk, tokens on disk to training samples.
+
+commands:
+{commands}
+
+examples:
+  mcore-data train-tokenizer --input book.jsonl --output tokenizer --vocab-size 4096
+  mcore-data preprocess --input book.jsonl --output-prefix book \\
+      --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --append-eod
+  mcore-data inspect book_text_document --tokenizer tokenizer
+
+mcore-data COMMAND --help tells a command's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items()]
+        print(USAGE.format(commands="\n".join(lines)))
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        return _fail(f"there is no command {name}.{meant}", code=2)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return _call(COMMANDS[name][1], name, rest)
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        return _fail(str(error), code=2)
+    except (RuntimeError, OSError) as error:
+        return _fail(str(error), code=1)
+
+
+def _call(function: Callable[..., int], name: str, words: list[str]) -> int:
+    return tyro.cli(
+        function,
+        prog=f"mcore-data {name}",
+        args=words,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _fail(message: str, *, code: int) -> int:
+    print(f"mcore-data: error: {message}", file=sys.stderr)
+    return code
+
+
+def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
+    """Tokenize JSONL files into one .bin/.idx pair for each key.
+
+    Args:
+        job: what to read and write.
+        tokenizer: which tokenizer.
+    """
+    from mcore_data.preprocessing import preprocess as run
+
+    with _progress("preprocessing") as advance:
+        report = run(job, tokenizer, advance)
+    for line in report.bad_records:
+        print(f"skipped: {line}", file=sys.stderr)
+    if report.num_bad_records:
+        print(f"skipped {report.num_bad_records} bad records in all", file=sys.stderr)
+    for key, prefix in report.prefixes.items():
+        print(
+            f"{prefix}.bin/.idx: {report.num_documents:,} documents, "
+            f"{report.num_tokens.get(key, 0):,} tokens"
+        )
+    return 0
+
+
+def merge(input: Path, output_prefix: str) -> int:
+    """Join all .bin/.idx pairs of a folder, by name, into one.
+
+    Args:
+        input: folder of pairs of one dtype.
+        output_prefix: the pair to write, without .bin or .idx.
+    """
+    from mcore_data.indexed import IndexedDataset
+    from mcore_data.indexed_writing import IndexedWriter
+    from mcore_data.inspection import find_pairs
+
+    prefixes = [p for p in find_pairs(input) if Path(p) != Path(output_prefix)]
+    first = IndexedDataset(prefixes[0])
+    multimodal = first.index.modes is not None
+    with IndexedWriter(output_prefix, first.dtype, multimodal=multimodal) as writer:
+        for prefix in prefixes:
+            writer.add_index(prefix)
+    merged = IndexedDataset(output_prefix)
+    print(
+        f"{output_prefix}.bin/.idx: {len(prefixes)} pairs, {merged.num_documents:,} documents, "
+        f"{merged.num_tokens:,} tokens"
+    )
+    return 0
+
+
+def inspect(prefix: Prefix, tokenizer: str = "", samples: int = 2) -> int:
+    """Print what a .bin/.idx pair holds, and how long its sequences are.
+
+    Args:
+        prefix: the pair, without .bin or .idx.
+        tokenizer: folder or file of the tokenizer, to print the text of some sequences.
+        samples: sequences to print.
+    """
+    from dataclasses import asdict
+
+    from mcore_data.indexed import IndexedDataset
+    from mcore_data.inspection import length_histogram, summarize
+
+    dataset = IndexedDataset(prefix)
+    for name, value in asdict(summarize(dataset)).items():
+        print(f"{name.replace('_', ' '):>14}: {value}")
+    print("\nsequences by length in tokens")
+    print("\n".join(length_histogram(dataset)))
+    coder = None
+    if tokenizer:
+        from mcore_data.tokenizer import load_tokenizer
+
+        coder = load_tokenizer(tokenizer)
+    for number in range(min(samples, len(dataset))):
+        tokens = dataset[number][:64].tolist()
+        shown = coder.decode(tokens) if coder else str(tokens)
+        print(f"\nsequence {number}: {shown}")
+    return 0
+
+
+def verify(prefix: Prefix) -> int:
+    """Check a .bin/.idx pair: header, pointers, sizes and every token.
+
+    Args:
+        prefix: the pair, without .bin or .idx.
+    """
+    from mcore_data.indexed import IndexedDataset
+    from mcore_data.inspection import largest_token
+
+    dataset = IndexedDataset(prefix)
+    print(
+        f"{prefix}: sound. {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, "
+        f"largest id {largest_token(dataset)}"
+    )
+    return 0
+
+
+def index(
+    data: DataConfig, seq_length: int, num_samples: tuple[int, int, int], seed: int = 1234
+) -> int:
+    """Build the sample indices of a run beforehand, without the cluster.
+
+    Args:
+        data: the run's data flags, with --data-cache-path.
+        seq_length: the run's.
+        num_samples: samples of train, valid and test that the run takes.
+        seed: the run's.
+    """
+    from mcore_data.datasets import SPLITS, build_gpt_datasets
+
+    if not data.data_cache_path:
+        raise ValueError("--data-cache-path names the folder to keep the indices in: give it.")
+    built = build_gpt_datasets(
+        data, None, sequence_length=seq_length, seed=seed, num_samples=num_samples
+    )
+    for name, dataset in zip(SPLITS, built, strict=True):
+        print(f"{name}: {len(dataset):,} samples" if dataset else f"{name}: none")
+    return 0
+
+
+def train_tokenizer(
+    input: tuple[Path, ...],
+    output: Path,
+    vocab_size: int,
+    json_keys: tuple[str, ...] = ("text",),
+) -> int:
+    """Train a byte-level BPE tokenizer on JSONL files.
+
+    Args:
+        input: JSONL files, plain or compressed.
+        output: folder for tokenizer.json and tokenizer_config.json.
+        vocab_size: ids at most, with the 256 bytes and the end of document.
+        json_keys: keys of a record to train on.
+    """
+    from mcore_data.tokenizer_training import train_tokenizer as train
+
+    tokenizer = train(
+        input,
+        output,
+        vocab_size=vocab_size,
+        json_keys=json_keys,
+        show_progress=sys.stderr.isatty(),
+    )
+    print(json.dumps({"output": str(output), "vocab_size": tokenizer.vocab_size}))
+    return 0
+
+
+def _progress(title: str) -> Any:
+    """Draw a bar on a terminal, print a line now and then elsewhere."""
+    from mcore_data.progress import Bar, Lines
+
+    return Bar(title) if sys.stderr.isatty() else Lines(title)
+
+
+COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
+    "preprocess": ("JSONL to .bin/.idx pairs", preprocess),
+    "train-tokenizer": ("train byte-level BPE on a corpus", train_tokenizer),
+    "merge": ("join pairs into one", merge),
+    "inspect": ("show what a pair holds", inspect),
+    "verify": ("check every pointer and token of a pair", verify),
+    "index": ("build the sample indices of a run beforehand", index),
+}

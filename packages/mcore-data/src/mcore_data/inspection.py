@@ -1,0 +1,99 @@
+"""What a ``.bin``/``.idx`` pair holds, and whether it is sound."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mcore_data.index_format import bin_path, idx_path
+from mcore_data.indexed import IndexedDataset
+
+_BARS = 12
+_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts of a dataset.
+
+    Attributes:
+        dtype: of the stored tokens.
+        num_documents: documents, empty ones included.
+        num_sequences: sequences; as many as documents unless sentences were split.
+        num_tokens: tokens of all sequences.
+        shortest: tokens of the shortest sequence; 0 without sequences.
+        median: tokens of the middle one.
+        longest: tokens of the longest one.
+    """
+
+    dtype: str
+    num_documents: int
+    num_sequences: int
+    num_tokens: int
+    shortest: int
+    median: float
+    longest: int
+
+
+def summarize(dataset: IndexedDataset) -> Summary:
+    """Count what a dataset holds; reads the index only."""
+    lengths = dataset.lengths if len(dataset) else np.zeros(1, np.int32)
+    return Summary(
+        dtype=dataset.dtype.name,
+        num_documents=dataset.num_documents,
+        num_sequences=len(dataset),
+        num_tokens=dataset.num_tokens,
+        shortest=int(lengths.min()),
+        median=float(np.median(lengths)),
+        longest=int(lengths.max()),
+    )
+
+
+def length_histogram(dataset: IndexedDataset) -> list[str]:
+    """Draw how many sequences have which length, on a logarithmic scale, a line a bar."""
+    lengths = np.maximum(dataset.lengths, 1)
+    if not len(lengths):
+        return []
+    top = max(int(lengths.max()), 2)
+    edges = np.unique(np.geomspace(1, top + 1, _BARS + 1).astype(np.int64))
+    counts, _ = np.histogram(lengths, edges)
+    return [
+        f"{low:>9,} - {high - 1:<9,} {count:>11,} {'#' * round(_WIDTH * count / counts.max())}"
+        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
+    ]
+
+
+def find_pairs(folder: str | Path) -> list[str]:
+    """List the prefixes of all complete pairs in a folder, by name.
+
+    Raises:
+        FileNotFoundError: if there is none, or the folder does not exist.
+        ValueError: if one file of a pair is missing.
+    """
+    folder = Path(folder)
+    stems = {
+        path.with_suffix("") for kind in ("bin", "idx") for path in folder.glob(f"*.{kind}")
+    }
+    if not stems:
+        raise FileNotFoundError(f"{folder} holds no .bin/.idx pair.")
+    for stem in sorted(stems):
+        for path in (bin_path(stem), idx_path(stem)):
+            if not path.is_file():
+                raise ValueError(f"{path} is missing: {stem.name} is not a complete pair.")
+    return [str(stem) for stem in sorted(stems)]
+
+
+def largest_token(dataset: IndexedDataset) -> int:
+    """Read every sequence and return the largest token id; -1 without tokens.
+
+    Raises:
+        ValueError: if a token is negative: the sequence is named.
+    """
+    largest = -1
+    for number, tokens in enumerate(dataset):
+        if not len(tokens):
+            continue
+        if int(tokens.min()) < 0:
+            raise ValueError(f"{dataset.prefix}: sequence {number} holds a negative token id.")
+        largest = max(largest, int(tokens.max()))
+    return largest

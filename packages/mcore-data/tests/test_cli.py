@@ -1,0 +1,158 @@
+"""The commands as a user types them."""
+
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mcore_data.indexed import IndexedDataset
+
+TEXTS = ["In the beginning was the word.", "", "And the word was with care.", "word " * 50]
+
+
+def data(*words, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "mcore_data", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+    )
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("book")
+    lines = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS))
+    (folder / "book.jsonl").write_text(lines)
+    with gzip.open(folder / "book.jsonl.gz", "wt") as file:
+        file.write(lines)
+    done = data(
+        "train-tokenizer",
+        "--input",
+        folder / "book.jsonl.gz",
+        "--output",
+        folder / "tokenizer",
+        "--vocab-size",
+        300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_help_lists_the_commands_and_loads_no_torch():
+    code = (
+        "import sys, mcore_data.cli as c; c.main(['--help']); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    for name in ("preprocess", "merge", "inspect", "verify", "index", "train-tokenizer"):
+        assert name in done.stdout
+
+
+def test_preprocess_merge_inspect_verify_and_index(book, tmp_path):
+    for name, source in (("a", "book.jsonl"), ("b", "book.jsonl.gz")):
+        done = data(
+            "preprocess",
+            "--input",
+            book / source,
+            "--output-prefix",
+            tmp_path / "parts" / name,
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            book / "tokenizer",
+            "--workers",
+            2,
+            "--append-eod",
+        )
+        assert done.returncode == 0, done.stderr
+        assert "4 documents" in done.stdout
+    merged = tmp_path / "both"
+    done = data("merge", "--input", tmp_path / "parts", "--output-prefix", merged)
+    assert done.returncode == 0, done.stderr
+    assert IndexedDataset(merged).num_documents == 8
+    done = data("inspect", merged, "--tokenizer", book / "tokenizer", "--samples", 1)
+    assert "num documents: 8" in done.stdout
+    assert "In the beginning was the word.<|endoftext|>" in done.stdout
+    done = data("verify", merged)
+    assert "sound" in done.stdout
+    done = data(
+        "index", "--data-path", merged, "--split", "1", "--data-cache-path", tmp_path / "cache",
+        "--seq-length", 8, "--num-samples", 30, 0, 0,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "valid: none" in done.stdout
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_gpt2_files_of_the_founding_documents_are_read(book, tmp_path):
+    model = json.loads((book / "tokenizer" / "tokenizer.json").read_text())["model"]
+    vocab = {**model["vocab"]}
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(vocab))
+    pairs = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    (tmp_path / "gpt2-merges.txt").write_text("#version: 0.2\n" + "\n".join(pairs) + "\n")
+    done = data(
+        "preprocess", "--input", book / "book.jsonl", "--output-prefix", "gpt2",
+        "--vocab-file", "gpt2-vocab.json", "--merge-file", "gpt2-merges.txt",
+        "--tokenizer-type", "GPT2BPETokenizer", "--append-eod", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(IndexedDataset(tmp_path / "gpt2_text_document")) == 3
+    assert IndexedDataset(tmp_path / "gpt2_text_document").num_documents == 4
+
+
+@pytest.mark.parametrize("line", ['{"text": "cut of', "not json", '{"other": "key"}', ""])
+def test_a_bad_line_is_refused_with_its_number_and_nothing_is_left(book, tmp_path, line):
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' + line + '\n{"text": "more"}\n')
+    words = (
+        "preprocess", "--input", "bad.jsonl", "--output-prefix", "out",
+        "--tokenizer-model", book / "tokenizer",
+    )  # fmt: skip
+    done = data(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "bad.jsonl" in done.stderr
+    assert "line 2" in done.stderr
+    assert not list(tmp_path.glob("out*.bin"))
+    assert not list(tmp_path.glob("out*.idx"))
+    done = data(*words, "--on-bad-record", "skip", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 documents" in done.stdout
+    assert "line 2" in done.stderr
+
+
+def test_an_unknown_flag_names_the_nearest():
+    done = data("preprocess", "--imput", "x")
+    assert done.returncode == 2
+    assert "--input" in done.stderr + done.stdout
+
+
+def test_an_unknown_command_names_the_nearest():
+    done = data("preproces")
+    assert done.returncode == 2
+    assert "Did you mean preprocess?" in done.stderr
+
+
+def test_a_missing_input_is_bad_input(tmp_path):
+    done = data(
+        "preprocess", "--input", tmp_path / "no.jsonl", "--output-prefix", tmp_path / "x",
+        "--tokenizer-type", "ByteTokenizer",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "no.jsonl" in done.stderr
+
+
+def test_a_damaged_pair_does_not_verify(book, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "some text"}\n')
+    data(
+        "preprocess", "--input", "x.jsonl", "--output-prefix", "x",
+        "--tokenizer-type", "ByteTokenizer", cwd=tmp_path,
+    )  # fmt: skip
+    pair = tmp_path / "x_text_document.bin"
+    pair.write_bytes(pair.read_bytes()[:-1])
+    done = data("verify", "x_text_document", cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert "x_text_document" in done.stderr
