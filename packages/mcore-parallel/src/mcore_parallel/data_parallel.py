@@ -11,7 +11,7 @@ expert without tokens) holds the later ones there until ``finish``, so that no t
 ever meet in different collectives.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -56,9 +56,11 @@ class DataParallel:
         self._is_finished = False
         self._missing: dict[Bucket, set[int]] = {}
         self._handles = [
-            slot.named.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+            slot.named.parameter.register_post_accumulate_grad_hook(
+                self._hook(bucket, slot, index)
+            )
             for bucket in self.buckets
-            for slot in bucket.slots
+            for index, slot in enumerate(bucket.slots)
         ]
         self._gathering = (
             ParameterGathering(chunks, self.buckets) if config.overlap_param_gather else None
@@ -185,10 +187,8 @@ class DataParallel:
             bucket.is_reducing = False
             self._missing[bucket] = set(range(len(bucket.slots)))
 
-    def _hook(self, bucket: Bucket, slot: Slot):
-        index = bucket.slots.index(slot)
-
-        def accumulate(parameter: nn.Parameter) -> None:
+    def _hook(self, bucket: Bucket, slot: Slot, index: int) -> Callable[[Tensor], None]:
+        def accumulate(parameter: Tensor) -> None:
             if bucket.is_reducing or self._is_finished:
                 raise RuntimeError(
                     f"{slot.named.name} received a gradient after its sum over data began: run "

@@ -107,14 +107,14 @@ class ShardedAdamW:
         for state in self._states.values():
             state.num_steps.fill_(self.num_steps)
         for (dtype, decays), updates in self._updates.items():
-            grads = [update.grad for update in updates]
+            grads = [update.grad.to(dtype) for update in updates]
             if isinstance(grad_scale, Tensor):
-                torch._foreach_mul_(grads, grad_scale.to(grads[0].dtype))
+                torch._foreach_mul_(grads, grad_scale.to(dtype))
             elif grad_scale != 1.0:
                 torch._foreach_mul_(grads, grad_scale)
             adamw(
                 [update.main for update in updates],
-                [grad.to(dtype) for grad in grads],
+                grads,
                 [update.exp_avg for update in updates],
                 [update.exp_avg_sq for update in updates],
                 [],
