@@ -197,4 +197,5 @@ def _add_updates(
     counts = state.num_steps.unbind()
     for owned, count in zip(bucket.owned_ranges(), counts, strict=True):
         key = (state.main.dtype, has_weight_decay(owned.named))
-        updates.setdefault(key, []).append(_Update(*map(owned.view, flats), count))
+        main, grad, exp_avg, exp_avg_sq = map(owned.view, flats)
+        updates.setdefault(key, []).append(_Update(main, grad, exp_avg, exp_avg_sq, count))
