@@ -148,7 +148,11 @@ class Bucket:
             view = self.params[slot.start : slot.stop].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-            parameter.main_grad = self.grads[slot.start : slot.stop].view(parameter.shape)
+            parameter.main_grad = self.main_grad(slot)  # pyrefly: ignore
+
+    def main_grad(self, slot: Slot) -> Shaped[Tensor, "..."]:
+        """Return the view of ``grads`` that is a parameter's ``main_grad``."""
+        return self.grads[slot.start : slot.stop].view(slot.named.parameter.shape)
 
     def owned(self, flat: Shaped[Tensor, " size"]) -> Shaped[Tensor, " n"]:
         """Return this rank's range of ``params``, ``grads`` or a tensor like them."""

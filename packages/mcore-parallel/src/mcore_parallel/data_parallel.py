@@ -11,7 +11,7 @@ expert without tokens) holds the later ones there until ``finish``, so that no t
 ever meet in different collectives.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -56,9 +56,11 @@ class DataParallel:
         self._is_finished = False
         self._missing: dict[Bucket, set[int]] = {}
         self._handles = [
-            slot.named.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+            slot.named.parameter.register_post_accumulate_grad_hook(
+                self._hook(bucket, slot, index)
+            )
             for bucket in self.buckets
-            for slot in bucket.slots
+            for index, slot in enumerate(bucket.slots)
         ]
         self._gathering = (
             ParameterGathering(chunks, self.buckets) if config.overlap_param_gather else None
@@ -110,9 +112,7 @@ class DataParallel:
         for bucket in self.buckets:
             if not bucket.is_late and not bucket.is_reducing:
                 bucket.start_reduction()
-        gradients = [
-            (slot.named, slot.named.parameter.main_grad) for b in late for slot in b.slots
-        ]
+        gradients = [(slot.named, b.main_grad(slot)) for b in late for slot in b.slots]
         sum_partial_gradients(gradients)
         sum_tied_gradients(gradients)
         for bucket in late:
@@ -177,7 +177,7 @@ class DataParallel:
             self._gathering.remove_hooks()
         for bucket in self.buckets:
             for slot in bucket.slots:
-                del slot.named.parameter.main_grad
+                delattr(slot.named.parameter, "main_grad")
 
     def _restart(self) -> None:
         self._is_finished = False
@@ -185,10 +185,10 @@ class DataParallel:
             bucket.is_reducing = False
             self._missing[bucket] = set(range(len(bucket.slots)))
 
-    def _hook(self, bucket: Bucket, slot: Slot):
-        index = bucket.slots.index(slot)
+    def _hook(self, bucket: Bucket, slot: Slot, index: int) -> Callable[[Tensor], None]:
+        main_grad = bucket.main_grad(slot)
 
-        def accumulate(parameter: nn.Parameter) -> None:
+        def accumulate(parameter: Tensor) -> None:
             if bucket.is_reducing or self._is_finished:
                 raise RuntimeError(
                     f"{slot.named.name} received a gradient after its sum over data began: run "
@@ -196,7 +196,7 @@ class DataParallel:
                     "steps."
                 )
             if parameter.grad is not None:  # None: its operation added to main_grad itself
-                parameter.main_grad.add_(parameter.grad)
+                main_grad.add_(parameter.grad)
                 parameter.grad = None
             if self._is_syncing[slot.chunk]:
                 self._missing[bucket].discard(index)

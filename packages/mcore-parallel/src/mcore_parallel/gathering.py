@@ -29,7 +29,8 @@ class ParameterGathering:
         self._works: dict[Bucket, dist.Work] = {}
         first: set[Bucket] = set()
         for chunk in chunks:
-            blocks = list(chunk.blocks.children()) if hasattr(chunk, "blocks") else []
+            container = dict(chunk.named_children()).get("blocks")
+            blocks = list(container.children()) if container is not None else []
             inside = {parameter for block in blocks for parameter in block.parameters()}
             outside = set(chunk.parameters()) - inside
             needed = [b for b in buckets if b.is_late or _holds(b, outside)]

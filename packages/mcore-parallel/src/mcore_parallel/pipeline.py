@@ -99,7 +99,8 @@ def run_schedule(
     """
     _check(actions, chunks, weight_queue)
     runner = _Runner(actions, chunks, axis, shape, dtype, device)
-    runner.weight_queue = weight_queue
+    if weight_queue is not None:
+        runner.weight_queue = weight_queue
     runner.rendezvous = rendezvous and torch.device(device).type == "cuda"
     last_backward = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD}
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
@@ -149,7 +150,7 @@ class _Runner:
     ) -> None:
         self.chunks, self.axis = chunks, axis
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.weight_queue: WeightQueue | None = None
+        self.weight_queue = WeightQueue()
         self.rendezvous = False
         self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
         self.posted: deque[Posted] = deque()

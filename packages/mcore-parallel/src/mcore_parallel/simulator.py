@@ -128,7 +128,8 @@ def _prerequisites(kind: Kind, stage: int, num_stages: int) -> list[tuple[Kind, 
     if kind is Kind.FORWARD:
         return [] if is_first else [(Kind.RECEIVE_FORWARD,)]
     if kind in BACKWARDS:
-        return [(Kind.FORWARD,)] + ([] if is_last else [(Kind.RECEIVE_BACKWARD,)])
+        own: list[tuple[Kind, ...]] = [(Kind.FORWARD,)]
+        return own if is_last else [*own, (Kind.RECEIVE_BACKWARD,)]
     if kind is Kind.BACKWARD_WEIGHT:
         return [(Kind.BACKWARD_INPUT,)]
     if kind is Kind.SEND_FORWARD:

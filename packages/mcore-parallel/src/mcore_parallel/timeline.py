@@ -30,7 +30,7 @@ def timeline_text(simulation: Simulation) -> str:
     num_columns = round(simulation.makespan / unit)
     lines = []
     for rank, row in enumerate(simulation.spans):
-        cells = ["." * width] * num_columns
+        cells: list[str] = ["." * width] * num_columns
         for span in row:
             begin, end = round(span.start / unit), round(span.end / unit)
             cells[begin:end] = ["-" * width] * (end - begin)

@@ -107,14 +107,14 @@ class ShardedAdamW:
         for state in self._states.values():
             state.num_steps.fill_(self.num_steps)
         for (dtype, decays), updates in self._updates.items():
-            grads = [update.grad for update in updates]
+            grads = [update.grad.to(dtype) for update in updates]
             if isinstance(grad_scale, Tensor):
-                torch._foreach_mul_(grads, grad_scale.to(grads[0].dtype))
+                torch._foreach_mul_(grads, grad_scale.to(dtype))
             elif grad_scale != 1.0:
                 torch._foreach_mul_(grads, grad_scale)
             adamw(
                 [update.main for update in updates],
-                [grad.to(dtype) for grad in grads],
+                grads,
                 [update.exp_avg for update in updates],
                 [update.exp_avg_sq for update in updates],
                 [],
@@ -197,4 +197,5 @@ def _add_updates(
     counts = state.num_steps.unbind()
     for owned, count in zip(bucket.owned_ranges(), counts, strict=True):
         key = (state.main.dtype, has_weight_decay(owned.named))
-        updates.setdefault(key, []).append(_Update(*map(owned.view, flats), count))
+        main, grad, exp_avg, exp_avg_sq = map(owned.view, flats)
+        updates.setdefault(key, []).append(_Update(main, grad, exp_avg, exp_avg_sq, count))
