@@ -85,8 +85,7 @@ def current_context() -> ParallelContext:
     ctx = _CONTEXT.get()
     if ctx is not None:
         return ctx
-    env = launching.read_environment()
-    size = dist.get_world_size() if dist.is_initialized() else env.world_size
+    size = launching.world_size()
     if size > 1:
         raise RuntimeError(
             f"this world has {size} ranks but no layout: call "

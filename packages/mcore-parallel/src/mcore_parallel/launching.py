@@ -103,6 +103,13 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
     return device
 
 
+def world_size() -> int:
+    """Ranks of the world that was joined, or else of the one that the launcher describes."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return read_environment().world_size
+
+
 def shut_down() -> None:
     """Leave the world, if one was joined."""
     if dist.is_initialized():

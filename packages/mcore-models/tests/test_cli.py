@@ -1,0 +1,84 @@
+"""The command ``mcore-models``."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mcore_models.cli import main
+
+
+def run(capsys, *words):
+    code = main(words)
+    return code, *capsys.readouterr()
+
+
+def test_without_a_command_the_usage_is_shown(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "mcore-models count --preset" in out
+
+
+def test_list_shows_every_preset_with_its_size(capsys):
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert "8,030,261,248" in out
+
+
+def test_count_takes_a_preset_with_flags_over_it(capsys):
+    words = "count --preset=llama-3-8b --num-layers 8 --seq-length 8192 --json"
+    code, out, _ = run(capsys, *words.split())
+    report = json.loads(out)
+    assert code == 0
+    assert report["parameters"] == 8_030_261_248 - 24 * 218_112_000
+    assert report["seq_length_tokens"] == 8192
+    assert report["rank_total_gib"] > report["rank_optimizer_gib"] > 0
+
+
+def test_count_takes_flags_alone(capsys):
+    words = "count --num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 10"
+    code, out, _ = run(capsys, *words.split())
+    assert code == 0
+    assert "active_parameters" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("counts", "unknown command counts: use list or count"),
+        ("count --preset nope", "no preset is called nope"),
+        (
+            "count --preset tiny --tensor-model-parallel-size 3",
+            "--num-attention-heads 4 cannot be split",
+        ),
+        (
+            "count --preset tiny --tensor-model-parallel-size 2",
+            "does not divide the world of 1 ranks",
+        ),
+        (
+            "count --num-layers 2 --hidden-size 8 --num-attention-heads 2",
+            "--vocab-size is needed",
+        ),
+        ("count --preset tiny --seq-length 512", "longer than --max-position-embeddings 256"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_says_what_to_change(capsys, words, message):
+    code, _, err = run(capsys, *words.split())
+    assert code == 2
+    assert message in err
+
+
+def test_bad_options_end_with_code_2(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["count", "--preset", "tiny", "--num-layer", "3"])
+    assert end.value.code == 2
+
+
+def test_the_command_loads_no_torch():
+    probe = (
+        "import sys; from mcore_models.cli import main; main(['list']); "
+        "main(['count', '--preset', 'tiny']); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

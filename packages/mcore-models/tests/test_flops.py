@@ -1,0 +1,186 @@
+"""Sizes and costs against published numbers and against built models."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.flops import (
+    flops_per_token,
+    model_flops,
+    num_active_parameters,
+    num_parameters,
+    rank_bytes,
+)
+from mcore_models.gpt import GPT
+from mcore_models.presets import load_preset
+from mcore_moe.config import MoEConfig
+from mcore_parallel import ParallelConfig, ParallelContext, named_shards
+from mcore_parallel.embedding import padded_vocab
+
+# Obtained by running Megatron's own counter (Aug 2026), one sequence.
+REFERENCE_FLOPS = {
+    "llama-3-8b": (8192, 128256, 421645529382912),
+    "gpt2-345m": (1024, 50304, 2326530097152),
+    "mixtral-8x7b": (4096, 32000, 326477644038144),
+}
+# Sizes that the models' publishers give.
+PUBLISHED_PARAMETERS = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-2-7b": 6_738_415_616,
+    "gpt2-345m": 354_823_168,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE_FLOPS)
+def test_flops_are_those_of_the_reference(name):
+    length, padded_vocab_size, want = REFERENCE_FLOPS[name]
+    model = load_preset(name)
+    assert model_flops(model.config, padded_vocab_size, [length], model.moe) == want
+    per_token = flops_per_token(model.config, padded_vocab_size, length, model.moe)
+    assert per_token == want / length
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_parameters_are_those_published(name):
+    model = load_preset(name)
+    assert (
+        num_parameters(model.config, model.vocab_size, model.moe)
+        == (PUBLISHED_PARAMETERS[name])
+    )
+
+
+def test_of_the_experts_only_the_chosen_are_active():
+    model = load_preset("qwen3-30b-a3b")
+    assert num_active_parameters(model.config, model.vocab_size, model.moe) == 3_353_032_704
+    dense = load_preset("llama-2-7b")
+    assert num_active_parameters(dense.config, dense.vocab_size) == 6_738_415_616
+
+
+SMALL = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 6}
+MODELS = {
+    "plain": ({}, {}),
+    "grouped, own width, untied": (
+        {
+            "num_query_groups": 2,
+            "kv_channels": 10,
+            "untie_embeddings_and_output_weights": True,
+            "qk_layernorm": True,
+            "add_qkv_bias": True,
+        },
+        {},
+    ),
+    "gpt2": (
+        {
+            "position_embedding_type": "learned_absolute",
+            "max_position_embeddings": 17,
+            "normalization": "LayerNorm",
+            "swiglu": False,
+            "add_bias_linear": True,
+            "qk_layernorm": True,
+        },
+        {},
+    ),
+    "experts": ({"add_bias_linear": True}, {"num_experts": 4, "moe_layer_freq": "2"}),
+    "shared experts": (
+        {"swiglu": False},
+        {
+            "num_experts": 3,
+            "moe_layer_freq": "[0,1,1]",
+            "moe_ffn_hidden_size": 8,
+            "moe_shared_expert_intermediate_size": 10,
+            "moe_shared_expert_gate": True,
+        },
+    ),
+}
+
+
+def built(changes, moe, dtype=torch.float32, device="meta"):
+    config, moe = TransformerConfig(**(SMALL | changes)), MoEConfig(**moe)
+    ctx = ParallelContext.single()
+    return config, moe, GPT(config, ctx, vocab_size=37, moe=moe, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_counted_parameters_are_those_of_a_built_model(case):
+    config, moe, model = built(*MODELS[case])
+    shapes = [shard.shape for shard in named_shards(model).values()]
+    assert num_parameters(config, 37, moe) == sum(
+        map(torch.Size.numel, map(torch.Size, shapes))
+    )
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_counted_flops_are_three_times_the_products_of_a_forward(case):
+    """Torch's own counter sees the same products, but for the router and the shared gate."""
+    config, moe, model = built(*MODELS[case], device="cpu")
+    length, padded = 16, padded_vocab(37, 128, 1)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        hidden, _ = model.eval()(torch.randint(0, 37, (1, length)))
+        model.logits(hidden)
+    counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = counted["aten.bmm"]  # the only products of two activations
+    others = sum(counted.values()) - attention
+    uncounted = sum(layer.moe is not None for layer in model.blocks.values())
+    uncounted *= 2 * length * 24 * (moe.num_experts + moe.moe_shared_expert_gate)
+    # Torch counts whole attention, we the causal half of it.
+    want = 3 * (others - uncounted + attention // 2)
+    assert attention > 0
+    assert model_flops(config, padded, [length], moe) == want
+
+
+def test_packed_sequences_attend_on_their_own():
+    config = TransformerConfig(**SMALL)
+    whole, packed = (model_flops(config, 128, lengths) for lengths in ([64], [32, 32]))
+    attention = 6 * 24 * 3  # per pair of tokens, times layers
+    assert whole - packed == attention * (64**2 - 2 * 32**2)
+
+
+def test_a_window_saves_attention_in_its_layers_only():
+    windowed = TransformerConfig(**SMALL, window_size=(7, 0), window_attn_skip_freq=3)
+    saved = model_flops(TransformerConfig(**SMALL), 128, [64]) - model_flops(
+        windowed, 128, [64]
+    )
+    seen = 2 * sum(min(i + 1, 8) for i in range(64)) - 8  # the diagonal counts by half
+    assert saved == 6 * 24 * 2 * (64**2 - seen)
+
+
+def test_bytes_of_one_rank_hold_the_whole_model():
+    model = load_preset("llama-3-8b")
+    size = num_parameters(model.config, model.vocab_size)
+    found = rank_bytes(
+        model.config, model.vocab_size, ParallelConfig(), world_size=1, seq_length=8192
+    )
+    assert (found.weights, found.gradients, found.optimizer) == (2 * size, 4 * size, 12 * size)
+    assert found.total == 18 * size + found.activations
+
+
+def test_every_axis_makes_a_rank_lighter():
+    model = load_preset("mixtral-8x7b")
+
+    def on(world_size, **degrees):
+        recomputing = degrees.pop("recomputing", RecomputeConfig())
+        return rank_bytes(
+            model.config,
+            model.vocab_size,
+            ParallelConfig(**degrees),
+            world_size=world_size,
+            seq_length=4096,
+            moe=model.moe,
+            recomputing=recomputing,
+        )
+
+    whole = on(8)
+    assert on(8, tensor_model_parallel_size=8).weights * 7.9 < whole.weights
+    assert on(8, expert_model_parallel_size=8).weights * 4 < whole.weights
+    assert on(8, pipeline_model_parallel_size=8).weights * 7 < whole.weights
+    assert whole.optimizer * 8 == pytest.approx(on(1).optimizer, rel=1e-6)
+    assert on(8, context_parallel_size=8).activations * 7 < whole.activations
+    full = RecomputeConfig(recompute_granularity="full")
+    assert on(8, recomputing=full).activations * 5 < whole.activations

@@ -1,0 +1,116 @@
+"""What runs differently on a GPU: attention kernels, fused kernels, compiled blocks."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from mcore_models.attention_backends import attend
+from mcore_models.config import TransformerConfig
+from mcore_models.gpt import GPT
+from mcore_parallel import ParallelContext
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Noise of torch's own compiler, on which no test can act.
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+
+
+def error(got, want):
+    return ((got.double() - want).abs().max() / want.abs().max()).item()
+
+
+def inputs(S, Z, N, G, H, dtype):
+    torch.manual_seed(0)
+    shapes = ((S, 2, N, H), (Z, 2, G, H), (Z, 2, G, H))
+    return [torch.randn(s, device="cuda", dtype=dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("S", "Z", "N", "G", "H"),
+    [
+        (256, 256, 8, 8, 128),
+        (256, 256, 8, 2, 128),
+        (200, 200, 6, 1, 64),
+        (64, 320, 8, 2, 128),
+        (1, 77, 8, 2, 128),
+    ],
+)
+@pytest.mark.parametrize("window", [-1, 50])
+def test_attention_kernels_equal_float64(dtype, S, Z, N, G, H, window):
+    tensors = inputs(S, Z, N, G, H, dtype)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    got, want = attend(*tensors, window=window), attend(*wide, window=window)
+    dy = torch.randn_like(got)
+    assert error(got.detach(), want.detach()) < TOLERANCE[dtype]
+    grads = torch.autograd.grad(got, tensors, dy)
+    for a, b in zip(grads, torch.autograd.grad(want, wide, dy.double()), strict=True):
+        assert error(a, b) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("S", "Z"), [(512, 512), (512, 1024)])
+def test_causal_attention_runs_in_a_fused_kernel(S, Z):
+    tensors = inputs(S, Z, 8, 2, 128, torch.bfloat16)
+    attend(*tensors)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        attend(*tensors)
+    kernels = " ".join(event.key for event in seen.key_averages())
+    assert "cudnn" in kernels if S == Z else ("cudnn" in kernels or "flash" in kernels), kernels
+
+
+SHAPES = {
+    "llama": {"num_query_groups": 2},
+    "qk norm": {"num_query_groups": 2, "qk_layernorm": True},
+    "gpt2": {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "openai_gelu": True,
+        "add_bias_linear": True,
+    },
+}
+
+
+def step(shape, dtype, compiled=False):
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=512,
+        num_attention_heads=8,
+        max_position_embeddings=256,
+        init_method_std=0.05,
+        **SHAPES[shape],
+    )
+    ctx = ParallelContext.single("cuda")
+    model = GPT(config, ctx, vocab_size=1000, dtype=dtype)
+    with torch.no_grad():  # all dtypes begin from the same rounded numbers
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    if compiled:
+        for block in model.blocks.values():
+            block.compile()
+    ids = torch.arange(2 * 256, device="cuda").view(2, 256) * 7919 % 1000
+    hidden, _ = model(ids)
+    weights = torch.full((2, 256), 1 / 512, device="cuda")
+    total, losses = model.loss(hidden, ids.roll(-1, 1), weights)
+    total.backward()
+    return losses, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_with_fused_kernels_is_near_float64(shape, dtype, compiled):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    want_losses, want = step(shape, torch.float64)
+    losses, grads = step(shape, dtype, compiled)
+    assert error(losses, want_losses) < TOLERANCE[dtype]
+    largest = max(grad.abs().max() for grad in want.values())
+    for name, grad in grads.items():
+        scale = max(want[name].abs().max(), 1e-3 * largest)
+        # Gradients of a bf16 model carry the rounding of every layer between: 4 times one's.
+        bound = 4 * TOLERANCE[dtype]
+        assert (grad.double() - want[name]).abs().max() / scale < bound, name
