@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"mcore-infer: error: {error}", file=sys.stderr)
         return 2
+    except SystemExit as end:  # tyro's, after help or a flag that cannot be read
+        return end.code if isinstance(end.code, int) else 2
     except RuntimeError as error:
         print(f"mcore-infer: failed: {error}", file=sys.stderr)
         return 1
