@@ -1,4 +1,6 @@
-"""A tiny checkpoint with random weights: two layers, bytes as tokens, 40 positions."""
+"""Tiny checkpoints with random weights: two layers, bytes as tokens, 40 positions."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from mcore_infer.loading import load_model
 from mcore_models.config import TransformerConfig
 from mcore_models.description import ModelDescription
 from mcore_models.gpt import GPT
+from mcore_moe.config import MoEConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import named_shards
 
@@ -25,14 +28,13 @@ DESCRIPTION = ModelDescription(
 )
 
 
-@pytest.fixture(scope="session")
-def run_folder(tmp_path_factory):
-    """A run folder in float64, so that layouts can be compared exactly."""
-    folder = tmp_path_factory.mktemp("run")
+def save_random(folder, description):
+    """Save a model in float64, so that layouts can be compared exactly; return its run."""
     model = GPT(
-        DESCRIPTION.config,
+        description.config,
         ParallelContext.single(),
-        vocab_size=DESCRIPTION.vocab_size,
+        vocab_size=description.vocab_size,
+        moe=description.moe,
         dtype=torch.float64,
     )
     shards = {f"model.{name}": shard for name, shard in named_shards(model).items()}
@@ -42,10 +44,27 @@ def run_folder(tmp_path_factory):
         7,
         shards,
         world=SINGLE,
-        extra={"model": DESCRIPTION.to_dict()},
+        extra={"model": description.to_dict()},
         folders={"tokenizer": folder / "tokenizer"},
     )
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("dense"), DESCRIPTION)
+
+
+@pytest.fixture(scope="session")
+def expert_folder(tmp_path_factory):
+    """The same with experts that have an expert bias."""
+    moe = MoEConfig(
+        num_experts=4,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_layer_freq="[0,1]",
+    )
+    return save_random(tmp_path_factory.mktemp("experts"), replace(DESCRIPTION, moe=moe))
 
 
 @pytest.fixture(scope="session")
