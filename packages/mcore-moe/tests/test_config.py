@@ -23,7 +23,18 @@ def test_layer_frequency_is_a_number_or_a_pattern(frequency, expected):
 
 
 @pytest.mark.parametrize(
-    "frequency", ["0", "[1]*3", "[2]*4", "__import__('os')", "[1]*", "layers", "[1]*'4'"]
+    "frequency",
+    [
+        "0",
+        "[1]*3",
+        "[2]*4",
+        "__import__('os')",
+        "[1]*",
+        "layers",
+        "[1]*'4'",
+        "[[1]]*4",
+        "4*[1]+1",
+    ],
 )
 def test_a_bad_layer_frequency_is_named(frequency):
     with pytest.raises(ValueError, match="--moe-layer-freq"):

@@ -8,13 +8,14 @@ Every tokenizer can ``save`` itself into a folder, so a checkpoint carries it, a
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mcore_data.config import TOKENIZER_TYPES, TokenizerConfig
 
 MARKER = "mcore_tokenizer.json"
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the rest of the house needs of a tokenizer."""
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from mcore_infer.config import SamplingConfig
 
 if TYPE_CHECKING:
+    from mcore_data.tokenizer import Tokenizer
     from mcore_infer.loading import LoadedModel
+    from mcore_models.gpt import GPT
 
 USAGE = """usage: mcore-infer COMMAND ...
 
@@ -97,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"mcore-infer: error: {error}", file=sys.stderr)
         return 2
+    except SystemExit as end:  # tyro's, after help or a flag that cannot be read
+        return end.code if isinstance(end.code, int) else 2
     except RuntimeError as error:
         print(f"mcore-infer: failed: {error}", file=sys.stderr)
         return 1
@@ -105,14 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(words: Sequence[str]) -> int:
     """Write on after one or more prompts."""
     config = _parse(GenerateConfig, "mcore-infer generate", words)
-    loaded, is_first = _load(config.model)
+    loaded, tokenizer, is_first = _load(config.model)
     if len(config.prompt) == 1:
-        _write_one(config, loaded, is_first)
+        _write_one(config, loaded.model, tokenizer, is_first)
         return 0
     from mcore_infer.generation import generate_text
 
-    model, tokenizer = loaded.model, loaded.tokenizer
-    texts = generate_text(model, tokenizer, config.prompt, config.sampling, config.seed)
+    texts = generate_text(loaded.model, tokenizer, config.prompt, config.sampling, config.seed)
     if is_first:
         for prompt, text in zip(config.prompt, texts, strict=True):
             print(f"{prompt}{text}\n")
@@ -127,11 +130,11 @@ def evaluate(words: Sequence[str]) -> int:
     from mcore_infer.evaluation import score_texts
 
     texts = [Path(name).read_text(encoding="utf-8") for name in config.input]
-    loaded, is_first = _load(config.model)
+    loaded, tokenizer, is_first = _load(config.model)
     limit = loaded.description.config.max_position_embeddings
     score = score_texts(
         loaded.model,
-        loaded.tokenizer,
+        tokenizer,
         texts,
         context_tokens=config.seq_length or limit or 1024,
         stride=config.overlapping_eval,
@@ -146,15 +149,17 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
-def _write_one(config: GenerateConfig, loaded: "LoadedModel", is_first: bool) -> None:
+def _write_one(
+    config: GenerateConfig, model: "GPT", tokenizer: "Tokenizer", is_first: bool
+) -> None:
     """Write on after one prompt, each piece of text as soon as it is whole characters."""
     from mcore_infer.generation import prompt_ids, stop_ids, stream
     from mcore_infer.streaming import TextStream
 
-    tokenizer, sampling = loaded.tokenizer, config.sampling
+    sampling = config.sampling
     text = TextStream(tokenizer)
     tokens = stream(
-        loaded.model,
+        model,
         [prompt_ids(tokenizer, config.prompt[0])],
         sampling,
         seed=config.seed,
@@ -172,10 +177,8 @@ def _write_one(config: GenerateConfig, loaded: "LoadedModel", is_first: bool) ->
     print(text.rest())
 
 
-def _load(options: ModelOptions) -> tuple["LoadedModel", bool]:
+def _load(options: ModelOptions) -> tuple["LoadedModel", "Tokenizer", bool]:
     """Join the other ranks and load; say whether this rank is the one that speaks."""
-    from dataclasses import replace
-
     from mcore_ckpt.paths import resolve_folder
     from mcore_data.tokenizer import load_tokenizer
     from mcore_infer.loading import load_model
@@ -189,11 +192,12 @@ def _load(options: ModelOptions) -> tuple["LoadedModel", bool]:
     device = initialize(options.device)
     ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=tp), device)
     loaded = load_model(folder, ctx)
+    tokenizer = loaded.tokenizer
     if options.tokenizer:
-        loaded = replace(loaded, tokenizer=load_tokenizer(options.tokenizer))
-    if loaded.tokenizer is None:
+        tokenizer = load_tokenizer(options.tokenizer)
+    if tokenizer is None:
         raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
-    return loaded, environment.rank == 0
+    return loaded, tokenizer, environment.rank == 0
 
 
 def _parse(kind: type, program: str, words: Sequence[str]):

@@ -224,14 +224,25 @@ def _read_pattern(text: str) -> int | list[int]:
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluate numbers, lists, + and *: data, so nothing else is looked at."""
+    """Evaluate numbers, lists of numbers, + and *: data, so nothing else is looked at."""
     match node:
         case ast.Constant(value=int(value)):
             return value
         case ast.List(elts=elements):
-            return [entry for e in elements if isinstance(entry := _evaluate(e), int)]
+            return [_number(element) for element in elements]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _evaluate(left) + _evaluate(right)
+            a, b = _evaluate(left), _evaluate(right)
+            if isinstance(a, list) and isinstance(b, list):
+                return a + b
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _evaluate(left) * _evaluate(right)
-    raise TypeError(f"{ast.dump(node)} is not allowed here")
+            a, b = _evaluate(left), _evaluate(right)
+            if isinstance(b, int):
+                return a * b
+    raise TypeError(f"{ast.unparse(node)} is neither a list nor a number")
+
+
+def _number(node: ast.expr) -> int:
+    value = _evaluate(node)
+    if isinstance(value, int):
+        return value
+    raise TypeError(f"{ast.unparse(node)} is no number")

@@ -185,15 +185,16 @@ class Experts(nn.Module):
         """
         if self.fc1_weight.is_meta:
             return
-        if seed is None and self.init_std:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        if self.init_std == 0.0:
+            return
+        if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         stds = {"fc1_weight": self.init_std, "fc2_weight": self.output_std}
         for named in named_parameters(self):
-            std = stds.get(named.name, 0.0)
-            if self.init_std and std:
-                fill_parameter_(named, seed=seed, std=std)
-            else:
-                nn.init.zeros_(named.parameter)
+            if named.name in stds:
+                fill_parameter_(named, seed=seed, std=stds[named.name])
 
     def forward(
         self,

@@ -185,10 +185,9 @@ class Router(nn.Module):
         # A bias rounded to bf16 would no longer move by its rate: move it, never cast it.
         before = None if self.expert_bias is None else self.expert_bias.detach()
         super()._apply(fn, recurse)
-        if before is not None and self.expert_bias.dtype != torch.float32:
-            moved = self.expert_bias.detach()
-            exact = moved.float() if before.is_meta else before.to(moved.device)
-            self.expert_bias.data = exact
+        bias = self.expert_bias
+        if bias is not None and before is not None and bias.dtype != torch.float32:
+            bias.data = bias.detach().float() if before.is_meta else before.to(bias.device)
         return self
 
     def forward(

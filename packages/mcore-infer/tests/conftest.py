@@ -1,0 +1,77 @@
+"""Tiny checkpoints with random weights: two layers, bytes as tokens, 40 positions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mcore_ckpt.saving import save
+from mcore_data.plain_tokenizers import ByteTokenizer
+from mcore_infer.loading import load_model
+from mcore_models.config import TransformerConfig
+from mcore_models.description import ModelDescription
+from mcore_models.gpt import GPT
+from mcore_moe.config import MoEConfig
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.sharding import named_shards
+
+DESCRIPTION = ModelDescription(
+    config=TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        max_position_embeddings=40,
+        init_method_std=0.3,
+    ),
+    vocab_size=ByteTokenizer.vocab_size,
+)
+
+
+def save_random(folder, description):
+    """Save a model in float64, so that layouts can be compared exactly; return its run."""
+    model = GPT(
+        description.config,
+        ParallelContext.single(),
+        vocab_size=description.vocab_size,
+        moe=description.moe,
+        dtype=torch.float64,
+    )
+    shards = {f"model.{name}": shard for name, shard in named_shards(model).items()}
+    ByteTokenizer().save(folder / "tokenizer")
+    save(
+        folder / "run",
+        7,
+        shards,
+        world=SINGLE,
+        extra={"model": description.to_dict()},
+        folders={"tokenizer": folder / "tokenizer"},
+    )
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("dense"), DESCRIPTION)
+
+
+@pytest.fixture(scope="session")
+def expert_folder(tmp_path_factory):
+    """The same with experts that have an expert bias."""
+    moe = MoEConfig(
+        num_experts=4,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_layer_freq="[0,1]",
+    )
+    return save_random(tmp_path_factory.mktemp("experts"), replace(DESCRIPTION, moe=moe))
+
+
+@pytest.fixture(scope="session")
+def loaded(run_folder):
+    return load_model(run_folder, ParallelContext.single())
+
+
+@pytest.fixture(scope="session")
+def model(loaded):
+    return loaded.model

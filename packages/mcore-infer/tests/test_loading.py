@@ -1,0 +1,90 @@
+import json
+
+import pytest
+import torch
+
+from mcore_infer import load_model
+from mcore_infer.generation import next_logits
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
+
+TOKENS = torch.tensor([[5, 6, 7, 200], [1, 2, 3, 4]])
+
+
+def test_a_run_folder_is_all_that_is_needed(loaded):
+    assert loaded.folder.name == "iter_0000007"
+    assert loaded.tokenizer.vocab_size == 257
+    assert loaded.description.config.num_layers == 2
+    assert not loaded.model.training
+    assert next(loaded.model.parameters()).dtype == torch.float64
+
+
+def test_a_step_folder_and_another_dtype_load_too(loaded):
+    again = load_model(loaded.folder, ParallelContext.single(), dtype=torch.float32)
+    logits = next_logits(again.model, TOKENS)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), next_logits(loaded.model, TOKENS), **CLOSE)
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def logits_of(folder, tp):
+    ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=tp))
+    logits = next_logits(load_model(folder, ctx).model, TOKENS)
+    ctx.destroy()
+    return logits
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_ranks_score_as_one_rank_does(run_folder, model, tp):
+    expected = next_logits(model, TOKENS)
+    for logits in run_ranks(logits_of, tp, run_folder, tp):
+        torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_padding_of_the_vocabulary_is_no_token(model):
+    assert model.padded_vocab_size > 257
+    assert next_logits(model, TOKENS).shape == (2, 257)
+
+
+def test_no_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no folder"):
+        load_model(tmp_path / "nothing", ParallelContext.single())
+
+
+def test_a_checkpoint_that_names_no_model_is_an_error(loaded, tmp_path):
+    index = json.loads((loaded.folder / "index.json").read_text())
+    index["extra"] = {}
+    for file in loaded.folder.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="does not say which model"):
+        load_model(tmp_path, ParallelContext.single())
+
+
+def refused(folder, fields):
+    ctx = ParallelContext.build(ParallelConfig(**fields))
+    try:
+        load_model(folder, ctx)
+    except ValueError as error:
+        return str(error)
+    finally:
+        ctx.destroy()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size"),
+        ({"context_parallel_size": 2}, "--context-parallel-size"),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "--sequence-parallel",
+        ),
+    ],
+)
+def test_layouts_that_cannot_write_token_by_token_are_refused(run_folder, fields, message):
+    assert all(message in answer for answer in run_ranks(refused, 2, run_folder, fields))

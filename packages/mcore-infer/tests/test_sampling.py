@@ -1,0 +1,86 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_infer import SamplingConfig, filtered, sample
+from mcore_infer.sampling import log_probs_of
+
+# The expected numbers were obtained by running the reference (Megatron-LM, August 2026).
+PROBS = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+
+
+def kept(logits, **fields):
+    return (filtered(logits, SamplingConfig(**fields)) > -torch.inf).sum(-1).tolist()
+
+
+def test_tokens_that_tie_with_the_kth_all_stay():
+    assert kept(torch.tensor([[1.0, 1, 1, 0]]), top_k=2) == [3]
+    assert kept(torch.tensor([[3.0, 2, 1, 0]]), top_k=2) == [2]
+
+
+@pytest.mark.parametrize(("top_p", "number"), [(0.5, 2), (0.6, 2), (0.8, 3), (0.81, 3)])
+def test_a_token_stays_unless_those_before_it_hold_more_than_top_p(top_p, number):
+    assert kept(PROBS.log(), top_p=top_p) == [number]
+
+
+def test_the_likeliest_token_always_stays():
+    assert kept(PROBS.log(), top_p=1e-6) == [1]
+
+
+def test_top_p_of_one_keeps_all():
+    assert kept(PROBS.log(), top_p=1.0) == [4]
+
+
+def test_temperature_comes_before_the_cut():
+    prob = filtered(PROBS.log(), SamplingConfig(top_p=0.6, temperature=2.0)).softmax(-1)
+    assert prob[0, :2].tolist() == pytest.approx([0.5635, 0.4365], abs=5e-5)
+    assert prob[0, 2:].sum() == 0
+
+
+def test_order_of_the_vocabulary_does_not_matter():
+    order = torch.tensor([2, 0, 3, 1])
+    shuffled = filtered(PROBS.log()[:, order], SamplingConfig(top_p=0.6))
+    assert torch.equal(shuffled, filtered(PROBS.log(), SamplingConfig(top_p=0.6))[:, order])
+
+
+def test_greedy_is_top_k_one_whatever_the_draw_and_temperature():
+    logits = torch.tensor([[0.0, 2, 1], [3, 0, 1]])
+    greedy = SamplingConfig(top_k=1, temperature=100.0)
+    assert sample(logits, greedy, torch.tensor([0.99, 0.99]).double()).tolist() == [1, 0]
+
+
+def test_more_than_the_vocabulary_cannot_be_kept():
+    with pytest.raises(ValueError, match="--top-k 5 exceeds the vocabulary of 4"):
+        filtered(PROBS, SamplingConfig(top_k=5))
+
+
+def test_draws_land_on_tokens_as_often_as_their_probability_says():
+    draws = (torch.arange(1000).double() + 0.5) / 1000
+    ids = sample(PROBS.log().expand(1000, 4), SamplingConfig(), draws)
+    assert torch.bincount(ids).tolist() == [500, 300, 150, 50]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(-50, 50), min_size=2, max_size=20),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 2),
+)
+def test_no_draw_finds_a_token_that_was_cut_off(scores, draw, kind):
+    sampling = SamplingConfig(**({}, {"top_k": 2}, {"top_p": 0.4})[kind])
+    logits = torch.tensor([scores])
+    (token,) = sample(logits, sampling, torch.tensor([draw], dtype=torch.float64)).tolist()
+    assert filtered(logits, sampling).softmax(-1)[0, token] > 0
+
+
+@pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_draw_are_safe(draw):
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]])
+    (token,) = sample(logits, SamplingConfig(), torch.tensor([draw]).double()).tolist()
+    assert token == (1 if draw == 0 else 2)
+
+
+def test_log_probs_are_those_of_the_model_before_temperature():
+    ids = torch.tensor([2])
+    assert log_probs_of(PROBS.log(), ids).item() == pytest.approx(torch.tensor(0.15).log())
