@@ -102,6 +102,7 @@ def check_column(kind, sequence_parallel, compiled):
         dtype=torch.float64,
     )
     fill(layer)
+    torch.compiler.reset()
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
 
     x = normal("x", S, B, D).requires_grad_()
@@ -148,6 +149,7 @@ def check_row(kind, sequence_parallel, compiled):
         dtype=torch.float64,
     )
     fill(layer)
+    torch.compiler.reset()
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
 
     (weight,) = whole_weight((Output("", D),), "weight", features)
@@ -169,25 +171,36 @@ def check_row(kind, sequence_parallel, compiled):
     torch.testing.assert_close(own["bias"], bias.grad, **EXACT)
 
 
-def check_all(kinds, sequence_parallel, compiled):
-    for kind in kinds:
-        torch.compiler.reset()
-        check_column(kind, sequence_parallel, compiled)
-        check_row(kind, sequence_parallel, compiled)
+def check_all():
+    for kind in ("neighbours", "strided", "four"):
+        for sequence_parallel in (False, True):
+            check_column(kind, sequence_parallel, compiled=False)
+            check_row(kind, sequence_parallel, compiled=False)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_linears_equal_plain_ones_over_neighbours_strided_ranks_and_shared_kv_rows(
-    sequence_parallel, compiled
-):
-    kinds = ("strided", "four") if compiled else ("neighbours", "strided", "four")
-    run_ranks(check_all, 4, kinds, sequence_parallel, compiled, check_shapes=not compiled)
+def check_compiled():
+    for kind, sequence_parallel in (("strided", True), ("four", False)):
+        check_column(kind, sequence_parallel, compiled=True)
+        check_row(kind, sequence_parallel, compiled=True)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_linears_over_one_rank_are_plain(compiled):
-    run_ranks(check_all, 1, ("single",), True, compiled, check_shapes=not compiled)
+def check_compiled_alone():
+    check_column("single", True, compiled=True)
+    check_row("single", True, compiled=True)
+
+
+def test_linears_equal_plain_ones_over_neighbours_strided_ranks_and_shared_kv_rows():
+    run_ranks(check_all, 4)
+
+
+def test_compiled_linears_equal_plain_ones():
+    run_ranks(check_compiled, 4, check_shapes=False)
+
+
+def test_linears_over_one_rank_are_plain():
+    check_column("single", True, compiled=False)
+    check_row("single", True, compiled=False)
+    run_ranks(check_compiled_alone, 1, check_shapes=False)
 
 
 def test_rows_that_do_not_divide_are_refused_with_the_sizes():

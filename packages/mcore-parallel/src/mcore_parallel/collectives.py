@@ -88,6 +88,20 @@ def start_reduce_scatter(x: Shaped[Tensor, "S ..."], axis: Axis) -> Shaped[Tenso
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group_name)
 
 
+def start_shift(x: Shaped[Tensor, "R ..."], axis: Axis) -> Shaped[Tensor, "R ..."]:
+    """Begin to send x to the next rank of the axis, the last to the first.
+
+    The result, what the previous rank sent, may be read after ``wait``; x must not change
+    before that. Shapes are equal on all ranks.
+    """
+    if axis.size == 1:
+        return x
+    send, receive = [0] * axis.size, [0] * axis.size
+    send[(axis.rank + 1) % axis.size] = x.shape[0]
+    receive[(axis.rank - 1) % axis.size] = x.shape[0]
+    return _ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name)
+
+
 def wait(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """Return what a ``start_`` function began, ready to be read; no-op on other tensors."""
     return _ops.wait_tensor(x)

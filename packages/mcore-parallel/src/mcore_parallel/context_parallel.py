@@ -3,8 +3,8 @@
 Causal attention costs more towards the end of a sequence, so each of C ranks holds two of
 2C chunks, one from either end: rank r has chunks r and 2C-1-r, in that order ("zigzag").
 Tokens, labels, loss mask and positions are cut alike before the model; only attention then
-talks. Two exact forms: keys and values gathered (any number of heads), or heads exchanged
-for sequence (heads divisible by C).
+talks. Two exact forms are here: keys and values gathered (any number of heads), or heads
+exchanged for sequence (heads divisible by C); a third is in ``ring``.
 
 Zigzag order: Llama 3, Dubey et al. 2024, arXiv:2407.21783, section 3.3.2. Exchange of heads:
 DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
@@ -40,7 +40,7 @@ def zigzag_split(
     """
     if axis.size == 1:
         return x
-    chunk = _chunk_length(x.shape[dim], axis)
+    chunk = chunk_length(x.shape[dim], axis)
     first, second = (x.narrow(dim, i * chunk, chunk) for i in _own_chunks(axis))
     return torch.cat([first, second], dim)
 
@@ -103,7 +103,7 @@ def context_attention(
     """
     if axis.size == 1:
         return attention(q, k, v)
-    chunk = _chunk_length(q.shape[0] * axis.size, axis)
+    chunk = chunk_length(q.shape[0] * axis.size, axis)
     k, v = zigzag_join(k, axis), zigzag_join(v, axis)
     outputs = []
     for local, index in enumerate(_own_chunks(axis)):
@@ -137,7 +137,7 @@ def ulysses_attention(
     """
     if axis.size == 1:
         return attention(q, k, v)
-    _chunk_length(q.shape[0] * axis.size, axis)
+    chunk_length(q.shape[0] * axis.size, axis)
     for what, num_heads in (("query", q.shape[2]), ("key/value", k.shape[2])):
         if num_heads % axis.size:
             raise ValueError(
@@ -149,11 +149,12 @@ def ulysses_attention(
     return _sequence_to_heads(_zigzag_order(attention(q, k, v), axis), axis)
 
 
-def _own_chunks(axis: Axis) -> tuple[int, int]:
-    return axis.rank, 2 * axis.size - 1 - axis.rank
+def chunk_length(seq_length: int, axis: Axis) -> int:
+    """Return the tokens of one of 2C chunks.
 
-
-def _chunk_length(seq_length: int, axis: Axis) -> int:
+    Raises:
+        ValueError: if the sequence does not divide into two chunks a rank.
+    """
     num_chunks = 2 * axis.size
     if seq_length % num_chunks:
         raise ValueError(
@@ -161,6 +162,10 @@ def _chunk_length(seq_length: int, axis: Axis) -> int:
             f"{axis.size}: it must be a multiple of {num_chunks}, two chunks a rank"
         )
     return seq_length // num_chunks
+
+
+def _own_chunks(axis: Axis) -> tuple[int, int]:
+    return axis.rank, 2 * axis.size - 1 - axis.rank
 
 
 def _natural_order(x: Tensor, axis: Axis, dim: int) -> Tensor:
