@@ -42,7 +42,7 @@ def parity_long(session: nox.Session) -> None:
 @nox.session
 def mutations(session: nox.Session) -> None:
     """Plant every known silent bug and see that a test kills it."""
-    _in_workspace(session, "pytest", "-m", "mutation", *session.posargs)
+    _in_workspace(session, "pytest", "tests/mutants", "-m", "mutation", *session.posargs)
 
 
 @nox.session

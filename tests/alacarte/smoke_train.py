@@ -3,9 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from mcore_train.cli import main
-
 from mcore_train import __version__
+from mcore_train.cli import main
 
 assert __version__[0].isdigit(), __version__
 

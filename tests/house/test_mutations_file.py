@@ -1,6 +1,9 @@
 """tests/mutations.toml misses no entry of the catalogue of silent bugs."""
 
-from house import rows
+import ast
+
+import pytest
+from house import mutants, rows
 
 OUTCOMES = {"test", "open", "not_ours"}
 
@@ -13,6 +16,25 @@ def test_every_entry_of_the_catalogue_is_there_once():
 def test_every_entry_is_killed_by_a_test_or_says_why_not():
     mutations = rows.read_rows(rows.MUTATIONS)
     assert rows.faults(mutations, OUTCOMES, rows.topics()) == []
+
+
+@pytest.mark.parametrize("row", mutants.mutants(), ids=lambda row: row["id"])
+def test_a_mutant_still_fits_its_file_and_parses(row):
+    assert ast.dump(ast.parse(mutants.planted(row))) != ast.dump(
+        ast.parse(mutants.source_of(row).read_text())
+    )
+
+
+def test_every_row_with_a_test_has_a_mutant():
+    assert [
+        r["id"] for r in rows.read_rows(rows.MUTATIONS) if ("test" in r) != ("file" in r)
+    ] == []
+
+
+def test_a_mutant_that_no_longer_fits_is_refused():
+    row = {"id": "N1", "file": "mcore_parallel/config.py", "replace": "nonesuch", "by": "x"}
+    with pytest.raises(ValueError, match="stands 0 times"):
+        mutants.planted(row)
 
 
 def test_the_register_rule_sees_an_entry_without_an_outcome():

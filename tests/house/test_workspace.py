@@ -1,6 +1,8 @@
 """The seven packages as packages: metadata, ranges, extras, and what the lock holds."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 from importlib.metadata import version
 
@@ -138,3 +140,14 @@ def test_the_sync_walk_follows_extras_and_no_further():
         "d": [{}],
     }  # fmt: skip
     assert installed_by_sync(lock) == {"a", "b", "d"}
+
+
+@pytest.mark.parametrize("group", sorted(GROUPS))
+def test_chosen_groups_can_be_exported_from_the_lock(group):
+    """What `uv sync --locked --only-group` would install follows from the lock alone."""
+    if shutil.which("uv") is None:
+        pytest.skip("hosts that bring their own torch may have no uv")
+    command = ["uv", "export", "--locked", "--offline", "--only-group", group, "--no-hashes"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ("ruff==" in done.stdout) == (group in ("linting", "dev"))

@@ -1,0 +1,36 @@
+"""The tests that the registers and documents name are those that pytest collects."""
+
+import subprocess
+import sys
+
+from docs.blocks import all_blocks
+from house.rows import COVERAGE, MUTATIONS, read_rows
+from house.sources import ROOT
+
+
+def collected(files: set[str]) -> set[str]:
+    """Return the nodes of test files, with and without their parameters."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", *sorted(files)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    nodes = {line.strip() for line in done.stdout.splitlines() if "::" in line}
+    return nodes | {node.split("[")[0] for node in nodes}
+
+
+def test_every_test_that_is_named_is_collected():
+    rows = [*read_rows(COVERAGE), *read_rows(MUTATIONS)]
+    named = {row["test"] for row in rows if "test" in row}
+    named |= {block.run_by for block in all_blocks() if block.run_by}
+    assert named - collected({node.split("::")[0] for node in named}) == set()
+
+
+def test_a_test_with_other_parameters_is_not_collected():
+    here = "tests/house/test_style.py"
+    nodes = collected({here})
+    assert f"{here}::test_the_terminal_rule_sees_noise" in nodes
+    assert f"{here}::test_the_terminal_rule_sees_noise[nonesuch]" not in nodes
