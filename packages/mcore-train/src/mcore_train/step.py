@@ -98,7 +98,8 @@ def stage_functions(
                 losses.aux_loss += extra.detach()
             if not model.stage.has_loss:
                 return StageOutput(hidden, extra)
-            loss, _ = model.loss(hidden, batch.labels, token_weights(batch, num_valid))
+            weights = token_weights(batch, num_valid, run.dtype)
+            loss, _ = model.loss(hidden, batch.labels, weights)
             losses.loss += loss.detach()
             return StageOutput(loss, extra)
 
