@@ -4,14 +4,10 @@ Outcomes are cached for the session too, so that each layout trains once however
 look at it.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from case import MODELS, Outcome, train_in_folder
+from parity.case import MODELS, Outcome, train_in_folder
 
 from mcore_parallel.testing import run_ranks
 

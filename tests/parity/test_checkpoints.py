@@ -5,7 +5,7 @@ agree with those of a run that never stopped to 1e-10 (float64).
 """
 
 import pytest
-from case import DENSE, SAVED_STEP, SPARSE, load_from_all
+from parity.case import DENSE, SAVED_STEP, SPARSE, load_from_all
 
 from mcore_parallel.testing import run_ranks
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from case import GLOBAL_BATCH_SIZE, MODEL, Rows, train_in_two_contexts
+from parity.case import GLOBAL_BATCH_SIZE, MODEL, Rows, train_in_two_contexts
 from torch.nn import functional
 
 from mcore_parallel.testing import run_ranks

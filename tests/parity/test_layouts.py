@@ -5,7 +5,7 @@ gradients and weight updates alike; AdamW in float64 is held to 1e-10.
 """
 
 import pytest
-from case import DENSE, SPARSE
+from parity.case import DENSE, SPARSE
 
 TOLERANCE = 1e-10
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
 from mcore_data.datasets import build_gpt_datasets
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_models.gpt import GPT
-from mcore_parallel.schedule import Action, build_schedule
-from mcore_parallel.stages import stages_of_rank
-
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import RngStreams
+from mcore_parallel.schedule import Action, build_schedule
+from mcore_parallel.stages import stages_of_rank
 from mcore_parallel.zero import ShardedAdamW
 from mcore_train.composition import TrainConfig
 from mcore_train.precision import torch_dtype

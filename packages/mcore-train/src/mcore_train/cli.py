@@ -73,10 +73,21 @@ def quickstart(words: Sequence[str]) -> int:
 
 
 def schedule(words: Sequence[str]) -> int:
-    """Draw a pipeline schedule."""
-    from mcore_train.schedule_view import show
+    """Draw a pipeline schedule: ``schedule show``."""
+    import tyro
 
-    return show(words)
+    from mcore_train.schedule_view import ScheduleConfig, draw_schedule
+
+    if words[:1] != ["show"]:
+        raise ValueError("mcore-train schedule has one verb: schedule show --help.")
+    config = tyro.cli(
+        ScheduleConfig,
+        prog="mcore-train schedule show",
+        args=list(words[1:]),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    print(draw_schedule(config))
+    return 0
 
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from mcore_data.config import DataConfig, TokenizerConfig
-
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
-from mcore_parallel.schedule import forward_only
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
+from mcore_parallel.schedule import forward_only
 from mcore_train.assembly import Run
 from mcore_train.losses import MicroBatch, place
 from mcore_train.step import hidden_shape

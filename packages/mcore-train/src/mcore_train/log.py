@@ -109,6 +109,7 @@ class Reporter:
         *,
         metrics_file: Path | None = None,
         tensorboard_folder: Path | None = None,
+        with_lines: bool = True,
     ) -> None:
         """Prepare; files are opened on entry.
 
@@ -116,11 +117,13 @@ class Reporter:
             console: where a progress bar may go; None on ranks that do not report.
             metrics_file: JSON lines, appended to.
             tensorboard_folder: scalars for TensorBoard.
+            with_lines: write a line for each report.
 
         Raises:
             ValueError: if TensorBoard is wanted and not installed.
         """
         self.is_active = console is not None
+        self.with_lines = with_lines
         self._metrics_file = metrics_file if self.is_active else None
         self._metrics: IO[str] | None = None
         self._progress = None
@@ -164,7 +167,8 @@ class Reporter:
         """Write one training report everywhere."""
         if not self.is_active:
             return
-        log.info("%s", report.line())
+        if self.with_lines:
+            log.info("%s", report.line())
         self.advance(report.iteration, report.train_iters, f"loss {report.loss:.3f}")
         self.record("train", report.iteration, report.numbers())
 

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from mcore_data.loader import build_loader
 from torch import Tensor
 
+from mcore_data.loader import build_loader
 from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
 from mcore_train.assembly import Dataset, Run

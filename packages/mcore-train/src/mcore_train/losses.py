@@ -63,6 +63,15 @@ def count_valid_tokens(
     return all_reduce(torch.stack(sums).sum(), ctx.dp_cp)
 
 
-def token_weights(batch: MicroBatch, num_valid: Float[Tensor, ""]) -> Float[Tensor, "B Q"]:
-    """Return each token's factor in the step's loss: its mask over the global count."""
-    return batch.loss_mask / num_valid.clamp(min=1.0).to(batch.loss_mask.dtype)
+def token_weights(
+    batch: MicroBatch, num_valid: Float[Tensor, ""], dtype: torch.dtype
+) -> Float[Tensor, "B Q"]:
+    """Return each token's factor in the step's loss: its mask over the global count.
+
+    Args:
+        batch: holds the mask.
+        num_valid: of ``count_valid_tokens``.
+        dtype: of the model; the factors are float32 or wider.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return batch.loss_mask.to(wide) / num_valid.clamp(min=1.0).to(wide)

@@ -10,7 +10,6 @@ from typing import Any, get_type_hints
 
 from mcore_ckpt.index import read_index
 from mcore_ckpt.paths import is_complete, latest_step, resolve_folder
-
 from mcore_train.composition import TrainConfig
 from mcore_train.recipe import Value
 

@@ -17,20 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mcore_ckpt.conversion import convert
-from mcore_data.gpt import GPTDataset
-from mcore_data.loader import build_loader
 from rich.console import Console
 
-from mcore_ckpt.loading import load
-from mcore_ckpt.paths import resolve_folder
+from mcore_ckpt.conversion import mcore_to_hf
+from mcore_data.gpt import GPTDataset
 from mcore_data.indexed import IndexedDataset
+from mcore_data.loader import build_loader
+from mcore_infer.loading import load_model
 from mcore_models.flops import num_parameters
-from mcore_models.gpt import GPT
 from mcore_parallel import launching
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.sharding import named_shards
 from mcore_train.assembly import Run, assemble
 from mcore_train.book import Book, prepare, read_book, token_files
 from mcore_train.composition import TrainConfig, compose
@@ -166,9 +163,19 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
         ctx.device.type,
     )
     before = plan.train_iters - RESUMED_STEPS
-    with reporter_of(plan, console) as reporter:
-        train(run, reporter, until=before, on_report=reports.append)
-        train(run, reporter, on_report=reports.append)
+
+    def tell(report: StepReport) -> None:
+        reports.append(report)
+        log.info(
+            "  step %5d   loss %.3f   %6.0f tokens/s",
+            report.iteration,
+            report.loss,
+            report.tokens_per_s,
+        )
+
+    with reporter_of(plan, console, with_lines=False) as reporter:
+        train(run, reporter, until=before, on_report=tell)
+        train(run, reporter, on_report=tell)
     log.info("\nLoss in nats per token, from the first step to the last:")
     log.info("%s\n", draw([report.loss for report in reports]))
     is_exact = _is_same(run, _again(plan, ctx, before), ctx)
@@ -254,24 +261,13 @@ def _report_score(score: Score, book: Book) -> dict[str, float]:
 def _convert_and_write(options: QuickstartConfig, book: Book, run: Run) -> dict[str, Any]:
     """Convert the last checkpoint and let it write; on one rank, whatever the layout was."""
     output, config = Path(options.tour.output), run.plan.config
-    checkpoint = resolve_folder(config.saving.save)
-    convert("mcore", "hf", checkpoint, output / "hf")
+    mcore_to_hf(config.saving.save, output / "hf")
     log.info("Converted to a Hugging Face folder: %s\n", output / "hf")
-    ctx = ParallelContext.single(run.ctx.device)
-    model = GPT(config.model, ctx, vocab_size=run.plan.vocab_size)
-    shards = {f"model.{name}": shard for name, shard in named_shards(model).items()}
-    load(checkpoint, shards, ignore=("optimizer.", "rng."))
-    model.eval()
-
-    @torch.no_grad()
-    def next_scores(tokens: torch.Tensor) -> torch.Tensor:
-        hidden, _ = model(tokens.to(ctx.device))
-        return model.logits(hidden[-1:])[0, 0, : run.plan.vocab_size]
-
-    assert run.tokenizer is not None
+    loaded = load_model(config.saving.save, ParallelContext.single(run.ctx.device))
+    assert loaded.tokenizer is not None
     text = write(
-        next_scores,
-        run.tokenizer,
+        loaded.model,
+        loaded.tokenizer,
         num_words=options.tour.num_words,
         context_tokens=SEQ_LENGTH,
         temperature=TEMPERATURE,

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mcore_models.layout_checks import layout_problems
-from mcore_parallel.schedule import build_schedule as build_pipeline
-from mcore_parallel.stages import Stage, build_stages
-
 from mcore_moe.config import moe_layers
 from mcore_parallel.layout import build_grids
+from mcore_parallel.schedule import build_schedule as build_pipeline
+from mcore_parallel.stages import Stage, build_stages
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from mcore_ckpt.index import read_index
 from mcore_ckpt.loading import load
 from mcore_ckpt.saving import save
-
 from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Piece, Shard, named_shards
 from mcore_train.assembly import Run
@@ -111,7 +111,8 @@ def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
 
 
 def model_shards(run: Run) -> dict[str, Shard]:
-    """Describe this rank's weights, named ``model.<logical>``."""
+    """Describe this rank's weights, named ``model.<logical>``; waits for gathers."""
+    run.data_parallel.wait_params()
     shards: dict[str, Shard] = {}
     for chunk in run.chunks:
         described = named_shards(chunk, run.ctx.data_axes())

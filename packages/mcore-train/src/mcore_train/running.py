@@ -59,12 +59,19 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
         launching.shut_down()
 
 
-def reporter_of(plan: Plan, console: Console | None) -> Reporter:
-    """Build the reporter that the plan's flags ask for; silent without a console."""
+def reporter_of(plan: Plan, console: Console | None, *, with_lines: bool = True) -> Reporter:
+    """Build the reporter that the plan's flags ask for.
+
+    Args:
+        plan: names the files.
+        console: where to show progress; None on ranks that do not report.
+        with_lines: write a line for each report.
+    """
     save, options = plan.config.saving.save, plan.config.logging
     metrics = options.metrics_file or (f"{save}/metrics.jsonl" if save else "")
     return Reporter(
         console,
         metrics_file=Path(metrics) if metrics else None,
         tensorboard_folder=Path(save) / "tensorboard" if options.tensorboard else None,
+        with_lines=with_lines,
     )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from torch import Tensor
 
+from mcore_moe.stats import finish_step
 from mcore_parallel.grads import clip_coefficient
+from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from mcore_train.assembly import Run
 from mcore_train.losses import MicroBatch, count_valid_tokens, token_weights
 
@@ -44,6 +45,9 @@ def train_step(
     max_norm = run.plan.config.optimizer.clip_grad
     scale = clip_coefficient(norm, max_norm) if max_norm else 1.0
     run.optimizer.step(lr, weight_decay, scale)
+    if run.plan.config.experts.num_experts:
+        for chunk in run.chunks:
+            finish_step(chunk, run.ctx.axis("tp", "cp", "dp"))
     return StepResult(losses.loss, losses.aux_loss, norm)
 
 
@@ -98,7 +102,8 @@ def stage_functions(
                 losses.aux_loss += extra.detach()
             if not model.stage.has_loss:
                 return StageOutput(hidden, extra)
-            loss, _ = model.loss(hidden, batch.labels, token_weights(batch, num_valid))
+            weights = token_weights(batch, num_valid, run.dtype)
+            loss, _ = model.loss(hidden, batch.labels, weights)
             losses.loss += loss.detach()
             return StageOutput(loss, extra)
 

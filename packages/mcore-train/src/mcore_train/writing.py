@@ -1,25 +1,17 @@
-"""Text that a model writes, and how much of it is the book's.
-
-Works with any function from tokens to the scores of the next one. Numbers are drawn on the
-CPU from an own seed, so that a text does not depend on the device's generator.
-"""
+"""Text that a model writes, and how much of it is the book's."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-
 from mcore_data.tokenizer import Tokenizer
+from mcore_infer.config import SamplingConfig
+from mcore_infer.generation import generate
+from mcore_models.gpt import GPT
 
 _WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
 COPY_WORDS = 20
 """Length of a run of words that counts as copied."""
-
-NextScores = Callable[[Int[Tensor, "1 S"]], Float[Tensor, " V"]]
-"""Scores of the token after a sequence, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +26,7 @@ class Originality:
 
 
 def write(
-    next_scores: NextScores,
+    model: GPT,
     tokenizer: Tokenizer,
     *,
     num_words: int,
@@ -42,28 +34,27 @@ def write(
     temperature: float,
     seed: int,
 ) -> str:
-    """Sample a text of at least ``num_words`` words, then cut it to that many.
+    """Sample a text of ``num_words`` words, longer than the model's context if need be.
+
+    Written in stretches of half a context, each after the half before it. Ends of documents
+    become line breaks.
 
     Args:
-        next_scores: the model.
-        tokenizer: has an end-of-document token, which begins the text and is not drawn.
-        num_words: length of the text.
-        context_tokens: latest tokens that the model is shown.
+        model: whole, in eval mode.
+        tokenizer: has an end-of-document token, which begins the text.
+        num_words: length of the text, after which it is cut.
+        context_tokens: tokens that the model was trained to see.
         temperature: scores are divided by it; below 1 the likely becomes likelier.
         seed: of the draws.
     """
-    eod = tokenizer.eod
+    eod, half = tokenizer.eod, context_tokens // 2
     assert eod is not None
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [eod]
-    text = ""
+    sampling = SamplingConfig(num_tokens=half, temperature=temperature, ignore_eod=True)
+    tokens, text = [eod], ""
     while len(text.split()) <= num_words:
-        scores = next_scores(torch.tensor([tokens[-context_tokens:]]))
-        scores = scores.double().cpu() / temperature
-        scores[eod] = -torch.inf
-        prob = torch.softmax(scores, 0)
-        tokens.append(int(torch.multinomial(prob, 1, generator=generator).item()))
-        text = tokenizer.decode(tokens[1:])
+        (more,) = generate(model, [tokens[-half:]], sampling, seed=seed + len(tokens))
+        tokens += more.ids
+        text = _decode(tokens, tokenizer)
     return " ".join(text.split()[:num_words])
 
 
@@ -82,6 +73,16 @@ def originality(text: str, book: Iterable[str], train: Iterable[str]) -> Origina
     return Originality(
         len(words), sum(word in known for word in words) / max(1, len(words)), copied
     )
+
+
+def _decode(tokens: list[int], tokenizer: Tokenizer) -> str:
+    parts: list[list[int]] = [[]]
+    for token in tokens:
+        if token == tokenizer.eod:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return "\n".join(tokenizer.decode(part) for part in parts if part)
 
 
 def words_of(text: str) -> list[str]:

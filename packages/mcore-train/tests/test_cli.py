@@ -1,0 +1,84 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mcore_train.cli import COMMANDS, main, without_option
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "mcore_train", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_names_every_command_and_does_not_load_torch():
+    script = (
+        "import sys; from mcore_train.cli import main; main(['--help'])\n"
+        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert all(name in done.stdout for name in COMMANDS)
+    assert done.stdout.endswith("[]\n")
+
+
+def test_help_answers_in_half_a_second():
+    times = []
+    for _ in range(3):
+        before = time.perf_counter()
+        assert command("--help").returncode == 0
+        times.append(time.perf_counter() - before)
+    assert min(times) < 0.5
+
+
+def test_help_of_gpt_is_grouped_by_concept_and_does_not_load_torch():
+    script = (
+        "import sys; from mcore_train.cli import main\n"
+        "try: main(['gpt', '--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    for words in ("model options", "parallelism options", "--moe-router-topk", "--recipe"):
+        assert words in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+    assert main(["gtp"]) == 2
+    assert "did you mean command gpt?" in capsys.readouterr().err
+
+
+def test_a_schedule_is_drawn_as_text_and_as_a_picture(capsys, tmp_path):
+    picture = tmp_path / "x.svg"
+    words = ["--ranks", "2", "--microbatches", "3", "--pipeline-schedule", "zb-h1"]
+    assert main(["schedule", "show", *words, "--output", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1" in out
+    assert "bubble" in out
+    assert picture.read_text().startswith("<svg")
+
+
+def test_a_schedule_that_does_not_fit_is_refused(capsys):
+    words = [
+        "--ranks",
+        "2",
+        "--microbatches",
+        "3",
+        "--num-virtual-stages-per-pipeline-rank",
+        "2",
+    ]
+    assert main(["schedule", "show", *words]) == 2
+    assert "--global-batch-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--nproc", "2", "--lr", "1"], ["--lr", "1", "--nproc=2"]])
+def test_ranks_do_not_start_ranks_of_their_own(words):
+    assert without_option(words, "--nproc") == ["--lr", "1"]

@@ -1,0 +1,69 @@
+import io
+import json
+
+from rich.console import Console
+
+from mcore_train.log import Reporter, StepReport
+
+
+def report(**changes):
+    return StepReport(
+        **{
+            "iteration": 20,
+            "train_iters": 100,
+            "consumed_train_samples": 160,
+            "step_ms": 12.34,
+            "tokens_per_s": 8000.0,
+            "tokens_per_s_per_gpu": 4000.0,
+            "tflops_per_gpu": 400.0,
+            "mfu": 0.4045,
+            "lr": 3e-4,
+            "global_batch_size": 8,
+            "loss": 2.5,
+            "aux_loss": 0.0,
+            "grad_norm": 1.25,
+            "peak_gib": 0.0,
+            **changes,
+        }
+    )
+
+
+def test_a_line_reads_as_megatrons():
+    line = report().line()
+    assert line.startswith(" iteration       20/     100 | consumed samples:          160 | ")
+    assert "elapsed time per iteration (ms): 12.3 | " in line
+    assert "learning rate: 3.000000E-04 | global batch size:     8 | " in line
+    assert "lm loss: 2.500000E+00 | grad norm: 1.250 |" in line
+    assert "MFU: 40.5%" in line
+    assert line.endswith(" |")
+
+
+def test_what_is_not_known_is_left_out():
+    line = report(mfu=0.0).line()
+    assert not any(word in line for word in ("MFU", "load_balancing_loss", "memory"))
+    full = report(aux_loss=0.01, peak_gib=70.0).line()
+    assert "load_balancing_loss: 1.000000E-02" in full
+    assert "memory (GiB): 70.0" in full
+
+
+def test_metrics_are_json_lines_with_stable_keys_and_are_appended(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    for iteration in (1, 2):
+        with Reporter(Console(file=io.StringIO()), metrics_file=path) as reporter:
+            reporter.report(report(iteration=iteration))
+            reporter.record("valid", iteration, {"loss": 3.0})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(x["kind"], x["iteration"]) for x in lines] == [
+        ("train", 1),
+        ("valid", 1),
+        ("train", 2),
+        ("valid", 2),
+    ]
+    assert set(lines[0]) == {"kind", *report().numbers()}
+
+
+def test_a_rank_that_does_not_report_writes_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(None, metrics_file=path) as reporter:
+        reporter.report(report())
+    assert not path.exists()

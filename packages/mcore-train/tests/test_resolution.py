@@ -1,0 +1,92 @@
+import pytest
+
+from mcore_train.composition import compose
+from mcore_train.resolution import ConflictError, resolve
+
+RUNS = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "train_iters": 10,
+    "lr": 1e-3,
+    "mock_data": True,
+    "vocab_size": 100,
+}
+
+
+def plan(world_size=1, tokenizer_vocab_size=0, **changes):
+    return resolve(
+        compose({**RUNS, **changes}), world_size, tokenizer_vocab_size=tokenizer_vocab_size
+    )
+
+
+def test_numbers_that_follow_from_config_and_world():
+    found = plan(
+        8,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        micro_batch_size=2,
+        global_batch_size=16,
+    )
+    assert found.data_parallel_size == 2
+    assert found.num_microbatches == 4
+    assert found.tokens_per_step == 16 * 32
+    assert found.padded_vocab_size == 256
+    assert [len(stage.layers) for stage in found.stages] == [2, 2]
+    assert found.schedule.decay_samples == 160
+    assert found.dtype == "float32"
+
+
+def test_samples_instead_of_steps_are_rounded_down_to_whole_steps():
+    assert plan(train_iters=0, train_samples=35, global_batch_size=8).train_iters == 4
+
+
+def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
+    assert plan(tokenizer_vocab_size=90, vocab_size=0).vocab_size == 90
+    assert plan(tokenizer_vocab_size=90, vocab_size=120).vocab_size == 120
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "told"),
+    [
+        (8, {"num_attention_heads": 12, "hidden_size": 96, "tensor_model_parallel_size": 8},
+         "--num-attention-heads 12 cannot be split over --tensor-model-parallel-size 8: heads "
+         "must divide evenly. Use 1, 2, 3, 4, 6 or 12"),
+        (6, {"tensor_model_parallel_size": 4}, "does not divide the world of 6 ranks"),
+        (1, {"sequence_parallel": True}, "--sequence-parallel has no effect"),
+        (2, {"micro_batch_size": 2, "global_batch_size": 6}, "use 4 or 8"),
+        (1, {"max_position_embeddings": 16}, "--max-position-embeddings 16"),
+        (2, {"context_parallel_size": 2, "seq_length": 30}, "--seq-length 30 cannot be cut"),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 31},
+         "--seq-length 31 cannot be cut"),
+        (3, {"pipeline_model_parallel_size": 3}, "--num-layers 4 cannot be split"),
+        (2, {"expert_model_parallel_size": 2}, "has no effect without --num-experts"),
+        (2, {"num_experts": 3, "expert_model_parallel_size": 2}, "--num-experts 3 cannot"),
+        (1, {"num_experts": 4, "moe_layer_freq": "[1,0]"}, "--moe-layer-freq"),
+        (1, {"lr": 0.0}, "Give --lr"),
+        (1, {"train_iters": 0}, "--train-iters or --train-samples"),
+        (1, {"mock_data": False}, "Give --data-path"),
+        (1, {"mock_data": False, "vocab_size": 0}, "Give --tokenizer-model"),
+        (1, {"reset_attention_mask": True}, "--reset-attention-mask is not built"),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, "zb-h1"),
+        (1, {"tensorboard": True}, "--tensorboard has nowhere to write"),
+        (1, {"lr_warmup_iters": 10}, "not shorter than the decay"),
+    ],
+)  # fmt: skip
+def test_each_conflict_says_what_to_change(world_size, changes, told):
+    with pytest.raises(ConflictError) as refusal:
+        plan(world_size, **changes)
+    assert told in " ".join(str(refusal.value).split())
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    with pytest.raises(ConflictError, match="smaller than the tokenizer's 120"):
+        plan(tokenizer_vocab_size=120)
+
+
+def test_all_conflicts_are_told_at_once():
+    with pytest.raises(ConflictError) as refusal:
+        plan(1, lr=0.0, train_iters=0, sequence_parallel=True)
+    assert len(refusal.value.lines) == 3
+    assert str(refusal.value).startswith("3 things to change:\n  - ")

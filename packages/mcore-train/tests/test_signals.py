@@ -1,0 +1,43 @@
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
+from mcore_train.signals import StopRequest
+
+
+def test_a_signal_is_remembered_and_its_handler_given_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(ParallelContext.single()) as stop:
+        assert not stop.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.poll()
+        assert stop.received == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_interrupt_acts_as_it_would_have_without_us():
+    with StopRequest(ParallelContext.single()) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.poll()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def stop_rank_one() -> list[bool]:
+    with StopRequest(ParallelContext.build(ParallelConfig())) as stop:
+        answers = []
+        for step in range(4):
+            if step == 1 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            answers.append(stop.poll())
+        return answers
+
+
+def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step():
+    first, second = run_ranks(stop_rank_one, 2)
+    assert first == second == [False, False, True, True]
