@@ -1,5 +1,6 @@
 """The command as users type it, through a real shell."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mcore_ckpt.cli import explain_redirection, main, parse_direction, parse_size
 from mcore_ckpt.saving import save
@@ -23,24 +25,35 @@ def shell(text, folder, program="bash"):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
 
 def make_hf(folder):
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=12,
-        num_hidden_layers=2,
-        vocab_size=17,
-        intermediate_size=10,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    """Write a Llama folder by hand: importing transformers takes seconds."""
+    D, F, V = 12, 10, 17
+    shapes = {"model.embed_tokens": (V, D), "model.norm": (D,), "lm_head": (V, D)}
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{p}_proj": (D, D) for p in "qo"}
+        shapes |= {f"{layer}.self_attn.{p}_proj": (D // 2, D) for p in "kv"}
+        shapes |= {f"{layer}.mlp.{p}_proj": (F, D) for p in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj"] = (D, F)
+        shapes[f"{layer}.input_layernorm"] = shapes[f"{layer}.post_attention_layernorm"] = (D,)
+    config = {
+        "model_type": "llama",
+        "hidden_size": D,
+        "num_hidden_layers": 2,
+        "vocab_size": V,
+        "intermediate_size": F,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
 
 
 def make_step(folder, value=1.0):
