@@ -11,6 +11,7 @@ padded with spaces, data without gaps).
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from jaxtyping import Shaped
@@ -56,6 +57,7 @@ SLAB_BYTES = 4 * BLOCK_BYTES
 
 _MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +104,21 @@ def write_file(
 
     Raises:
         ValueError: if a name comes twice.
-        RuntimeError: if an item's slabs are not as long as its shape says.
-        OSError: of the disk.
+        RuntimeError: if the disk fails, or an item's slabs are not as long as its shape says.
     """
     header, first = _header(items, metadata)
-    written = []
-    with path.open("xb", buffering=1 << 20) as file:
-        file.write(header)
-        offset = first
-        for item in items:
-            checksums = Checksums()
-            for slab in item.slabs():
-                data = memory(slab)
-                file.write(data)
-                checksums.update(data)
-            if checksums.num_bytes != item.num_bytes:
-                raise RuntimeError(
-                    f"{path}: {item.name} gave {checksums.num_bytes} bytes, "
-                    f"not the {item.num_bytes} of its shape"
-                )
-            written.append(Written(offset, checksums.finish()))
-            offset += item.num_bytes
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("xb", buffering=1 << 20) as file:
+            file.write(header)
+            written = _write_items(file, items, first, path)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        raise
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        hint = ": the disk or a quota is full" if error.errno in _FULL else ""
+        raise RuntimeError(f"cannot write {path}: {error}{hint}.") from error
     return written
 
 
@@ -314,6 +308,26 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str] | None) -> tuple[
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, 8 + len(text)
+
+
+def _write_items(
+    file: IO[bytes], items: Sequence[Item], offset: int, path: Path
+) -> list[Written]:
+    written = []
+    for item in items:
+        checksums = Checksums()
+        for slab in item.slabs():
+            data = memory(slab)
+            file.write(data)
+            checksums.update(data)
+        if checksums.num_bytes != item.num_bytes:
+            raise RuntimeError(
+                f"{path}: {item.name} gave {checksums.num_bytes} bytes, "
+                f"not the {item.num_bytes} of its shape"
+            )
+        written.append(Written(offset, checksums.finish()))
+        offset += item.num_bytes
+    return written
 
 
 def _lies_alike(target: Tensor, dtype: torch.dtype, num_bytes: int) -> bool:

@@ -1,0 +1,44 @@
+"""Families of Hugging Face models: one short file each, weights and config.json together.
+
+A family is a module with ``to_ours(config) -> description``, ``to_theirs(description) ->
+config`` and ``table(description) -> Table``. A description is what our checkpoints keep:
+``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with the fields of
+mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have their defaults.
+Each direction refuses, by name, what the other side cannot say.
+"""
+
+from importlib import import_module
+from typing import Any
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2")
+"""``model_type`` of each family; also its module's name. The first that fits is exported."""
+
+
+def family_of(model_type: str) -> Any:
+    """Return the module of a family.
+
+    Raises:
+        ValueError: for a model type that no family speaks of.
+    """
+    if model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
+        )
+    return import_module(f"{__name__}.{model_type}")
+
+
+def family_for(description: dict[str, Any]) -> str:
+    """Find the first family that can say what a model of ours is.
+
+    Raises:
+        ValueError: if none can; with each one's reason.
+    """
+    reasons = []
+    for model_type in MODEL_TYPES:
+        try:
+            family_of(model_type).to_theirs(description)
+        except ValueError as error:
+            reasons.append(f"\n  {model_type}: {error}")
+        else:
+            return model_type
+    raise ValueError(f"no Hugging Face family can say this model: {''.join(reasons)}")

@@ -1,0 +1,66 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families.decoder import (
+    ANGLES,
+    Fields,
+    around,
+    attention_rules,
+    mlp_rules,
+    read_common,
+    require,
+    setting,
+    tied_copies,
+    write_common,
+)
+from mcore_ckpt.families.llama import no_experts
+from mcore_ckpt.rules import Table
+
+
+def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a config.json as a description.
+
+    Raises:
+        ValueError: naming a field that we cannot represent.
+    """
+    fields = Fields(config)
+    no_window(fields)
+    ours = read_common(fields) | {"add_qkv_bias": True}
+    vocab_size = fields.take("vocab_size")
+    fields.finish()
+    return {"family": "gpt", "vocab_size": vocab_size, "config": ours, "moe": {}}
+
+
+def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a description as a config.json.
+
+    Raises:
+        ValueError: naming a flag that the family cannot say.
+    """
+    no_experts(description)
+    require(description, qk_layernorm=False, add_bias_linear=False, add_qkv_bias=True)
+    require(description, window_size=(-1, 0))
+    theirs = {"model_type": "qwen2", **write_common(description, "Qwen2ForCausalLM")}
+    return theirs | {"use_sliding_window": False}
+
+
+def table(description: Mapping[str, Any]) -> Table:
+    """List the weights."""
+    return Table(
+        around(description, [*attention_rules(("weight", "bias")), *mlp_rules()]),
+        setting(description, "num_layers"),
+        droppable=ANGLES,
+        copies=tied_copies(description),
+    )
+
+
+def no_window(fields: Fields) -> None:
+    """Use up the fields of a sliding window that is switched off.
+
+    Raises:
+        ValueError: if it is on: some layers then have one, which we cannot say.
+    """
+    fields.must_be("use_sliding_window", False)
+    fields.take("sliding_window", 0)

@@ -1,0 +1,183 @@
+"""The command as users type it, through a real shell."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcore_ckpt.cli import explain_redirection, main, parse_direction, parse_size
+from mcore_ckpt.saving import save
+from mcore_parallel.mesh import SINGLE
+from mcore_parallel.sharding import Piece, Shard
+
+COMMAND = f"{sys.executable} -m mcore_ckpt"
+
+
+def shell(text, folder, program="bash"):
+    return subprocess.run(
+        [program, "-c", text],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def make_hf(folder):
+    """Write a Llama folder by hand: importing transformers takes seconds."""
+    D, F, V = 12, 10, 17
+    shapes = {"model.embed_tokens": (V, D), "model.norm": (D,), "lm_head": (V, D)}
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{p}_proj": (D, D) for p in "qo"}
+        shapes |= {f"{layer}.self_attn.{p}_proj": (D // 2, D) for p in "kv"}
+        shapes |= {f"{layer}.mlp.{p}_proj": (F, D) for p in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj"] = (D, F)
+        shapes[f"{layer}.input_layernorm"] = shapes[f"{layer}.post_attention_layernorm"] = (D,)
+    config = {
+        "model_type": "llama",
+        "hidden_size": D,
+        "num_hidden_layers": 2,
+        "vocab_size": V,
+        "intermediate_size": F,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+
+
+def make_step(folder, value=1.0):
+    data = torch.full((4, 3), value)
+    whole = Shard((4, 3), torch.float32, (Piece((0, 0), (4, 3), data),))
+    return save(folder, 3, {"model.blocks.0.w": whole, "model.blocks.1.w": whole}, world=SINGLE)
+
+
+def test_an_unquoted_arrow_converts_all_the_same_and_leaves_no_file(tmp_path):
+    make_hf(tmp_path / "in")
+    done = shell(f"{COMMAND} convert hf->mcore --input in --output run", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "the shell took '>mcore' of 'hf->mcore' for a redirection" in done.stderr
+    assert "each used once, read back and equal" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "run"]
+    assert (tmp_path / "run" / "release" / "index.json").is_file()
+    # The same from the other side, by a plain sh, to an output with the eaten name.
+    done = shell(f"{COMMAND} convert mcore->hf --input run --output hf", tmp_path, "sh")
+    assert done.returncode == 0, done.stderr
+    assert "Write mcore-to-hf" in done.stderr
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_an_output_called_as_the_eaten_name_becomes_a_folder(tmp_path):
+    make_hf(tmp_path / "in")
+    done = shell(f"{COMMAND} convert hf->mcore --input in --output mcore", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mcore" / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+def test_a_file_that_is_not_standard_output_is_never_removed(tmp_path):
+    make_hf(tmp_path / "in")
+    # Both redirections make a file; the program's output is the second.
+    done = shell(f"{COMMAND} convert hf->mcore --input in --output run > log", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mcore").read_text() == ""
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_file_with_content_is_never_removed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mcore").write_text("precious")
+    explain_redirection("hf", "mcore")
+    assert (tmp_path / "mcore").read_text() == "precious"
+    assert "redirection" in capsys.readouterr().err
+
+
+def test_a_conversion_that_fails_after_an_unquoted_arrow_leaves_no_file_either(tmp_path):
+    done = shell(f"{COMMAND} convert hf->mcore --input absent --output run", tmp_path)
+    assert done.returncode == 2
+    assert "absent is no Hugging Face folder" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quoted_direction_prints_to_standard_output(tmp_path, capsys):
+    make_hf(tmp_path / "in")
+    words = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "a")]
+    assert main(["convert", "hf->mcore", *words]) == 0
+    assert f"{tmp_path}/a: llama, 21 tensors, " in capsys.readouterr().out
+
+
+def test_directions_have_three_spellings_and_their_cut_forms():
+    assert parse_direction("hf->mcore") == ("hf", "mcore", False)
+    assert parse_direction("hf-to-mcore") == ("hf", "mcore", False)
+    assert parse_direction("mcore->hf") == ("mcore", "hf", False)
+    assert parse_direction("mcore-") == ("mcore", "hf", True)
+    with pytest.raises(ValueError, match="direction 'hf' is not known: use hf-to-mcore or"):
+        parse_direction("hf")
+
+
+def test_sizes_have_units():
+    assert parse_size("5GB") == 5_000_000_000
+    assert parse_size("1.5mb") == 1_500_000
+    assert parse_size("12") == 12
+    for wrong in ("five", "-1GB", "3XB", "0"):
+        with pytest.raises(ValueError, match="is no size"):
+            parse_size(wrong)
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys; from mcore_ckpt.cli import main\n"
+        "for words in ([], ['--help'], ['convert', '--help']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules, 'torch was loaded'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hf-to-mcore" in done.stdout
+    assert "--max-shard-size" in done.stdout
+
+
+def test_exit_codes_tell_bad_input_from_failure(tmp_path, capsys):
+    assert main(["convrt"]) == 2
+    assert main(["inspect", str(tmp_path)]) == 2
+    step = make_step(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    file = step / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "model.blocks.1.w has not the checksum" in capsys.readouterr().err
+
+
+def test_inspect_puts_the_layers_in_one_line(tmp_path, capsys):
+    make_step(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "2 tensors" in text
+    assert "model.blocks.*.w  x2" in text
+    assert main(["inspect", str(tmp_path), "--as-json"]) == 0
+    assert '"name": "model.blocks.1.w"' in capsys.readouterr().out
+
+
+def test_inspect_compares_two_checkpoints(tmp_path, capsys):
+    one, two = Path(tmp_path / "one"), Path(tmp_path / "two")
+    make_step(one)
+    make_step(two)
+    assert main(["inspect", str(one), "--compare", str(two)]) == 0
+    make_step(tmp_path / "three", value=2.0)
+    assert main(["inspect", str(one), "--compare", str(tmp_path / "three")]) == 1
+    assert "model.blocks.0.w: values differ" in capsys.readouterr().out

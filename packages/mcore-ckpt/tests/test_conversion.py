@@ -1,0 +1,372 @@
+"""Hugging Face to ours and back: every family bitwise, every doubt an error with a name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from mcore_ckpt.conversion import hf_to_mcore, mcore_to_hf
+from mcore_ckpt.families import family_of
+from mcore_ckpt.index import read_index
+from mcore_ckpt.loading import read_tensor
+
+ODD = {"hidden_size": 18, "num_hidden_layers": 3, "vocab_size": 37, "intermediate_size": 22}
+# transformers' grouped matrix products want rows of whole 16 bytes.
+ODD_MOE = ODD | {"hidden_size": 20, "intermediate_size": 12}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
+}
+MODELS = {
+    "llama": ("Llama", {**ODD, **HEADS, "rms_norm_eps": 1e-5}),
+    "llama tied, llama3 scaling": (
+        "Llama",
+        {**ODD, **HEADS, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "llama with biases": ("Llama", {**ODD, **HEADS, "attention_bias": True, "mlp_bias": True}),
+    "llama linear scaling": (
+        "Llama",
+        {
+            **ODD,
+            "num_attention_heads": 3,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        },
+    ),
+    "mistral": ("Mistral", {**ODD, **HEADS, "sliding_window": 5}),
+    "mistral without window": ("Mistral", {**ODD, **HEADS, "sliding_window": None}),
+    "qwen2": ("Qwen2", {**ODD, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "qwen2 tied": (
+        "Qwen2",
+        {
+            **ODD,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": ("Qwen3", {**ODD, **HEADS}),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_embd": 18,
+            "n_layer": 3,
+            "n_head": 3,
+            "n_inner": 26,
+            "n_positions": 19,
+            "vocab_size": 37,
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {**ODD_MOE, **HEADS, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **ODD_MOE,
+            **HEADS,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 8,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+
+def make(folder, name, dtype=torch.float32, **options):
+    architecture, values = MODELS[name]
+    config = getattr(transformers, f"{architecture}Config")(**values)
+    head = "GPT2LMHeadModel" if architecture == "GPT2" else f"{architecture}ForCausalLM"
+    torch.manual_seed(5)
+    model = getattr(transformers, head)(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases too, so that none can be taken for another.
+            parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def tensors_of(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_equal_bitwise(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_survives_the_way_there_and_back_bitwise(tmp_path, name):
+    make(tmp_path / "hf", name)
+    there = hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    back = mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    assert there.is_proven
+    assert back.family == MODELS[name][0].lower().replace("qwen3moe", "qwen3_moe")
+    assert_equal_bitwise(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_same_logits_from_the_folder_that_came_back(tmp_path, name):
+    before = make(tmp_path / "hf", name).eval()
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    after, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokens = torch.randint(37, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(before(tokens).logits, after.eval()(tokens).logits)
+
+
+def test_a_description_read_from_what_it_wrote_is_the_same(tmp_path):
+    for name in MODELS:
+        make(tmp_path / name, name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        family = family_of(config["model_type"])
+        description = family.to_ours(config)
+        assert family.to_ours(family.to_theirs(description)) == description, name
+
+
+def old_spellings(config):
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    return config
+
+
+def test_old_and_new_spellings_of_config_json_mean_the_same(tmp_path):
+    make(tmp_path / "hf", "llama tied, llama3 scaling")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert "rope_parameters" in config
+    llama = family_of("llama")
+    new = llama.to_ours(config)
+    assert llama.to_ours(old_spellings(config)) == new
+    assert new["config"]["rotary_base"] == 500000.0
+    assert new["config"]["rope_scaling_original_max_position_embeddings"] == 64
+    assert not new["config"]["untie_embeddings_and_output_weights"]
+
+
+def test_sharded_folders_come_in_and_go_out(tmp_path):
+    make(tmp_path / "hf", "llama", max_shard_size="8KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again", max_shard_bytes=6000)
+    files = list((tmp_path / "again").glob("model-*-of-*.safetensors"))
+    assert len(files) > 3
+    assert all(file.stat().st_size < 6000 + 2000 for file in files)
+    assert_equal_bitwise(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+
+
+def test_weights_are_cast_when_asked_and_the_config_says_so(tmp_path):
+    make(tmp_path / "hf", "llama")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="bf16")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    wanted = {n: t.bfloat16() for n, t in tensors_of(tmp_path / "hf").items()}
+    assert_equal_bitwise(wanted, tensors_of(tmp_path / "again"))
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match="--dtype int3 is not known: use fp32"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "other", dtype="int3")
+
+
+def test_tokenizer_generation_config_and_token_ids_are_carried_both_ways(tmp_path):
+    make(tmp_path / "hf", "llama")
+    texts = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "merges.txt": "x y"}
+    for name, text in texts.items():
+        (tmp_path / "hf" / name).write_text(text)
+    edit(tmp_path / "hf", bos_token_id=3, eos_token_id=[4, 5])
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    for name, text in texts.items():
+        assert (tmp_path / "again" / name).read_text() == text
+    generation = (tmp_path / "hf" / "generation_config.json").read_text()
+    assert (tmp_path / "again" / "generation_config.json").read_text() == generation
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (3, [4, 5])
+
+
+def test_a_run_folder_with_release_names_logical_tensors_of_the_true_vocabulary(tmp_path):
+    model = make(tmp_path / "hf", "llama")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    step = tmp_path / "run" / "release"
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    embedding = read_tensor(step, "model.embedding.weight")
+    assert torch.equal(embedding, model.model.embed_tokens.weight)
+    assert embedding.shape == (37, 18)
+    gate = read_tensor(step, "model.blocks.2.mlp.fc1.gate.weight")
+    assert torch.equal(gate, model.model.layers[2].mlp.gate_proj.weight)
+    key = read_tensor(step, "model.blocks.1.attention.qkv.k.weight")
+    assert torch.equal(key, model.model.layers[1].self_attn.k_proj.weight)
+    assert read_index(step).extra["model"]["vocab_size"] == 37
+
+
+def test_gpt2_parts_of_a_fused_matrix_land_where_they_belong(tmp_path):
+    # Unequal constants a part: a contiguous cut of the wrong axis cannot pass.
+    model = make(tmp_path / "hf", "gpt2")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    fused = model.transformer.h[1].attn.c_attn
+    for number, part in enumerate(("q", "k", "v")):
+        columns = slice(18 * number, 18 * (number + 1))
+        weight = read_tensor(
+            tmp_path / "run" / "release", f"model.blocks.1.attention.qkv.{part}.weight"
+        )
+        bias = read_tensor(
+            tmp_path / "run" / "release", f"model.blocks.1.attention.qkv.{part}.bias"
+        )
+        assert torch.equal(weight, fused.weight[:, columns].t())
+        assert torch.equal(bias, fused.bias[columns])
+
+
+def edit(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "relu6"}, "hidden_act='relu6'"),
+        ({"attention_bias": True}, "attention_bias=True and mlp_bias=False"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type='yarn'"),
+        ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "bloom"}, "'bloom' is not known; known are llama"),
+        ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(tmp_path, change, message):
+    make(tmp_path / "hf", "llama")
+    edit(tmp_path / "hf", **change)
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_and_an_unused_tensor_are_named_together(tmp_path):
+    make(tmp_path / "hf", "llama")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["model.layers.1.mlp.gate_prj.weight"] = tensors.pop(
+        "model.layers.1.mlp.gate_proj.weight"
+    )
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ValueError, match="not those of this model") as caught:
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    text = str(caught.value)
+    assert "missing: model.layers.1.mlp.gate_proj.weight (nearest there: " in text
+    assert "not used by any rule: model.layers.1.mlp.gate_prj.weight" in text
+
+
+def test_more_layers_than_the_config_says_are_an_error(tmp_path):
+    make(tmp_path / "hf", "llama")
+    edit(tmp_path / "hf", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"not used by any rule: model.layers.2"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_a_tied_head_may_stand_twice_but_must_be_equal(tmp_path):
+    make(tmp_path / "hf", "llama tied, llama3 scaling")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    assert "model.head.weight" not in read_index(tmp_path / "run" / "release").tensors
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
+    with pytest.raises(ValueError, match=r"lm_head.weight is present and differs"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "other")
+
+
+def test_cached_angles_of_old_folders_are_dropped(tmp_path):
+    make(tmp_path / "hf", "llama")
+    file = tmp_path / "hf" / "model.safetensors"
+    angles = {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(5) for i in range(3)
+    }
+    save_file(load_file(file) | angles, file)
+    assert hf_to_mcore(tmp_path / "hf", tmp_path / "run").num_tensors == 3 * 9 + 3
+
+
+def test_pickled_weights_are_refused_and_never_opened(tmp_path):
+    make(tmp_path / "hf", "llama")
+    (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_an_index_that_names_an_absent_file_is_an_error(tmp_path):
+    make(tmp_path / "hf", "llama", max_shard_size="8KB")
+    sorted((tmp_path / "hf").glob("model-*.safetensors"))[1].unlink()
+    with pytest.raises(RuntimeError, match=r"model-00002-of-\d+.safetensors is missing"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_a_truncated_weight_file_is_an_error(tmp_path):
+    make(tmp_path / "hf", "llama")
+    file = tmp_path / "hf" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(RuntimeError, match="data does not fit the header"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_an_output_in_the_way_is_refused_and_left_as_it_was(tmp_path):
+    make(tmp_path / "hf", "llama")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    with pytest.raises(RuntimeError, match="already holds a complete checkpoint"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    before = sorted(tmp_path.glob("hf/*"))
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        mcore_to_hf(tmp_path / "run", tmp_path / "hf")
+    assert sorted(tmp_path.glob("hf/*")) == before
+    assert not list(tmp_path.glob("*partial*"))
+
+
+def test_the_proof_sees_a_byte_that_went_wrong(tmp_path, monkeypatch):
+    make(tmp_path / "hf", "llama")
+    import mcore_ckpt.conversion as conversion
+
+    def wrong(link, number, theirs):
+        for slab in right(link, number, theirs):
+            yield slab + (link.theirs == "model.layers.2.mlp.up_proj.weight")
+
+    right = conversion.our_slabs
+    monkeypatch.setattr(conversion, "our_slabs", wrong)
+    with pytest.raises(RuntimeError, match=r"proof failed: model.layers.2.mlp.up_proj.weight"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run" / "release" / "index.json").exists()
+
+
+def test_a_family_is_found_for_a_model_that_was_trained_here(tmp_path):
+    from mcore_ckpt.families import family_for
+
+    for name, (architecture, _) in MODELS.items():
+        make(tmp_path / name, name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        description = family_of(config["model_type"]).to_ours(config)
+        found = family_for(description)
+        # A Mistral without window is a Llama.
+        assert found == config["model_type"] or name == "mistral without window", architecture
+        shutil.rmtree(tmp_path / name)
+    description["config"]["squared_relu"] = True
+    description["config"]["swiglu"] = False
+    with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
+        family_for(description)

@@ -1,0 +1,151 @@
+"""Plans are pure: thousands of random cuts, each covered once and found again."""
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_ckpt.boxes import cover_problems, intersect, small_spans, span
+from mcore_ckpt.index import Chunk, TensorEntry
+from mcore_ckpt.planning import Claim, name_problems, plan_reads, plan_writes
+
+shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def cuts(draw, shape):
+    """An exact cover of a tensor: boxes cut in two again and again."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        number = draw(st.integers(0, len(boxes) - 1))
+        offsets, lengths = boxes[number]
+        wide = [dim for dim, n in enumerate(lengths) if n > 1]
+        if not wide:
+            continue
+        dim = draw(st.sampled_from(wide))
+        at = draw(st.integers(1, lengths[dim] - 1))
+        low = (*lengths[:dim], at, *lengths[dim + 1 :])
+        high = (*lengths[:dim], lengths[dim] - at, *lengths[dim + 1 :])
+        moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        boxes[number : number + 1] = [(offsets, low), (moved, high)]
+    return boxes
+
+
+@st.composite
+def shapes_with_cuts(draw):
+    shape = draw(shapes)
+    return shape, draw(cuts(shape)), draw(cuts(shape))
+
+
+def claim(shape, boxes, owner=True, dtype="F32"):
+    return Claim(shape, dtype, owner, tuple(boxes))
+
+
+@settings(max_examples=400, deadline=None)
+@given(shapes_with_cuts(), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_every_element_is_written_once_by_a_rank_that_holds_it(case, num_ranks, random):
+    shape, boxes, _ = case
+    holders = [[box for box in boxes if random.random() < 0.6] for _ in range(num_ranks)]
+    holders[0] += [box for box in boxes if not any(box in held for held in holders)]
+    plan = plan_writes([{"w": claim(shape, held)} for held in holders])
+    written = [write.box for mine in plan for write in mine]
+    assert sorted(written) == sorted(boxes)
+    for held, mine in zip(holders, plan, strict=True):
+        assert all(write.box in held for write in mine)
+
+
+@settings(max_examples=400, deadline=None)
+@given(shapes_with_cuts())
+def test_any_cut_is_read_from_any_other(case):
+    shape, saved, wanted = case
+    entry = TensorEntry(shape, "F32", tuple(Chunk("f", 0, *box) for box in saved))
+    for box in wanted:
+        reads = plan_reads(entry, box)
+        assert sum(prod(read.box[1]) for read in reads) == prod(box[1])
+        for read in reads:
+            assert intersect(read.box, saved[read.chunk]) == read.box
+            assert intersect(read.box, box) == read.box
+
+
+@settings(max_examples=400, deadline=None)
+@given(shapes_with_cuts(), st.integers(0, 50))
+def test_a_box_too_few_or_too_many_is_always_noticed(case, pick):
+    shape, boxes, others = case
+    assert not cover_problems(shape, boxes)
+    lost = boxes[pick % len(boxes)]
+    assert "in no box" in cover_problems(shape, [box for box in boxes if box != lost])[0]
+    more = [box for box in others if box not in boxes]
+    if more:
+        assert "overlap" in cover_problems(shape, [*boxes, more[0]])[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes_with_cuts(), st.integers(1, 40))
+def test_small_spans_are_small_and_cover_the_box(case, limit):
+    shape, boxes, _ = case
+    for box in boxes:
+        parts = list(small_spans(shape, box, limit))
+        assert sum(prod(lengths) for _, lengths in parts) == prod(box[1])
+        for part in parts:
+            first, stop = span(shape, part)
+            assert stop - first <= max(limit, 1)
+            assert intersect(part, box) == part
+        # In memory order, without overlap: concatenated they are the box.
+        starts = [span(shape, part)[0] for part in parts]
+        assert starts == sorted(starts)
+
+
+def test_bytes_are_balanced_over_replicas_around_what_is_forced():
+    boxes = [((i,), (1,)) for i in range(30)]
+    shared = {f"w{i}": claim((100 + i,), [((0,), (100 + i,))]) for i in range(40)}
+    ranks = [dict(shared) for _ in range(4)]
+    ranks[0]["only here"] = claim((900,), [((0,), (900,))])
+    ranks[3]["rows"] = claim((30,), boxes)
+    plan = plan_writes(ranks)
+    loads = [sum(prod(write.box[1]) for write in mine) for mine in plan]
+    assert max(loads) - min(loads) <= 139
+    assert sum(loads) == 900 + 30 + sum(100 + i for i in range(40))
+
+
+def test_the_plan_does_not_depend_on_the_order_of_names():
+    one = {name: claim((4,), [((0,), (4,))]) for name in "abcdef"}
+    other = dict(reversed(one.items()))
+    assert plan_writes([one, one]) == plan_writes([other, other])
+
+
+def test_items_of_wide_dtypes_come_first_in_a_file():
+    claims = {
+        name: claim((3,), [((0,), (3,))], dtype=dtype)
+        for name, dtype in zip("abcd", ("U8", "F64", "BF16", "F32"), strict=True)
+    }
+    assert [write.name for write in plan_writes([claims])[0]] == ["b", "d", "c", "a"]
+
+
+def test_only_the_owners_boxes_count():
+    box, half = ((0,), (4,)), ((0,), (2,))
+    owner, copy = {"w": claim((4,), [box])}, {"w": claim((4,), [half], owner=False)}
+    assert [len(mine) for mine in plan_writes([copy, owner])] == [0, 1]
+    with pytest.raises(ValueError, match="w: 4 of 4 elements are in no box"):
+        plan_writes([copy])
+
+
+def test_twenty_thousand_chunks_a_rank_are_planned_in_seconds():
+    import time
+
+    claims = [
+        {f"w{i}": claim((8, 8), [((rank * 2, 0), (2, 8))]) for i in range(5000)}
+        for rank in range(4)
+    ]
+    start = time.process_time()
+    plan_writes(claims)
+    assert time.process_time() - start < 3
+
+
+def test_long_lists_of_names_are_compared_fast_and_their_front_is_hinted():
+    missing, unexpected = name_problems(
+        (f"w.{i}.a" for i in range(20_000)), (f"w.{i}.b" for i in range(20_000))
+    )
+    assert len(missing) == len(unexpected) == 20_000
+    assert "(nearest there: " in missing[0]
+    assert "nearest" not in missing[-1]
