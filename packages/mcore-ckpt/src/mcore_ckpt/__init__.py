@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 _ROOMS: dict[str, str] = {
     "FolderLock": "locking",
     "Index": "index",
-    "RetentionConfig": "config",
     "Report": "conversion",
+    "RetentionConfig": "config",
     "hf_to_mcore": "conversion",
     "latest_step": "paths",
     "load": "loading",
