@@ -25,8 +25,8 @@ def build(num_samples=(0, 0, 0), **flags):
     )
 
 
-def tokens_of(dataset):
-    return {int(t) for k in range(len(dataset)) for t in dataset[k]["tokens"]}
+def tokens_of(dataset, limit=1000):
+    return {int(t) for k in range(min(len(dataset), limit)) for t in dataset[k]["tokens"]}
 
 
 def test_one_dataset_is_split_by_documents(pair):
@@ -119,9 +119,9 @@ def test_mock_data_needs_no_files_and_takes_the_tokenizers_vocabulary():
 
 def test_a_split_that_is_too_small_names_the_dataset(pair):
     with pytest.raises(
-        ValueError, match=r"/a, part 2 of --split 999,1: the split has 0|no tokens"
+        ValueError, match=r"/a, part 2 of --split 999,1: the split has no tokens"
     ):
-        build(data_path=pair[:1], split="999,1")
+        build(data_path=pair[:1], split="999,1", num_samples=(1, 1, 0))
 
 
 @pytest.mark.parametrize(
