@@ -53,10 +53,10 @@ Schedule = list[list[Action]]
 """One list a pipeline rank."""
 
 DURATIONS = {
-    Kind.FORWARD: 1,
-    Kind.BACKWARD: 2,
-    Kind.BACKWARD_INPUT: 1,
-    Kind.BACKWARD_WEIGHT: 1,
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
 }
 """Time units for which messages are placed: both halves of backward cost a forward."""
 
@@ -185,8 +185,8 @@ def with_messages(orders: Sequence[Sequence[Action]]) -> Schedule:
     waiting = [list(reversed(order)) for order in orders]
     schedule: Schedule = [[] for _ in orders]
     arrived: set[tuple[int, Kind, int]] = set()
-    running: list[tuple[int, int]] = []  # (end, rank)
-    now = 0
+    running: list[tuple[float, int]] = []  # (end, rank)
+    now = 0.0
     while True:
         busy = {rank for _, rank in running}
         for rank, order in enumerate(waiting):
