@@ -85,6 +85,7 @@ class TransformerBlock(nn.Module):
         feed_forward = {
             "gated": is_gated(config),
             "activation": activation(config),
+            "bias": config.add_bias_linear,
             "sequence_parallel": sequence_parallel,
             "init_std": 0.0,
             **placed,
@@ -107,7 +108,6 @@ class TransformerBlock(nn.Module):
             self.mlp = MLP(
                 config.hidden_size,
                 ffn_size(config),
-                bias=config.add_bias_linear,
                 axis=ctx.tp,
                 **feed_forward,
             )
