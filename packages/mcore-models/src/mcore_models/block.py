@@ -65,13 +65,16 @@ class TransformerBlock(nn.Module):
             dtype: of the parameters.
         """
         super().__init__()
-        placed = {"device": device, "dtype": dtype}
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
         sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
         selective = recomputing.recompute_granularity == "selective"
         self.recomputed = frozenset(recomputing.recompute_modules if selective else ())
         self.streams = streams
         # Norms under sequence parallelism see this rank's tokens only.
-        norms = {"replicas": ctx.tp, "partial": ctx.tp if sequence_parallel else SINGLE}
+        norms: dict[str, Any] = {
+            "replicas": ctx.tp,
+            "partial": ctx.tp if sequence_parallel else SINGLE,
+        }
         self.attention_norm = build_norm(config, config.hidden_size, **norms, **placed)
         self.attention = Attention(
             config,
@@ -82,7 +85,7 @@ class TransformerBlock(nn.Module):
             **placed,
         )
         self.mlp_norm = build_norm(config, config.hidden_size, **norms, **placed)
-        feed_forward = {
+        feed_forward: dict[str, Any] = {
             "gated": is_gated(config),
             "activation": activation(config),
             "bias": config.add_bias_linear,

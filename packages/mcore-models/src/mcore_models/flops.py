@@ -22,7 +22,7 @@ from mcore_moe.config import MoEConfig, moe_layers
 from mcore_parallel.config import ParallelConfig
 
 _NO_EXPERTS = MoEConfig()
-_NOTHING = RecomputeConfig()
+_KEEP_ALL = RecomputeConfig()
 
 
 def num_parameters(
@@ -113,7 +113,7 @@ def rank_bytes(
     seq_length: int,
     micro_batch_size: int = 1,
     moe: MoEConfig = _NO_EXPERTS,
-    recomputing: RecomputeConfig = _NOTHING,
+    recomputing: RecomputeConfig = _KEEP_ALL,
     weight_bytes: int = 2,
     shards_optimizer: bool = True,
 ) -> RankBytes:
