@@ -79,7 +79,12 @@ def layouts(cases):
 
 ALL, HALVES = ((0, 1, 2, 3),) * 2, ((0, 1), (2, 3))
 QK = {"num_query_groups": 1, "qk_layernorm": True}
-EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.1}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 
 
 def test_gradients_are_whole_in_backward_under_every_layout():

@@ -86,7 +86,15 @@ MODELS = {
         },
         {},
     ),
-    "experts": ({"add_bias_linear": True}, {"num_experts": 4, "moe_layer_freq": "2"}),
+    "experts with biases": (
+        {"add_bias_linear": True},
+        {
+            "num_experts": 4,
+            "moe_layer_freq": "2",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
+    ),
     "shared experts": (
         {"swiglu": False},
         {

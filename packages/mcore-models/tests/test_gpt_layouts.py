@@ -83,7 +83,7 @@ TWO_RANKS = {
     "pp2, tied": Case(GPT2, layout(pp=2)),
     "dp2": Case(LLAMA),
     "ep2": Case(LLAMA, layout(ep=2), EXPERTS),
-    "tp2, experts": Case(LLAMA, layout(tp=2), EXPERTS),
+    "tp2, experts": Case(LLAMA | {"add_bias_linear": True}, layout(tp=2), EXPERTS),
     "tp2 sp, experts": Case(LLAMA, layout(tp=2, sequence_parallel=True), EXPERTS),
     "tp2 ep2, experts": Case(
         LLAMA,

@@ -7,6 +7,7 @@ gradient. Under context parallelism the keys of other ranks come through
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -68,8 +69,8 @@ class Attention(nn.Module):
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
-        placed = {"device": device, "dtype": dtype}
-        linear = {
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        linear: dict[str, Any] = {
             "axis": tp,
             "sequence_parallel": ctx.config.sequence_parallel,
             "init_std": 0.0,
@@ -85,7 +86,7 @@ class Attention(nn.Module):
             N * H, config.hidden_size, bias=config.add_bias_linear, **linear
         )
         # Each rank norms its own heads: its gradient is their share of the sum.
-        norms = {"replicas": tp, "partial": tp, **placed}
+        norms: dict[str, Any] = {"replicas": tp, "partial": tp, **placed}
         self.q_norm = build_norm(config, H, **norms) if config.qk_layernorm else None
         self.k_norm = build_norm(config, H, **norms) if config.qk_layernorm else None
 
@@ -143,7 +144,7 @@ class Attention(nn.Module):
             return fused_rotary_split(qkv, *rotary, rows_q // H, rows_k // H)
         parts = qkv.split(self.qkv.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, H)) for part in parts)  # [S, B, N*H] -> [S, B, N, H]
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q = rotate(q, rotary, self.config.rotary_interleaved)

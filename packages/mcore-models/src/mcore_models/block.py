@@ -65,13 +65,16 @@ class TransformerBlock(nn.Module):
             dtype: of the parameters.
         """
         super().__init__()
-        placed = {"device": device, "dtype": dtype}
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
         sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
         selective = recomputing.recompute_granularity == "selective"
         self.recomputed = frozenset(recomputing.recompute_modules if selective else ())
         self.streams = streams
         # Norms under sequence parallelism see this rank's tokens only.
-        norms = {"replicas": ctx.tp, "partial": ctx.tp if sequence_parallel else SINGLE}
+        norms: dict[str, Any] = {
+            "replicas": ctx.tp,
+            "partial": ctx.tp if sequence_parallel else SINGLE,
+        }
         self.attention_norm = build_norm(config, config.hidden_size, **norms, **placed)
         self.attention = Attention(
             config,
@@ -82,9 +85,10 @@ class TransformerBlock(nn.Module):
             **placed,
         )
         self.mlp_norm = build_norm(config, config.hidden_size, **norms, **placed)
-        feed_forward = {
+        feed_forward: dict[str, Any] = {
             "gated": is_gated(config),
             "activation": activation(config),
+            "bias": config.add_bias_linear,
             "sequence_parallel": sequence_parallel,
             "init_std": 0.0,
             **placed,
@@ -107,7 +111,6 @@ class TransformerBlock(nn.Module):
             self.mlp = MLP(
                 config.hidden_size,
                 ffn_size(config),
-                bias=config.add_bias_linear,
                 axis=ctx.tp,
                 **feed_forward,
             )

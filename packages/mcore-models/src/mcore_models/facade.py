@@ -65,7 +65,8 @@ class GPTModel(nn.Module):
         self.gpt = GPT(config, ctx, vocab_size=vocab_size, moe=moe, seed=seed, dtype=dtype)
         self._ctx = ctx
         for named in named_parameters(self.gpt):
-            named.parameter.register_hook(_Finaliser(named, ctx))
+            if named.parameter.requires_grad:
+                named.parameter.register_hook(_Finaliser(named, ctx))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean loss over the valid tokens of all data ranks.

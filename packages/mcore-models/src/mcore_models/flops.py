@@ -22,7 +22,7 @@ from mcore_moe.config import MoEConfig, moe_layers
 from mcore_parallel.config import ParallelConfig
 
 _NO_EXPERTS = MoEConfig()
-_NOTHING = RecomputeConfig()
+_KEEP_ALL = RecomputeConfig()
 
 
 def num_parameters(
@@ -113,7 +113,7 @@ def rank_bytes(
     seq_length: int,
     micro_batch_size: int = 1,
     moe: MoEConfig = _NO_EXPERTS,
-    recomputing: RecomputeConfig = _NOTHING,
+    recomputing: RecomputeConfig = _KEEP_ALL,
     weight_bytes: int = 2,
     shards_optimizer: bool = True,
 ) -> RankBytes:
@@ -188,9 +188,10 @@ def _tensors(
     matrices = 3 if is_gated(config) else 2
     norm = 2 if config.normalization == "LayerNorm" else 1
     is_learned = config.position_embedding_type == "learned_absolute"
+    width, has_bias = _expert_width(config, moe), config.add_bias_linear
     biases = (N + 2 * G) * H * has_qkv_bias(config) * L
-    if config.add_bias_linear:
-        biases += L * D + (L - num_moe) * ((matrices - 1) * ffn_size(config) + D)
+    biases += (L * D + (L - num_moe) * ((matrices - 1) * ffn_size(config) + D)) * has_bias
+    expert = matrices * D * width + ((matrices - 1) * width + D) * has_bias
     norms = norm * (D * (2 * L + 1) + 2 * H * L * config.qk_layernorm)
     shared = matrices * D * moe.moe_shared_expert_intermediate_size
     return {
@@ -198,9 +199,9 @@ def _tensors(
         "head": vocab_size * D * config.untie_embeddings_and_output_weights,
         "attention": L * (D * (N + 2 * G) * H + N * H * D),
         "mlp": (L - num_moe) * matrices * D * ffn_size(config),
-        "experts": num_moe * num_experts * matrices * D * _expert_width(config, moe),
+        "experts": num_moe * num_experts * expert,
         "shared": num_moe * (shared + D * moe.moe_shared_expert_gate),
-        "router": num_moe * moe.num_experts * D,
+        "router": num_moe * moe.num_experts * (D + moe.moe_router_enable_expert_bias),
         "vectors": biases + norms,
     }
 

@@ -7,6 +7,7 @@ stage does with it. Auxiliary losses travel beside the stream, as a second root 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -38,7 +39,7 @@ from mcore_parallel.stages import Stage
 from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
 
 _NO_EXPERTS = MoEConfig()
-_NOTHING = RecomputeConfig()
+_KEEP_ALL = RecomputeConfig()
 
 
 class GPT(nn.Module):
@@ -62,7 +63,7 @@ class GPT(nn.Module):
         moe: MoEConfig = _NO_EXPERTS,
         stage: Stage | None = None,
         seed: int = 1234,
-        recomputing: RecomputeConfig = _NOTHING,
+        recomputing: RecomputeConfig = _KEEP_ALL,
         streams: RngStreams | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -101,7 +102,7 @@ class GPT(nn.Module):
         self.padded_vocab_size = padded_vocab(
             vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
         )
-        placed = {"device": device or ctx.device, "dtype": dtype}
+        placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
         self._add_ends_before(ctx, placed)
         self.blocks = nn.ModuleDict(
             {
@@ -120,10 +121,14 @@ class GPT(nn.Module):
         self._add_ends_after(placed)
         initialize_(self, config, seed)
 
-    def _add_ends_before(self, ctx: ParallelContext, placed: dict) -> None:
+    def _add_ends_before(self, ctx: ParallelContext, placed: dict[str, Any]) -> None:
         """Make the embedding where this stage has one, or is tied to one."""
         config, is_tied = self.config, not self.config.untie_embeddings_and_output_weights
-        split = {"axis": self.tp, "sequence_parallel": self.sequence_parallel, **placed}
+        split: dict[str, Any] = {
+            "axis": self.tp,
+            "sequence_parallel": self.sequence_parallel,
+            **placed,
+        }
         if self.stage.has_embedding or (self.stage.has_loss and is_tied):
             self.embedding = VocabParallelEmbedding(
                 self.vocab_size,
@@ -140,7 +145,7 @@ class GPT(nn.Module):
         stream = "tensor_parallel" if self.sequence_parallel else "replicated"
         self.dropout = StreamDropout(config.hidden_dropout, self.streams, stream)
 
-    def _add_ends_after(self, placed: dict) -> None:
+    def _add_ends_after(self, placed: dict[str, Any]) -> None:
         """Make the last norm and the head where this stage has the loss."""
         if not self.stage.has_loss:
             return
@@ -309,7 +314,7 @@ class GPT(nn.Module):
             return torch.arange(cache.length, cache.length + num_tokens, device=device)
         if self.cp.size == 1:
             return torch.arange(num_tokens, device=device)
-        return zigzag_positions(num_tokens * self.cp.size, self.cp).to(device)
+        return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
 
     def _check_length(self, num_tokens: int, num_cached: int) -> None:
         limit = self.config.max_position_embeddings

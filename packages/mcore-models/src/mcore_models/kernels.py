@@ -81,7 +81,7 @@ _BLOCK = 1024
 
 
 def _grid(x: Tensor, width: int) -> tuple[int, int]:
-    return x.numel() // (2 * width), triton.cdiv(width, _BLOCK)
+    return x.numel() // (2 * width), -(-width // _BLOCK)
 
 
 def fused_gated(x: Float[Tensor, "... F2"], activation: str = "silu") -> Float[Tensor, "... F"]:

@@ -5,6 +5,7 @@ one weight, gate first, so that they are one product.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,11 @@ class MLP(nn.Module):
         super().__init__()
         self.gated, self.activation = gated, activation
         F_ = ffn_hidden_size
-        placed = {"bias": bias, "axis": axis, "sequence_parallel": sequence_parallel}
+        placed: dict[str, Any] = {
+            "bias": bias,
+            "axis": axis,
+            "sequence_parallel": sequence_parallel,
+        }
         placed |= {"init_std": init_std, "device": device, "dtype": dtype}
         outputs = [Output("gate", F_), Output("up", F_)] if gated else F_
         self.fc1 = ColumnParallelLinear(hidden_size, outputs, **placed)
