@@ -16,6 +16,8 @@ with tempfile.TemporaryDirectory() as folder:
         *("--save", folder, "--log-interval", "1"),
     ]
     assert main([*flags, "--train-iters", "2"]) in (0, None)
-    assert main([*flags, "--train-iters", "3", "--load", folder]) in (0, None)
+    assert main(
+        [*flags, "--train-iters", "3", "--load", folder, "--override-opt-param-scheduler"]
+    ) in (0, None)
     tracker = Path(folder) / "latest_checkpointed_iteration.txt"
     assert tracker.read_text().strip() == "3"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,9 @@ import pytest
 from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render
 from house.rows import is_collected
-from house.sources import ROOT
+from house.sources import PACKAGES, ROOT
+
+from mcore_train.parsing import parse
 
 BLOCKS = all_blocks()
 # `uv run` finds the environment that these tests already run in.
@@ -57,6 +60,31 @@ def test_a_toml_block_is_toml(block):
 def test_blocks_that_other_tests_run_name_tests_that_exist():
     claimed = {block.place: block.run_by for block in BLOCKS if block.run_by}
     assert {place for place, node in claimed.items() if not is_collected(node)} == set()
+
+
+def commands_not_run() -> list[tuple[str, str]]:
+    """Return place and arguments of training commands that no test runs."""
+    found = []
+    for block in BLOCKS:
+        if block.not_run:
+            joined = block.code.replace("\\\n", " ")
+            found += [
+                (block.place, match[1])
+                for match in re.finditer(r"mcore[-_]train gpt (.*)", joined)
+            ]
+    return found
+
+
+@pytest.mark.parametrize(("place", "arguments"), commands_not_run())
+def test_a_training_command_that_cannot_run_here_has_known_flags(place, arguments, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert parse(shlex.split(arguments)).batch.micro_batch_size >= 1, place
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_of_a_package_shows_a_use_that_runs(package):
+    page = f"packages/mcore-{package}/README.md"
+    assert [b for b in runnable("python") + runnable("bash") if b.document == page]
 
 
 def test_links_inside_the_repository_lead_somewhere():
