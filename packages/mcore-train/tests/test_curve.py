@@ -4,9 +4,10 @@ from mcore_train.curve import draw
 
 
 def test_a_falling_line_is_full_at_its_left_and_low_at_its_right():
-    rows = [row.partition("|")[2] for row in draw([4.0, 3.0, 2.0, 1.0], height=4).splitlines()]
-    assert [row[0] for row in rows[:-1]] == ["█"] * 4
-    assert [row[-1] for row in rows[:-1]] == [" ", " ", " ", "▁"]
+    picture = draw([4.0, 3.0, 2.0, 1.0], height=4).splitlines()[:-1]
+    rows = [row.partition("|")[2] for row in picture]
+    assert [row[0] for row in rows] == ["█"] * 4
+    assert [row[-1] for row in rows] == [" ", " ", " ", "▁"]
     heights = [sum(row[column] == "█" for row in rows) for column in range(4)]
     assert heights == sorted(heights, reverse=True)
 
