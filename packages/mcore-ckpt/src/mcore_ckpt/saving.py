@@ -7,6 +7,7 @@ moment leaves the last checkpoint as it was. Ranks talk JSON over tensor collect
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def _write(
                 _key(write, shard.shape),
                 DTYPE_NAMES[shard.dtype],
                 write.box[1],
-                lambda data=piece.data: slabs_of(data),
+                partial(slabs_of, piece.data),
             )
         )
     written = write_file(path, items)
