@@ -98,7 +98,6 @@ def hf_to_mcore(
     cast = _dtype(dtype)
     extra = {
         "model": description,
-        "iteration": 0,
         "hf": {
             "model_type": model_type,
             "config": {n: folder.config[n] for n in CARRIED if n in folder.config},
