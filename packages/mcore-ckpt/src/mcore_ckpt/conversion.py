@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,6 @@ def hf_to_mcore(
     cast = _dtype(dtype)
     extra = {
         "model": description,
-        "iteration": 0,
         "hf": {
             "model_type": model_type,
             "config": {n: folder.config[n] for n in CARRIED if n in folder.config},
@@ -173,26 +173,26 @@ def mcore_to_hf(
         if name.startswith(_PREFIX)
     }
     match_ours(links, tensors)
-    partial = output.with_name(f".{output.name}.partial.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    unfinished = output.with_name(f".{output.name}.partial.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     try:
         with Reader(step) as reader:
             ours = Source(reader, tensors, _dtype(dtype))
             items = _with_progress(_their_items(links, ours), on_progress)
             config |= _dtype_fields(items)
-            write_hf_folder(partial, config, items, max_shard_bytes)
-            _carry_back(step, partial)
+            write_hf_folder(unfinished, config, items, max_shard_bytes)
+            _carry_back(step, unfinished)
             if check:
-                folder = read_hf_folder(partial)
-                with Reader(partial) as written:
+                folder = read_hf_folder(unfinished)
+                with Reader(unfinished) as written:
                     prove(links, Source(written, folder.tensors), ours)
         if output.exists():
             output.rmdir()
-        partial.rename(output)
+        unfinished.rename(output)
         sync_folder(output.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return _report(output, model_type, links, items, check)
 
 
@@ -207,7 +207,7 @@ def _our_entries(
         ):
             own = (stop - first, *shape[1:]) if shape else ()
             entry = TensorEntry(own, theirs.dtype(link.theirs), ())
-            entries[name] = (entry, lambda link=link, n=number: our_slabs(link, n, theirs))
+            entries[name] = (entry, partial(our_slabs, link, number, theirs))
     return entries
 
 
@@ -221,7 +221,7 @@ def _their_items(links: Sequence[Link], ours: Source) -> list[Item]:
                 link.theirs,
                 ours.dtype(link.ours[0]),
                 our_shape(stacked, link.transposed),
-                lambda link=link: their_slabs(link, ours),
+                partial(their_slabs, link, ours),
             )
         )
     return items
@@ -240,10 +240,7 @@ def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[
             done += slab.numel() * slab.element_size()
             on_progress(done, total, item.name)
 
-    return [
-        Item(item.name, item.dtype, item.shape, lambda item=item: watched(item))
-        for item in items
-    ]
+    return [Item(item.name, item.dtype, item.shape, partial(watched, item)) for item in items]
 
 
 def _native_index(file: Path, items: Sequence[Item], extra: Mapping[str, Any]) -> Index:

@@ -141,7 +141,8 @@ def slabs_of(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[T
 
 def memory(tensor: Shaped[Tensor, ...]) -> memoryview:
     """Return the bytes of a contiguous CPU tensor; writing to them writes to it."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # pyrefly: ignore[bad-argument-type] - before 3.12
 
 
 class Checksums:

@@ -7,8 +7,12 @@ moment leaves the last checkpoint as it was. Ranks talk JSON over tensor collect
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
 from mcore_ckpt.boxes import Box
@@ -59,35 +63,121 @@ def save(
         RuntimeError: if the step exists, another job writes to the run folder, or the ranks
             do not see one folder.
     """
-    run_folder, is_first = Path(run_folder), world.rank == 0
-    with agreed(world):
-        step_folder(run_folder, step)
-        mine = claims_of(shards)
-    claims = gather_json({name: claim.to_json() for name, claim in mine.items()}, world)
-    plan = plan_writes([_claims(told) for told in claims])
     lock = FolderLock(run_folder)
     try:
-        written = ""
+        begun = begin(run_folder, step, shards, lock, world=world, replace=replace)
+        chunks: dict[str, Any] = {}
         with agreed(world):
-            if is_first:
-                lock.acquire()
-                written = str(make_fresh(step_folder(run_folder, step), replace=replace))
-        folder = Path(gather_json(written, world)[0])
-        with agreed(world):
-            chunks = _write(folder, world.rank, plan[world.rank], shards)
-        told = gather_json(chunks, world)
-        with agreed(world):
-            if is_first:
-                index = _index(folder, claims, told, extra or {})
-                for name, source in (folders or {}).items():
-                    copy_durably(Path(source), folder / name)
-                for name, content in (files or {}).items():
-                    write_durably(folder / name, content)
-                folder = commit(folder, run_folder, step, index.to_bytes())
+            chunks = write(begun, world.rank, begun.memory)
+        return finish(begun, chunks, world=world, extra=extra, files=files, folders=folders)
     finally:
         lock.release()
-    log.info("saved step %s to %s", step, step_folder(run_folder, step))
-    return step_folder(run_folder, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save that is planned, and whose empty folder is there."""
+
+    run_folder: Path
+    """Holds the pointer."""
+    step: int | str
+    """What is saved."""
+    folder: Path
+    """Where files go; not always the step's final name."""
+    claims: list[Any]
+    """What each rank holds, as JSON."""
+    writes: list[Write]
+    """This rank's part, in file order."""
+    memory: list[Tensor]
+    """The memory of each write."""
+
+
+def begin(
+    run_folder: str | Path,
+    step: int | str,
+    shards: Mapping[str, Shard],
+    lock: FolderLock,
+    *,
+    world: Axis,
+    replace: bool,
+) -> Begun:
+    """Plan a save and make its folder; the first part of ``save``, with its arguments.
+
+    Communicates over ``world``; rank 0 takes ``lock``, which the caller releases.
+    """
+    run_folder = Path(run_folder)
+    with agreed(world):
+        final = step_folder(run_folder, step)
+        mine = claims_of(shards)
+    claims = gather_json({name: claim.to_json() for name, claim in mine.items()}, world)
+    writes = plan_writes([_claims(told) for told in claims])[world.rank]
+    made = ""
+    with agreed(world):
+        if world.rank == 0:
+            lock.acquire()
+            made = str(make_fresh(final, replace=replace))
+    folder = Path(gather_json(made, world)[0])
+    memory = [_memory(write, shards[write.name]) for write in writes]
+    return Begun(run_folder, step, folder, claims, writes, memory)
+
+
+def write(begun: Begun, rank: int, memory: Sequence[Tensor]) -> dict[str, Any]:
+    """Write this rank's file; talks to nobody, so that a thread may do it.
+
+    Args:
+        begun: what ``begin`` gave.
+        rank: in the world of the save.
+        memory: of each write: its own, or a copy.
+
+    Returns:
+        The file's name, size and chunks as JSON, for ``finish``.
+    """
+    if not begun.writes:
+        return {}
+    path = begun.folder / f"rank_{rank:05d}.safetensors"
+    shapes = {name: value[0] for name, value in begun.claims[rank].items()}
+    items = [
+        Item(
+            _key(one, tuple(shapes[one.name])),
+            DTYPE_NAMES[data.dtype],
+            one.box[1],
+            partial(slabs_of, data),
+        )
+        for one, data in zip(begun.writes, memory, strict=True)
+    ]
+    written = write_file(path, items)
+    rows = [
+        [one.name, *one.box, place.offset, place.checksums]
+        for one, place in zip(begun.writes, written, strict=True)
+    ]
+    return {"file": path.name, "bytes": path.stat().st_size, "chunks": rows}
+
+
+def finish(
+    begun: Begun,
+    chunks: Mapping[str, Any],
+    *,
+    world: Axis,
+    extra: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    folders: Mapping[str, Path] | None = None,
+) -> Path:
+    """Make a written step the newest; the last part of ``save``, with its arguments.
+
+    Communicates over ``world``; ``chunks`` is what ``write`` gave on this rank.
+    """
+    told = gather_json(chunks, world)
+    with agreed(world):
+        if world.rank == 0:
+            index = _index(begun.folder, begun.claims, told, extra or {})
+            for name, source in (folders or {}).items():
+                copy_durably(Path(source), begun.folder / name)
+            for name, content in (files or {}).items():
+                write_durably(begun.folder / name, content)
+            commit(begun.folder, begun.run_folder, begun.step, index.to_bytes())
+    final = step_folder(begun.run_folder, begun.step)
+    log.info("saved step %s to %s", begun.step, final)
+    return final
 
 
 def claims_of(shards: Mapping[str, Shard]) -> dict[str, Claim]:
@@ -127,31 +217,8 @@ def _claims(told: Mapping[str, Any]) -> dict[str, Claim]:
     return {name: Claim.from_json(value) for name, value in told.items()}
 
 
-def _write(
-    folder: Path, rank: int, writes: Sequence[Write], shards: Mapping[str, Shard]
-) -> dict[str, Any]:
-    """Write this rank's file; return its name, size and chunks as JSON."""
-    if not writes:
-        return {}
-    path = folder / f"rank_{rank:05d}.safetensors"
-    items = []
-    for write in writes:
-        shard = shards[write.name]
-        piece = next(piece for piece in shard.pieces if box_of(piece) == write.box)
-        items.append(
-            Item(
-                _key(write, shard.shape),
-                DTYPE_NAMES[shard.dtype],
-                write.box[1],
-                lambda data=piece.data: slabs_of(data),
-            )
-        )
-    written = write_file(path, items)
-    rows = [
-        [write.name, *write.box, one.offset, one.checksums]
-        for write, one in zip(writes, written, strict=True)
-    ]
-    return {"file": path.name, "bytes": path.stat().st_size, "chunks": rows}
+def _memory(write: Write, shard: Shard) -> Tensor:
+    return next(piece.data for piece in shard.pieces if box_of(piece) == write.box)
 
 
 def _key(write: Write, shape: tuple[int, ...]) -> str:

@@ -1,0 +1,133 @@
+"""Saved in the background: what was there at the call, whole, or not at all."""
+
+import logging
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+from mcore_ckpt.async_saving import AsyncSaver
+from mcore_ckpt.loading import load, read_tensor
+from mcore_ckpt.locking import LOCK
+from mcore_ckpt.paths import complete_steps, latest_step, resolve_folder, step_folder
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.sharding import Piece, Shard
+from mcore_parallel.testing import run_ranks
+
+
+def whole(data):
+    zeros = (0,) * data.dim()
+    return Shard(tuple(data.shape), data.dtype, (Piece(zeros, tuple(data.shape), data),))
+
+
+def test_changes_after_the_call_are_not_saved(tmp_path):
+    weight, turned = torch.ones(300, 7), torch.ones(7, 300, dtype=torch.bfloat16).t()
+    saver = AsyncSaver(SINGLE)
+    for step in (1, 2):
+        saver.save(tmp_path, step, {"w": whole(weight), "t": whole(turned)}, extra={"n": step})
+        weight += 1
+        turned += 1
+        assert saver.wait() == step_folder(tmp_path, step)
+    for step in (1, 2):
+        folder = resolve_folder(tmp_path, step)
+        assert torch.all(read_tensor(folder, "w") == step)
+        assert torch.all(read_tensor(folder, "t") == step)
+    assert saver.last_durable == step_folder(tmp_path, 2)
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_the_step_does_not_exist_before_it_is_polled(tmp_path):
+    saver = AsyncSaver(SINGLE)
+    saver.save(tmp_path, 1, {"w": whole(torch.ones(4))})
+    assert latest_step(tmp_path) is None
+    folder = None
+    for _ in range(1000):
+        folder = folder or saver.poll()
+        time.sleep(0.001)
+    assert folder == step_folder(tmp_path, 1)
+    assert latest_step(tmp_path) == 1
+    assert saver.poll() is None
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path):
+    saver = AsyncSaver(SINGLE)
+    for step in range(1, 5):
+        saver.save(tmp_path, step, {"w": whole(torch.full((50_000,), float(step)))})
+    saver.wait()
+    assert complete_steps(tmp_path) == [1, 2, 3, 4]
+    assert torch.all(read_tensor(resolve_folder(tmp_path, 3), "w") == 3)
+
+
+def test_a_write_that_fails_is_reported_tried_again_and_given_up(tmp_path, caplog):
+    saver = AsyncSaver(SINGLE, retries=1)
+    saver.save(tmp_path, 1, {"w": whole(torch.ones(4))})
+    saver.wait()
+    with caplog.at_level(logging.WARNING):
+        saver.save(tmp_path, 2, {"w": whole(torch.ones(4))})
+        shutil.rmtree(step_folder(tmp_path, 2), ignore_errors=True)
+        saver.wait()
+    # Whether the first try came before the folder went is up to the machine.
+    assert "writing step 2 failed, trying again" in caplog.text
+    assert "step 2 was not saved, training goes on" in caplog.text
+    assert "No such file or directory" in caplog.text
+    assert latest_step(tmp_path) == 1
+    saver.save(tmp_path, 3, {"w": whole(torch.ones(4))})
+    assert saver.wait() == step_folder(tmp_path, 3)
+
+
+def test_bad_shards_are_refused_at_the_call(tmp_path):
+    saver = AsyncSaver(SINGLE)
+    bad = Shard((4,), torch.float32, (Piece((0,), (3,), torch.ones(3)),))
+    with pytest.raises(ValueError, match="w: 1 of 4 elements are in no box"):
+        saver.save(tmp_path, 1, {"w": bad})
+    assert not (tmp_path / LOCK).exists()
+    saver.save(tmp_path, 1, {"w": whole(torch.ones(4))})
+    saver.wait()
+
+
+def test_ranks_commit_together_and_a_fault_of_one_is_known_to_all(tmp_path):
+    found = run_ranks(save_on_ranks, 2, str(tmp_path))
+    assert found[0] == found[1] == [True, False, True]
+    assert complete_steps(tmp_path) == [1, 3]
+    shard = {"w": whole(torch.zeros(8))}
+    load(tmp_path, shard)
+    assert torch.equal(shard["w"].pieces[0].data, torch.tensor([3.0] * 8))
+
+
+def save_on_ranks(folder):
+    ctx = ParallelContext.build(ParallelConfig())
+    rank = ctx.world.rank
+    saver, durable = AsyncSaver(ctx.world, retries=0), []
+    for step in (1, 2, 3):
+        rows = Piece((4 * rank,), (4,), torch.full((4,), float(step)))
+        saver.save(folder, step, {"w": Shard((8,), torch.float32, (rows,))})
+        pending = saver._pending
+        pending.thread.join()
+        if step == 2 and rank == 1:
+            pending.failure = "the disk is gone"
+        durable.append(saver.wait() is not None)
+    ctx.destroy()
+    return durable
+
+
+@pytest.mark.parametrize(
+    "attempt", [*range(3), *(pytest.param(n, marks=pytest.mark.crash) for n in range(3, 25))]
+)
+def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path, attempt):
+    child = os.fork()
+    if child == 0:
+        saver = AsyncSaver(SINGLE)
+        for step in range(1, 10_000):
+            saver.save(tmp_path, step, {"w": whole(torch.full((100_000,), float(step)))})
+            saver.poll()
+        os._exit(0)
+    time.sleep(0.03 + 0.017 * attempt)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    step = latest_step(tmp_path)
+    if step is not None:
+        assert torch.all(read_tensor(resolve_folder(tmp_path), "w") == step)

@@ -1,0 +1,129 @@
+"""The language of tables, and the families' words for our fields."""
+
+import dataclasses
+
+import pytest
+
+from mcore_ckpt.families import MODEL_TYPES, decoder, family_of, mixtral
+from mcore_ckpt.index import TensorEntry
+from mcore_ckpt.rules import Link, Rule, Table, expand, match_ours, match_theirs
+
+TABLE = Table(
+    (
+        Rule("embedding", "wte"),
+        Rule(("b.*.q", "b.*.k"), "h.*.qk", True, (6, 2)),
+        Rule("b.*.e.*.up", "h.*.x.*.w1"),
+        Rule("norm", "ln_f"),
+    ),
+    num_layers=2,
+    num_experts=3,
+    droppable=("*.angles",),
+    copies={"head": "wte"},
+)
+
+
+def test_a_table_is_written_out_layer_by_layer():
+    names = [link.theirs for link in expand(TABLE)]
+    layer = ["h.0.qk", "h.0.x.0.w1", "h.0.x.1.w1", "h.0.x.2.w1"]
+    assert names == [
+        "wte",
+        *layer,
+        *(name.replace("h.0", "h.1") for name in layer),
+        "ln_f",
+    ]
+    assert expand(TABLE)[5] == Link(("b.1.q", "b.1.k"), "h.1.qk", True, (6, 2))
+    assert expand(TABLE)[8].ours == ("b.1.e.2.up",)
+
+
+def test_rules_may_hold_for_some_layers_only():
+    table = Table((Rule("a.*", "x.*", layers=(1,)), Rule("b.*", "y.*", layers=(0, 2))), 3)
+    assert [link.theirs for link in expand(table)] == ["y.0", "x.1", "y.2"]
+
+
+def test_two_rules_for_one_tensor_are_an_error():
+    with pytest.raises(ValueError, match="two rules speak of x"):
+        expand(Table((Rule("a", "x"), Rule("b", "x")), 1))
+    with pytest.raises(ValueError, match="two rules speak of a"):
+        expand(Table((Rule("a", "x"), Rule("a", "y")), 1))
+
+
+def test_parts_of_a_fused_tensor_have_their_own_rows():
+    assert Link(("q", "k", "v"), "x", False, (6, 2, 2)).rows((10, 3)) == [
+        (0, 6),
+        (6, 8),
+        (8, 10),
+    ]
+    assert Link(("q", "k"), "x", True).rows((3, 10)) == [(0, 5), (5, 10)]
+    with pytest.raises(ValueError, match=r"x of shape \[9, 3\] does not hold \[6, 2, 2\] rows"):
+        Link(("q", "k", "v"), "x", False, (6, 2, 2)).rows((9, 3))
+
+
+def test_foreign_names_must_be_exactly_the_tables():
+    links = expand(TABLE)
+    names = [link.theirs for link in links]
+    assert match_theirs(TABLE, links, [*names, "h.0.angles", "head"]) == ["head"]
+    with pytest.raises(ValueError, match="missing: ln_f") as caught:
+        match_theirs(TABLE, links, [*names[:-1], "ln_g"])
+    assert "not used by any rule: ln_g" in str(caught.value)
+
+
+def test_ours_must_stack():
+    links = [Link(("q", "k"), "qk")]
+    q, k = TensorEntry((4, 3), "F32", ()), TensorEntry((2, 3), "F32", ())
+    match_ours(links, {"q": q, "k": k})
+    with pytest.raises(ValueError, match=r"k BF16 \[2, 3\] cannot be stacked on q F32"):
+        match_ours(links, {"q": q, "k": dataclasses.replace(k, dtype="BF16")})
+
+
+def test_our_defaults_are_the_configs_own():
+    models = pytest.importorskip("mcore_models.config")
+    moe = pytest.importorskip("mcore_moe.config")
+    for ours, config in (
+        (decoder._DEFAULTS, models.TransformerConfig),
+        (mixtral._MOE_DEFAULTS, moe.MoEConfig),
+    ):
+        theirs = {field.name: field.default for field in dataclasses.fields(config)}
+        assert ours == {name: theirs[name] for name in ours}
+
+
+def test_derived_widths_and_expert_layers_are_the_configs_own():
+    models = pytest.importorskip("mcore_models.config")
+    moe = pytest.importorskip("mcore_moe.config")
+    for hidden in (64, 100, 512):
+        for swiglu in (True, False):
+            values = {"num_layers": 1, "num_attention_heads": 2, "swiglu": swiglu}
+            config = models.TransformerConfig(hidden_size=hidden, **values)
+            described = {"config": {"hidden_size": hidden, **values}}
+            assert decoder.ffn_size(described) == models.ffn_size(config)
+    for freq in ("1", "2", "3", "[0]*2+[1]*4", "[0,1]*3", "[1,0,0,1,1,1]"):
+        config = moe.MoEConfig(num_experts=2, moe_layer_freq=freq)
+        described = {"config": {"num_layers": 6}, "moe": {"moe_layer_freq": freq}}
+        found = [bool(one) for one in mixtral.expert_layers(described)]
+        assert found == list(moe.moe_layers(config, 6)), freq
+
+
+def test_a_pattern_of_expert_layers_that_does_not_fit_is_an_error():
+    for freq, message in (("[0,1]", "lists 2 of 6 layers"), ("[2]*6", "no list of 0 and 1")):
+        described = {"config": {"num_layers": 6}, "moe": {"moe_layer_freq": freq}}
+        with pytest.raises(ValueError, match=message):
+            mixtral.expert_layers(described)
+
+
+def test_each_family_refuses_flags_that_it_cannot_say():
+    plain = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    for name in MODEL_TYPES:
+        described = {
+            "family": "gpt",
+            "vocab_size": 9,
+            "config": plain | {"apply_layernorm_1p": True},
+            "moe": {"num_experts": 2} if "moe" in name or name == "mixtral" else {},
+        }
+        if name == "gpt2":
+            described["config"] |= {"position_embedding_type": "learned_absolute"}
+            described["config"] |= {"normalization": "LayerNorm", "swiglu": False}
+        if name in ("qwen3", "qwen3_moe"):
+            described["config"] |= {"qk_layernorm": True}
+        if name == "qwen2":
+            described["config"] |= {"add_qkv_bias": True}
+        with pytest.raises(ValueError, match=r"cannot say --apply-layernorm-1p True"):
+            family_of(name).to_theirs(described)
