@@ -73,3 +73,67 @@ class PreprocessConfig:
             raise ValueError(f"--json-keys {' '.join(self.json_keys)}: give each key once.")
         if self.workers < 1:
             raise ValueError(f"--workers {self.workers}: at least 1 is needed.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where training data is, how it is split and how samples are made."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefixes of .bin/.idx pairs, or weights and prefixes in turn: 0.7 code 0.3 books."""
+    split: str = ""
+    """Shares of train, valid and test in --data-path. Empty means 969,30,1 (mock data:
+    1,1,1)."""
+    train_data_path: tuple[str, ...] = ()
+    """As --data-path, for training only."""
+    valid_data_path: tuple[str, ...] = ()
+    """As --data-path, for validation only."""
+    test_data_path: tuple[str, ...] = ()
+    """As --data-path, for the test only."""
+    data_args_path: str = ""
+    """File with the words of --data-path, for blends of many datasets."""
+    per_split_data_args_path: str = ""
+    """JSON file with the keys train, valid and test, each a list as --data-path."""
+    data_cache_path: str = ""
+    """Folder for the sample indices. Empty builds them in memory in each process."""
+    mock_data: bool = False
+    """Train on made-up tokens; no files needed."""
+    mock_vocab_size: int = 50_000
+    """Vocabulary of --mock-data when there is no tokenizer."""
+    mmap_bin_files: bool = True
+    """Read .bin files by memory map; off reads them with plain file calls."""
+    mid_level_dataset_surplus: float = 0.005
+    """Share by which each dataset of a weighted blend is built larger than its part."""
+    dataloader_type: Literal["single", "cyclic", "external"] = "single"
+    """single goes through the samples once, cyclic for ever in new permutations, external
+    takes batches from the caller."""
+    num_workers: int = 2
+    """Processes on each rank that prepare batches; 0 prepares them within the step."""
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end of document."""
+    reset_attention_mask: bool = False
+    """Let no token attend to what is before the last end of document."""
+    eod_mask_loss: bool = False
+    """No loss where the input token is an end of document."""
+    create_attention_mask_in_dataloader: bool = False
+    """Make dense [S, S] attention masks; causal attention needs none."""
+    dataloader_inter_document_masking: bool = False
+    """Give borders of documents (cu_seqlens) for packed attention within each."""
+
+    def __post_init__(self) -> None:
+        """Check that there is at most one source and that counts make sense."""
+        own_paths = self.train_data_path or self.valid_data_path or self.test_data_path
+        sources = {
+            "--mock-data": self.mock_data,
+            "--data-path": self.data_path,
+            "--data-args-path": self.data_args_path,
+            "--train-data-path, --valid-data-path, --test-data-path": own_paths,
+            "--per-split-data-args-path": self.per_split_data_args_path,
+        }
+        given = [name for name, value in sources.items() if value]
+        if len(given) > 1:
+            raise ValueError(f"give one source of data, not {' and '.join(given)}.")
+        if self.split and (own_paths or self.per_split_data_args_path):
+            raise ValueError("--split divides --data-path; paths for each split need none.")
+        if self.num_workers < 0 or self.mid_level_dataset_surplus < 0:
+            raise ValueError("--num-workers and --mid-level-dataset-surplus must be >= 0.")

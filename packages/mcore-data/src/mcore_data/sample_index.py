@@ -1,0 +1,225 @@
+"""Which tokens make sample k: document, sample and shuffle index of a GPT dataset.
+
+The documents of a split are repeated for as many epochs as needed, shuffled, laid end to
+end and cut into samples of L + E tokens that overlap by E (E = 1: the label of the last
+token is the next sample's first). The order is Megatron's to the last index, from one
+legacy ``RandomState``; the walk over documents is one ``searchsorted`` here.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SEPARATE_BELOW = 0.80
+_INT32_MAX = np.iinfo(np.int32).max
+_UINT32_LIMIT = 2**32 - 2
+_FORMAT = b"sample-index-1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleIndexSpec:
+    """What, besides the documents, decides the order of samples.
+
+    Attributes:
+        sequence_length: L, tokens of a sample that the model reads.
+        extra_tokens: E, 1 if labels are the tokens shifted by one, else 0.
+        num_samples: samples wanted at least; 0 means one epoch.
+        seed: of the two shuffles.
+        drop_last_partial: leave out the tokens that do not fill a sample.
+    """
+
+    sequence_length: int
+    extra_tokens: int = 1
+    num_samples: int = 0
+    seed: int = 1234
+    drop_last_partial: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SampleIndex:
+    """The three arrays; sample k runs from row ``shuffle[k]`` to the next row.
+
+    Attributes:
+        documents: int32, sequence ids in the order in which they are laid end to end.
+        samples: int32 or int64 [num_samples + 1, 2]: position in ``documents`` and token
+            offset at which each sample starts.
+        shuffle: uint32 or int64 [num_samples].
+    """
+
+    documents: NDArray[np.int32]
+    samples: NDArray[Any]
+    shuffle: NDArray[Any]
+
+
+def build_sample_index(
+    lengths: NDArray[np.int32], ids: NDArray[np.int32], spec: SampleIndexSpec
+) -> SampleIndex:
+    """Build the order of samples over the sequences ``ids``.
+
+    Args:
+        lengths: tokens of every sequence of the dataset.
+        ids: the sequences that belong to this split.
+        spec: lengths, counts and seed.
+
+    Raises:
+        ValueError: if the split has too few tokens for one sample.
+    """
+    tokens_per_epoch = int(lengths[ids].sum(dtype=np.int64))
+    num_epochs = count_epochs(tokens_per_epoch, spec)
+    separate = _is_final_epoch_separate(tokens_per_epoch, num_epochs, spec)
+    random = np.random.RandomState(spec.seed)  # Megatron's order needs the legacy generator
+    documents = _shuffle_documents(ids, num_epochs, random, separate)
+    samples = cut_samples(lengths, documents, spec)
+    num_samples = len(samples) - 1
+    before_final = _samples_before(tokens_per_epoch, num_epochs, spec)
+    parts = [0, before_final, num_samples] if separate else [0, num_samples]
+    return SampleIndex(documents, samples, _shuffle_samples(parts, random))
+
+
+def count_epochs(tokens_per_epoch: int, spec: SampleIndexSpec) -> int:
+    """Epochs that give at least ``spec.num_samples`` samples.
+
+    Raises:
+        ValueError: if there are no tokens, or one epoch makes no sample.
+    """
+    length, extra = spec.sequence_length, spec.extra_tokens
+    if tokens_per_epoch == 0:
+        raise ValueError("the split has no tokens: give it more documents or a larger share.")
+    if spec.num_samples == 0:
+        if tokens_per_epoch < length + extra and spec.drop_last_partial:
+            raise ValueError(
+                f"the split has {tokens_per_epoch} tokens, fewer than one sample of "
+                f"{length + extra}: give it more documents or lower --seq-length."
+            )
+        return 1
+    return -(-(spec.num_samples * length + extra) // tokens_per_epoch)
+
+
+def cut_samples(
+    lengths: NDArray[np.int32], documents: NDArray[np.int32], spec: SampleIndexSpec
+) -> NDArray[Any]:
+    """Rows (position in ``documents``, token offset) at which samples start, and the end.
+
+    Sample k starts at token k*L. The document of a start is the one that holds the last
+    token before the cut, k*L + E - 1: a cut at a document's end stays in that document.
+    """
+    length, extra = spec.sequence_length, spec.extra_tokens
+    sizes = lengths[documents]
+    ends = np.cumsum(sizes, dtype=np.int64)
+    whole, rest = divmod(int(ends[-1]) - extra, length)
+    num_samples = whole + (rest > 0 and not spec.drop_last_partial)
+    starts = np.arange(num_samples + 1, dtype=np.int64) * length
+    starts[-1] = min(starts[-1], ends[-1] - extra)
+    positions = np.searchsorted(ends, starts + (extra - 1), side="right")
+    positions[0] = 0
+    fits = len(documents) <= _INT32_MAX and int(sizes.max(initial=0)) <= _INT32_MAX
+    samples = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
+    samples[:, 0] = positions
+    samples[:, 1] = starts - (ends[positions] - sizes[positions])
+    samples[0] = 0
+    return samples
+
+
+def load_sample_index(
+    lengths: NDArray[np.int32],
+    ids: NDArray[np.int32],
+    spec: SampleIndexSpec,
+    cache_folder: str | Path = "",
+) -> SampleIndex:
+    """Build the index, or map it from a cache where its content hash is known.
+
+    Every process may call this at the same time on a shared disk: files are written under
+    names of their own and renamed, and all writers write the same bytes. Nobody waits.
+
+    Args:
+        lengths: tokens of every sequence of the dataset.
+        ids: the sequences that belong to this split.
+        spec: lengths, counts and seed.
+        cache_folder: where the arrays are kept; "" builds them in memory.
+    """
+    if not cache_folder:
+        return build_sample_index(lengths, ids, spec)
+    key = content_hash(lengths, ids, spec)
+    names = ("document", "sample", "shuffle")
+    paths = [Path(cache_folder) / f"{key}-{name}_index.npy" for name in names]
+    if not all(path.is_file() for path in paths):
+        index = build_sample_index(lengths, ids, spec)
+        Path(cache_folder).mkdir(parents=True, exist_ok=True)
+        for path, array in zip(
+            paths, (index.documents, index.samples, index.shuffle), strict=True
+        ):
+            write_atomically(path, lambda file, array=array: np.save(file, array))
+    return SampleIndex(*(np.load(path, mmap_mode="r") for path in paths))
+
+
+def content_hash(
+    lengths: NDArray[np.int32], ids: NDArray[np.int32], spec: SampleIndexSpec
+) -> str:
+    """Hash of all that decides the index: the same data under another path is the same."""
+    digest = hashlib.blake2b(_FORMAT, digest_size=16)
+    digest.update(repr(spec).encode())
+    for array in (lengths, ids):
+        digest.update(str(len(array)).encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
+    """Write a file under a name of this thread alone, then rename it to ``path``."""
+    writer = f"{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}"
+    partial = path.with_name(f"{path.name}.{writer}.partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _samples_before(tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpec) -> int:
+    """Samples that lie wholly before the final epoch."""
+    tokens = (num_epochs - 1) * tokens_per_epoch - spec.extra_tokens
+    return tokens // spec.sequence_length
+
+
+def _is_final_epoch_separate(
+    tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpec
+) -> bool:
+    """Whether so little of the last epoch is used that it must be shuffled by itself.
+
+    Otherwise its few samples would be spread over the run, and the documents it leaves out
+    would be seen once less in no particular order.
+    """
+    if num_epochs == 1:
+        return False
+    from_final = spec.num_samples - _samples_before(tokens_per_epoch, num_epochs, spec)
+    per_epoch = (tokens_per_epoch - spec.extra_tokens) // spec.sequence_length
+    assert 0 <= from_final <= per_epoch + 1
+    return from_final < int(_SEPARATE_BELOW * per_epoch)
+
+
+def _shuffle_documents(
+    ids: NDArray[np.int32], num_epochs: int, random: np.random.RandomState, separate: bool
+) -> NDArray[np.int32]:
+    if separate:
+        first = _shuffle_documents(ids, num_epochs - 1, random, False)
+        return np.concatenate([first, _shuffle_documents(ids, 1, random, False)])
+    documents = np.tile(np.asarray(ids, np.int32), num_epochs)
+    random.shuffle(documents)
+    return documents
+
+
+def _shuffle_samples(borders: list[int], random: np.random.RandomState) -> NDArray[Any]:
+    dtype = np.uint32 if borders[-1] < _UINT32_LIMIT else np.int64
+    parts = [np.arange(start, stop, dtype=dtype) for start, stop in pairwise(borders)]
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)

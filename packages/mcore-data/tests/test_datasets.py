@@ -1,0 +1,135 @@
+import json
+
+import numpy as np
+import pytest
+
+from mcore_data.blending import BlendedDataset
+from mcore_data.config import DataConfig
+from mcore_data.datasets import Blend, build_gpt_datasets, parse_blend
+from mcore_data.indexed_writing import IndexedWriter
+from mcore_data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two datasets of 100 documents of 10 tokens: ids below 1000, and above."""
+    for name, first in (("a", 0), ("b", 1000)):
+        with IndexedWriter(tmp_path / name, "uint16") as writer:
+            writer.add_documents(np.arange(first, first + 1000), np.full(100, 10))
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def build(num_samples=(0, 0, 0), **flags):
+    return build_gpt_datasets(
+        DataConfig(**flags), None, sequence_length=9, seed=1, num_samples=num_samples
+    )
+
+
+def tokens_of(dataset):
+    """Token ids of up to 200 samples."""
+    return {int(t) for k in range(min(len(dataset), 200)) for t in dataset[k]["tokens"]}
+
+
+def test_one_dataset_is_split_by_documents(pair):
+    train, valid, test = build(data_path=pair[:1], split="80,20")
+    assert test is None
+    assert tokens_of(train) <= set(range(800))
+    assert tokens_of(valid) <= set(range(800, 1000))
+
+
+def test_the_default_split_is_that_of_megatron(pair):
+    with pytest.raises(ValueError, match="part 3 of --split 969,30,1: the split has no tokens"):
+        build(data_path=pair[:1])
+    train, valid, _ = build(data_path=pair[:1], split="969,30,0")
+    assert max(tokens_of(train)) < 970 <= min(tokens_of(valid))
+
+
+def test_weights_mix_by_share(pair):
+    train, _, test = build(
+        data_path=("3", pair[0], "1", pair[1]), split="1", num_samples=(100, 0, 0)
+    )
+    assert test is None
+    assert isinstance(train, BlendedDataset)
+    assert np.bincount(train.dataset_index).tolist() == [75, 25]
+
+
+def test_prefixes_alone_use_each_once_or_as_far_as_asked(pair):
+    train, _, _ = build(data_path=pair, split="1")
+    assert len(train) == sum(len(dataset) for dataset in train.datasets)
+    train, _, _ = build(data_path=pair, split="1", num_samples=(50, 0, 0))
+    assert len(train) == 50
+
+
+def test_weights_without_a_size_are_refused(pair):
+    with pytest.raises(ValueError, match="need a number of samples"):
+        build(data_path=("3", pair[0], "1", pair[1]), split="1")
+
+
+def test_splits_may_have_paths_of_their_own(pair, tmp_path):
+    for flags in (
+        {"train_data_path": pair[:1], "test_data_path": pair[1:]},
+        {"per_split_data_args_path": str(tmp_path / "per_split.json")},
+    ):
+        (tmp_path / "per_split.json").write_text(
+            json.dumps({"train": [pair[0]], "test": pair[1]})
+        )
+        train, valid, test = build(**flags)
+        assert valid is None
+        assert max(tokens_of(train)) < 1000 <= min(tokens_of(test))
+
+
+def test_the_words_may_stand_in_a_file(pair, tmp_path):
+    (tmp_path / "words").write_text(f"3 {pair[0]}\n1 {pair[1]}\n")
+    train, _, _ = build(
+        data_args_path=str(tmp_path / "words"), split="1", num_samples=(40, 0, 0)
+    )
+    assert np.bincount(train.dataset_index).tolist() == [30, 10]
+
+
+def test_words_are_pairs_only_if_every_first_is_a_number():
+    assert parse_blend(["a", "b"]) == Blend(("a", "b"), None)
+    assert parse_blend(["1", "a", "2", "b"]) == Blend(("a", "b"), (1.0, 2.0))
+    assert parse_blend(["1", "2", "3"]) == Blend(("1", "2", "3"), None)
+    with pytest.raises(ValueError, match="a weight before each"):
+        parse_blend(["1", "a", "b", "c"])
+    with pytest.raises(ValueError, match="names no dataset"):
+        parse_blend([])
+
+
+def test_mock_data_needs_no_files_and_takes_the_tokenizers_vocabulary():
+    train, valid, test = build(mock_data=True, num_samples=(5, 5, 5))
+    assert all(len(dataset) >= 5 for dataset in (train, valid, test))
+    assert max(tokens_of(train)) < 50_000
+    bytes_only = load_tokenizer("ByteTokenizer")
+    train, _, _ = build_gpt_datasets(
+        DataConfig(mock_data=True),
+        bytes_only,
+        sequence_length=600,
+        seed=1,
+        num_samples=(5, 1, 1),
+    )
+    assert max(tokens_of(train)) <= 256
+
+
+def test_a_split_that_is_too_small_names_the_dataset(pair):
+    with pytest.raises(
+        ValueError, match=r"/a, part 2 of --split 999,1: the split has 0|no tokens"
+    ):
+        build(data_path=pair[:1], split="999,1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"mock_data": True, "data_path": ("a",)}, "one source of data, not --mock-data and"),
+        ({"train_data_path": ("a",), "split": "1"}, "--split divides --data-path"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**flags)
+
+
+def test_no_source_at_all_is_refused():
+    with pytest.raises(ValueError, match="names no dataset"):
+        build()

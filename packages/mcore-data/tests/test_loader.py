@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from mcore_data.loader import build_loader
+from mcore_data.mock import MockGPTDataset
+
+
+@pytest.fixture
+def dataset():
+    return MockGPTDataset(8, vocab_size=1000, num_samples=40)
+
+
+def test_batches_are_tensors_of_one_rank(dataset):
+    batches = list(build_loader(dataset, micro_batch_size=4, dp_rank=1, dp_size=2))
+    assert len(batches) == 5
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in batches[0].items()} == {
+        "tokens": (torch.int64, (4, 8)),
+        "labels": (torch.int64, (4, 8)),
+        "loss_mask": (torch.float32, (4, 8)),
+        "position_ids": (torch.int64, (4, 8)),
+    }
+    assert batches[0]["tokens"][0].tolist() == dataset[4]["tokens"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_a_run_continues_at_the_next_batch(dataset, kind):
+    options = {"micro_batch_size": 2, "dataloader_type": kind}
+    whole = iter(build_loader(dataset, **options))
+    seen = [next(whole)["tokens"] for _ in range(10)]
+    again = iter(build_loader(dataset, consumed_samples=12, **options))
+    assert torch.equal(next(again)["tokens"], seen[6])
+
+
+def test_worker_processes_give_the_same_batches(dataset):
+    plain = build_loader(dataset, micro_batch_size=4)
+    workers = build_loader(dataset, micro_batch_size=4, num_workers=1)
+    for ours, theirs in zip(plain, workers, strict=True):
+        assert torch.equal(ours["tokens"], theirs["tokens"])
+
+
+def test_an_external_loader_is_handed_through():
+    batches = [{"tokens": torch.zeros(1, 1)}]
+    assert build_loader(batches, micro_batch_size=1, dataloader_type="external") is batches
