@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from step_profile import device_kernels, heaviest, split_ms
 
 from mcore_models.flops import flops_per_token
 from mcore_parallel import launching
@@ -28,7 +29,6 @@ from mcore_train.parsing import parse
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
 from mcore_train.step import train_step
-from step_profile import device_kernels, heaviest, split_ms
 
 
 def main() -> None:

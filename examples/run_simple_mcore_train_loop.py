@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Sequence
 
 import torch
-from mcore_data.loader import build_loader
-from mcore_data.mock import MockGPTDataset
 from torch import Tensor
 
 from mcore_ckpt.loading import load
 from mcore_ckpt.saving import save
+from mcore_data.loader import build_loader
+from mcore_data.mock import MockGPTDataset
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel import (
