@@ -140,11 +140,17 @@ def _build_blend(
         return None
     wanted = share.num_samples
     if len(blend.prefixes) == 1:
-        return _build_one(blend.prefixes[0], config, build, share)
+        prefix = blend.prefixes[0]
+        if not wanted and not _has_documents(prefix, config, share):
+            return None
+        return _build_one(prefix, config, build, share)
     if blend.weights is None:
         epoch = replace(share, num_samples=0)
-        built = [_build_one(prefix, config, build, epoch) for prefix in blend.prefixes]
-        datasets = [dataset for dataset in built if dataset is not None]
+        datasets = [
+            _build_one(prefix, config, build, epoch)
+            for prefix in blend.prefixes
+            if _has_documents(prefix, config, epoch)
+        ]
         if not datasets:
             return None
         whole = sum(len(dataset) for dataset in datasets)
@@ -159,19 +165,25 @@ def _build_blend(
     surplus = 1 + config.mid_level_dataset_surplus
     datasets = [
         _build_one(
-            prefix, config, build, replace(share, num_samples=math.ceil(target * surplus))
+            prefix,
+            config,
+            build,
+            replace(share, num_samples=max(1, math.ceil(target * surplus))),
         )
         for prefix, target in zip(blend.prefixes, targets, strict=True)
     ]
     return BlendedDataset(datasets, list(weights), sum(targets))
 
 
-def _build_one(prefix: str, config: DataConfig, build: Any, share: _Share) -> GPTDataset | None:
-    """One split of one dataset; None if no document falls into it and none is asked for."""
+def _has_documents(prefix: str, config: DataConfig, share: _Share) -> bool:
+    """Whether any document of a dataset falls into a split."""
+    sequences = IndexedDataset(prefix, mmap=config.mmap_bin_files)
+    return bool(split_bounds(share.split, len(sequences))[share.number])
+
+
+def _build_one(prefix: str, config: DataConfig, build: Any, share: _Share) -> GPTDataset:
     sequences = IndexedDataset(prefix, mmap=config.mmap_bin_files)
     ids = split_bounds(share.split, len(sequences))[share.number]
-    if not ids and not share.num_samples:
-        return None
     try:
         return build(sequences, document_ids=ids, num_samples=share.num_samples)
     except ValueError as error:

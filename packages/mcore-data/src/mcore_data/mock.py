@@ -73,7 +73,8 @@ class MockGPTDataset(GPTDataset):
             sequence_length=sequence_length,
             seed=seed,
             num_samples=num_samples,
-            **{"eod": documents.eod, **options},
+            eod=documents.eod,
+            **options,
         )
         self.num_samples = num_samples
 
