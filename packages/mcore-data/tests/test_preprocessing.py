@@ -66,6 +66,36 @@ def test_each_key_has_its_dataset_and_lists_are_sentences(corpus, tmp_path):
     assert [int(s[-1] == EOD) for s in stored] == [0, 0, 1]
 
 
+def test_sentences_become_sequences_of_their_document(tmp_path):
+    source = tmp_path / "in.jsonl"
+    texts = ["One is here. Two is there.", "", "Only one"]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    report = run(tmp_path / "out", source, split_sentences=True, workers=2)
+    assert report.prefixes == {"text": tmp_path / "out_text_sentence"}
+    dataset = IndexedDataset(tmp_path / "out_text_sentence")
+    assert dataset.documents.tolist() == [0, 2, 2, 3]
+    assert [bytes(s.tolist()).decode() for s in dataset] == [
+        "One is here.", "Two is there.", "Only one",
+    ]  # fmt: skip
+
+
+def test_folders_and_patterns_stand_for_their_files_by_name(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "b.jsonl").write_text('{"text": "b"}\n')
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    (folder / "notes.txt").write_text("not data")
+    for prefix, word in (("folder", folder), ("pattern", folder / "*.jsonl*")):
+        assert run(tmp_path / prefix, word).num_documents == 2
+        dataset = IndexedDataset(tmp_path / f"{prefix}_text_document")
+        assert [bytes(tokens.tolist()) for tokens in dataset] == [b"a", b"b"]
+
+
+def test_keeping_newlines_needs_sentences(corpus, tmp_path):
+    with pytest.raises(ValueError, match="no effect without --split-sentences"):
+        run(tmp_path / "out", corpus, keep_newlines=True)
+
+
 @pytest.mark.parametrize(
     ("suffix", "compress"),
     [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)],

@@ -52,13 +52,20 @@ class PreprocessConfig:
     """Turning JSONL into ``.bin``/``.idx`` datasets."""
 
     input: tuple[str, ...]
-    """JSONL files, plain or compressed (.gz, .bz2, .xz), read in the order given."""
+    """JSONL files, plain or compressed (.gz, .bz2, .xz), in the order given. A folder stands
+    for its *.jsonl and *.json files, plain or compressed; a pattern such as 'part-*.jsonl.gz'
+    for what it matches; both by name."""
     output_prefix: str
-    """Outputs are <output-prefix>_<key>_document.bin and .idx, one pair for each key."""
+    """Outputs are <output-prefix>_<key>_document.bin and .idx, one pair for each key;
+    with --split-sentences <output-prefix>_<key>_sentence."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a record to tokenize, each into its own dataset."""
     append_eod: bool = False
     """End every document that is not empty with the end-of-document token."""
+    split_sentences: bool = False
+    """Make each sentence a sequence of its document, for BERT and T5."""
+    keep_newlines: bool = False
+    """With --split-sentences, keep the line ends that follow a sentence."""
     workers: int = 1
     """Processes that parse and tokenize; 1 works in this process."""
     on_bad_record: Literal["refuse", "skip"] = "refuse"
@@ -71,6 +78,8 @@ class PreprocessConfig:
             raise ValueError("--input names no file.")
         if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
             raise ValueError(f"--json-keys {' '.join(self.json_keys)}: give each key once.")
+        if self.keep_newlines and not self.split_sentences:
+            raise ValueError("--keep-newlines has no effect without --split-sentences.")
         if self.workers < 1:
             raise ValueError(f"--workers {self.workers}: at least 1 is needed.")
 

@@ -1,6 +1,6 @@
 """From a block of records to arrays of tokens: the work that a worker process does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -45,13 +45,27 @@ class EncodedBlock:
 
 
 def encode_block(
-    block: Block, tokenizer: Tokenizer, json_keys: Sequence[str], eod: int | None
+    block: Block,
+    tokenizer: Tokenizer,
+    json_keys: Sequence[str],
+    *,
+    eod: int | None = None,
+    split: Callable[[str], list[str]] | None = None,
 ) -> EncodedBlock:
-    """Parse and tokenize a block; ``eod`` ends each document that is not empty."""
+    """Parse and tokenize a block.
+
+    Args:
+        block: lines of a file.
+        tokenizer: for the texts.
+        json_keys: keys of a record to tokenize.
+        eod: id that ends each document that is not empty; None adds none.
+        split: cuts a text into the sentences that become sequences; None leaves it whole.
+    """
     parsed = parse_lines(block.read(), json_keys)
+    columns = zip(*parsed.records, strict=True) if parsed.records else ([] for _ in json_keys)
     keys = {
-        key: encode_texts([record[column] for record in parsed.records], tokenizer, eod)
-        for column, key in enumerate(json_keys)
+        key: encode_texts([_cut(text, split) for text in column], tokenizer, eod)
+        for key, column in zip(json_keys, columns, strict=True)
     }
     return EncodedBlock(keys, len(parsed.records), parsed.num_lines, parsed.bad)
 
@@ -79,3 +93,8 @@ def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer, eod: int | None) -
         int(lengths.sum(dtype=np.int64)),
     )
     return EncodedTexts(tokens, lengths, counts)
+
+
+def _cut(text: Text, split: Callable[[str], list[str]] | None) -> Text:
+    """Sentences of a text; a list already is its sentences."""
+    return split(text) if split and isinstance(text, str) else text

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from mcore_data.gpt import GPTDataset
 
+_RECKONED_TOKENS = 1_024
+
 
 class MockDocuments:
     """Documents that count 1, 2, 3, ... modulo the vocabulary and end with ``eod``.
@@ -67,7 +69,9 @@ class MockGPTDataset(GPTDataset):
         seed: int = 1234,
         **options: Any,
     ) -> None:
-        documents = MockDocuments(vocab_size)
+        # Half the mean length is reckoned; further epochs would fill a shortage.
+        enough = -(-(num_samples * sequence_length + 1) // _RECKONED_TOKENS)
+        documents = MockDocuments(vocab_size, num_documents=min(100_000, enough + 1))
         super().__init__(
             documents,
             sequence_length=sequence_length,

@@ -29,9 +29,11 @@ from mcore_data.records import (
     BadRecordError,
     Block,
     describe_bad_line,
+    find_inputs,
     is_compressed,
     read_blocks,
 )
+from mcore_data.sentences import split_sentences
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
 
 log = logging.getLogger(__name__)
@@ -118,7 +120,7 @@ def preprocess(
             written stays, and the run continues when the cause is mended by skipping.
         RuntimeError: if an input is damaged or a worker died.
     """
-    sources = [_existing(path) for path in config.input]
+    sources = find_inputs(config.input)
     tokenizer = build_tokenizer(tokenizer_config)
     if config.append_eod and tokenizer.eod is None:
         raise ValueError(
@@ -127,7 +129,8 @@ def preprocess(
         )
     journal_path = Path(f"{config.output_prefix}.journal.json")
     journal = _open_journal(journal_path, _fingerprint(config, tokenizer, sources))
-    prefixes = {key: Path(f"{config.output_prefix}_{key}_document") for key in config.json_keys}
+    level = "sentence" if config.split_sentences else "document"
+    prefixes = {key: Path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
     writers = _open_writers(prefixes, tokenizer, journal)
     run = _Run(
         config=config,
@@ -179,10 +182,19 @@ class _Run:
     def write_blocks(self, tokenizer: Tokenizer, tokenizer_config: TokenizerConfig) -> None:
         """Encode what is left of the inputs and append it."""
         eod = tokenizer.eod if self.config.append_eod else None
+        split = (
+            partial(split_sentences, keep_newlines=self.config.keep_newlines)
+            if self.config.split_sentences
+            else None
+        )
         blocks = self._blocks()
         if self.config.workers == 1:
             encoded = (
-                (source, block, encode_block(block, tokenizer, self.config.json_keys, eod))
+                (
+                    source,
+                    block,
+                    encode_block(block, tokenizer, self.config.json_keys, eod=eod, split=split),
+                )
                 for source, block in blocks
             )
             for source, block, result in encoded:
@@ -193,6 +205,7 @@ class _Run:
             config=tokenizer_config,
             json_keys=self.config.json_keys,
             eod=eod,
+            split=split,
         )
         ahead = 2 * self.config.workers
         with ProcessPoolExecutor(self.config.workers, get_context("spawn")) as pool:
@@ -278,10 +291,8 @@ def _tokenizer_of_worker(config: TokenizerConfig) -> Tokenizer:
     return build_tokenizer(config)
 
 
-def _encode_in_worker(
-    block: Block, config: TokenizerConfig, json_keys: tuple[str, ...], eod: int | None
-) -> EncodedBlock:
-    return encode_block(block, _tokenizer_of_worker(config), json_keys, eod)
+def _encode_in_worker(block: Block, config: TokenizerConfig, **options: Any) -> EncodedBlock:
+    return encode_block(block, _tokenizer_of_worker(config), **options)
 
 
 def _open_writers(
@@ -320,16 +331,10 @@ def _fingerprint(config: PreprocessConfig, tokenizer: Tokenizer, sources: list[P
     facts = [
         [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in sources],
         config.json_keys,
-        config.append_eod,
+        [config.append_eod, config.split_sentences, config.keep_newlines],
         tokenizer.fingerprint(),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _existing(path: str) -> Path:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--input {path} is not a file.")
-    return Path(path)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -104,6 +105,26 @@ def read_blocks(path: Path, start: int = 0, block_bytes: int = BLOCK_BYTES) -> I
         raise RuntimeError(f"{path} is truncated or damaged: {error}") from error
 
 
+def find_inputs(words: Sequence[str]) -> list[Path]:
+    """Files that ``--input`` names: files, folders and patterns, in the order given.
+
+    Raises:
+        FileNotFoundError: if a word names nothing.
+    """
+    found: list[Path] = []
+    for word in words:
+        if Path(word).is_dir():
+            files = [path for path in Path(word).iterdir() if _is_jsonl(path)]
+        elif Path(word).is_file():
+            files = [Path(word)]
+        else:
+            files = [path for path in map(Path, glob(word)) if path.is_file()]
+        if not files:
+            raise FileNotFoundError(f"--input {word} is not a file, and names none.")
+        found += sorted(files)
+    return found
+
+
 def is_compressed(path: Path) -> bool:
     """Whether ``read_blocks`` decompresses this file, by its suffix."""
     return path.suffix in _OPENERS
@@ -143,6 +164,11 @@ def read_texts(path: Path, json_keys: Sequence[str]) -> Iterator[str]:
         for record in parsed.records:
             for value in record:
                 yield value if isinstance(value, str) else " ".join(value)
+
+
+def _is_jsonl(path: Path) -> bool:
+    bare = path.with_suffix("") if is_compressed(path) else path
+    return path.is_file() and bare.suffix in (".jsonl", ".json")
 
 
 def describe_bad_line(path: Path, lines_before: int, bad: BadLine) -> str:
