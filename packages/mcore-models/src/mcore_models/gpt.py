@@ -188,8 +188,14 @@ class GPT(nn.Module):
             (their coefficients included; 0 without experts).
 
         Raises:
-            ValueError: if the sequence is longer than the model's positions.
+            ValueError: if the sequence is longer than the model's positions, or a cache is
+                given under context parallelism.
         """
+        if cache is not None and self.cp.size > 1:
+            raise ValueError(
+                f"a cache cannot be cut over --context-parallel-size {self.cp.size}: generate "
+                "with 1."
+            )
         num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
         self._check_length(num_tokens, 0 if cache is None else cache.length)
         device = x.device
