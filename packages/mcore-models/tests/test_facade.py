@@ -5,7 +5,7 @@ import torch
 from torch.optim import Adam
 from torch.utils.data import DataLoader
 
-from mcore_data.mock import MockGPTDataset
+from mcore_data import MockGPTDataset
 from mcore_models import GPTModel, TransformerConfig
 from mcore_moe import MixtureOfExperts, MoEConfig
 from mcore_parallel import parallel_state, run_ranks

@@ -309,6 +309,18 @@ def refusals():
     ctx.destroy()
 
 
+def cache_over_context_ranks():
+    ctx = ParallelContext.build(ParallelConfig(context_parallel_size=2))
+    model = GPT(TransformerConfig(**SMALL), ctx, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="a cache cannot be cut over --context-parallel-size"):
+        model(tokens(1, 4), cache=WholeCache(3))
+    ctx.destroy()
+
+
+def test_a_cache_under_context_parallelism_is_refused():
+    run_ranks(cache_over_context_ranks, 2)
+
+
 def test_layouts_that_do_not_fit_are_refused_on_every_rank():
     run_ranks(refusals, 2)
 

@@ -18,23 +18,21 @@ from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
 from mcore_models.layout_checks import check_layout, too_long
 from mcore_models.norm import build_norm
+from mcore_models.position_embedding import PositionEmbedding
 from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables, rotary_frequencies, rotary_tables
 from mcore_moe.config import MoEConfig
-from mcore_parallel.collectives import own_slice
 from mcore_parallel.context_parallel import zigzag_positions
 from mcore_parallel.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
-    check_range,
     padded_vocab,
 )
 from mcore_parallel.fused_head import head_loss
 from mcore_parallel.linear import column_parallel
-from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams, StreamDropout
-from mcore_parallel.sharding import Layout, whole
 from mcore_parallel.stages import Stage
 from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
 
@@ -188,8 +186,14 @@ class GPT(nn.Module):
             (their coefficients included; 0 without experts).
 
         Raises:
-            ValueError: if the sequence is longer than the model's positions.
+            ValueError: if the sequence is longer than the model's positions, or a cache is
+                given under context parallelism.
         """
+        if cache is not None and self.cp.size > 1:
+            raise ValueError(
+                f"a cache cannot be cut over --context-parallel-size {self.cp.size}: generate "
+                "with 1."
+            )
         num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
         self._check_length(num_tokens, 0 if cache is None else cache.length)
         device = x.device
@@ -327,56 +331,6 @@ class GPT(nn.Module):
                 f"--tensor-model-parallel-size {self.tp.size}: use a --seq-length that is a "
                 "multiple."
             )
-
-
-class PositionEmbedding(nn.Module):
-    """A learned vector for every position, whole on every tensor rank."""
-
-    def __init__(
-        self,
-        num_positions: int,
-        hidden_size: int,
-        *,
-        axis: Axis = SINGLE,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Allocate the table; it is zero until the model fills it.
-
-        Args:
-            num_positions: rows.
-            hidden_size: D.
-            axis: tensor ranks, which hold the same table.
-            sequence_parallel: whether tokens are cut over ``axis``.
-            device: of the table.
-            dtype: of the table.
-        """
-        super().__init__()
-        self.axis = axis
-        self.sequence_parallel = sequence_parallel and axis.size > 1
-        self.weight = nn.Parameter(
-            torch.zeros(num_positions, hidden_size, device=device, dtype=dtype)
-        )
-
-    def forward(self, positions: Int[Tensor, "*B S"]) -> Float[Tensor, "s *b D"]:
-        """Look positions up: ``[S, 1, D]`` from ``[S]``, ``[S, B, D]`` from ``[B, S]``.
-
-        Under sequence parallelism only this rank's S/tp positions are looked up.
-
-        Raises:
-            ValueError: if a position is not in the table and positions are on the CPU.
-        """
-        check_range(positions, self.weight.shape[0], "positions")
-        positions = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
-        if self.sequence_parallel:
-            positions = own_slice(positions, self.axis)
-        return nn.functional.embedding(positions, self.weight)
-
-    def layouts(self) -> dict[str, Layout]:
-        """Describe the table, see ``mcore_parallel.sharding``."""
-        partial = self.axis if self.sequence_parallel else SINGLE
-        return {"weight": whole("", tuple(self.weight.shape), self.axis, partial)}
 
 
 def _run(
