@@ -35,18 +35,20 @@ def _forward(x, weight, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(x, weight, dy, dx, dweight, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(
+    x, weight, dy, dx, dweight, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     row_weight = tl.load(weight + row).to(tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     kind = dx.dtype.element_ty
-    for begin in range(0, width, BLOCK):
+    for begin in range(0, WIDTH, BLOCK):
         column = begin + tl.arange(0, BLOCK)
-        inside = column < width
-        gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0)
+        inside = column < WIDTH
+        gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0)
         up = up.to(tl.float32)
-        grad = tl.load(dy + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(dy + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         if KIND == 0:
             sigmoid = tl.sigmoid(gate)
             active = gate * sigmoid
@@ -59,8 +61,8 @@ def _backward(x, weight, dy, dx, dweight, width, KIND: tl.constexpr, BLOCK: tl.c
             slope = sigmoid + gate * sigmoid * (1.0 - sigmoid) * rise
         total += grad * active * up
         grad = grad * row_weight
-        tl.store(dx + row * 2 * width + column, (grad * up * slope).to(kind), mask=inside)
-        tl.store(dx + row * 2 * width + width + column, (grad * active).to(kind), mask=inside)
+        tl.store(dx + row * 2 * WIDTH + column, (grad * up * slope).to(kind), mask=inside)
+        tl.store(dx + row * 2 * WIDTH + WIDTH + column, (grad * active).to(kind), mask=inside)
     tl.store(dweight + row, tl.sum(total, 0).to(dweight.dtype.element_ty))
 
 
