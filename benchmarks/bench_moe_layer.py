@@ -47,7 +47,9 @@ def main() -> None:
     run = torch.compile(layer) if options.compile else layer
 
     def step(i: int) -> None:
-        x = inputs[i % 4].requires_grad_()
+        for parameter in layer.parameters():
+            parameter.grad = None
+        x = inputs[i % 4].detach().requires_grad_()
         y, aux = run(x)
         torch.autograd.backward((y, aux), (inputs[(i + 1) % 4].detach(), torch.ones_like(aux)))
 

@@ -88,6 +88,14 @@ def test_a_bad_layer_frequency_is_named(frequency):
             },
             "no effect with --moe-router-load-balancing-type none",
         ),
+        (
+            {
+                "num_experts": 4,
+                "moe_router_load_balancing_type": "sinkhorn",
+                "moe_router_score_function": "sigmoid",
+            },
+            "has its own scores",
+        ),
         ({"num_experts": 4, "moe_shared_expert_gate": True}, "shared expert"),
         ({"num_experts": 4, "moe_expert_capacity_factor": -1.0}, "capacity-factor"),
         ({"num_experts": 4, "moe_pad_expert_input_to_capacity": True}, "capacity-factor"),

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mcore_moe import MoEConfig, MoELayer, grouped_linear, sequential_linear
-from mcore_moe.experts import has_grouped_kernel
+from mcore_moe.experts import has_grouped_kernel, weighted_gated
+from mcore_parallel.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +27,32 @@ def test_the_grouped_kernel_equals_a_loop_with_gradients(counts):
         results.append((y, *torch.autograd.grad(y, (x, weight), grad)))
     for result, expected in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=1.6e-2, atol=0.3)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(9, 7), (64, 1024), (33, 2500), (0, 16)], ids=str)
+def test_the_weighted_gate_equals_plain_float64(shape, dtype, activation):
+    from mcore_moe.kernels import fused_weighted_gated
+
+    torch.manual_seed(0)
+    num_rows, width = shape
+    x = torch.randn(num_rows, 2 * width, device="cuda", dtype=dtype)
+    weight, grad = torch.rand(num_rows, device="cuda"), torch.randn(shape, device="cuda")
+    results = []
+    for run, wide in ((fused_weighted_gated, dtype), (weighted_gated, torch.float64)):
+        inputs = [
+            x.to(wide).requires_grad_(),
+            weight.to(torch.promote_types(wide, weight.dtype)),
+        ]
+        inputs[1].requires_grad_()
+        y = run(*inputs, activation)
+        results.append((y, *torch.autograd.grad(y, inputs, grad.to(dtype).to(wide))))
+    for result, expected in zip(*results, strict=True):
+        assert result.shape == expected.shape
+        if expected.numel():
+            error = (result - expected).abs().max() / expected.abs().max()
+            assert error < {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}[dtype]
 
 
 def layer(dtype, **fields):
@@ -64,7 +91,7 @@ def test_every_run_gives_the_same_bits(fields):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_compiled_by_inductor_it_is_one_graph_and_agrees():
+def check_compiled():
     x = torch.randn(512, 64, device="cuda", dtype=torch.bfloat16)
     expected = gradients(layer(torch.bfloat16).cuda(), x)
     module = layer(torch.bfloat16).cuda()
@@ -72,3 +99,7 @@ def test_compiled_by_inductor_it_is_one_graph_and_agrees():
     for result, one in zip(gradients(module, x), expected, strict=True):
         scale = one.float().abs().max()
         assert (result.float() - one.float()).abs().max() < 0.02 * scale
+
+
+def test_compiled_by_inductor_it_is_one_graph_and_agrees():
+    run_ranks(check_compiled, 1, check_shapes=False)

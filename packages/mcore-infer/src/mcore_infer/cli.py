@@ -2,8 +2,10 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_infer.config import SamplingConfig
@@ -109,43 +111,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(words: Sequence[str]) -> int:
     """Write on after one or more prompts."""
     config = _parse(GenerateConfig, "mcore-infer generate", words)
-    loaded, tokenizer, is_first = _load(config.model)
-    if len(config.prompt) == 1:
-        _write_one(config, loaded.model, tokenizer, is_first)
-        return 0
-    from mcore_infer.generation import generate_text
+    with _opened(config.model) as (loaded, tokenizer, is_first):
+        if len(config.prompt) == 1:
+            _write_one(config, loaded.model, tokenizer, is_first)
+            return 0
+        from mcore_infer.generation import generate_text
 
-    texts = generate_text(loaded.model, tokenizer, config.prompt, config.sampling, config.seed)
-    if is_first:
-        for prompt, text in zip(config.prompt, texts, strict=True):
-            print(f"{prompt}{text}\n")
+        texts = generate_text(
+            loaded.model, tokenizer, config.prompt, config.sampling, config.seed
+        )
+        if is_first:
+            for prompt, text in zip(config.prompt, texts, strict=True):
+                print(f"{prompt}{text}\n")
     return 0
 
 
 def evaluate(words: Sequence[str]) -> int:
     """Print how well a model predicts text files."""
     config = _parse(EvaluateConfig, "mcore-infer evaluate", words)
-    from pathlib import Path
-
-    from mcore_infer.evaluation import score_texts
-
     texts = [Path(name).read_text(encoding="utf-8") for name in config.input]
-    loaded, tokenizer, is_first = _load(config.model)
-    limit = loaded.description.config.max_position_embeddings
-    score = score_texts(
-        loaded.model,
-        tokenizer,
-        texts,
-        context_tokens=config.seq_length or limit or 1024,
-        stride=config.overlapping_eval,
-        batch=config.micro_batch_size,
-    )
-    if is_first:
-        print(
-            f"loss {score.loss:.4f} per token | perplexity {score.perplexity:.2f} | "
-            f"bits per byte {score.bits_per_byte:.4f} | {score.num_tokens} tokens | "
-            f"{score.num_bytes} bytes"
+    with _opened(config.model) as (loaded, tokenizer, is_first):
+        from mcore_infer.evaluation import score_texts
+
+        limit = loaded.description.config.max_position_embeddings
+        score = score_texts(
+            loaded.model,
+            tokenizer,
+            texts,
+            context_tokens=config.seq_length or limit or 1024,
+            stride=config.overlapping_eval,
+            batch=config.micro_batch_size,
         )
+        if is_first:
+            print(
+                f"loss {score.loss:.4f} per token | perplexity {score.perplexity:.2f} | "
+                f"bits per byte {score.bits_per_byte:.4f} | {score.num_tokens} tokens | "
+                f"{score.num_bytes} bytes"
+            )
     return 0
 
 
@@ -177,27 +179,31 @@ def _write_one(
     print(text.rest())
 
 
-def _load(options: ModelOptions) -> tuple["LoadedModel", "Tokenizer", bool]:
-    """Join the other ranks and load; say whether this rank is the one that speaks."""
+@contextmanager
+def _opened(options: ModelOptions) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
+    """Join the other ranks and load; also say whether this rank is the one that speaks."""
     from mcore_ckpt.paths import resolve_folder
     from mcore_data.tokenizer import load_tokenizer
     from mcore_infer.loading import load_model
     from mcore_parallel.config import ParallelConfig
-    from mcore_parallel.launching import initialize, read_environment
+    from mcore_parallel.launching import initialize, read_environment, shut_down
     from mcore_parallel.mesh import ParallelContext
 
     folder = resolve_folder(options.load, options.ckpt_step)  # before any rank waits
     environment = read_environment()
     tp = options.tensor_model_parallel_size or environment.world_size
-    device = initialize(options.device)
-    ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=tp), device)
-    loaded = load_model(folder, ctx)
-    tokenizer = loaded.tokenizer
-    if options.tokenizer:
-        tokenizer = load_tokenizer(options.tokenizer)
-    if tokenizer is None:
-        raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
-    return loaded, tokenizer, environment.rank == 0
+    try:
+        device = initialize(options.device)
+        ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=tp), device)
+        loaded = load_model(folder, ctx)
+        tokenizer = loaded.tokenizer
+        if options.tokenizer:
+            tokenizer = load_tokenizer(options.tokenizer)
+        if tokenizer is None:
+            raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
+        yield loaded, tokenizer, environment.rank == 0
+    finally:
+        shut_down()
 
 
 def _parse(kind: type, program: str, words: Sequence[str]):

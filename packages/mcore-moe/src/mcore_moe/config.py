@@ -118,6 +118,12 @@ class MoEConfig:
                 "and the router no gradient. Add --moe-router-pre-softmax, or use "
                 "--moe-router-score-function sigmoid."
             )
+        if sinkhorn and not (after and self.moe_router_num_groups == 0):
+            raise ValueError(
+                "--moe-router-load-balancing-type sinkhorn has its own scores: leave out "
+                "--moe-router-score-function, --moe-router-pre-softmax and "
+                "--moe-router-num-groups."
+            )
         if self.moe_router_pre_softmax and not softmax:
             raise ValueError(
                 "--moe-router-pre-softmax has no effect with --moe-router-score-function "

@@ -284,7 +284,7 @@ class Router(nn.Module):
 
     def _seen(self, counts: Tensor) -> Tensor:
         if _is_replayed():
-            raise RuntimeError(
+            raise ValueError(
                 "--moe-router-load-balancing-type global_aux_loss cannot be recomputed: the "
                 "counts of the step have moved on since the forward pass. Leave the router out "
                 "of recomputation, or use aux_loss or seq_aux_loss."
