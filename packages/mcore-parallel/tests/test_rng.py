@@ -17,10 +17,10 @@ from mcore_parallel.sharding import Layout, NamedParameter, Part
 from mcore_parallel.testing import run_ranks
 
 
-def filled(shape, name="w", seed=1, offsets=None, lengths=None, dtype=torch.float32, std=1.0):
+def filled(shape, offsets=None, lengths=None, dtype=torch.float32, **options):
     view = torch.full(lengths or shape, torch.nan, dtype=dtype)
-    offsets = offsets or (0,) * len(shape)
-    fill_normal_(view, seed=seed, name=name, shape=shape, offsets=offsets, std=std)
+    options = {"seed": 1, "name": "w", "std": 1.0} | options
+    fill_normal_(view, shape=shape, offsets=offsets or (0,) * len(shape), **options)
     return view
 
 
@@ -49,14 +49,9 @@ def test_any_box_equals_the_slice_of_the_whole_bitwise(case):
 
 
 def test_threads_strides_and_dtypes_do_not_change_the_numbers():
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        whole = filled((700, 900))
-        torch.set_num_threads(3)
-        assert torch.equal(filled((700, 900)), whole)
-    finally:
-        torch.set_num_threads(threads)
+    whole = filled((700, 900), num_threads=1)
+    assert torch.equal(filled((700, 900), num_threads=3), whole)
+    assert torch.equal(filled((700, 900)), whole)
     strided = torch.zeros(900, 700).t()
     fill_normal_(strided, seed=1, name="w", shape=(700, 900), offsets=(0, 0), std=1.0)
     assert torch.equal(strided, whole)

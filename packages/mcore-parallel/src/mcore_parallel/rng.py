@@ -10,6 +10,7 @@ same elements, ``tensor_parallel`` where each holds its own part.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,14 +39,15 @@ def fill_normal_(
     shape: tuple[int, ...],
     offsets: tuple[int, ...],
     std: float,
+    num_threads: int = 0,
 ) -> None:
     """Fill a box of a logical tensor with its normal random numbers, in place.
 
     Equal for every box that holds an element: the whole tensor filled at once and cut gives
-    the same bits. Numbers are drawn on the CPU in float32 and cast, by as many threads as
-    torch uses; each has one tile in memory (for a view on another device, one row of tiles).
-    The bits are those of one torch build on one kind of CPU. A tensor of more than two
-    dimensions is a stack of matrices, each with its own numbers.
+    the same bits. Numbers are drawn on the CPU in float32 and cast, about 150 million a second
+    and thread; each thread has one tile in memory (for a view on another device, one row of
+    tiles). The bits are those of one torch build on one kind of CPU. A tensor of more than
+    two dimensions is a stack of matrices, each with its own numbers.
 
     Args:
         view: memory of the box, any device, dtype and strides.
@@ -54,6 +56,8 @@ def fill_normal_(
         shape: of the logical tensor.
         offsets: where the box begins in it.
         std: standard deviation; the mean is 0.
+        num_threads: that draw; 0: one for each core, 16 at most. torch's own number is no
+            guide here, since launchers set it to 1.
 
     Raises:
         ValueError: if the box does not lie in the tensor.
@@ -69,6 +73,7 @@ def fill_normal_(
     columns = (1,) * max(0, 2 - len(shape))
     matrix_shape, matrix_offsets = (*shape, *columns), (*offsets, *(0 for _ in columns))
     view = view.view(*view.shape, *columns)
+    num_threads = num_threads or min(16, len(os.sched_getaffinity(0)))
     with torch.no_grad():
         for index in product(*map(range, view.shape[:-2])):
             place = [i + o for i, o in zip(index, matrix_offsets, strict=False)]
@@ -78,6 +83,7 @@ def fill_normal_(
                 shape=matrix_shape[-2:],
                 offsets=matrix_offsets[-2:],
                 std=std,
+                num_threads=num_threads,
             )
 
 
@@ -232,7 +238,13 @@ class StreamDropout(nn.Module):
 
 
 def _fill_matrix(
-    view: Tensor, base: int, shape: tuple[int, ...], offsets: tuple[int, ...], std: float
+    view: Tensor,
+    *,
+    base: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    std: float,
+    num_threads: int,
 ) -> None:
     """Fill a box of a matrix, one row of tiles after the other."""
     if view.numel() == 0:
@@ -261,12 +273,11 @@ def _fill_matrix(
         if not on_cpu:
             target.copy_(rows)
 
-    workers = min(len(stripes), torch.get_num_threads())
-    if workers == 1:
+    if min(len(stripes), num_threads) == 1:
         for stripe in stripes:
             fill(stripe)
         return
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(min(len(stripes), num_threads)) as pool:
         list(pool.map(fill, stripes))
 
 
