@@ -125,7 +125,7 @@ class GPTDataset:
         if self.eod_mask_loss:
             loss_mask[tokens[:num_tokens] == self.eod] = 0.0
         starts = self._document_starts(tokens[:num_tokens], parts)
-        result = {
+        result: dict[str, np.ndarray] = {
             "tokens": tokens,
             "labels": labels,
             "loss_mask": loss_mask,

@@ -68,12 +68,13 @@ class MockGPTDataset(GPTDataset):
         **options: Any,
     ) -> None:
         documents = MockDocuments(vocab_size)
+        merged: dict[str, Any] = {"eod": documents.eod, **options}
         super().__init__(
             documents,
             sequence_length=sequence_length,
             seed=seed,
             num_samples=num_samples,
-            **{"eod": documents.eod, **options},
+            **merged,
         )
         self.num_samples = num_samples
 

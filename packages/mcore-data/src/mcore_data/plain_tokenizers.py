@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_data.tokenizer import MARKER
@@ -103,6 +103,6 @@ class ByteTokenizer:
         _write_marker(folder, {"tokenizer_type": "ByteTokenizer"})
 
 
-def _write_marker(folder: str | Path, fields: dict[str, object]) -> None:
+def _write_marker(folder: str | Path, fields: Mapping[str, object]) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / MARKER).write_text(json.dumps(fields, indent=2) + "\n")

@@ -89,11 +89,13 @@ class _HeadLoss(torch.autograd.Function):
         first = axis.rank * weight.shape[0]
         width = min(max(vocab_size - first, 0), weight.shape[0])
         needs_grad = any(ctx.needs_input_grad[:2])
-        dx = torch.empty_like(x) if needs_grad else None
         main = getattr(weight, "main_grad", None)
-        dw = main
-        if needs_grad and main is None:
-            dw = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        dx = dw = x.new_empty(0)
+        if needs_grad:
+            dx = torch.empty_like(x)
+            dw = main
+            if dw is None:
+                dw = torch.zeros(weight.shape, dtype=wide, device=weight.device)
         losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
         stats, gradient_ = _passes(x)
         for begin in range(0, x.shape[0], chunk_tokens):
