@@ -74,8 +74,9 @@ def test_an_index_that_does_not_match_its_tokens_is_refused(tmp_path):
     prefix = str(tmp_path / "data")
     subprocess.run(
         [
-            *(sys.executable, "-m", "mcore_data", "preprocess", "--input", str(text)),
-            *("--output-prefix", prefix, "--tokenizer-type", "ByteTokenizer", "--append-eod"),
+            *(sys.executable, "-m", "mcore_data", "preprocess", "--append-eod"),
+            *("--input", str(text), "--output-prefix", prefix),
+            *("--tokenizer-type", "ByteTokenizer"),
         ],
         check=True,
         capture_output=True,

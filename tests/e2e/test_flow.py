@@ -59,14 +59,8 @@ def flags(corpus, *, train_iters):
 
 
 SHAPE = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--num-query-groups",
-    "2",
+    *("--num-layers", 2, "--hidden-size", 32),
+    *("--num-attention-heads", 4, "--num-query-groups", 2),
 ]
 
 

@@ -286,13 +286,11 @@ def load_from_all(model: str, name: str, folder: str) -> dict[str, tuple[str, li
     Returns:
         Layout that saved to the fingerprint as loaded, and the losses of the steps after.
     """
-    case, found, ctx = MODELS[model][name], {}, None
+    run, found = build_run(MODELS[model][name], seed=99), {}
     for source in MODELS[model]:
-        run = build_run(case, ctx=ctx, seed=99)
-        ctx = run.ctx
-        saved = str(Path(folder) / source)
+        # The run still holds what it trained on from the source before: all of it must go.
         with no_pickle():
-            load_step(run, saved)
+            load_step(run, str(Path(folder) / source))
         loaded = fingerprint(run)
         batches = train_batches(run)
         losses = [one_step(run, batches) for _ in range(NUM_STEPS - SAVED_STEP)]

@@ -7,7 +7,40 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {}
+_ROOMS: dict[str, str] = {
+    "BatchConfig": "config",
+    "ByteNGram": "ngram",
+    "ConflictError": "resolution",
+    "Datasets": "assembly",
+    "EvalConfig": "config",
+    "LaunchConfig": "config",
+    "LoadConfig": "config",
+    "LogConfig": "config",
+    "OptimizerConfig": "config",
+    "Plan": "resolution",
+    "PrecisionConfig": "config",
+    "Reporter": "log",
+    "Run": "assembly",
+    "RunConfig": "config",
+    "SaveConfig": "config",
+    "Schedule": "lr_schedule",
+    "ScheduleConfig": "config",
+    "Score": "evaluation",
+    "StepReport": "log",
+    "StepResult": "step",
+    "TrainConfig": "composition",
+    "assemble": "assembly",
+    "compose": "composition",
+    "evaluate": "evaluation",
+    "learning_rate": "lr_schedule",
+    "load_run": "resuming",
+    "parse": "parsing",
+    "resolve": "resolution",
+    "save_run": "resuming",
+    "train": "loop",
+    "train_step": "step",
+    "weight_decay": "lr_schedule",
+}
 
 __all__ = list(_ROOMS)
 

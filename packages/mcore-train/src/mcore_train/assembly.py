@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mcore_data.datasets import build_gpt_datasets
+from mcore_data.index_format import CorruptDatasetError
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_models.gpt import GPT
 from mcore_parallel.data_parallel import DataParallel
@@ -130,7 +131,7 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
     """Build the datasets that the flags name, as many samples of each as the run takes.
 
     Raises:
-        ValueError: if a dataset is too small, or validation is wanted without data for it.
+        ValueError: if a dataset is damaged or too small, or there is none to validate on.
         FileNotFoundError: if a dataset does not exist.
     """
     config = plan.config
@@ -139,13 +140,17 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
     data = config.data
     if data.mock_data:
         data = replace(data, mock_vocab_size=plan.vocab_size)
-    built = build_gpt_datasets(
-        data,
-        tokenizer,
-        sequence_length=config.batch.seq_length,
-        seed=config.run.seed,
-        num_samples=(plan.train_iters * plan.global_batch_size, valid, valid),
-    )
+    try:
+        built = build_gpt_datasets(
+            data,
+            tokenizer,
+            sequence_length=config.batch.seq_length,
+            seed=config.run.seed,
+            num_samples=(plan.train_iters * plan.global_batch_size, valid, valid),
+        )
+    except CorruptDatasetError as error:
+        # Files that the user named: to be told as bad input, without a traceback.
+        raise ValueError(str(error)) from error
     if built[0] is None:
         raise ValueError("there is no data to train on: check --split and --data-path.")
     if config.evaluation.eval_interval and built[1] is None:

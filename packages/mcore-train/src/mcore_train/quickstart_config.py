@@ -12,7 +12,7 @@ class TourConfig:
 
     output: str = "runs/quickstart"
     """Folder for everything that the tour writes; what an earlier tour wrote there goes."""
-    steps: int = 1200
+    steps: int = 1000
     """Training steps of 2048 tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: CUDA where present."""
