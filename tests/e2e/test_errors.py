@@ -74,9 +74,8 @@ def test_an_index_that_does_not_match_its_tokens_is_refused(tmp_path):
     prefix = str(tmp_path / "data")
     subprocess.run(
         [
-            *(sys.executable, "-m", "mcore_data", "preprocess", "--append-eod"),
-            *("--input", str(text), "--output-prefix", prefix),
-            *("--tokenizer-type", "ByteTokenizer"),
+            *(sys.executable, "-m", "mcore_data", "preprocess", "--input", str(text)),
+            *("--output-prefix", prefix, "--tokenizer-type", "ByteTokenizer", "--append-eod"),
         ],
         check=True,
         capture_output=True,
