@@ -56,6 +56,12 @@ def row_groups(shape: Sequence[int]) -> list[tuple[int, int]]:
     return [(row, min(row + step, total)) for row in range(0, total, step)]
 
 
+def slabs(source: Source, name: str) -> Iterator[Tensor]:
+    """Give a tensor by groups of rows."""
+    for begin, stop in row_groups(source.entries[name].shape):
+        yield source.rows(name, begin, stop)
+
+
 def our_slabs(link: Link, number: int, theirs: Source) -> Iterator[Tensor]:
     """Give one of our tensors of a link, by rows, from the foreign tensor."""
     entry = theirs.entries[link.theirs]
