@@ -53,6 +53,15 @@ def test_resharding_puts_boxes_together_and_keeps_everything(tmp_path):
     assert (new / "recipe.toml").read_bytes() == b"a = 1\n"
 
 
+def test_equal_bits_are_no_difference_even_where_they_are_no_numbers(tmp_path):
+    steps = [save_step(tmp_path / name, 1, float("nan")) for name in "ab"]
+    assert differences(*steps) == []
+    assert differences(steps[0], save_step(tmp_path / "c", 1, 1.0)) == [
+        "model.w: values differ",
+        "optimizer.exp_avg.w: values differ",
+    ]
+
+
 def test_an_average_is_taken_in_float32_and_leaves_the_optimizer_behind(tmp_path):
     # 1 and 1 + 2^-7 are neighbours in bf16; the sum of three must not round on the way.
     steps = [save_step(tmp_path / str(v), 1, v) for v in (1.0, 1.0078125, 1.015625)]

@@ -4,13 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_ckpt.files import Reader
 from mcore_ckpt.index import TensorEntry, read_index
 from mcore_ckpt.paths import resolve_folder
 from mcore_ckpt.planning import name_problems
-from mcore_ckpt.streams import Source, slabs
+from mcore_ckpt.streams import Source, same_bits, slabs
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
@@ -92,6 +90,6 @@ def differences(one: str | Path, other: str | Path) -> list[str]:
                 found.append(f"{name}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
                 continue
             pairs = zip(slabs(a, name), slabs(b, name), strict=True)
-            if any(not torch.equal(p, q) for p, q in pairs):
+            if any(not same_bits(p, q) for p, q in pairs):
                 found.append(f"{name}: values differ")
     return found
