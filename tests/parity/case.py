@@ -231,13 +231,13 @@ def fingerprint(run: Run) -> str:
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())
-        digest.update(state[name].contiguous().numpy().tobytes())
+        digest.update(state[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def train_case(case: LayoutCase, folder: str) -> Outcome | None:
+def train_case(case: LayoutCase, folder: str, dtype: torch.dtype = torch.float64) -> Outcome:
     """Train, save on the way, continue from the save: everything that tests compare."""
-    run = build_run(case, save=folder)
+    run = build_run(case, save=folder, dtype=dtype)
     initial = weights(run)
     batches = train_batches(run)
     losses = backward(run, first := next(batches))
@@ -251,7 +251,7 @@ def train_case(case: LayoutCase, folder: str) -> Outcome | None:
     save_run(run)
     told += [one_step(run, batches) for _ in range(NUM_STEPS - SAVED_STEP)]
     final = fingerprint(run)
-    again = build_run(case, ctx=run.ctx, load=folder, seed=99)
+    again = build_run(case, ctx=run.ctx, seed=99, dtype=dtype)
     continue_to_end(again, folder)
     return Outcome(
         losses=told,

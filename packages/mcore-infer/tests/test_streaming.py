@@ -1,7 +1,10 @@
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_data.plain_tokenizers import ByteTokenizer, NullTokenizer
+from mcore_data.tokenizer_training import train_tokenizer
 from mcore_infer import TextStream
 
 
@@ -23,3 +26,13 @@ def test_a_character_that_never_ends_comes_out_at_the_end():
     assert stream.add(0xC3) == ""
     assert stream.rest() == "\ufffd"
     assert stream.rest() == ""
+
+
+def test_byte_pairs_that_cut_characters_stream_as_their_text(tmp_path):
+    text = "Grüße aus Köln — und 你好, 世界! In the beginning."
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text * 3}) + "\n")
+    tokenizer = train_tokenizer([tmp_path / "text.jsonl"], tmp_path / "out", vocab_size=280)
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for token in tokenizer.encode(text)]
+    assert "" in pieces  # some tokens end inside a character
+    assert "".join(pieces) + stream.rest() == text

@@ -14,6 +14,7 @@ pytestmark = [
     # Noise of torch's own compiler, on which no test can act.
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}

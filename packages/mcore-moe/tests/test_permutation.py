@@ -49,27 +49,36 @@ def test_combine_without_dropping_counts_every_token_k_times():
     torch.testing.assert_close(unpermute(permute(x, plan), plan), 2 * x)
 
 
-@st.composite
-def plans(draw):
-    num_tokens, num_experts = draw(st.integers(0, 7)), draw(st.integers(1, 6))
-    topk = draw(st.integers(1, num_experts))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    scores = torch.rand(num_tokens, num_experts, generator=generator)
-    ids = scores.argsort(dim=1)[:, :topk]
-    kind = draw(st.sampled_from(["whole", "dropped", "padded"]))
-    if kind == "whole":
+CASES = st.fixed_dictionaries(
+    {
+        "num_tokens": st.integers(0, 7),
+        "num_experts": st.integers(1, 6),
+        "topk": st.integers(1, 6),
+        "capacity": st.integers(0, 4),
+        "kind": st.sampled_from(["whole", "dropped", "padded"]),
+        "seed": st.integers(0, 2**31),
+    }
+)
+
+
+def plan_of(case):
+    """Plan random choices, all of them, or within a capacity, or padded to it."""
+    num_experts, capacity = case["num_experts"], case["capacity"]
+    generator = torch.Generator().manual_seed(case["seed"])
+    scores = torch.rand(case["num_tokens"], num_experts, generator=generator)
+    ids = scores.argsort(dim=1)[:, : case["topk"]]
+    if case["kind"] == "whole":
         return plan_rows(ids, num_experts)
-    capacity = draw(st.integers(0, 4))
     keep = within_capacity(ids, scores.gather(1, ids), num_experts, capacity)
-    return plan_rows(ids, num_experts, keep, capacity if kind == "padded" else 0)
+    return plan_rows(ids, num_experts, keep, capacity if case["kind"] == "padded" else 0)
 
 
 @settings(max_examples=60, deadline=None)
-@given(plans())
-def test_permute_and_unpermute_equal_their_slow_twins_with_gradients(plan):
-    num_tokens = plan.slots.shape[0]
+@given(CASES)
+def test_permute_and_unpermute_equal_their_slow_twins_with_gradients(case):
+    plan = plan_of(case)
     for fast, slow, rows in (
-        (permute, permute_reference, num_tokens),
+        (permute, permute_reference, plan.slots.shape[0]),
         (unpermute, unpermute_reference, plan.choices.numel()),
     ):
         x = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True)
@@ -84,8 +93,9 @@ def test_permute_and_unpermute_equal_their_slow_twins_with_gradients(plan):
 
 
 @settings(max_examples=30, deadline=None)
-@given(plans())
-def test_every_row_knows_its_choice_and_every_choice_its_row(plan):
+@given(CASES)
+def test_every_row_knows_its_choice_and_every_choice_its_row(case):
+    plan = plan_of(case)
     num_rows, num_choices = plan.choices.numel(), plan.slots.numel()
     slots = plan.slots.reshape(-1).tolist()
     choices = plan.choices.tolist()

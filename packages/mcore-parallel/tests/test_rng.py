@@ -189,3 +189,21 @@ def test_dropout_is_the_identity_in_evaluation_and_draws_nothing():
     assert StreamDropout(0.5, streams, "expert").eval()(x) is x
     assert StreamDropout(0.0, streams, "expert")(x) is x
     assert all(torch.equal(before[name], state) for name, state in streams.state().items())
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_the_numbers_of_the_cpu_and_streams_of_its_own_generator():
+    whole = filled((130, 700), dtype=torch.bfloat16)
+    view = torch.zeros(130, 100, dtype=torch.bfloat16, device="cuda")
+    fill_normal_(view, seed=1, name="w", shape=(130, 700), offsets=(0, 600), std=1.0)
+    assert torch.equal(view.cpu(), whole[:, 600:])
+    streams = RngStreams(7, ParallelContext.single("cuda"))
+    dropout = StreamDropout(0.5, streams, "replicated")
+    outside = torch.cuda.get_rng_state()
+    state = streams.state()
+    x = torch.ones(4096, device="cuda")
+    first, second = dropout(x), dropout(x)
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.cuda.get_rng_state(), outside)
+    streams.set_state(state)
+    assert torch.equal(dropout(x), first)

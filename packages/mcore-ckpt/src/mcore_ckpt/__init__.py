@@ -8,10 +8,12 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 _ROOMS: dict[str, str] = {
+    "AsyncSaver": "async_saving",
     "FolderLock": "locking",
     "Index": "index",
     "Report": "conversion",
     "RetentionConfig": "config",
+    "average": "rewriting",
     "hf_to_mcore": "conversion",
     "latest_step": "paths",
     "load": "loading",
@@ -19,6 +21,7 @@ _ROOMS: dict[str, str] = {
     "prune": "retention",
     "read_index": "index",
     "read_tensor": "loading",
+    "reshard": "rewriting",
     "resolve_folder": "paths",
     "save": "saving",
     "step_folder": "paths",

@@ -1,4 +1,4 @@
-"""The command ``mcore-ckpt``: convert, inspect, verify. Help answers without loading torch."""
+"""The command ``mcore-ckpt``: convert, inspect and more. Help answers without torch."""
 
 import json
 import os
@@ -22,6 +22,7 @@ examples:
   mcore-ckpt convert mcore-to-hf --input runs/llama --output Llama-again
   mcore-ckpt inspect runs/llama
   mcore-ckpt verify runs/llama
+  mcore-ckpt average runs/llama/iter_0000100 runs/llama/iter_0000200 --output runs/mean
 
 mcore-ckpt COMMAND --help tells a command's options."""
 
@@ -129,6 +130,40 @@ def verify(folder: tyro.conf.Positional[Path]) -> int:
     return 0
 
 
+def reshard(
+    folder: tyro.conf.Positional[Path],
+    *,
+    output: Path,
+    num_files: int = 1,
+) -> int:
+    """Write a checkpoint again as whole tensors in few files.
+
+    Any checkpoint loads under any layout without this; it makes later reads longer and fewer.
+
+    Args:
+        folder: Run folder (its latest step) or step folder.
+        output: Run folder to make, or to add the step to.
+        num_files: Files to spread the tensors over.
+    """
+    from mcore_ckpt.rewriting import reshard as rewrite
+
+    print(rewrite(folder, output, num_files=num_files))
+    return 0
+
+
+def average(folders: tyro.conf.Positional[tuple[Path, ...]], *, output: Path) -> int:
+    """Average the weights of several checkpoints of one model.
+
+    Args:
+        folders: Two or more run or step folders.
+        output: Run folder that gets the release.
+    """
+    from mcore_ckpt.rewriting import average as mean
+
+    print(mean(folders, output))
+    return 0
+
+
 def parse_direction(word: str) -> tuple[str, str, bool]:
     """Understand a direction, also one that a shell has cut.
 
@@ -215,4 +250,6 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "convert": ("between Hugging Face folders and ours", convert),
     "inspect": ("tensors, shapes and sizes; or how two checkpoints differ", inspect),
     "verify": ("read every byte and compare checksums", verify),
+    "reshard": ("write the boxes of many ranks again as whole tensors", reshard),
+    "average": ("the mean of several checkpoints' weights", average),
 }

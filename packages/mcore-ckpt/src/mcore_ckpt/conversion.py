@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mcore_ckpt.families import family_for, family_of
 from mcore_ckpt.families.decoder import CARRIED
-from mcore_ckpt.files import Item, Reader, write_file
+from mcore_ckpt.files import Item, Reader
 from mcore_ckpt.hf_folder import read_hf_folder, small_files, write_hf_folder
-from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.index import Index, TensorEntry, read_index
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import (
     RELEASE,
@@ -32,6 +32,7 @@ from mcore_ckpt.paths import (
     sync_folder,
     write_durably,
 )
+from mcore_ckpt.rewriting import write_whole
 from mcore_ckpt.rules import Link, expand, match_ours, match_theirs, our_shape
 from mcore_ckpt.streams import Source, compare_copy, our_slabs, prove, their_slabs
 
@@ -107,15 +108,9 @@ def hf_to_mcore(
         theirs = Source(reader, folder.tensors, cast)
         for name in copies:
             compare_copy(theirs, name, table.copies[name])
-        entries = _our_entries(links, theirs)
-        items = [
-            Item(_PREFIX + name, e.dtype, e.shape, rows) for name, (e, rows) in entries.items()
-        ]
-        items = _with_progress(items, on_progress)
-        items.sort(key=lambda item: -DTYPE_BYTES[item.dtype])
+        items = _with_progress(_our_items(links, theirs), on_progress)
         target = make_fresh(step_folder(output, RELEASE))
-        file = target / "rank_00000.safetensors"
-        index = _native_index(file, items, extra)
+        index = write_whole(target, items, extra)
         for name, content in tokenizer.items():
             (target / "tokenizer").mkdir(exist_ok=True)
             write_durably(target / "tokenizer" / name, content)
@@ -123,9 +118,7 @@ def hf_to_mcore(
             write_durably(target / name, content)
         if check:
             with Reader(target) as written:
-                ours = {n.removeprefix(_PREFIX): e for n, e in index.tensors.items()}
-                # The written names carry the prefix only inside the file.
-                prove(links, theirs, Source(written, ours))
+                prove(links, theirs, Source(written, _weights(index)))
         commit(target, Path(output), RELEASE, index.to_bytes())
     return _report(Path(output), model_type, links, items, check)
 
@@ -167,11 +160,7 @@ def mcore_to_hf(
     family = family_of(model_type)
     config = {**kept.get("config", {}), **family.to_theirs(description)}
     links = expand(family.table(description))
-    tensors = {
-        name.removeprefix(_PREFIX): entry
-        for name, entry in index.tensors.items()
-        if name.startswith(_PREFIX)
-    }
+    tensors = _weights(index)
     match_ours(links, tensors)
     unfinished = output.with_name(f".{output.name}.partial.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -196,19 +185,23 @@ def mcore_to_hf(
     return _report(output, model_type, links, items, check)
 
 
-def _our_entries(
-    links: Sequence[Link], theirs: Source
-) -> dict[str, tuple[TensorEntry, Callable[[], Iterator[Tensor]]]]:
-    entries = {}
+def _our_items(links: Sequence[Link], theirs: Source) -> list[Item]:
+    items = []
     for link in links:
-        shape = our_shape(theirs.entries[link.theirs].shape, link.transposed)
+        their_shape = theirs.entries[link.theirs].shape
+        shape = our_shape(their_shape, link.transposed)
         for number, (name, (first, stop)) in enumerate(
-            zip(link.ours, link.rows(theirs.entries[link.theirs].shape), strict=True)
+            zip(link.ours, link.rows(their_shape), strict=True)
         ):
-            own = (stop - first, *shape[1:]) if shape else ()
-            entry = TensorEntry(own, theirs.dtype(link.theirs), ())
-            entries[name] = (entry, partial(our_slabs, link, number, theirs))
-    return entries
+            items.append(
+                Item(
+                    _PREFIX + name,
+                    theirs.dtype(link.theirs),
+                    (stop - first, *shape[1:]) if shape else (),
+                    partial(our_slabs, link, number, theirs),
+                )
+            )
+    return items
 
 
 def _their_items(links: Sequence[Link], ours: Source) -> list[Item]:
@@ -243,19 +236,13 @@ def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[
     return [Item(item.name, item.dtype, item.shape, partial(watched, item)) for item in items]
 
 
-def _native_index(file: Path, items: Sequence[Item], extra: Mapping[str, Any]) -> Index:
-    written = write_file(file, items)
-    tensors = {
-        item.name: TensorEntry(
-            item.shape,
-            item.dtype,
-            (Chunk(file.name, one.offset, (0,) * len(item.shape), item.shape, one.checksums),)
-            if item.num_bytes
-            else (),
-        )
-        for item, one in zip(items, written, strict=True)
+def _weights(index: Index) -> dict[str, TensorEntry]:
+    """Return the entries of a checkpoint's weights by logical name."""
+    return {
+        name.removeprefix(_PREFIX): entry
+        for name, entry in index.tensors.items()
+        if name.startswith(_PREFIX)
     }
-    return Index(tensors, extra, {file.name: file.stat().st_size})
 
 
 def _description(step: Path, index: Index) -> dict[str, Any]:

@@ -221,7 +221,7 @@ class Reader:
         for part in small_spans(chunk.lengths, inside, SLAB_BYTES // size):
             aim = _view(target, shifted(part, inside[0]))
             first, stop = (end * size for end in span(chunk.lengths, part))
-            if _lies_alike(aim, dtype, stop - first) and self._ends_at_blocks(
+            if _lies_alike(aim, dtype, stop - first) and self._needs_no_more(
                 entry, chunk, first, stop
             ):
                 self._read_bytes(name, chunk, first, memory(aim))
@@ -233,7 +233,10 @@ class Reader:
             flat = aside[first - start : stop - start].view(dtype)
             aim.copy_(flat.as_strided(part[1], strides(chunk.lengths)))
 
-    def _ends_at_blocks(self, entry: TensorEntry, chunk: Chunk, first: int, stop: int) -> bool:
+    def _needs_no_more(self, entry: TensorEntry, chunk: Chunk, first: int, stop: int) -> bool:
+        """Whether a range of bytes is whole blocks, or nothing is checked anyway."""
+        if not self._checksums or not chunk.checksums:
+            return True
         total = prod(chunk.lengths) * DTYPE_BYTES[entry.dtype]
         return first % BLOCK_BYTES == 0 and (stop % BLOCK_BYTES == 0 or stop == total)
 

@@ -1,17 +1,14 @@
 """Looking at a checkpoint: what it holds, whether it is sound, how two of them differ."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mcore_ckpt.files import Reader
 from mcore_ckpt.index import TensorEntry, read_index
 from mcore_ckpt.paths import resolve_folder
 from mcore_ckpt.planning import name_problems
-from mcore_ckpt.streams import Source, row_groups
+from mcore_ckpt.streams import Source, same_bits, slabs
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
@@ -68,7 +65,7 @@ def check(folder: str | Path) -> tuple[Path, int, int]:
     with Reader(step) as reader:
         source = Source(reader, index.tensors)
         for name in index.tensors:
-            for _ in _slabs(source, name):
+            for _ in slabs(source, name):
                 pass
     total = sum(entry.num_bytes for entry in index.tensors.values())
     return step, len(index.tensors), total
@@ -92,12 +89,7 @@ def differences(one: str | Path, other: str | Path) -> list[str]:
             if (x.dtype, x.shape) != (y.dtype, y.shape):
                 found.append(f"{name}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
                 continue
-            pairs = zip(_slabs(a, name), _slabs(b, name), strict=True)
-            if any(not torch.equal(p, q) for p, q in pairs):
+            pairs = zip(slabs(a, name), slabs(b, name), strict=True)
+            if any(not same_bits(p, q) for p, q in pairs):
                 found.append(f"{name}: values differ")
     return found
-
-
-def _slabs(source: Source, name: str) -> Iterator[torch.Tensor]:
-    for begin, stop in row_groups(source.entries[name].shape):
-        yield source.rows(name, begin, stop)

@@ -145,7 +145,8 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
     if read_environment().is_launched:
         raise ValueError("--nproc cannot be used under torchrun: leave one of the two out.")
     port = str(free_port())
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    share = max(1, len(os.sched_getaffinity(0)) // nproc)
+    threads = os.environ.get("OMP_NUM_THREADS", str(share))
     ranks = []
     for rank in range(nproc):
         env = {

@@ -168,14 +168,13 @@ class RngStreams:
             raise KeyError(f"no random stream {name!r}: use one of {self.NAMES}")
         if name not in self._states:
             raise RuntimeError(f"random stream {name!r} is already in use around this block")
-        generator = _default_generator(self.device)
-        outside = generator.get_state()
-        generator.set_state(self._states.pop(name))
+        outside = _default_state(self.device)
+        _set_default_state(self.device, self._states.pop(name))
         try:
             yield
         finally:
-            self._states[name] = generator.get_state()
-            generator.set_state(outside)
+            self._states[name] = _default_state(self.device)
+            _set_default_state(self.device, outside)
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of every stream's state, to be saved with a checkpoint.
@@ -298,7 +297,14 @@ def _mix(number: int) -> int:
     return number ^ number >> 16
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def _default_state(device: torch.device) -> Tensor:
     if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
+
+
+def _set_default_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

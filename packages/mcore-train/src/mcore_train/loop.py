@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -59,12 +60,12 @@ def train(
                 if on_report is not None:
                     on_report(report)
             if _divides(config.evaluation.eval_interval, run.iteration):
-                validate(run, reporter)
-                interval.restart()
+                with interval.paused():
+                    validate(run, reporter)
             if _divides(config.saving.save_interval, run.iteration):
-                save_run(run)
+                with interval.paused():
+                    save_run(run)
                 saved_at = run.iteration
-                interval.restart()
             if stop.poll(wish=_wants_to_stop(run, started_s)):
                 log.info("asked to stop after iteration %d", run.iteration)
                 break
@@ -159,10 +160,9 @@ class _Interval:
             run.plan.config.batch.seq_length,
             run.plan.config.experts,
         )
-        self.restart()
+        self._restart()
 
-    def restart(self) -> None:
-        """Forget what was added and start the clock."""
+    def _restart(self) -> None:
         self._num_steps = 0
         self._sums: Tensor | None = None
         self._norm: Tensor | None = None
@@ -175,6 +175,15 @@ class _Interval:
         losses = torch.stack((result.loss, result.aux_loss)).double()
         self._sums = losses if self._sums is None else self._sums + losses
         self._norm = result.grad_norm
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is done inside out of the time; waits for the steps before it."""
+        if self.run.ctx.device.type == "cuda":
+            torch.cuda.synchronize(self.run.ctx.device)
+        before_s = time.perf_counter()
+        yield
+        self._started_s += time.perf_counter() - before_s
 
     def report(self) -> StepReport:
         """Average over the steps, restart; waits for the device and sums over the world."""
@@ -192,7 +201,7 @@ class _Interval:
             peak = peak_flops(torch.cuda.get_device_name(run.ctx.device))
             peak_gib = torch.cuda.max_memory_allocated(run.ctx.device) / 2**30
         self._num_reports += 1
-        self.restart()
+        self._restart()
         return StepReport(
             iteration=run.iteration,
             train_iters=plan.train_iters,

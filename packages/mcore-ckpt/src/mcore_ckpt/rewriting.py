@@ -1,0 +1,189 @@
+"""Checkpoints made of others without a model: whole tensors, resharded or averaged.
+
+Any step loads under any layout as it is; resharding offline puts the boxes of a thousand
+ranks together again, so that later reads are long. Tensors stream in slabs of rows.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.files import DTYPES, Item, Reader, write_file
+from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.locking import FolderLock
+from mcore_ckpt.paths import (
+    INDEX,
+    RELEASE,
+    commit,
+    copy_durably,
+    make_fresh,
+    resolve_folder,
+    step_folder,
+)
+from mcore_ckpt.planning import listed, name_problems
+from mcore_ckpt.streams import Source, row_groups, slabs
+
+
+def write_whole(
+    folder: Path, items: Sequence[Item], extra: Mapping[str, Any], num_files: int = 1
+) -> Index:
+    """Write whole tensors to files of about the same size; the caller commits the index.
+
+    Args:
+        folder: fresh, from ``make_fresh``.
+        items: every tensor.
+        extra: JSON for the index.
+        num_files: how many files to spread them over.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    files = {}
+    for number, mine in enumerate(_spread(items, num_files)):
+        path = folder / f"rank_{number:05d}.safetensors"
+        mine.sort(key=lambda item: -DTYPE_BYTES[item.dtype])
+        for item, one in zip(mine, write_file(path, mine), strict=True):
+            zeros = (0,) * len(item.shape)
+            chunk = Chunk(path.name, one.offset, zeros, item.shape, one.checksums)
+            # A tensor without elements needs no chunk.
+            chunks = (chunk,) if item.num_bytes else ()
+            tensors[item.name] = TensorEntry(item.shape, item.dtype, chunks)
+        files[path.name] = path.stat().st_size
+    return Index(tensors, extra, files)
+
+
+def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Path:
+    """Write a step again as whole tensors in few files, small files and ``extra`` included.
+
+    Args:
+        source: run folder (its latest step) or step folder.
+        output: another run folder; gets the step under its own name.
+        num_files: how many files to spread the tensors over.
+
+    Returns:
+        The new step's folder.
+
+    Raises:
+        ValueError: if there is no checkpoint, or ``num_files`` is below 1.
+        RuntimeError: if files are damaged, or the output holds this step.
+    """
+    if num_files < 1:
+        raise ValueError(f"--num-files {num_files} must be 1 or more.")
+    step = resolve_folder(source)
+    index = read_index(step)
+    number = _step_of(step)
+    with Reader(step) as reader, FolderLock(output):
+        tensors = Source(reader, index.tensors)
+        items = [
+            Item(name, entry.dtype, entry.shape, partial(slabs, tensors, name))
+            for name, entry in index.tensors.items()
+        ]
+        target = make_fresh(step_folder(output, number))
+        new = write_whole(target, items, index.extra, num_files)
+        _copy_small_files(step, target, index)
+        return commit(target, Path(output), number, new.to_bytes())
+
+
+def average(sources: Sequence[str | Path], output: str | Path) -> Path:
+    """Average the weights of several steps, as a ``release``; optimizers are left behind.
+
+    Sums in float32 (float64 for float64 weights), in the order given. Izmailov et al. 2018,
+    Averaging Weights Leads to Wider Optima, arXiv:1803.05407.
+
+    Args:
+        sources: run or step folders of one model.
+        output: run folder that gets the release.
+
+    Returns:
+        The release's folder.
+
+    Raises:
+        ValueError: if fewer than two are given, or they hold different tensors; names them.
+        RuntimeError: if files are damaged, or the output holds a release.
+    """
+    if len(sources) < 2:
+        raise ValueError(f"{len(sources)} checkpoints cannot be averaged: give two or more.")
+    steps = [resolve_folder(source) for source in sources]
+    indices = [read_index(step) for step in steps]
+    weights = [
+        {n: e for n, e in index.tensors.items() if n.startswith("model.")} for index in indices
+    ]
+    for step, other in zip(steps[1:], weights[1:], strict=True):
+        _check_alike(steps[0], weights[0], step, other)
+    extra = {
+        name: indices[0].extra[name] for name in ("model", "hf") if name in indices[0].extra
+    }
+    extra["averaged"] = [str(step) for step in steps]
+    with ExitStack() as stack:
+        readers = [stack.enter_context(Reader(step)) for step in steps]
+        stack.enter_context(FolderLock(output))
+        tensors = [Source(reader, mine) for reader, mine in zip(readers, weights, strict=True)]
+        items = [
+            Item(name, entry.dtype, entry.shape, partial(_mean_slabs, tensors, name))
+            for name, entry in weights[0].items()
+        ]
+        target = make_fresh(step_folder(output, RELEASE))
+        new = write_whole(target, items, extra)
+        _copy_small_files(steps[0], target, indices[0])
+        return commit(target, Path(output), RELEASE, new.to_bytes())
+
+
+def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
+    """Give the biggest to the least loaded file; files without items are left out."""
+    heap: list[tuple[int, int]] = [(0, number) for number in range(num_files)]
+    files: list[list[Item]] = [[] for _ in range(num_files)]
+    if num_files == 1:
+        return [list(items)]
+    for item in sorted(items, key=lambda item: (-item.num_bytes, item.name)):
+        load, number = heapq.heappop(heap)
+        files[number].append(item)
+        heapq.heappush(heap, (load + item.num_bytes, number))
+    return [mine for mine in files if mine]
+
+
+def _mean_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
+    entry = sources[0].entries[name]
+    dtype = DTYPES[entry.dtype]
+    for begin, stop in row_groups(entry.shape):
+        parts = [source.rows(name, begin, stop) for source in sources]
+        if not dtype.is_floating_point:
+            if any(not torch.equal(part, parts[0]) for part in parts):
+                raise ValueError(f"{name} holds whole numbers that differ: no mean of them.")
+            yield parts[0]
+            continue
+        wide = torch.promote_types(dtype, torch.float32)
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part
+        yield (total / len(parts)).to(dtype)
+
+
+def _check_alike(
+    one: Path, first: Mapping[str, TensorEntry], other: Path, second: Mapping[str, TensorEntry]
+) -> None:
+    missing, extra = name_problems(first, second)
+    problems = [f"only in {one}: {text}" for text in missing]
+    problems += [f"only in {other}: {name}" for name in extra]
+    problems += [
+        f"{name}: {first[name].dtype} {list(first[name].shape)} in {one}, "
+        f"{second[name].dtype} {list(second[name].shape)} in {other}"
+        for name in sorted(first.keys() & second.keys())
+        if (first[name].dtype, first[name].shape) != (second[name].dtype, second[name].shape)
+    ]
+    if problems:
+        raise ValueError(f"these are not checkpoints of one model: {listed(problems)}")
+
+
+def _step_of(folder: Path) -> int | str:
+    digits = folder.name.removeprefix("iter_")
+    return int(digits) if digits.isdecimal() else RELEASE
+
+
+def _copy_small_files(step: Path, target: Path, index: Index) -> None:
+    for entry in sorted(step.iterdir()):
+        if entry.name != INDEX and entry.name not in index.files:
+            copy_durably(entry, target / entry.name)

@@ -1,0 +1,171 @@
+import json
+import os
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
+from mcore_train.assembly import assemble
+from mcore_train.composition import compose
+from mcore_train.log import Reporter
+from mcore_train.loop import train, validate
+from mcore_train.resolution import resolve
+from mcore_train.resuming import load_run
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "seq_length": 8,
+    "micro_batch_size": 2,
+    "global_batch_size": 4,
+    "train_iters": 6,
+    "lr": 1e-2,
+    "mock_data": True,
+    "vocab_size": 40,
+    "num_workers": 0,
+    "log_interval": 2,
+    "eval_iters": 2,
+    "make_vocab_size_divisible_by": 8,
+}
+
+
+def build(world_size=1, **changes):
+    config = compose({**TINY, **changes})
+    plan = resolve(config, world_size)
+    return assemble(plan, ParallelContext.build(config.parallelism))
+
+
+def collect(run, **options):
+    reports = []
+    done = train(run, Reporter(None), on_report=reports.append, **options)
+    return done, reports
+
+
+def test_the_first_step_and_every_interval_are_reported():
+    done, reports = collect(build())
+    assert done
+    assert [r.iteration for r in reports] == [1, 2, 4, 6]
+    assert reports[-1].consumed_train_samples == 24
+    assert reports[0].lr == pytest.approx(1e-2)
+    assert all(r.tokens_per_s > 0 and r.step_ms > 0 for r in reports)
+
+
+def test_a_validation_between_reports_loses_no_step_of_the_average():
+    plain = collect(build(log_interval=6))[1][-1]
+    evaluated = collect(build(log_interval=6, eval_interval=4))[1][-1]
+    assert evaluated.loss == plain.loss
+
+
+def test_validation_scores_the_same_samples_each_time_and_changes_nothing(tmp_path):
+    run = build(eval_interval=2)
+    first = validate(run, Reporter(None))
+    assert validate(run, Reporter(None)) == first
+    assert first.num_tokens == 2 * 4 * 8
+    assert all(chunk.training for chunk in run.chunks)
+    _, after = collect(run)
+    _, alone = collect(build(eval_interval=2))
+    assert [r.loss for r in after] == [r.loss for r in alone]
+
+
+def test_metrics_of_training_and_validation_stand_in_one_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(Console(quiet=True), metrics_file=path) as reporter:
+        train(build(eval_interval=3), reporter)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = [(x["kind"], x["iteration"]) for x in lines]
+    assert [i for kind, i in kinds if kind == "train"] == [1, 2, 4, 6]
+    assert [i for kind, i in kinds if kind == "valid"] == [3, 6]
+
+
+def test_a_signal_saves_and_ends_and_the_run_continues_bitwise(tmp_path):
+    whole = build()
+    collect(whole)
+    run = build(save=str(tmp_path))
+
+    def interrupt(report):
+        if report.iteration == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert not train(run, Reporter(None), on_report=interrupt)
+    assert run.iteration == 2
+    again = build(load=str(tmp_path))
+    assert load_run(again)
+    assert (again.iteration, again.consumed_train_samples) == (2, 8)
+    collect(again)
+    for a, b in zip(whole.chunks[0].parameters(), again.chunks[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_finetuning_takes_the_weights_and_nothing_else(tmp_path):
+    run = build(save=str(tmp_path))
+    collect(run)
+    tuned = build(load=str(tmp_path), finetune=True, lr=5e-3)
+    assert load_run(tuned)
+    assert (tuned.iteration, tuned.consumed_train_samples, tuned.optimizer.num_steps) == (
+        0,
+        0,
+        0,
+    )
+    for a, b in zip(run.chunks[0].parameters(), tuned.chunks[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_without_optimizer_continues_with_a_new_one(tmp_path):
+    run = build(save=str(tmp_path), save_optim=False)
+    collect(run)
+    again = build(load=str(tmp_path))
+    assert load_run(again)
+    assert (again.iteration, again.optimizer.num_steps) == (6, 0)
+
+
+def test_a_missing_checkpoint_starts_anew_or_is_an_error_when_asked(tmp_path):
+    assert not load_run(build(load=str(tmp_path / "none")))
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        load_run(build(load=str(tmp_path / "none"), exit_on_missing_checkpoint=True))
+
+
+def test_another_schedule_is_refused_unless_one_of_the_two_is_chosen(tmp_path):
+    collect(build(save=str(tmp_path)))
+    with pytest.raises(ValueError, match="--override-opt-param-scheduler"):
+        load_run(build(load=str(tmp_path), lr=2e-2))
+    kept = build(load=str(tmp_path), lr=2e-2, use_checkpoint_opt_param_scheduler=True)
+    assert load_run(kept)
+    assert kept.plan.schedule.max_lr == 1e-2
+
+
+LAYOUTS = [
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"pipeline_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+    {"micro_batch_size": 1},
+]
+
+
+def test_a_report_says_the_same_under_every_layout():
+    oracle = [r.loss for r in collect(build())[1]]
+    for losses in run_ranks(report_in_layouts, 2):
+        for found in losses:
+            assert found == pytest.approx(oracle, rel=1e-5)
+
+
+def report_in_layouts():
+    return [[r.loss for r in collect(build(2, **changes))[1]] for changes in LAYOUTS]
+
+
+def test_a_validation_says_the_same_under_every_layout():
+    oracle = validate(build(eval_interval=2), Reporter(None))
+    for found in run_ranks(validate_in_layouts, 2):
+        for loss, num_tokens in found:
+            assert loss == pytest.approx(oracle.loss, rel=1e-5)
+            assert num_tokens == oracle.num_tokens
+
+
+def validate_in_layouts():
+    scores = [
+        validate(build(2, eval_interval=2, **changes), Reporter(None)) for changes in LAYOUTS
+    ]
+    return [(score.loss, score.num_tokens) for score in scores]

@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
+from mcore_train.losses import count_valid_tokens, place, token_weights
+
+LENGTH = 8
+
+
+def batch(mask):
+    rows = torch.arange(2 * LENGTH).view(2, LENGTH)
+    return {
+        "tokens": rows,
+        "labels": rows + 1,
+        "loss_mask": torch.tensor(mask, dtype=torch.float32),
+        "position_ids": rows % 3,
+    }
+
+
+MASK = [[1, 1, 0, 1, 1, 1, 1, 1], [0] * LENGTH]
+
+
+def test_one_rank_keeps_its_batch_and_counts_its_mask():
+    ctx = ParallelContext.single()
+    placed = place(batch(MASK), ctx)
+    assert torch.equal(placed.tokens, batch(MASK)["tokens"])
+    assert placed.positions is None
+    assert count_valid_tokens([placed, placed], ctx).item() == 14
+
+
+def test_weights_sum_to_one_over_a_step_in_the_models_precision():
+    ctx = ParallelContext.single()
+    placed = place(batch(MASK), ctx)
+    count = count_valid_tokens([placed], ctx)
+    weights = token_weights(placed, count, torch.float64)
+    assert weights.dtype == torch.float64
+    assert weights.sum().item() == pytest.approx(1.0, rel=1e-15)
+    assert token_weights(placed, count, torch.bfloat16).dtype == torch.float32
+
+
+def test_a_step_without_any_valid_token_has_weights_of_zero():
+    ctx = ParallelContext.single()
+    placed = place(batch([[0] * LENGTH] * 2), ctx)
+    weights = token_weights(placed, count_valid_tokens([placed], ctx), torch.float32)
+    assert not weights.any()
+
+
+def split_over_context_ranks():
+    ctx = ParallelContext.build(ParallelConfig(context_parallel_size=2))
+    placed = place(batch(MASK), ctx, has_own_positions=True)
+    return placed, count_valid_tokens([placed], ctx).item()
+
+
+def test_context_ranks_cut_all_tensors_alike_and_count_together():
+    found = run_ranks(split_over_context_ranks, 2)
+    whole = batch(MASK)
+    for rank, columns in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
+        placed, count = found[rank]
+        assert count == 7
+        assert torch.equal(placed.tokens, whole["tokens"][:, columns])
+        assert torch.equal(placed.labels, whole["labels"][:, columns])
+        assert torch.equal(placed.loss_mask, whole["loss_mask"][:, columns])
+        assert torch.equal(placed.positions, whole["position_ids"][:, columns])
