@@ -23,6 +23,11 @@ def source_of(row: Row) -> Path:
     return ROOT / "packages" / package / "src" / row["file"]
 
 
+def killer_of(row: Row) -> str:
+    """Return the test that kills a mutant, or should."""
+    return row.get("test") or row["candidate"]
+
+
 def planted(row: Row) -> str:
     """Return the text of the file with the bug in.
 
@@ -49,7 +54,7 @@ def run_with(row: Row, folder: Path) -> subprocess.CompletedProcess[str]:
         )
     (folder / row["file"]).write_text(planted(row))
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", row["test"]],
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", killer_of(row)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,

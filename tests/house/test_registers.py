@@ -24,7 +24,7 @@ def collected(files: set[str]) -> set[str]:
 
 def test_every_test_that_is_named_is_collected():
     rows = [*read_rows(COVERAGE), *read_rows(MUTATIONS)]
-    named = {row["test"] for row in rows if "test" in row}
+    named = {row[key] for row in rows for key in ("test", "candidate") if key in row}
     named |= {block.run_by for block in all_blocks() if block.run_by}
     assert named - collected({node.split("::")[0] for node in named}) == set()
 
