@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -112,3 +113,19 @@ def annotated(x: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
 def test_tensors_pass_as_arguments_and_results():
     (answer,) = run_ranks(annotated, 1, torch.arange(3.0))
     assert answer.tolist() == [0.0, 2.0, 4.0]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A class that only this file knows."""
+
+    left: int
+    right: int
+
+
+def swapped(pair):
+    return Pair(pair.right, pair.left)
+
+
+def test_classes_of_a_test_file_travel_both_ways():
+    assert run_ranks(swapped, 2, Pair(1, 2)) == [Pair(2, 1)] * 2

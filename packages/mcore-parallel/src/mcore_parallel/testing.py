@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
@@ -162,7 +163,9 @@ class _Pool:
     ) -> list[Any]:
         self._grow(world_size)
         folder = tempfile.mkdtemp(prefix="ranks")
-        task = (_address(function), world_size, os.path.join(folder, "store"), arguments)
+        # On their own: a child must know the test's file before it can read its classes.
+        packed = pickle.dumps(arguments)
+        task = (_address(function), world_size, os.path.join(folder, "store"), packed)
         try:
             for rank in range(world_size):
                 self.members[rank][1].send_bytes(pickle.dumps((rank, *task)))
@@ -261,7 +264,7 @@ def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
                 rank=rank,
                 world_size=world_size,
             )
-            answer = pickle.dumps((None, function(*arguments)))
+            answer = pickle.dumps((None, function(*pickle.loads(arguments))))
             dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
             # The group stays: closing it would fail the peers, whose complaint about a lost
@@ -284,10 +287,15 @@ def _load(address: tuple[str, str, str]) -> Callable[..., Any]:
     if module_name.startswith("mcore_"):
         module = importlib.import_module(module_name)
         return getattr(module, name)
-    # A test file is no importable module under pytest's importlib mode: load it by path.
-    module_name = "ranks_" + file.replace("/", "_").replace(".", "_")
+    # A test file is no importable module under pytest's importlib mode: load it by path, under
+    # the name that it has there, so that its classes travel both ways.
     module = sys.modules.get(module_name)
     if module is None:
+        # Unpickling a class of ``a.b.c`` asks for ``a`` first, folder or not.
+        parents = module_name.split(".")[:-1]
+        for count in range(1, len(parents) + 1):
+            parent = ".".join(parents[:count])
+            sys.modules.setdefault(parent, ModuleType(parent))
         sys.path.insert(0, str(Path(file).parent))
         spec = importlib.util.spec_from_file_location(module_name, file)
         if spec is None or spec.loader is None:
