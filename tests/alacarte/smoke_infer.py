@@ -36,5 +36,13 @@ with tempfile.TemporaryDirectory() as name:
     sampling = SamplingConfig(num_tokens=8, top_k=1)
     texts = generate_text(loaded.model, loaded.tokenizer, ["In the"], sampling, seed=1)
     assert len(texts) == 1, texts
-    words = ("generate", "--load", str(folder / "run"), "--prompt", "In the", "--num-tokens", "4")
+    words = (
+        "generate",
+        "--load",
+        str(folder / "run"),
+        "--prompt",
+        "In the",
+        "--num-tokens",
+        "4",
+    )
     assert main(list(words)) in (0, None)
