@@ -1,4 +1,4 @@
-"""Text generation, serving, quantization and export for mcore models.
+"""Text generation and evaluation for mcore models, under any tensor-parallel size.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.
