@@ -14,6 +14,8 @@ pytestmark = [
     # Noise of torch's own compiler, on which no test can act.
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    # torch's compiler makes an instance of each autograd.Function that it meets.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 

@@ -1,6 +1,7 @@
 """Reading a launcher's environment, and ranks started on this host."""
 
 import signal
+import subprocess
 import sys
 import time
 
@@ -103,6 +104,38 @@ def test_the_first_rank_that_fails_ends_all_the_others_and_gives_its_code():
 def test_a_rank_ended_by_a_signal_gives_128_and_the_signal():
     code = WHO + "os.kill(os.getpid(), 9) if rank == 0 else time.sleep(60)"
     assert launch_local(python(code), 2, poll_s=0.02) == 128 + signal.SIGKILL
+
+
+SAVES_WHEN_ASKED = """
+import os, signal, sys, time
+from pathlib import Path
+mine = Path(sys.argv[1]) / os.environ["RANK"]
+def save(number, frame):
+    time.sleep(0.5)
+    mine.with_suffix(".saved").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, lambda *_: None)
+mine.with_suffix(".ready").touch()
+time.sleep(60)
+"""
+LAUNCHES = """
+import sys
+from mcore_parallel.launching import launch_local
+sys.exit(launch_local([sys.executable, "-c", *sys.argv[1:]], 2, poll_s=0.02))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_rank_and_their_end_is_waited_for(number, tmp_path):
+    command = [sys.executable, "-c", LAUNCHES, SAVES_WHEN_ASKED, str(tmp_path)]
+    with subprocess.Popen(command) as launcher:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        assert launcher.wait(30) == 0
+    assert {path.name for path in tmp_path.glob("*.saved")} == {"0.saved", "1.saved"}
 
 
 def test_bad_numbers_and_a_launch_inside_a_launch_are_refused(monkeypatch):

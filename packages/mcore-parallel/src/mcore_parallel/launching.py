@@ -11,10 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -127,7 +130,9 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
     """Start ``nproc`` ranks of a command on this host and wait for them.
 
     The first rank that fails ends the others, so nothing waits for a dead peer. Rank 0 keeps
-    this terminal's standard output; every rank keeps standard error.
+    this terminal's standard output; every rank keeps standard error. SIGTERM and SIGINT
+    reach every rank as one SIGTERM, which is then waited for however long it takes (a run
+    saves before it ends); a second signal of the same kind ends this process and the ranks.
 
     Args:
         command: program and arguments, such as ``[sys.executable, "-m", "mcore_train", ...]``.
@@ -161,7 +166,8 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
         out = None if rank == 0 else subprocess.DEVNULL
         ranks.append(subprocess.Popen(list(command), env=env, stdout=out))
     try:
-        return _wait(ranks, poll_s)
+        with _passing_on_signals(ranks):
+            return _wait(ranks, poll_s)
     finally:
         _end(ranks)
 
@@ -182,6 +188,30 @@ def _wait(ranks: list[subprocess.Popen], poll_s: float) -> int:
         if all(code == 0 for code in codes):
             return 0
         time.sleep(poll_s)
+
+
+@contextmanager
+def _passing_on_signals(ranks: list[subprocess.Popen]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = {}
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, before[number])
+        # Ctrl-C has reached the ranks of this terminal already, and a second SIGINT would
+        # end them at once: so SIGTERM, whatever came.
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(ranks: list[subprocess.Popen], grace_s: float = 10.0) -> None:
