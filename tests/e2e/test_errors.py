@@ -1,10 +1,10 @@
 """What a user meets when something is wrong: exit code 2, one clear message, no traceback."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from mcore_parallel.testing import run_command
 
 SHAPE = "--num-layers 2 --hidden-size 48 --num-attention-heads 12 --seq-length 32"
 RUN = "--mock-data --vocab-size 64 --lr 1e-3 --train-iters 2 --num-workers 0 --device cpu"
@@ -13,13 +13,7 @@ RUN = "--mock-data --vocab-size 64 --lr 1e-3 --train-iters 2 --num-workers 0 --d
 def train(*words):
     """Run the command; return its exit code and what it told on standard error."""
     line = [w for word in words for w in str(word).split(" ")]
-    done = subprocess.run(
-        [sys.executable, "-m", "mcore_train", "gpt", *line],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_command("mcore_train", "gpt", *line)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
@@ -72,14 +66,8 @@ def test_an_index_that_does_not_match_its_tokens_is_refused(tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "some words " * 200}) + "\n")
     prefix = str(tmp_path / "data")
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "mcore_data", "preprocess", "--input", str(text)),
-            *("--output-prefix", prefix, "--tokenizer-type", "ByteTokenizer", "--append-eod"),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    words = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--output-prefix", prefix]
+    run_command("mcore_data", "preprocess", "--input", text, *words).check_returncode()
     tokens = tmp_path / "data_text_document.bin"
     tokens.write_bytes(tokens.read_bytes()[:-7])
     flags = f"--data-path {prefix}_text_document --tokenizer-type ByteTokenizer --split 1"

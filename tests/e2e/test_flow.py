@@ -1,22 +1,16 @@
 """The way through the house on a tiny model: text, tokens, training, Hugging Face, text."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from mcore_parallel.testing import run_command
 
-def run(module, *words, timeout=240):
+
+def run(module, *words):
     """Run one of the commands and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+    done = run_command(module, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -129,13 +123,7 @@ def test_the_quickstart_in_short(tmp_path):
 
 def test_the_quickstart_clears_only_its_own_folder(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
-    done = subprocess.run(
-        [sys.executable, "-m", "mcore_train", "quickstart", "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_command("mcore_train", "quickstart", "--output", tmp_path)
     assert done.returncode == 2
     assert "is not empty and no quickstart's" in done.stderr
     assert (tmp_path / "precious.txt").read_text() == "mine"

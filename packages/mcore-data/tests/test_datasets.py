@@ -117,6 +117,12 @@ def test_mock_data_needs_no_files_and_takes_the_tokenizers_vocabulary():
     assert max(tokens_of(train)) <= 256
 
 
+def test_mock_data_for_short_sequences_has_a_short_index_that_no_length_of_run_changes():
+    short, long = (build(mock_data=True, num_samples=(n, 0, 0))[0] for n in (5, 5000))
+    assert 100_000 < len(short) == len(long) < 1_000_000
+    assert (short[3]["tokens"] == long[3]["tokens"]).all()
+
+
 def test_a_split_that_is_too_small_names_the_dataset(pair):
     with pytest.raises(
         ValueError, match=r"/a, part 2 of --split 999,1: the split has no tokens"

@@ -1,6 +1,8 @@
 """The pool of ranks: what goes wrong on a rank is seen here, and the next test still runs."""
 
 import os
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.embedding import VocabParallelEmbedding
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing import run_command, run_ranks
 
 
 def describe(word):
@@ -42,6 +44,27 @@ def test_a_failing_rank_raises_its_traceback_here_though_its_peers_wait_for_it(r
     assert "KeyError: 'the reason'" in str(caught.value)
     assert "in fail_on_one" in str(caught.value)
     assert [answer[0] for answer in run_ranks(describe, 2, "again")] == [0, 1]
+
+
+def fail_everywhere():
+    raise KeyError(os.getpid())
+
+
+def own_pid():
+    return os.getpid()
+
+
+def test_ranks_that_could_answer_are_used_again_after_a_failure():
+    before = run_ranks(own_pid, 3)
+    with pytest.raises(RuntimeError, match=r"rank \d of 3 failed"):
+        run_ranks(fail_everywhere, 3)
+    assert run_ranks(own_pid, 3) == before
+    with pytest.raises(RuntimeError, match="rank 1 of 3 failed"):
+        run_ranks(fail_on_one, 3, 1)
+    after = run_ranks(own_pid, 3)
+    assert after[1] == before[1]
+    assert {*before, *after} - {before[1]} == {before[0], before[2], after[0], after[2]}
+    assert run_ranks(describe, 3, "again")[2][1] == 3
 
 
 def die(rank):
@@ -129,3 +152,45 @@ def swapped(pair):
 
 def test_classes_of_a_test_file_travel_both_ways():
     assert run_ranks(swapped, 2, Pair(1, 2)) == [Pair(2, 1)] * 2
+
+
+COMMAND = """
+import os, sys, torch
+print(__name__, sys.argv[1:], os.getcwd(), os.environ["WORD"], torch.get_num_threads())
+print("complaint", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_command_is_what_a_new_python_would_make_of_it(tmp_path, monkeypatch, code):
+    (tmp_path / "some_command.py").write_text(COMMAND)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = {**os.environ, "WORD": "hello", "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    warm = run_command("some_command", code, "a b", env=env, cwd=tmp_path)
+    words = [sys.executable, "-m", "some_command", str(code), "a b"]
+    cold = subprocess.run(
+        words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert vars(warm) == vars(cold)
+    assert warm.returncode == code
+    assert f"__main__ ['{code}', 'a b'] {tmp_path} hello 1" in warm.stdout
+
+
+def test_commands_draw_their_own_random_numbers(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "drawing.py").write_text("import torch; print(torch.rand(1).item())")
+    assert run_command("drawing").stdout != run_command("drawing").stdout
+
+
+def test_a_command_that_raises_shows_its_traceback_and_one_that_hangs_is_ended(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "failing.py").write_text("raise KeyError('the reason')")
+    done = run_command("failing")
+    assert done.returncode == 1
+    assert "KeyError: 'the reason'" in done.stderr
+    (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_command("hanging", timeout_s=0.5)

@@ -19,6 +19,8 @@ from mcore_data.tokenizer import Tokenizer
 SPLITS = ("train", "valid", "test")
 _DEFAULT_SPLIT = "969,30,1"
 _MOCK_SPLIT = "1,1,1"
+_MOCK_MAX_LENGTH = 4095
+_MOCK_MAX_SAMPLES = 8  # of one document: its length over the sequence length
 
 Datasets = tuple[GPTDataset | BlendedDataset | None, ...]
 
@@ -94,7 +96,7 @@ def build_gpt_datasets(
         cache_folder=config.data_cache_path,
     )
     if config.mock_data:
-        return _build_mock(config, tokenizer, build, num_samples)
+        return _build_mock(config, tokenizer, build, sequence_length, num_samples)
     per_split = _per_split_words(config)
     if per_split is None:
         blend = parse_blend(_data_words(config))
@@ -112,10 +114,23 @@ def build_gpt_datasets(
 
 
 def _build_mock(
-    config: DataConfig, tokenizer: Tokenizer | None, build: Any, num_samples: Sequence[int]
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    build: Any,
+    sequence_length: int,
+    num_samples: Sequence[int],
 ) -> Datasets:
+    """Made-up documents, the same however long the run is; short ones for short sequences.
+
+    The index has a row a sample: documents of thousands of tokens cut into sequences of a few
+    would take seconds to index, for a run of a few steps.
+    """
     vocab_size = tokenizer.vocab_size if tokenizer else config.mock_vocab_size
-    documents = MockDocuments(vocab_size, eod=tokenizer.eod if tokenizer else None)
+    documents = MockDocuments(
+        vocab_size,
+        eod=tokenizer.eod if tokenizer else None,
+        max_length=min(_MOCK_MAX_LENGTH, _MOCK_MAX_SAMPLES * sequence_length),
+    )
     bounds = split_bounds(config.split or _MOCK_SPLIT, len(documents))
     return tuple(
         build(documents, document_ids=ids, num_samples=wanted) if ids else None

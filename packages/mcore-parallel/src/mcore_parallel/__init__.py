@@ -59,6 +59,7 @@ _ROOMS: dict[str, str] = {
     "reduce_scatter": "collectives",
     "reduce_scatter_to": "collectives",
     "ring_attention": "ring",
+    "run_command": "testing",
     "run_ranks": "testing",
     "run_schedule": "pipeline",
     "simulate": "simulator",
