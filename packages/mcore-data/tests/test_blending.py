@@ -3,7 +3,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_data.blending import BlendedDataset, blend_all, blend_by_weight
+from mcore_data.blending import (
+    BlendedDataset,
+    blend_all,
+    blend_by_weight,
+    draw_slowly,
+    normalize_weights,
+)
 from mcore_data.mock import MockGPTDataset
 
 
@@ -42,6 +48,30 @@ def test_no_dataset_strays_from_its_share_and_each_gives_in_order(weights, size)
         mine = sample_index[dataset_index == d]
         assert mine.tolist() == list(range(len(mine)))
         assert abs(len(mine) - share[d] * size) <= len(weights)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    weights=st.lists(
+        st.sampled_from([0.001, 0.1, 0.25, 1 / 3, 0.7, 2, 5]), min_size=1, max_size=9
+    ),
+    size=st.integers(1, 2500),
+)
+def test_drawing_many_stretches_at_once_equals_the_rule_step_by_step(weights, size):
+    shares = normalize_weights(weights)
+    dataset_index, _ = blend_by_weight(weights, size)
+    assert np.array_equal(dataset_index, draw_slowly(shares, size))
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(0, 400), min_size=1, max_size=6).filter(sum))
+def test_using_all_equals_the_rule_with_used_up_datasets_retired(sizes):
+    dataset_index, sample_index = blend_all(sizes)
+    counts = np.array(sizes)
+    slow = draw_slowly(normalize_weights(sizes), sum(sizes), counts)
+    assert np.array_equal(dataset_index, slow)
+    for d in range(len(sizes)):
+        assert sample_index[dataset_index == d].tolist() == list(range(sizes[d]))
 
 
 def test_samples_say_where_they_come_from():

@@ -1,10 +1,14 @@
-import threading
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_data import sample_index
+from mcore_data.caching import cached_arrays
 from mcore_data.sample_index import (
     SampleIndexSpec,
     build_sample_index,
@@ -28,7 +32,7 @@ IDS = np.arange(5, dtype=np.int32)
 )
 def test_cuts_equal_the_reference_vectors(extra, drop, rows):
     spec = SampleIndexSpec(sequence_length=4, extra_tokens=extra, drop_last_partial=drop)
-    samples = cut_samples(LENGTHS, np.array([2, 0, 4, 1, 3], np.int32), spec)
+    samples = cut_samples(LENGTHS[[2, 0, 4, 1, 3]], spec)
     assert samples.tolist() == rows
     assert samples.dtype == np.int32
 
@@ -91,11 +95,29 @@ def test_cuts_equal_the_walk_over_documents(lengths, L, E, drop):
     if sum(lengths) < L + E:
         return
     lengths = np.array(lengths, np.int32)
-    documents = np.arange(len(lengths), dtype=np.int32)
     spec = SampleIndexSpec(sequence_length=L, extra_tokens=E, drop_last_partial=drop)
-    assert cut_samples(lengths, documents, spec).tolist() == walk(
-        lengths, documents, L, E, drop
-    )
+    expected = walk(lengths, range(len(lengths)), L, E, drop)
+    assert cut_samples(lengths, spec).tolist() == expected
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_cuts_over_several_pieces_equal_the_walk(monkeypatch, drop):
+    monkeypatch.setattr(sample_index, "_PIECE", 7)
+    lengths = np.random.default_rng(0).integers(0, 9, 200).astype(np.int32)
+    lengths[[0, -1]] = 1, 0
+    spec = SampleIndexSpec(sequence_length=13, drop_last_partial=drop)
+    pieces = cut_samples(lengths, spec)
+    monkeypatch.setattr(sample_index, "_PIECE", 1 << 17)
+    assert np.array_equal(pieces, cut_samples(lengths, spec))
+    assert len(pieces) == (int(lengths.sum()) - 1) // 13 + 1 + (not drop)
+
+
+def test_a_range_of_documents_is_ordered_like_the_same_ids_spelled_out():
+    spec = SampleIndexSpec(sequence_length=4, num_samples=6)
+    spelled = build_sample_index(LENGTHS, np.array([1, 2, 4], np.int32)[:2], spec)
+    ranged = build_sample_index(LENGTHS, range(1, 3), spec)
+    for name in ("documents", "samples", "shuffle"):
+        assert np.array_equal(getattr(spelled, name), getattr(ranged, name))
 
 
 @settings(max_examples=100, deadline=None)
@@ -151,20 +173,48 @@ def test_the_cache_knows_content_not_names(tmp_path):
     assert len({key, *others}) == 5
 
 
-def test_many_may_build_one_cache_at_once(tmp_path):
-    spec = SampleIndexSpec(sequence_length=4, num_samples=50)
-    results = []
-    start = threading.Barrier(8)
+SIXTEEN = """
+import hashlib, os, sys
+import numpy as np
+from mcore_data.sample_index import SampleIndexSpec, load_sample_index
 
-    def build():
-        start.wait()
-        results.append(load_sample_index(LENGTHS, IDS, spec, tmp_path).shuffle.tolist())
+lengths = np.tile(np.array([5, 3, 7, 1, 4], np.int32), 5000)
+gate, opener = os.pipe()
+for _ in range(16):
+    if os.fork() == 0:
+        os.close(opener)
+        os.read(gate, 1)  # returns when the parent closes its end: all start at once
+        spec = SampleIndexSpec(sequence_length=4, seed=3)
+        index = load_sample_index(lengths, range(len(lengths)), spec, sys.argv[1])
+        digest = hashlib.sha256(index.shuffle.tobytes() + index.samples.tobytes())
+        os.write(1, f"{digest.hexdigest()}\\n".encode())
+        os._exit(0)
+os.close(opener)
+sys.exit(any(os.wait()[1] for _ in range(16)))
+"""
 
-    threads = [threading.Thread(target=build) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 8
-    assert all(result == results[0] for result in results)
+
+def test_sixteen_processes_may_build_one_cache_at_once(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SIXTEEN, str(tmp_path)],
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    digests = done.stdout.split()
+    assert len(digests) == 16
+    assert len(set(digests)) == 1
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_builder_that_fails_leaves_nothing_in_the_cache(tmp_path):
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        cached_arrays(tmp_path, "key", ["a"], fail)
+    assert not list(tmp_path.iterdir())
+    (made,) = cached_arrays(tmp_path, "key", ["a"], lambda: [np.arange(3)])
+    assert made.tolist() == [0, 1, 2]

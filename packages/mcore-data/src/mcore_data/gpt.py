@@ -92,8 +92,11 @@ class GPTDataset:
                 "end-of-document token, and the tokenizer has none."
             )
         lengths = sequences.lengths
-        ids = np.arange(len(lengths)) if document_ids is None else np.asarray(document_ids)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < len(lengths):
+        ids = range(len(lengths)) if document_ids is None else document_ids
+        if not isinstance(ids, range):
+            ids = np.asarray(ids, np.int32)
+        ends = ids if len(ids) < 2 or not isinstance(ids, range) else ids[:: len(ids) - 1]
+        if len(ids) and not 0 <= np.min(ends) <= np.max(ends) < len(lengths):
             raise ValueError(f"document ids must lie in 0 to {len(lengths) - 1}.")
         spec = SampleIndexSpec(
             sequence_length=sequence_length,
@@ -102,7 +105,7 @@ class GPTDataset:
             seed=seed,
             drop_last_partial=drop_last_partial,
         )
-        self.index = load_sample_index(lengths, ids.astype(np.int32), spec, cache_folder)
+        self.index = load_sample_index(lengths, ids, spec, cache_folder)
 
     def __len__(self) -> int:
         """Samples that can be asked for."""

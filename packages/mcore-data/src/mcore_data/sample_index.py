@@ -7,9 +7,6 @@ legacy ``RandomState``; the walk over documents is one ``searchsorted`` here.
 """
 
 import hashlib
-import os
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.caching import cached_arrays
+
 _SEPARATE_BELOW = 0.80
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_LIMIT = 2**32 - 2
 _FORMAT = b"sample-index-1"
+_PIECE = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class SampleIndex:
 
 
 def build_sample_index(
-    lengths: NDArray[np.int32], ids: NDArray[np.int32], spec: SampleIndexSpec
+    lengths: NDArray[np.int32], ids: NDArray[np.int32] | range, spec: SampleIndexSpec
 ) -> SampleIndex:
     """Build the order of samples over the sequences ``ids``.
 
@@ -72,15 +72,25 @@ def build_sample_index(
     Raises:
         ValueError: if the split has too few tokens for one sample.
     """
-    tokens_per_epoch = int(lengths[ids].sum(dtype=np.int64))
+    # A document is shuffled as one int64, its id and its length side by side: the order is
+    # the same as that of ids alone, and no length is looked up at random afterwards.
+    cards = np.empty((len(ids), 2), np.int32)
+    cards[:, 0] = ids
+    cards[:, 1] = (
+        lengths[ids.start : ids.stop : ids.step] if isinstance(ids, range) else lengths[ids]
+    )
+    tokens_per_epoch = int(cards[:, 1].sum(dtype=np.int64))
     num_epochs = count_epochs(tokens_per_epoch, spec)
     separate = _is_final_epoch_separate(tokens_per_epoch, num_epochs, spec)
     random = np.random.RandomState(spec.seed)  # Megatron's order needs the legacy generator
-    documents = _shuffle_documents(ids, num_epochs, random, separate)
-    samples = cut_samples(lengths, documents, spec)
+    deck = cards.view(np.int64).reshape(-1)
+    dealt = _shuffle_documents(deck, num_epochs, random, separate)
+    dealt = dealt.view(np.int32).reshape(-1, 2)
+    samples = cut_samples(dealt[:, 1], spec)
     num_samples = len(samples) - 1
     before_final = _samples_before(tokens_per_epoch, num_epochs, spec)
     parts = [0, before_final, num_samples] if separate else [0, num_samples]
+    documents = np.ascontiguousarray(dealt[:, 0])
     return SampleIndex(documents, samples, _shuffle_samples(parts, random))
 
 
@@ -103,41 +113,53 @@ def count_epochs(tokens_per_epoch: int, spec: SampleIndexSpec) -> int:
     return -(-(spec.num_samples * length + extra) // tokens_per_epoch)
 
 
-def cut_samples(
-    lengths: NDArray[np.int32], documents: NDArray[np.int32], spec: SampleIndexSpec
-) -> NDArray[Any]:
-    """Rows (position in ``documents``, token offset) at which samples start, and the end.
+def cut_samples(sizes: NDArray[np.int32], spec: SampleIndexSpec) -> NDArray[Any]:
+    """Rows (place in the line, token offset) at which samples start, and the end.
 
     Sample k starts at token k*L. The document of a start is the one that holds the last
     token before the cut, k*L + E - 1: a cut at a document's end stays in that document.
+    Goes over the documents in pieces that fit a processor's cache.
+
+    Args:
+        sizes: tokens of the documents in the order in which they are laid end to end.
+        spec: lengths of samples.
     """
     length, extra = spec.sequence_length, spec.extra_tokens
-    sizes = lengths[documents]
-    ends = np.cumsum(sizes, dtype=np.int64)
-    whole, rest = divmod(int(ends[-1]) - extra, length)
+    total = int(sizes.sum(dtype=np.int64))
+    whole, rest = divmod(total - extra, length)
     num_samples = whole + (rest > 0 and not spec.drop_last_partial)
-    starts = np.arange(num_samples + 1, dtype=np.int64) * length
-    starts[-1] = min(starts[-1], ends[-1] - extra)
-    positions = np.searchsorted(ends, starts + (extra - 1), side="right")
-    positions[0] = 0
-    fits = len(documents) <= _INT32_MAX and int(sizes.max(initial=0)) <= _INT32_MAX
+    fits = len(sizes) <= _INT32_MAX and int(sizes.max(initial=0)) <= _INT32_MAX
     samples = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
-    samples[:, 0] = positions
-    samples[:, 1] = starts - (ends[positions] - sizes[positions])
+    row, before = 0, 0
+    for place in range(0, len(sizes), _PIECE):
+        piece = sizes[place : place + _PIECE]
+        ends = np.cumsum(piece, dtype=np.int64)
+        ends += before
+        before = int(ends[-1])
+        stop = min((before - extra) // length, num_samples) + 1
+        if stop <= row:
+            continue
+        starts = np.arange(row, stop, dtype=np.int64) * length
+        found = np.searchsorted(ends, starts + (extra - 1), side="right")
+        samples[row:stop, 0] = found + place
+        samples[row:stop, 1] = starts - (ends[found] - piece[found])
+        row = stop
+    if row <= num_samples:  # the last sample is partial: it ends where the text ends
+        last = len(sizes) - 1 - int((sizes[::-1] > 0).argmax())
+        samples[row] = last, sizes[last] - extra
     samples[0] = 0
     return samples
 
 
 def load_sample_index(
     lengths: NDArray[np.int32],
-    ids: NDArray[np.int32],
+    ids: NDArray[np.int32] | range,
     spec: SampleIndexSpec,
     cache_folder: str | Path = "",
 ) -> SampleIndex:
     """Build the index, or map it from a cache where its content hash is known.
 
-    Every process may call this at the same time on a shared disk: files are written under
-    names of their own and renamed, and all writers write the same bytes. Nobody waits.
+    Every process may call this at the same time on a shared disk (see ``caching``).
 
     Args:
         lengths: tokens of every sequence of the dataset.
@@ -147,41 +169,29 @@ def load_sample_index(
     """
     if not cache_folder:
         return build_sample_index(lengths, ids, spec)
-    key = content_hash(lengths, ids, spec)
-    names = ("document", "sample", "shuffle")
-    paths = [Path(cache_folder) / f"{key}-{name}_index.npy" for name in names]
-    if not all(path.is_file() for path in paths):
+
+    def build() -> list[NDArray[Any]]:
         index = build_sample_index(lengths, ids, spec)
-        Path(cache_folder).mkdir(parents=True, exist_ok=True)
-        for path, array in zip(
-            paths, (index.documents, index.samples, index.shuffle), strict=True
-        ):
-            write_atomically(path, lambda file, array=array: np.save(file, array))
-    return SampleIndex(*(np.load(path, mmap_mode="r") for path in paths))
+        return [index.documents, index.samples, index.shuffle]
+
+    key = content_hash(lengths, ids, spec)
+    names = ("document_index", "sample_index", "shuffle_index")
+    return SampleIndex(*cached_arrays(cache_folder, key, names, build))
 
 
 def content_hash(
-    lengths: NDArray[np.int32], ids: NDArray[np.int32], spec: SampleIndexSpec
+    lengths: NDArray[np.int32], ids: NDArray[np.int32] | range, spec: SampleIndexSpec
 ) -> str:
     """Hash of all that decides the index: the same data under another path is the same."""
     digest = hashlib.blake2b(_FORMAT, digest_size=16)
     digest.update(repr(spec).encode())
-    for array in (lengths, ids):
-        digest.update(str(len(array)).encode())
-        digest.update(np.ascontiguousarray(array).data)
+    for part in (lengths, ids):
+        if isinstance(part, range):
+            digest.update(repr(part).encode())
+        else:
+            digest.update(str(len(part)).encode())
+            digest.update(np.ascontiguousarray(part).data)
     return digest.hexdigest()
-
-
-def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file under a name of this thread alone, then rename it to ``path``."""
-    writer = f"{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}"
-    partial = path.with_name(f"{path.name}.{writer}.partial")
-    try:
-        with partial.open("wb") as file:
-            write(file)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _samples_before(tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpec) -> int:
@@ -207,14 +217,18 @@ def _is_final_epoch_separate(
 
 
 def _shuffle_documents(
-    ids: NDArray[np.int32], num_epochs: int, random: np.random.RandomState, separate: bool
-) -> NDArray[np.int32]:
-    if separate:
-        first = _shuffle_documents(ids, num_epochs - 1, random, False)
-        return np.concatenate([first, _shuffle_documents(ids, 1, random, False)])
-    documents = np.tile(np.asarray(ids, np.int32), num_epochs)
-    random.shuffle(documents)
-    return documents
+    deck: NDArray[np.int64], num_epochs: int, random: np.random.RandomState, separate: bool
+) -> NDArray[np.int64]:
+    """All epochs in one shuffle, or the last by itself; may shuffle ``deck`` in place."""
+    if num_epochs == 1:
+        random.shuffle(deck)
+        return deck
+    dealt = np.tile(deck, num_epochs - separate)
+    random.shuffle(dealt)
+    if not separate:
+        return dealt
+    random.shuffle(deck)
+    return np.concatenate([dealt, deck])
 
 
 def _shuffle_samples(borders: list[int], random: np.random.RandomState) -> NDArray[Any]:

@@ -1,0 +1,72 @@
+"""Index arrays kept on disk under the hash of what decides them.
+
+Every process of a job may ask at the same time, on a shared disk too. Files appear whole,
+by rename, and all builders write the same bytes; a lock only spares the work of building
+twice, so nothing breaks where the file system has no locks. No process waits for a peer
+by a collective: a crashed builder's lock is gone with it.
+"""
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def cached_arrays(
+    folder: str | Path,
+    key: str,
+    names: Sequence[str],
+    build: Callable[[], Sequence[NDArray[Any]]],
+) -> list[NDArray[Any]]:
+    """Map ``<folder>/<key>-<name>.npy`` for each name; build and write what is missing.
+
+    Args:
+        folder: made if it does not exist; "" builds in memory and keeps nothing.
+        key: hash of all that decides the arrays.
+        names: of the arrays, in the order in which ``build`` returns them.
+        build: makes the arrays; must give the same bytes in every process.
+    """
+    if not folder:
+        return list(build())
+    paths = [Path(folder) / f"{key}-{name}.npy" for name in names]
+    if not _complete(paths):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with _lock(Path(folder) / f".{key}.lock"):
+            if not _complete(paths):  # else a peer has built them meanwhile
+                for path, array in zip(paths, build(), strict=True):
+                    write_atomically(path, lambda file, array=array: np.save(file, array))
+    return [np.load(path, mmap_mode="r") for path in paths]
+
+
+def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
+    """Write a file under a name of this thread alone, then rename it to ``path``."""
+    writer = f"{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}"
+    partial = path.with_name(f"{path.name}.{writer}.partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _complete(paths: Sequence[Path]) -> bool:
+    return all(path.is_file() for path in paths)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock on ``path`` if the file system has locks; the file goes with its user."""
+    with path.open("wb") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
