@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_parallel.accumulation import tell_ready
 from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -131,9 +132,7 @@ class _HeadLoss(torch.autograd.Function):
         dx, *dw = ctx.saved_tensors
         torch._assert_async(grad == 1, "head_loss must be a root of backward")
         if not dw:
-            ready = getattr(ctx.weight, "main_grad_ready", None)
-            if ready is not None:
-                ready()
+            tell_ready(ctx.weight)
         own = dw[0].to(ctx.weight.dtype) if dw else None
         return dx, own, None, None, None, None, None, None
 

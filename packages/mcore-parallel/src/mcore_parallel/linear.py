@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_parallel.accumulation import main_grad_of, tell_ready
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -301,9 +302,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.save_for_backward(x, weight)
         # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
-        ctx.parameter = None
-        if not torch.compiler.is_compiling() and hasattr(weight, "main_grad"):
-            ctx.parameter = weight
+        ctx.parameter = None if main_grad_of(weight) is None else weight
         gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
         return F.linear(gathered, weight, bias)
 
@@ -342,8 +341,7 @@ def _weight_gradient(
     if parameter is None:
         return rows @ x
     accumulate_product(parameter.main_grad, rows, x)
-    if hasattr(parameter, "main_grad_ready"):
-        parameter.main_grad_ready()
+    tell_ready(parameter)
     return None
 
 
