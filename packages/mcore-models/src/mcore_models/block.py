@@ -20,7 +20,7 @@ from mcore_models.config import (
     is_gated,
 )
 from mcore_models.mlp import MLP
-from mcore_models.norm import build_norm
+from mcore_models.norm import LayerNorm, RMSNorm, build_norm
 from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables
 from mcore_moe.config import MoEConfig, moe_layers
@@ -120,28 +120,42 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "s B D"],
+        branch: Float[Tensor, "s B D"] | None,
         aux: Float[Tensor, ""],
         rotary: RotaryTables | None,
         cache: KVCache | None = None,
-    ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
+    ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, "s B D"], Float[Tensor, ""]]:
         """Transform the residual stream; communicates as attention and feed-forward do.
+
+        The last branch is handed on beside the stream instead of being added: the norm that
+        comes next, in the block or model after, does it on its way.
 
         Args:
             x: residual stream, ``[S, B, D]``, or this rank's ``[S/tp, B, D]``.
+            branch: what is still to be added to it; None: nothing.
             aux: auxiliary losses of earlier layers.
             rotary: see ``Attention``.
             cache: see ``Attention``.
 
         Returns:
-            The new stream, and ``aux`` with this layer's share.
+            The new stream, what is still to be added to it, and ``aux`` with this layer's
+            share.
         """
-        attended = self.attention(self._run("norm", self.attention_norm, x), rotary, cache)
-        x = x + self.dropout(attended)
-        normed = self._run("norm", self.mlp_norm, x)
+        normed, x = self._add_and_norm(self.attention_norm, x, branch)
+        attended = self.dropout(self.attention(normed, rotary, cache))
+        normed, x = self._add_and_norm(self.mlp_norm, x, attended)
         if self.mlp is not None:
-            return x + self.dropout(self._run("mlp", self.mlp, normed)), aux
+            return x, self.dropout(self._run("mlp", self.mlp, normed)), aux
         y, own_aux = self._run("moe", self._experts, normed)
-        return x + self.dropout(y), aux + own_aux
+        return x, self.dropout(y), aux + own_aux
+
+    def _add_and_norm(
+        self, norm: RMSNorm | LayerNorm, x: Tensor, branch: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if branch is not None and not self._is_recomputed("norm"):
+            return norm.add_and_norm(x, branch)
+        x = x if branch is None else x + branch  # kept once, whatever is recomputed
+        return self._run("norm", norm, x), x
 
     def _experts(self, x: Float[Tensor, "s B D"]) -> tuple[Tensor, Tensor]:
         assert self.moe is not None
@@ -150,6 +164,9 @@ class TransformerBlock(nn.Module):
 
     def _run(self, name: str, part: Callable[[Tensor], Any], x: Tensor) -> Any:
         """Call a part, keeping only its input for backward if it is to be recomputed."""
-        if name in self.recomputed and self.training:
+        if self._is_recomputed(name):
             return recompute(part, x, streams=self.streams)
         return part(x)
+
+    def _is_recomputed(self, name: str) -> bool:
+        return name in self.recomputed and self.training

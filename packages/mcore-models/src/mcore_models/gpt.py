@@ -206,14 +206,20 @@ class GPT(nn.Module):
             frequencies = rotary_frequencies(self.config, device)
             rotary = rotary_tables(positions, frequencies, x.dtype)
         aux = torch.zeros((), device=device, dtype=torch.promote_types(x.dtype, torch.float32))
+        branch = None  # of the last block, added by the norm that comes next
         for blocks, is_recomputed in self._groups():
             if is_recomputed and self.training and cache is None:
-                x, aux = recompute(_run, blocks, x, aux, rotary, None, streams=self.streams)
+                x = _added(x, branch)  # so that one tensor is kept, not two
+                x, branch, aux = recompute(
+                    _run, blocks, x, None, aux, rotary, None, streams=self.streams
+                )
             else:
-                x, aux = _run(blocks, x, aux, rotary, cache)
-        if self.stage.has_loss:
-            x = self.final_norm(x)
-        return x, aux
+                x, branch, aux = _run(blocks, x, branch, aux, rotary, cache)
+        if not self.stage.has_loss:
+            return _added(x, branch), aux
+        if branch is None:
+            return self.final_norm(x), aux
+        return self.final_norm.add_and_norm(x, branch)[0], aux
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
         """Score the vocabulary: this rank's slice of it, padding included as zeros.
@@ -336,10 +342,15 @@ class GPT(nn.Module):
 def _run(
     blocks: list[nn.Module],
     x: Tensor,
+    branch: Tensor | None,
     aux: Tensor,
     rotary: RotaryTables | None,
     cache: KVCache | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     for block in blocks:
-        x, aux = block(x, aux, rotary, cache)
-    return x, aux
+        x, branch, aux = block(x, branch, aux, rotary, cache)
+    return x, branch, aux
+
+
+def _added(x: Tensor, branch: Tensor | None) -> Tensor:
+    return x if branch is None else x + branch
