@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from mcore_models.attention_backends import attend
-from mcore_models.kernels import fused_gated, fused_rotary_split
+from mcore_models.kernels import fused_rotary_split
 from mcore_models.norm import RMSNorm
+from mcore_moe.kernels import fused_gated
 from mcore_parallel.adam_kernels import fused_adamw
 from mcore_parallel.embedding_kernels import add_rows
 from mcore_parallel.fused_head import accumulate_product, head_loss

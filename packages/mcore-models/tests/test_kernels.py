@@ -17,7 +17,7 @@ def error(got, want):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [7, 1024, 2500])
 def test_gated_units_equal_plain_torch(dtype, activation, width):
-    from mcore_models.kernels import fused_gated
+    from mcore_moe.kernels import fused_gated
 
     torch.manual_seed(0)
     x = torch.randn(9, 2, 2 * width, device="cuda", dtype=dtype, requires_grad=True)
