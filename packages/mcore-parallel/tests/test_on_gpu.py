@@ -52,7 +52,7 @@ def test_rows_are_added_by_id_as_plain_torch_does_and_always_the_same(
     for total in totals:
         add_rows(total, ids, rows)
     assert torch.equal(*totals)
-    want = before.double()
+    want = before.to(torch.float64, copy=True)
     add_rows_plain(want, ids, rows)
     assert error(totals[0] - before, want - before.double()) < TOLERANCE[dtype]
 

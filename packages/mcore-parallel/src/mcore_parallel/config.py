@@ -6,6 +6,7 @@ text. Nothing here needs the world or the hardware: what does is checked by
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,10 +126,10 @@ class AdamConfig:
     adam_eps: float = 1e-8
     """Added to the root of the mean square; above 0."""
 
-    exp_avg_dtype: str = "fp32"
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which the mean of gradients is kept: fp32 or bf16. Computed in fp32."""
 
-    exp_avg_sq_dtype: str = "fp32"
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which the mean of squared gradients is kept: fp32 or bf16. bf16 holds steps of
     no less than 0.4 %, so it needs an --adam-beta2 of about 0.95."""
 
@@ -144,12 +145,6 @@ class AdamConfig:
                 raise ValueError(f"{flag} {getattr(self, name)} must be at least 0, below 1.")
         if self.adam_eps <= 0.0:
             raise ValueError(f"--adam-eps {self.adam_eps} must be above 0.")
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(self, name) not in ("fp32", "bf16"):
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(
-                    f"{flag} {getattr(self, name)} is not known: use fp32 or bf16."
-                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
