@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.attention_backends import attend
+from mcore_models.attention_backends import attend, check_backend
 from mcore_models.config import (
+    KernelConfig,
     TransformerConfig,
     has_qkv_bias,
     head_dim,
@@ -30,6 +31,8 @@ from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinea
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
+
+_ANY_KERNELS = KernelConfig()
 
 
 class Attention(nn.Module):
@@ -49,6 +52,7 @@ class Attention(nn.Module):
         *,
         streams: RngStreams,
         recompute_core: bool = False,
+        kernels: KernelConfig = _ANY_KERNELS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -60,12 +64,15 @@ class Attention(nn.Module):
             layer: global number, which the cache is asked by.
             streams: for dropping attention weights.
             recompute_core: compute everything between the linears again in backward.
+            kernels: that compute the attention.
             device: of the parameters.
             dtype: of the parameters.
         """
         super().__init__()
         self.config, self.layer = config, layer
         self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
+        check_backend(kernels.attention_backend)
+        self.backend = kernels.attention_backend
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
@@ -129,7 +136,14 @@ class Attention(nn.Module):
         # Heads are split over the tensor ranks, so each rank drops its own weights.
         stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
         with stream:
-            return attend(q, k, v, window=window(self.config, self.layer), dropout_prob=prob)
+            return attend(
+                q,
+                k,
+                v,
+                window=window(self.config, self.layer),
+                dropout_prob=prob,
+                backend=self.backend,
+            )
 
     def _heads(
         self, qkv: Tensor, rotary: RotaryTables | None

@@ -1,9 +1,9 @@
 """``attend``: causal attention over grouped heads, one function with backends behind it.
 
-Tensors come sequence first and are handed on as strided views. On a GPU torch's
-scaled_dot_product_attention is told to try cuDNN before its own flash kernel: on an H200
-with heads of 128 channels cuDNN is 1.7 times as fast. Key/value heads are never repeated in
-memory.
+Tensors come sequence first and are handed on as strided views. On a GPU flash-attn-4 is
+used where it is installed and takes the shapes; else torch's scaled_dot_product_attention
+is told to try cuDNN before its own flash kernel: on an H200 with heads of 128 channels
+cuDNN is 1.7 times as fast. Key/value heads are never repeated in memory.
 """
 
 import torch
@@ -12,13 +12,24 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mcore_models import flash4_attention as flash4
+from mcore_models.config import AttentionBackend
+
 GPU_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Kernels in the order of their speed on H200; the first that takes the shapes is used."""
+"""Torch's kernels in the order of their speed on H200; the first that takes the shapes is
+used."""
+
+_TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
+    "auto": GPU_BACKENDS,
+    "fused": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "unfused": [SDPBackend.MATH],
+}
 
 
 def attend(
@@ -30,6 +41,7 @@ def attend(
     scale: float | None = None,
     window: int = -1,
     dropout_prob: float = 0.0,
+    backend: AttentionBackend = "auto",
 ) -> Float[Tensor, "S B N H"]:
     """Mix values by softmax(q·k) over the keys that each query may see.
 
@@ -45,15 +57,20 @@ def attend(
         scale: of the scores; None: 1/sqrt(H).
         window: earlier keys that a query sees besides its own; -1: all. Only if causal.
         dropout_prob: of dropping an attention weight, drawn from the default generator.
+        backend: kernels to use; ``auto`` takes the fastest that takes the shapes.
 
     Raises:
-        ValueError: if there are more queries than keys, or a window without causality.
+        ValueError: if there are more queries than keys, or a window without causality, or
+            ``flash4`` cannot be used for these tensors.
+        RuntimeError: if another backend that was named does not take the shapes.
     """
     num_queries, num_keys = q.shape[0], k.shape[0]
     if causal and num_queries > num_keys:
         raise ValueError(f"{num_queries} causal queries need as many keys, not {num_keys}")
     if window >= 0 and not causal:
         raise ValueError("an attention window needs causal attention")
+    if _uses_flash4(q, k, v, dropout_prob, backend):
+        return flash4.flash4_attention(q, k, v, causal=causal, scale=scale, window=window)
     mask = None
     if causal and (window >= 0 or 1 < num_queries < num_keys):
         mask = visible_keys(num_queries, num_keys, window, q.device)
@@ -65,12 +82,38 @@ def attend(
         "enable_gqa": q.shape[2] != k.shape[2],
     }
     batch_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]  # [S, B, N, H] -> [B, N, S, H]
-    if q.is_cuda:
-        with sdpa_kernel(GPU_BACKENDS, set_priority=True):
+    if q.is_cuda or backend != "auto":
+        with sdpa_kernel(_TORCH_BACKENDS[backend], set_priority=True):
             out = F.scaled_dot_product_attention(*batch_first, **arguments)
     else:
         out = F.scaled_dot_product_attention(*batch_first, **arguments)
     return out.permute(2, 0, 1, 3)
+
+
+def _uses_flash4(
+    q: Tensor, k: Tensor, v: Tensor, dropout_prob: float, backend: AttentionBackend
+) -> bool:
+    if backend == "flash4":
+        why_not = flash4.refusal(q, v, dropout_prob)
+        if why_not:
+            raise ValueError(
+                f"--attention-backend flash4 cannot be used: {why_not}. Use auto, which takes "
+                "the fastest backend that can."
+            )
+        return True
+    return (
+        backend == "auto" and not flash4.refusal(q, v, dropout_prob) and flash4.is_faster(q, k)
+    )
+
+
+def check_backend(backend: AttentionBackend) -> None:
+    """Raise if a backend cannot be used whatever the tensors.
+
+    Raises:
+        ValueError: naming the package that is missing.
+    """
+    if backend == "flash4" and not flash4.is_installed():
+        raise ValueError(f"--attention-backend flash4: {flash4.EXTRA}, or use auto.")
 
 
 def visible_keys(

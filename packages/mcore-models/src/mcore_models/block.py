@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mcore_models.attention import Attention
 from mcore_models.config import (
+    KernelConfig,
     RecomputeConfig,
     TransformerConfig,
     activation,
@@ -49,6 +50,7 @@ class TransformerBlock(nn.Module):
         streams: RngStreams,
         moe: MoEConfig,
         recomputing: RecomputeConfig,
+        kernels: KernelConfig,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -60,6 +62,7 @@ class TransformerBlock(nn.Module):
             layer: global number.
             streams: for dropout.
             moe: says whether this layer has experts, and which.
+            kernels: which compute the attention.
             recomputing: its selective modules; whole layers are the model's affair.
             device: of the parameters.
             dtype: of the parameters.
@@ -82,6 +85,7 @@ class TransformerBlock(nn.Module):
             layer,
             streams=streams,
             recompute_core="core_attn" in self.recomputed,
+            kernels=kernels,
             **placed,
         )
         self.mlp_norm = build_norm(config, config.hidden_size, **norms, **placed)

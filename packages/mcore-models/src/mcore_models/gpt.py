@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from mcore_models.block import TransformerBlock
-from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
 from mcore_models.layout_checks import check_layout, too_long
 from mcore_models.norm import build_norm
@@ -38,6 +38,7 @@ from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
 
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
+_ANY_KERNELS = KernelConfig()
 
 
 class GPT(nn.Module):
@@ -62,6 +63,7 @@ class GPT(nn.Module):
         stage: Stage | None = None,
         seed: int = 1234,
         recomputing: RecomputeConfig = _KEEP_ALL,
+        kernels: KernelConfig = _ANY_KERNELS,
         streams: RngStreams | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -76,12 +78,13 @@ class GPT(nn.Module):
             stage: layers of a pipeline stage; None: all.
             seed: of the initial weights, equal on all ranks.
             recomputing: what backward computes again.
+            kernels: which compute it.
             streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
             device: of the parameters; None: that of ``ctx``.
             dtype: of the parameters and activations.
 
         Raises:
-            ValueError: if the model does not fit the layout.
+            ValueError: if the model does not fit the layout, or a kernel is not installed.
         """
         super().__init__()
         check_layout(config, ctx.config, moe)
@@ -111,6 +114,7 @@ class GPT(nn.Module):
                     streams=self.streams,
                     moe=moe,
                     recomputing=recomputing,
+                    kernels=kernels,
                     **placed,
                 )
                 for layer in stage.layers

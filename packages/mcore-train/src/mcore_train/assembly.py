@@ -95,6 +95,7 @@ def assemble(
             stage=stage,
             seed=config.run.seed,
             recomputing=config.recomputation,
+            kernels=config.kernels,
             streams=streams,
             device=ctx.device,
             dtype=dtype,
