@@ -12,8 +12,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_BLOCK = 512
-_CHUNK = 16
+_BLOCK = 1024
+_CHUNK = 8
 
 
 @triton.jit
@@ -31,7 +31,12 @@ def _add_rows(
         result = tl.load(at, mask=inside, other=0.0)
         if result.dtype != tl.float64:
             result = result.to(tl.float32)
-        found = CHUNK
+        own = rows + tl.load(order + begin) * width + column
+        result += tl.load(own, mask=inside, other=0.0).to(result.dtype)
+        begin += 1
+        # Most ids occur once: only those that do not go on to the slower loop.
+        following = tl.load(ids + begin, mask=begin < num_rows, other=-1)
+        found = tl.where(following == mine, CHUNK, 0)
         while found == CHUNK:
             place = begin + tl.arange(0, CHUNK)
             same = tl.load(ids + place, mask=place < num_rows, other=-1) == mine

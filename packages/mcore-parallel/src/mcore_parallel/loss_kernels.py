@@ -18,9 +18,19 @@ _LANES = 2048
 
 
 @triton.jit
-def _row_stats(logits, labels, out, stride, width, first, rows, LANES: tl.constexpr):
-    # A lane reads four columns at a time, so that its running sum is rescaled by one
-    # exponential for four: with one for each, exponentials are slower than memory.
+def _row_stats(
+    logits,
+    labels,
+    out,
+    stride,
+    width,
+    first,
+    rows,
+    PLAIN: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    # Exponentials are the bottleneck: a lane reads four columns at a time, so that its
+    # running sum is rescaled by one exponential for four.
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
     lane = tl.arange(0, LANES)
@@ -28,16 +38,17 @@ def _row_stats(logits, labels, out, stride, width, first, rows, LANES: tl.conste
     total = tl.zeros([LANES], tl.float32)
     plain = tl.zeros([LANES], tl.float32)
     for start in range(0, width, 4 * LANES):
-        a, a_plain = _columns(base, start + lane, width)
-        b, b_plain = _columns(base, start + LANES + lane, width)
-        c, c_plain = _columns(base, start + 2 * LANES + lane, width)
-        d, d_plain = _columns(base, start + 3 * LANES + lane, width)
+        a = _columns(base, start + lane, width)
+        b = _columns(base, start + LANES + lane, width)
+        c = _columns(base, start + 2 * LANES + lane, width)
+        d = _columns(base, start + 3 * LANES + lane, width)
         higher = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
         # A lane that has seen no column yet keeps -inf: its difference would be NaN.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - safe)
         total += (tl.exp(a - safe) + tl.exp(b - safe)) + (tl.exp(c - safe) + tl.exp(d - safe))
-        plain += (a_plain + b_plain) + (c_plain + d_plain)
+        if PLAIN:
+            plain += _or_zero(a) + _or_zero(b) + _or_zero(c) + _or_zero(d)
         top = higher
     peak = tl.max(top, 0)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
@@ -52,10 +63,13 @@ def _row_stats(logits, labels, out, stride, width, first, rows, LANES: tl.conste
 
 @triton.jit
 def _columns(base, column, width):
-    """Load columns: twice, as -inf and as 0 where there are none."""
-    inside = column < width
-    x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
-    return x, tl.where(inside, x, 0.0)
+    x = tl.load(base + column, mask=column < width, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _or_zero(x):
+    return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
@@ -88,7 +102,11 @@ def _softmax_gradient(
 
 
 def row_stats(
-    logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], width: int, first: int
+    logits: Float[Tensor, "T v"],
+    labels: Int[Tensor, " T"],
+    width: int,
+    first: int,
+    has_plain: bool = True,
 ) -> Float[Tensor, "4 T"]:
     """Read this rank's logits once: maximum, sum of exponentials, target logit, plain sum.
 
@@ -97,6 +115,7 @@ def row_stats(
         labels: global vocabulary ids.
         width: columns of the slice that are not padding; may be 0.
         first: global id of column 0.
+        has_plain: whether the plain sum is wanted (label smoothing); else it is 0.
 
     Returns:
         float32 rows: maximum (-inf for an empty slice); sum of exp(x - maximum); the
@@ -105,7 +124,16 @@ def row_stats(
     rows = logits.shape[0]
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     _row_stats[(rows,)](
-        logits, labels, out, logits.stride(0), width, first, rows, _LANES, num_warps=_WARPS
+        logits,
+        labels,
+        out,
+        logits.stride(0),
+        width,
+        first,
+        rows,
+        has_plain,
+        _LANES,
+        num_warps=_WARPS,
     )
     return out
 
