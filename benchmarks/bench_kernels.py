@@ -21,9 +21,10 @@ from mcore_models.attention_backends import attend
 from mcore_models.kernels import fused_rotary_split
 from mcore_models.norm import RMSNorm
 from mcore_moe.kernels import fused_gated
+from mcore_parallel.accumulation import accumulate_product
 from mcore_parallel.adam_kernels import fused_adamw
 from mcore_parallel.embedding_kernels import add_rows
-from mcore_parallel.fused_head import accumulate_product, head_loss
+from mcore_parallel.fused_head import head_loss
 from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
 
 T, D, F, V, N, G, H = 8192, 4096, 14336, 128256, 32, 8, 128
@@ -70,10 +71,15 @@ def main() -> None:
 
 
 def time_ms(run: Callable[[], object], warmup: int, repeats: int) -> list[float]:
-    """Return the milliseconds of each call by device events, sorted, after a warm-up."""
+    """Return the milliseconds of each call by device events, sorted, after a warm-up.
+
+    The device sleeps first, so that the host is ahead and launches are not what is timed.
+    """
     for _ in range(warmup):
         run()
+    torch.cuda.synchronize()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda._sleep(50_000_000)
     for begin, end in events:
         begin.record()
         run()

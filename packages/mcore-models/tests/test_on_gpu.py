@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mcore_models import flash4_attention
 from mcore_models.attention_backends import attend
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel import ParallelContext
+from mcore_parallel.ring import PLAIN_BLOCKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +65,76 @@ def test_causal_attention_runs_in_a_fused_kernel(S, Z):
         attend(*tensors)
     kernels = " ".join(event.key for event in seen.key_averages())
     assert "cudnn" in kernels if S == Z else ("cudnn" in kernels or "flash" in kernels), kernels
+
+
+has_flash4 = pytest.mark.skipif(
+    not flash4_attention.is_installed(), reason="flash-attn-4 is not installed"
+)
+
+
+@has_flash4
+@pytest.mark.parametrize(
+    ("S", "Z", "B", "N", "G", "H"),
+    [
+        (1024, 1024, 2, 8, 8, 128),
+        (1024, 1024, 2, 8, 2, 128),
+        (1500, 1500, 1, 6, 1, 64),
+        (512, 2048, 2, 8, 2, 128),
+        (8192, 8192, 1, 32, 8, 128),
+    ],
+)
+@pytest.mark.parametrize(("causal", "window"), [(True, -1), (True, 100), (False, -1)])
+def test_flash4_equals_plain_float32(S, Z, B, N, G, H, causal, window):
+    torch.manual_seed(0)
+    shapes = ((S, B, N, H), (Z, B, G, H), (Z, B, G, H))
+    tensors = [
+        torch.randn(s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes
+    ]
+    wide = [t.detach().float().requires_grad_() for t in tensors]
+    options = {"causal": causal, "window": window}
+    got = attend(*tensors, **options, backend="flash4")
+    want = attend(*wide, **options, backend="unfused" if S < 8192 else "auto")
+    dy = torch.randn_like(got)
+    assert error(got.detach(), want.detach().double()) < TOLERANCE[torch.bfloat16]
+    grads = torch.autograd.grad(got, tensors, dy)
+    for a, b in zip(grads, torch.autograd.grad(want, wide, dy.float()), strict=True):
+        assert error(a, b.double()) < TOLERANCE[torch.bfloat16]
+
+
+@has_flash4
+def test_flash4_is_chosen_for_long_sequences_and_deterministic_when_asked():
+    tensors = inputs(2048, 2048, 8, 2, 128, torch.bfloat16)
+    attend(*tensors)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        attend(*tensors)
+    kernels = " ".join(event.key for event in seen.key_averages())
+    assert "cudnn" not in kernels, kernels
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(3):
+            out = attend(*tensors)
+            runs.append(torch.autograd.grad(out, tensors, torch.ones_like(out)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@has_flash4
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash4_blocks_of_a_ring_equal_plain_ones(causal):
+    q, k, v = (t.detach() for t in inputs(1024, 1024, 8, 2, 128, torch.bfloat16))
+    dy = torch.randn_like(q)
+    got_out, got_lse = flash4_attention.blocks.forward(q, k, v, causal)
+    want_out, want_lse = PLAIN_BLOCKS.forward(q.double(), k.double(), v.double(), causal)
+    assert error(got_out, want_out) < TOLERANCE[torch.bfloat16]
+    assert error(got_lse, want_lse) < TOLERANCE[torch.bfloat16]
+    got = flash4_attention.blocks.backward(dy, q, k, v, got_out, got_lse, causal)
+    wide = [t.double() for t in (dy, q, k, v)]
+    want = PLAIN_BLOCKS.backward(*wide, want_out, want_lse, causal)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < TOLERANCE[torch.bfloat16]
 
 
 SHAPES = {

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_parallel.accumulation import main_grad_of, tell_ready
+from mcore_parallel.accumulation import main_grad_of, overwrites, tell_ready
 from mcore_parallel.collectives import reduce_from, reduce_scatter_to
 from mcore_parallel.linear import column_parallel
 from mcore_parallel.mesh import SINGLE, Axis
@@ -158,7 +158,9 @@ class VocabParallelHead(nn.Module):
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.init_std = init_std
         rows = self.padded_vocab_size // axis.size
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        )
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:

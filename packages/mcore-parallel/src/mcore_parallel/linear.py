@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_parallel.accumulation import main_grad_of, tell_ready
+from mcore_parallel.accumulation import add_product, main_grad_of, overwrites, tell_ready
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -29,7 +29,6 @@ from mcore_parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
-from mcore_parallel.fused_head import accumulate_product
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, Part, sliced, whole
@@ -115,7 +114,9 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.init_std = init_std
         rows = sum(self.output_sizes)
-        self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        )
         self.bias = (
             nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         )
@@ -217,8 +218,9 @@ class RowParallelLinear(nn.Module):
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.init_std = init_std
-        self.weight = nn.Parameter(
-            torch.empty(out_features, in_features // axis.size, device=device, dtype=dtype)
+        columns = in_features // axis.size
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
         )
         self.bias = (
             nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
@@ -340,7 +342,7 @@ def _weight_gradient(
     rows, x = grad.flatten(0, -2).t(), x.flatten(0, -2)
     if parameter is None:
         return rows @ x
-    accumulate_product(parameter.main_grad, rows, x)
+    add_product(parameter, rows, x)
     tell_ready(parameter)
     return None
 
