@@ -35,7 +35,8 @@ def test_the_roadmap_has_each_topic_that_rows_are_still_open_for():
     listed = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE))
     topics = read_topics()
     still_open = {row["open"] for row in read_rows(COVERAGE) if "open" in row}
-    assert listed == {name: topics[name] for name in topics if name in still_open}
+    assert listed.keys() >= still_open
+    assert listed == {name: topics[name] for name in listed}
 
 
 def read_topics() -> dict[str, str]:
