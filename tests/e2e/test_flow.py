@@ -109,10 +109,16 @@ def logits_agree(folder, corpus):
     assert loss < 4.5
 
 
-def test_the_quickstart_in_short(tmp_path):
+TWO_RANKS = ["--nproc", 2, "--tensor-model-parallel-size", 2]
+
+
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(TWO_RANKS, marks=pytest.mark.parity_long)], ids=["one", "tp2"]
+)
+def test_the_quickstart_in_short(tmp_path, layout):
     folder = tmp_path / "tour"
     words = ["--steps", 24, "--num-words", 30, "--output", folder, "--device", "cpu"]
-    out = run("mcore_train", "quickstart", *words)
+    out = run("mcore_train", "quickstart", *words, *layout)
     assert "come out equal to the last bit" in out
     results = json.loads((folder / "quickstart.json").read_text())
     assert results["resumed_exactly"]

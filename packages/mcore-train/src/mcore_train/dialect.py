@@ -30,6 +30,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--use-mcore-models": Spelling(note="there is one set of models"),
     "--use-flash-attn": Spelling(note="the fastest attention present is used anyway"),
     "--transformer-impl": Spelling(num_values=1, note="there is one implementation"),
+    "--recompute-activations": Spelling(("--recompute-granularity", "selective")),
     "--distributed-backend": Spelling(num_values=1, note="nccl on GPUs, gloo on CPUs"),
     "--log-throughput": Spelling(note="throughput is always reported"),
     "--no-gradient-accumulation-fusion": Spelling(note="no extension is needed for it"),
