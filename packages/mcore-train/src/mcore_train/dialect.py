@@ -101,11 +101,12 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
     return words, notes
 
 
-def unknown(name: str, known: Collection[str]) -> str:
-    """Say that a flag or field is unknown, and which known one is nearest."""
+def unknown(name: str, known: Collection[str], kind: str = "") -> str:
+    """Say that a flag, a field or another ``kind`` of name is unknown, and the nearest one."""
     pool = {*known, *SPELLINGS} if name.startswith("--") else known
     near = difflib.get_close_matches(name, sorted(pool), n=1, cutoff=0.5)
-    return f"unknown {name}" + (f": did you mean {near[0]}?" if near else ".")
+    what = f"unknown {kind} {name}" if kind else f"unknown {name}"
+    return what + (f": did you mean {near[0]}?" if near else ".")
 
 
 def _canonical(name: str) -> str:
