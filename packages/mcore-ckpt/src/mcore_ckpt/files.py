@@ -72,6 +72,9 @@ class Item:
     """Size of the tensor."""
     slabs: Callable[[], Iterable[Tensor]]
     """Gives contiguous CPU tensors whose bytes, one after the other, are the tensor's."""
+    sections: tuple[int, ...] = ()
+    """Bytes of parts that get checksums of their own; a slab ends where a part does. Empty:
+    the tensor is one part."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +84,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Where a tensor went and what its bytes sum to."""
+    """Where a tensor, or a section of one, went and what its bytes sum to."""
 
     offset: int
     """First byte in the file."""
@@ -100,7 +103,7 @@ def write_file(
         metadata: strings for the header.
 
     Returns:
-        One entry an item.
+        One entry an item; of an item with sections, one a section.
 
     Raises:
         ValueError: if a name comes twice.
@@ -319,18 +322,25 @@ def _write_items(
 ) -> list[Written]:
     written = []
     for item in items:
+        sections = item.sections or (item.num_bytes,)
+        done: list[Written] = []
         checksums = Checksums()
         for slab in item.slabs():
             data = memory(slab)
             file.write(data)
             checksums.update(data)
-        if checksums.num_bytes != item.num_bytes:
+            if len(done) < len(sections) and checksums.num_bytes == sections[len(done)]:
+                done.append(Written(offset, checksums.finish()))
+                offset += checksums.num_bytes
+                checksums = Checksums()
+        if checksums.num_bytes or sum(sections[len(done) :]):
             raise RuntimeError(
-                f"{path}: {item.name} gave {checksums.num_bytes} bytes, "
-                f"not the {item.num_bytes} of its shape"
+                f"{path}: {item.name} gave {sum(sections[: len(done)]) + checksums.num_bytes} "
+                f"bytes, not the {item.num_bytes} of its shape"
             )
-        written.append(Written(offset, checksums.finish()))
-        offset += item.num_bytes
+        # What has no elements may have no slabs.
+        done += [Written(offset, ())] * (len(sections) - len(done))
+        written += done
     return written
 
 

@@ -16,15 +16,19 @@ from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
 from mcore_ckpt.boxes import shifted
+from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.files import DTYPES, Reader
 from mcore_ckpt.index import Index, TensorEntry, read_index
 from mcore_ckpt.paths import INDEX, resolve_folder
-from mcore_ckpt.planning import listed, load_problems, name_problems, plan_reads
+from mcore_ckpt.planning import listed, load_differences, name_problems, plan_reads
 from mcore_ckpt.saving import box_of, claims_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.sharding import Shard
 
 log = logging.getLogger(__name__)
+
+STRICT = StrictnessConfig()
+"""Every difference is an error."""
 
 
 def load(
@@ -32,7 +36,7 @@ def load(
     shards: Mapping[str, Shard],
     *,
     world: Axis = SINGLE,
-    strict: bool = True,
+    strictness: StrictnessConfig = STRICT,
     checksums: bool = True,
     cast: bool = False,
     ignore: Sequence[str] = (),
@@ -46,10 +50,10 @@ def load(
         folder: a step folder, or a run folder for its latest step.
         shards: logical name to pieces, which are written in place.
         world: the ranks that load together.
-        strict: raise for tensors that are missing in the checkpoint or unexpected; otherwise
-            missing ones keep their values, and both are logged.
+        strictness: what to do about names, shapes and dtypes that differ; each kind is an
+            error that lists them all, unless told otherwise.
         checksums: check the bytes that are read.
-        cast: convert dtypes that differ, instead of raising.
+        cast: convert dtypes that differ, whatever ``strictness`` says of them.
         ignore: beginnings of names in the checkpoint that nobody need ask for, such as
             ``optimizer.``.
 
@@ -72,19 +76,38 @@ def load(
         )
     names = {name for _, mine in told for name in mine}
     held = [n for n in index.tensors if n in names or not n.startswith(tuple(ignore))]
-    missing, unexpected = name_problems(names, held)
-    problems = [f"missing in the checkpoint: {text}" for text in missing]
-    problems += [f"in the checkpoint, unasked for: {name}" for name in unexpected]
-    if problems and not strict:
-        log.warning("%s: %s", folder, listed(problems))
-        problems = []
+    missing, unasked = name_problems(names, held)
+    problems = [
+        *_answer(strictness.on_missing, "missing in the checkpoint", missing),
+        *_answer(strictness.on_unasked, "in the checkpoint, unasked for", unasked),
+    ]
+    skipped: Mapping[str, str] = {}
     with agreed(world):
-        problems += load_problems(wanted, index.tensors, cast=cast)
+        found = load_differences(wanted, index.tensors)
+        problems += found.faults
+        if strictness.dist_ckpt_shape_mismatch == "skip":
+            skipped = found.shapes
+            _answer("log", "left as it is", list(skipped.values()))
+        else:
+            problems += found.shapes.values()
+        if strictness.dist_ckpt_dtype_mismatch == "cast" and not cast:
+            _answer("log", "cast", list(found.dtypes.values()))
+        elif not cast:
+            problems += found.dtypes.values()
         if problems:
             raise ValueError(f"cannot load {folder}: {listed(problems)}")
     with agreed(world):
-        _read(folder, shards, index.tensors, checksums=checksums)
+        taken = {name: shard for name, shard in shards.items() if name not in skipped}
+        _read(folder, taken, index.tensors, checksums=checksums)
     return index.extra
+
+
+def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:
+    """Return what is an error, log what is to be logged."""
+    told = [f"{kind}: {problem}" for problem in problems]
+    if told and level == "log":
+        log.warning("%s", listed(told))
+    return told if level == "raise" else []
 
 
 def read_tensor(

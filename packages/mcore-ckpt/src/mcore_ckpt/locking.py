@@ -62,7 +62,7 @@ class FolderLock:
             holder = self._holder()
             if holder is None:
                 continue
-            if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()):
+            if self._is_mine(holder):
                 return
             if not self._is_dead(holder):
                 raise RuntimeError(
@@ -72,12 +72,28 @@ class FolderLock:
             self._take_away(holder)
         raise RuntimeError(f"{self._path} changes hands too fast: is another job starting?")
 
+    def check(self) -> None:
+        """Make sure that this process still holds the lock, before something is made final.
+
+        Raises:
+            RuntimeError: if it was taken over, or is gone.
+        """
+        holder = self._holder()
+        if holder is None or not self._is_mine(holder):
+            who = "nobody" if holder is None else f"process {holder['pid']} on {holder['host']}"
+            raise RuntimeError(
+                f"the lock of {self._path.parent} was lost: {who} holds it now. Was this "
+                "process stopped for minutes?"
+            )
+
     def release(self) -> None:
         """Give the lock back, if this object took it."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
-            self._path.unlink(missing_ok=True)
+            holder = self._holder()
+            if holder is not None and self._is_mine(holder):
+                self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> FolderLock:
         """Take the lock."""
@@ -111,6 +127,9 @@ class FolderLock:
         except FileNotFoundError:
             return None
 
+    def _is_mine(self, holder: dict[str, Any]) -> bool:
+        return (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid())
+
     def _is_dead(self, holder: dict[str, Any]) -> bool:
         try:
             silent_s = time.time() - self._path.stat().st_mtime
@@ -142,6 +161,9 @@ class FolderLock:
 
     def _beat(self, stop: threading.Event) -> None:
         while not stop.wait(_BEAT_S):
+            holder = self._holder()
+            if holder is None or not self._is_mine(holder):
+                return
             try:
                 os.utime(self._path)
             except FileNotFoundError:

@@ -9,6 +9,7 @@ goes to ``<step>.incoming`` and takes the place of the first by renames once it 
 
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 INDEX = "index.json"
@@ -22,6 +23,7 @@ RELEASE = "release"
 
 _INCOMING = ".incoming"
 _REPLACED = ".replaced"
+_GARBAGE = ".garbage."
 
 
 def step_folder(run_folder: str | Path, step: int | str) -> Path:
@@ -113,7 +115,7 @@ def _find(folder: Path) -> Path | None:
 
 
 def make_fresh(folder: Path, *, replace: bool = False) -> Path:
-    """Make the empty folder that a save writes to; garbage in its way is removed.
+    """Make the empty folder that a save writes to; garbage in its way is put aside.
 
     Args:
         folder: the step's.
@@ -134,14 +136,17 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
                 "save another step or to another folder, or ask to replace it."
             )
         folder = folder.with_name(folder.name + _INCOMING)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        # Deleting takes long: that waits until the new step is durable.
+        folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
     folder.mkdir(parents=True)
-    sync_folder(folder.parent)
     return folder
 
 
 def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:
     """Turn a written folder into the run's newest step: index, then pointer, each durable.
+
+    Then deletes what earlier, interrupted saves left.
 
     Args:
         written: what ``make_fresh`` gave, with every other file in it durable.
@@ -152,13 +157,27 @@ def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Pa
     Returns:
         Where the step stands now.
     """
+    run_folder = Path(run_folder)
     sync_folder(written)
+    sync_folder(run_folder)
     write_durably(written / INDEX, index)
     folder = step_folder(run_folder, step)
     if written != folder:
         _repair(folder)
-    write_durably(Path(run_folder) / TRACKER, str(step).encode())
+    write_durably(run_folder / TRACKER, str(step).encode())
+    _clean(run_folder)
     return folder
+
+
+def _clean(run_folder: Path) -> None:
+    """Delete what interrupted saves put aside; no step that anyone could read."""
+    for aside in [*run_folder.glob("iter_*.*"), *run_folder.glob(f"{RELEASE}.*")]:
+        name, _, kind = aside.name.partition(".")
+        folder = aside.with_name(name)
+        is_old = f".{kind}" == _REPLACED and is_complete(folder)
+        is_half = f".{kind}" == _INCOMING and not is_complete(aside)
+        if is_old or is_half or _GARBAGE in aside.name:
+            remove(aside)
 
 
 def _repair(folder: Path) -> None:
@@ -167,16 +186,16 @@ def _repair(folder: Path) -> None:
     replaced = folder.with_name(folder.name + _REPLACED)
     if is_complete(incoming):
         if is_complete(folder):
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove(replaced)
             folder.rename(replaced)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         incoming.rename(folder)
     elif not is_complete(folder) and is_complete(replaced):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         replaced.rename(folder)
-    if folder.parent.is_dir():
-        sync_folder(folder.parent)
-    remove(incoming)
+    else:
+        return
+    sync_folder(folder.parent)
     remove(replaced)
 
 

@@ -55,6 +55,25 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file, made of boxes of logical tensors."""
+
+    key: str
+    """Its name in the file."""
+    dtype: str
+    """As safetensors writes it."""
+    shape: tuple[int, ...]
+    """Of the tensor in the file."""
+    sections: tuple[Write, ...]
+    """The boxes that it is made of, stacked by rows."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """One region that a loader takes from a chunk of a file."""
 
@@ -160,45 +179,50 @@ def plan_reads(entry: TensorEntry, box: Box) -> list[Read]:
     return reads
 
 
-def load_problems(
-    wanted: Mapping[str, Claim],
-    index: Mapping[str, TensorEntry],
-    *,
-    cast: bool,
-) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """How tensors that exist on both sides differ; one sentence each, by name."""
+
+    shapes: Mapping[str, str]
+    """Tensors of another shape."""
+    dtypes: Mapping[str, str]
+    """Tensors of another dtype."""
+    faults: Sequence[str]
+    """What can never be loaded: chunks with holes, boxes out of bounds."""
+
+
+def load_differences(
+    wanted: Mapping[str, Claim], index: Mapping[str, TensorEntry]
+) -> Differences:
     """Compare tensors that exist on both sides: shapes, dtypes, and sound chunks.
 
     Args:
         wanted: what this rank asks for.
         index: what the checkpoint holds.
-        cast: whether another dtype is fine.
-
-    Returns:
-        One sentence a problem.
     """
-    problems = []
+    shapes, dtypes, faults = {}, {}, []
     for name, claim in wanted.items():
         entry = index.get(name)
         if entry is None:
             continue
         if claim.shape != entry.shape:
-            problems.append(
+            shapes[name] = (
                 f"{name}: shape {list(entry.shape)} in the checkpoint, "
                 f"{list(claim.shape)} wanted"
             )
             continue
-        if claim.dtype != entry.dtype and not cast:
-            problems.append(
+        if claim.dtype != entry.dtype:
+            dtypes[name] = (
                 f"{name}: dtype {entry.dtype} in the checkpoint, {claim.dtype} wanted "
                 "(loading can cast if asked)"
             )
         chunks = [(chunk.offsets, chunk.lengths) for chunk in entry.chunks]
-        problems += [f"{name}: {text}" for text in cover_problems(entry.shape, chunks)]
+        faults += [f"{name}: {text}" for text in cover_problems(entry.shape, chunks)]
         for offsets, lengths in claim.boxes:
             outside = intersect((offsets, lengths), ((0,) * len(entry.shape), entry.shape))
             if outside != (offsets, lengths):
-                problems.append(f"{name}: wants {offsets}+{lengths} of {entry.shape}")
-    return problems
+                faults.append(f"{name}: wants {offsets}+{lengths} of {entry.shape}")
+    return Differences(shapes, dtypes, faults)
 
 
 def name_problems(wanted: Iterable[str], held: Iterable[str]) -> tuple[list[str], list[str]]:
