@@ -4,13 +4,14 @@ Every rank knows every move beforehand, from a plan, so nothing but bytes travel
 all-to-all a round. What stays on its rank is handed over without a copy.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from mcore_ckpt.agreement import any_rank
 from mcore_parallel.collectives import all_to_all
 from mcore_parallel.mesh import Axis
 
@@ -68,6 +69,13 @@ def exchange(
         travelling = [move for move in batch if move.source != move.target]
         if travelling:
             _round(travelling, give, take, world, device)
+
+
+def travel_device(tensors: Iterable[Tensor], world: Axis) -> torch.device:
+    """Return where bytes travel: on the GPU if any rank's tensors are there; asks all ranks."""
+    if any_rank([any(tensor.is_cuda for tensor in tensors)], world)[0]:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def rounds(moves: Sequence[Move[Key]], round_bytes: int) -> Iterator[list[Move[Key]]]:

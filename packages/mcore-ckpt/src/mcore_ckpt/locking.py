@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mcore_ckpt.stores import StorePath, as_path
+
 log = logging.getLogger(__name__)
 
 LOCK = ".writer.lock"
@@ -43,7 +45,7 @@ class FolderLock:
             folder: the run folder; made if absent.
             silent_s: seconds of silence after which a holder on another host is dead.
         """
-        self._path = Path(folder) / LOCK
+        self._path = as_path(folder) / LOCK
         self._silent_s = silent_s
         self._stop: threading.Event | None = None
 
@@ -110,9 +112,17 @@ class FolderLock:
         self.release()
 
     def _create(self) -> bool:
+        content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        if isinstance(self._path, StorePath):
+            # Stores have no exclusive creation that all of them know: whoever's lock stands
+            # after both have written holds it.
+            if self._path.is_file():
+                return False
+            self._path.write_whole(content.encode())
+            return self._is_mine(self._holder() or {"host": "", "pid": 0})
         # A link appears whole or not at all, on NFS too.
         ticket = self._path.with_name(f"{LOCK}.{uuid.uuid4().hex}")
-        ticket.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        ticket.write_text(content)
         try:
             os.link(ticket, self._path)
         except FileExistsError:
@@ -132,7 +142,7 @@ class FolderLock:
 
     def _is_dead(self, holder: dict[str, Any]) -> bool:
         try:
-            silent_s = time.time() - self._path.stat().st_mtime
+            silent_s = time.time() - self._last_beat_s()
         except FileNotFoundError:
             return False
         if silent_s > self._silent_s:
@@ -147,8 +157,16 @@ class FolderLock:
             return False
         return False
 
+    def _last_beat_s(self) -> float:
+        if isinstance(self._path, StorePath):
+            return self._path.modified_s()
+        return self._path.stat().st_mtime
+
     def _take_away(self, holder: dict[str, Any]) -> None:
         log.warning("taking over the lock of dead process %s on %s", *holder.values())
+        if isinstance(self._path, StorePath):
+            self._path.unlink(missing_ok=True)
+            return
         aside = self._path.with_name(f"{LOCK}.{uuid.uuid4().hex}")
         try:
             self._path.rename(aside)
@@ -165,6 +183,9 @@ class FolderLock:
             if holder is None or not self._is_mine(holder):
                 return
             try:
-                os.utime(self._path)
+                if isinstance(self._path, StorePath):
+                    self._path.write_whole(json.dumps(holder).encode())
+                else:
+                    os.utime(self._path)
             except FileNotFoundError:
                 return

@@ -8,7 +8,7 @@ written by one of them, so that all write about the same number of bytes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -52,6 +52,11 @@ class Write:
     """The tensor."""
     box: Box
     """Region of it."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the region."""
+        return prod(self.box[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ def _balance(
     holders: Mapping[Write, list[int]], tensors: Mapping[str, Claim], num_ranks: int
 ) -> list[list[Write]]:
     def size(write: Write) -> int:
-        return prod(write.box[1]) * DTYPE_BYTES[tensors[write.name].dtype]
+        return write.num_elements * DTYPE_BYTES[tensors[write.name].dtype]
 
     load = [0] * num_ranks
     writes: list[list[Write]] = [[] for _ in range(num_ranks)]
@@ -159,6 +164,56 @@ def _balance(
 
 def _key(write: Write) -> tuple[str, Box]:
     return write.name, write.box
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A box that several ranks of one host want: one reads it, the others get it."""
+
+    write: Write
+    """The tensor and the box."""
+    num_bytes: int
+    """As the ranks want it."""
+    reader: int
+    """Rank that reads it."""
+    others: tuple[int, ...]
+    """Ranks that get it from the reader."""
+
+
+def plan_sharing(
+    claims: Sequence[Mapping[str, Claim]], hosts: Sequence[str], names: Collection[str]
+) -> list[Shared]:
+    """Let one rank of a host read what several of it want, so that all read as much. Pure.
+
+    Args:
+        claims: what each rank wants.
+        hosts: name of each rank's host.
+        names: tensors that are loaded.
+
+    Returns:
+        The same list on all ranks.
+    """
+    holders: dict[tuple[str, str, Write], list[int]] = {}
+    load = [0] * len(claims)
+    for rank, mine in enumerate(claims):
+        for name in names & mine.keys():
+            for box in dict.fromkeys(mine[name].boxes):
+                key = (hosts[rank], mine[name].dtype, Write(name, box))
+                holders.setdefault(key, []).append(rank)
+    for (_, dtype, write), ranks in holders.items():
+        if len(ranks) == 1:
+            load[ranks[0]] += write.num_elements * DTYPE_BYTES[dtype]
+    shared = [(key, ranks) for key, ranks in holders.items() if len(ranks) > 1]
+    plan = []
+    for (_, dtype, write), ranks in sorted(
+        shared, key=lambda one: (-one[0][2].num_elements, _key(one[0][2]), one[1])
+    ):
+        reader = min(ranks, key=lambda rank: (load[rank], rank))
+        num_bytes = write.num_elements * DTYPE_BYTES[dtype]
+        load[reader] += num_bytes
+        others = tuple(rank for rank in ranks if rank != reader)
+        plan.append(Shared(write, num_bytes, reader, others))
+    return plan
 
 
 def plan_reads(entry: TensorEntry, box: Box) -> list[Read]:

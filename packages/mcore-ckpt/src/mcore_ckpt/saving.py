@@ -18,12 +18,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.exchanging import travel_device
 from mcore_ckpt.files import DTYPE_NAMES, Item, slabs_of, write_file
 from mcore_ckpt.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry
@@ -31,6 +31,7 @@ from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import commit, copy_durably, make_fresh, step_folder, write_durably
 from mcore_ckpt.planning import Claim, Entry, Write, plan_writes
 from mcore_ckpt.retention import prune
+from mcore_ckpt.stores import as_path
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Piece, Shard
 
@@ -179,7 +180,7 @@ def begin(
 
     Communicates over ``world``; rank 0 takes ``lock``, which the caller releases.
     """
-    run_folder = Path(run_folder)
+    run_folder = as_path(run_folder)
     with agreed(world):
         final = step_folder(run_folder, step)
         mine = claims_of(shards)
@@ -190,7 +191,7 @@ def begin(
         if world.rank == 0:
             lock.acquire()
             made = str(make_fresh(final, replace=replace))
-    folder = Path(gather_json(made, world)[0])
+    folder = as_path(gather_json(made, world)[0])
     live = {one: _memory(one, shards[one.name]) for one in writes[world.rank]}
     rest = hf_plan.rest[world.rank] if hf_plan else writes[world.rank]
     outputs: dict[str, Sequence[Entry]] = {}
@@ -201,7 +202,8 @@ def begin(
     memory = [live[one] for one in rest]
     hf_files: dict[str, bytes] = {}
     if hf is not None and hf_plan is not None:
-        memory += assemble(hf_plan, live, world=world, device=_device(live.values()))
+        device = travel_device(live.values(), world)
+        memory += assemble(hf_plan, live, world=world, device=device)
         hf_files = hf_plan.small_files(hf.config)
         if hf_plan.names[world.rank]:
             outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
@@ -320,11 +322,6 @@ def _entry(write: Write, claim: Claim) -> Entry:
 
 def _memory(write: Write, shard: Shard) -> Tensor:
     return next(piece.data for piece in shard.pieces if box_of(piece) == write.box)
-
-
-def _device(live: Iterable[Tensor]) -> torch.device:
-    """Return where bytes travel between ranks: a GPU, if tensors are there."""
-    return next((data.device for data in live if data.is_cuda), torch.device("cpu"))
 
 
 def _slabs(sections: Sequence[Iterable[Tensor]]) -> Iterator[Tensor]:

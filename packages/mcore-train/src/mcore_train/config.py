@@ -200,7 +200,8 @@ class SaveConfig:
     """Where and when checkpoints are written."""
 
     save: str = ""
-    """Run folder for checkpoints, metrics and TensorBoard; empty: nothing is written."""
+    """Run folder for checkpoints, metrics and TensorBoard, or a URL such as s3://bucket/run
+    for checkpoints alone; empty: nothing is written."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
     save_optim: bool = True

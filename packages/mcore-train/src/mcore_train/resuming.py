@@ -77,7 +77,7 @@ def save_run(run: Run) -> Path:
     with _tokenizer_folder(run) as folder:
         what = take_snapshot(run, folder)
         return save(
-            Path(config.saving.save),
+            config.saving.save,
             run.iteration,
             what.shards,
             world=run.ctx.world,
