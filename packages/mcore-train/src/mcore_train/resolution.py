@@ -214,6 +214,10 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
         )
     if config.logging.tensorboard and not config.saving.save:
         yield "--tensorboard has nowhere to write: give --save DIR."
+    if config.logging.tensorboard and "://" in config.saving.save:
+        yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
+    if config.retention.save_retain_last and not config.saving.save:
+        yield "--save-retain-last has no effect without --save DIR."
 
 
 def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) -> Any:
