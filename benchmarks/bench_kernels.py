@@ -8,27 +8,28 @@ the limit, which is a copy's bandwidth or a large GEMM's rate, measured in the s
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
+from reporting import add_options, keep, quantiles, time_steps, versions
 
+from mcore_models import flash4_attention
 from mcore_models.attention_backends import attend
 from mcore_models.kernels import fused_rotary_split
 from mcore_models.norm import RMSNorm
 from mcore_moe.kernels import fused_gated
-from mcore_parallel.accumulation import accumulate_product
+from mcore_parallel.accumulation import accumulate_product, make_stale
 from mcore_parallel.adam_kernels import fused_adamw
 from mcore_parallel.embedding_kernels import add_rows
-from mcore_parallel.fused_head import head_loss
+from mcore_parallel.fused_head import CHUNK_TOKENS, head_loss
 from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
 
 T, D, F, V, N, G, H = 8192, 4096, 14336, 128256, 32, 8, 128
 BF16 = torch.bfloat16
+MAX_REPEATS = 1000
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,12 @@ def main() -> None:
         is_limit = case.name in ("copy", "gemm 8192x28672x4096")
         if options.only and options.only not in case.name and not is_limit:
             continue
-        times = time_ms(case.run, options.warmup, options.repeats)
-        median = statistics.median(times)
-        rate = case.amount / median / 1e9
+        times = time_ms(case.run, options)
+        rate = case.amount / statistics.median(times) / 1e9
         if is_limit:
             limits[case.unit] = rate
         rows[case.name] = {
-            "ms": round(median, 4),
-            "ms_p10": round(times[len(times) // 10], 4),
-            "ms_p90": round(times[-1 - len(times) // 10], 4),
+            **quantiles(times, digits=4),
             case.unit: round(rate, 2),
             "share_of_limit": round(rate / limits[case.unit], 3),
         }
@@ -70,14 +68,14 @@ def main() -> None:
     report(options, rows)
 
 
-def time_ms(run: Callable[[], object], warmup: int, repeats: int) -> list[float]:
-    """Return the milliseconds of each call by device events, sorted, after a warm-up.
+def time_ms(run: Callable[[], object], options: argparse.Namespace) -> list[float]:
+    """Return the milliseconds of each call by device events, after a warm-up.
 
-    The device sleeps first, so that the host is ahead and launches are not what is timed.
+    Goes on long enough for the device to reach its limit of power. The device sleeps first,
+    so that the host is ahead and launches are not what is timed.
     """
-    for _ in range(warmup):
-        run()
-    torch.cuda.synchronize()
+    estimate = statistics.median(time_steps(lambda _: run(), options.warmup, 5))
+    repeats = int(min(max(options.repeats, 1e3 * options.seconds / estimate), MAX_REPEATS))
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda._sleep(50_000_000)
     for begin, end in events:
@@ -85,7 +83,7 @@ def time_ms(run: Callable[[], object], warmup: int, repeats: int) -> list[float]
         run()
         end.record()
     torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) for begin, end in events)
+    return [begin.elapsed_time(end) for begin, end in events]
 
 
 def cases() -> Iterator[Case]:
@@ -229,12 +227,20 @@ def head() -> Iterator[Case]:
     labels, weights = torch.randint(0, V, (1, T), device="cuda"), torch.full((1, T), 1 / T)
     weights = weights.cuda()
 
-    def both() -> None:
-        total, _ = head_loss(x, weight, labels, weights, vocab_size=V)
+    def both(chunk_tokens: int) -> None:
+        make_stale(weight)  # as after zero_grad
+        options = {"vocab_size": V, "chunk_tokens": chunk_tokens}
+        total, _ = head_loss(x, weight, labels, weights, **options)
         total.backward()
         x.grad = None
 
-    yield Case("head and cross-entropy, both ways", both, 6 * T * D * V, "TFLOP/s")
+    for chunk_tokens in (2048, CHUNK_TOKENS):
+        yield Case(
+            f"head and cross-entropy by {chunk_tokens}",
+            partial(both, chunk_tokens),
+            6 * T * D * V,
+            "TFLOP/s",
+        )
 
 
 def optimizer() -> Iterator[Case]:
@@ -266,28 +272,15 @@ def report(options: argparse.Namespace, rows: dict) -> None:
     """Print the result as one JSON line and keep it if a folder is given."""
     row = {
         "name": options.name,
-        "commit": options.commit or _commit(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
+        **versions(options),
+        "flash_attn_4": flash4_attention.is_installed(),
         "dtype": "bfloat16",
         "shapes": f"T{T} D{D} F{F} V{V} heads {N}/{G}x{H}",
         "warmup": options.warmup,
-        "repeats": options.repeats,
+        "seconds": options.seconds,
         "kernels": rows,
     }
-    print(json.dumps(row))
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        path = options.output / f"{options.name}.json"
-        path.write_text(json.dumps(row, indent=1) + "\n")
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+    keep(options, row)
 
 
 def _options() -> argparse.Namespace:
@@ -295,9 +288,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--name", default="kernels-h200")
     parser.add_argument("--only", default="", help="part of a kernel's name")
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--output", type=Path, default=None, help="folder for NAME.json")
-    parser.add_argument("--commit", default="", help="where there is no git")
+    parser.add_argument("--repeats", type=int, default=30, help="at least")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each kernel")
+    add_options(parser)
     return parser.parse_args()
 
 

@@ -8,14 +8,12 @@ split of a profiled step by kind of kernel; with ``--output`` it is kept too.
 """
 
 import argparse
-import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from reporting import add_options, keep, quantiles, time_steps, versions
 from step_profile import device_kernels, heaviest
 
 from mcore_moe import MoEConfig, MoELayer
@@ -53,15 +51,13 @@ def main() -> None:
         y, aux = run(x)
         torch.autograd.backward((y, aux), (inputs[(i + 1) % 4].detach(), torch.ones_like(aux)))
 
-    times = sorted(_times(step, options.warmup, options.steps))
+    times = time_steps(step, options.warmup, options.steps)
     median = statistics.median(times)
     # Three matrices an expert, two operations a weight, backward twice forward.
     flops = 18 * options.tokens * options.topk * options.hidden_size * options.ffn_hidden_size
     row = {
         "name": options.name,
-        "commit": options.commit,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        **versions(options),
         "tokens": options.tokens,
         "hidden_size": options.hidden_size,
         "ffn_hidden_size": options.ffn_hidden_size,
@@ -71,30 +67,12 @@ def main() -> None:
         "compiled": options.compile,
         "warmup": options.warmup,
         "steps": options.steps,
-        "ms": round(median, 3),
-        "ms_p10": round(times[len(times) // 10], 3),
-        "ms_p90": round(times[-1 - len(times) // 10], 3),
+        **quantiles(times),
         "tflops": round(flops / median / 1e9, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     }
-    print(json.dumps(row))
+    keep(options, row)
     print("\n".join(_kernels(step)), file=sys.stderr)
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        path = options.output / f"{options.name}.json"
-        path.write_text(json.dumps(row, indent=1) + "\n")
-
-
-def _times(step: Callable[[int], None], warmup: int, steps: int) -> list[float]:
-    for i in range(warmup):
-        step(i)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for i in range(steps):
-        step(i)
-        events[i + 1].record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def _kernels(step: Callable[[int], None]) -> list[str]:
@@ -117,8 +95,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output", type=Path, default=None, help="folder for NAME.json")
-    parser.add_argument("--commit", default="", help="of the source that is timed")
+    add_options(parser)
     return parser.parse_args()
 
 

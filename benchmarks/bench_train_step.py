@@ -9,18 +9,15 @@ memory, and the split of a profiled step by kind of kernel.
 """
 
 import argparse
-import itertools
-import json
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from reporting import add_options, keep, quantiles, time_steps, versions
 from step_profile import device_kernels, heaviest, split_ms
 
+from mcore_models import flash4_attention
 from mcore_models.flops import flops_per_token
 from mcore_parallel import launching
 from mcore_train.assembly import Run, assemble
@@ -58,8 +55,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--name", required=True)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output", type=Path, default=None, help="folder for NAME.json")
-    parser.add_argument("--commit", default="", help="where there is no git")
+    add_options(parser)
     return parser.parse_args(argv)
 
 
@@ -80,19 +76,6 @@ def random_batches(run: Run) -> list[MicroBatch]:
         )
         for _ in range(plan.num_microbatches)
     ]
-
-
-def time_steps(step: Callable[[int], object], warmup: int, steps: int) -> list[float]:
-    """Return the milliseconds of each step by device events, after a warm-up."""
-    for i in range(warmup):
-        step(i)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for i in range(steps):
-        step(i)
-        events[i + 1].record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def profile_steps(step: Callable[[int], object], steps: int = 2) -> tuple[dict, list[str]]:
@@ -116,9 +99,7 @@ def report(
 ) -> None:
     """Print the result as one JSON line and keep it if a folder is given."""
     plan = run.plan
-    ordered = sorted(times)
-    step_ms = statistics.median(ordered)
-    tokens_per_s = plan.tokens_per_step / step_ms * 1e3 / plan.world_size
+    tokens_per_s = plan.tokens_per_step / statistics.median(times) * 1e3 / plan.world_size
     flops = flops_per_token(
         plan.config.model,
         seq_length=plan.config.batch.seq_length,
@@ -127,35 +108,20 @@ def report(
     )
     row = {
         "name": options.name,
-        "commit": options.commit or _commit(),
+        **versions(options),
+        "flash_attn_4": flash4_attention.is_installed(),
         "flags": " ".join(flags),
-        "device": torch.cuda.get_device_name(),
         "num_gpus": plan.world_size,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "warmup": options.warmup,
         "steps": options.steps,
         "micro_batches": plan.num_microbatches,
-        "step_ms": round(step_ms, 2),
-        "step_ms_p10": round(ordered[len(ordered) // 10], 2),
-        "step_ms_p90": round(ordered[-1 - len(ordered) // 10], 2),
+        **quantiles(times, "step_ms", 2),
         "tokens_per_s_per_gpu": round(tokens_per_s, 1),
         "tflops_per_gpu": round(tokens_per_s * flops / 1e12, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "split_ms": split,
     }
-    print(json.dumps(row))
-    if options.output:
-        path = options.output / f"{options.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(row, indent=1) + "\n")
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+    keep(options, row)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""Time pipeline schedules and put the simulator's prediction beside each.
+
+    torchrun --nproc-per-node 4 benchmarks/bench_schedules.py --name llama-3-8b-pp4-h200 \
+        --schedules 1f1b interleaved zb-h1 -- --recipe recipes/model/llama-3-8b.toml --bf16 \
+        --mock-data --train-iters 40 --pipeline-model-parallel-size 4 --global-batch-size 16
+
+Everything after ``--`` is flags of ``mcore-train gpt``; the schedules' own flags are added.
+The durations of each stage's forward, backward and their halves are measured alone on its
+rank and given to the simulator, which knows nothing of messages or of the host: what is
+measured beyond its prediction is their cost. Rank 0 prints a table and one JSON line.
+"""
+
+import argparse
+import sys
+
+import torch
+import torch.distributed as dist
+from bench_train_step import random_batches
+from reporting import add_options, keep, quantiles, time_steps, versions
+
+from mcore_parallel import launching
+from mcore_parallel.config import PipelineConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline import StageFunction
+from mcore_parallel.schedule import Action, Kind, build_schedule
+from mcore_parallel.simulator import simulate
+from mcore_train.assembly import Run, assemble
+from mcore_train.losses import count_valid_tokens
+from mcore_train.parsing import parse
+from mcore_train.resolution import resolve
+from mcore_train.running import joined_world
+from mcore_train.step import StepLosses, backward, hidden_shape, stage_functions
+
+FLAGS = {
+    "1f1b": ["--pipeline-schedule", "1f1b"],
+    "interleaved": [
+        "--pipeline-schedule",
+        "interleaved",
+        "--num-virtual-stages-per-pipeline-rank",
+        "2",
+    ],
+    "zb-h1": ["--pipeline-schedule", "zb-h1"],
+}
+
+Durations = dict[int, dict[Kind, float]]
+"""Milliseconds of each kind of computation, by chunk of a rank."""
+
+
+def main() -> None:
+    """Run the benchmark that the command line asks for."""
+    at = sys.argv.index("--")
+    options, flags = _options(sys.argv[1:at]), sys.argv[at + 1 :]
+    world_size = launching.read_environment().world_size
+    plans = {
+        name: resolve(parse([*flags, *FLAGS[name]]), world_size) for name in options.schedules
+    }
+    with joined_world(next(iter(plans.values()))) as ctx:
+        rows = {name: measure(assemble(plan, ctx), options) for name, plan in plans.items()}
+        if ctx.global_rank == 0:
+            for name, row in rows.items():
+                print(f"{name:12s} {row['ms']:9.2f} ms, predicted {row['predicted_ms']:9.2f}")
+            row = {"name": options.name, **versions(options), "flags": " ".join(flags)}
+            counts = {"warmup": options.warmup, "steps": options.steps}
+            keep(options, {**row, "num_gpus": world_size, **counts, "schedules": rows})
+
+
+def measure(run: Run, options: argparse.Namespace) -> dict:
+    """Time forward and backward of a step, and predict it."""
+    plan = run.plan
+    torch.cuda.reset_peak_memory_stats()
+    batches = random_batches(run)
+    times = time_steps(lambda _: backward(run, batches), options.warmup, options.steps)
+    ranks = durations_of_all(run.ctx, stage_durations(run, batches, options))
+    predicted = predict(plan.config.pipeline, run.ctx.pp.size, plan.num_microbatches, ranks)
+    return {
+        **quantiles(times),
+        **predicted,
+        "measured_over_predicted": round(quantiles(times)["ms"] / predicted["predicted_ms"], 4),
+        "micro_batches": plan.num_microbatches,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "stage_ms": {
+            f"rank {rank} chunk {chunk}": {kind.value: round(ms, 3) for kind, ms in row.items()}
+            for rank, chunks in enumerate(ranks)
+            for chunk, row in chunks.items()
+        },
+    }
+
+
+def predict(
+    pipeline: PipelineConfig, pp: int, num_microbatches: int, ranks: list[Durations]
+) -> dict[str, float]:
+    """Simulate a schedule with measured durations."""
+
+    def duration(rank: int, action: Action) -> float:
+        return ranks[rank][action.chunk][action.kind]
+
+    simulation = simulate(
+        build_schedule(pipeline, pp, num_microbatches),
+        num_microbatches=num_microbatches,
+        num_chunks=pipeline.num_virtual_stages_per_pipeline_rank,
+        durations=duration,
+    )
+    return {
+        "predicted_ms": round(simulation.makespan, 3),
+        "predicted_bubble": round(simulation.bubble_fraction, 4),
+    }
+
+
+def stage_durations(run: Run, batches: list, options: argparse.Namespace) -> Durations:
+    """Time each chunk of this rank alone: no messages, no waiting."""
+    functions = stage_functions(
+        run, batches, count_valid_tokens(batches, run.ctx), StepLosses(run.ctx.device)
+    )
+    run.data_parallel.zero_grad()
+    with run.data_parallel.no_sync():
+        return {
+            number: chunk_durations(run, number, function, options)
+            for number, function in functions.items()
+        }
+
+
+def chunk_durations(
+    run: Run, number: int, function: StageFunction, options: argparse.Namespace
+) -> dict[Kind, float]:
+    """Time one chunk's forward, then both, then both without the weights' gradients.
+
+    The last is what a schedule that puts the weights off does first.
+    """
+    chunk, x = run.chunks[number], None
+    if not chunk.stage.has_embedding:
+        x = torch.randn(hidden_shape(run), device=run.ctx.device, dtype=run.dtype)
+
+    def median(backward: bool) -> float:
+        def step(_: int) -> None:
+            output = function(None if x is None else x.detach().requires_grad_(), 0).output
+            if backward:
+                torch.autograd.backward(output, torch.ones_like(output))
+
+        return quantiles(time_steps(step, options.warmup, options.steps))["ms"]
+
+    forward, both = median(False), median(True)
+    chunk.requires_grad_(False)
+    first = forward if x is None else median(True)
+    chunk.requires_grad_(True)
+    return {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: both - forward,
+        Kind.BACKWARD_INPUT: first - forward,
+        Kind.BACKWARD_WEIGHT: both - first,
+    }
+
+
+def durations_of_all(ctx: ParallelContext, own: Durations) -> list[Durations]:
+    """Gather what every pipeline rank measured, in their order."""
+    gathered: list[Durations] = [{} for _ in range(ctx.pp.size)]
+    dist.all_gather_object(gathered, own, group=ctx.pp.group)
+    return gathered
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--schedules", nargs="+", choices=FLAGS, default=list(FLAGS))
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    add_options(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
