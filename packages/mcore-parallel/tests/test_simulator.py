@@ -108,3 +108,13 @@ def test_longer_backwards_are_timed():
     )
     assert found.makespan == 3 * 4.0 + 4.0
     assert found.bubble_fraction == pytest.approx(1 / 3)
+
+
+def test_stages_may_take_unequal_times():
+    # The second rank is twice as slow, so it is never idle once its first input has come.
+    simulation = simulate(
+        one_f_one_b(2, 4),
+        num_microbatches=4,
+        durations=lambda rank, action: float(rank + 1),
+    )
+    assert simulation.makespan == 1 + 4 * (2 + 2) + 1

@@ -122,7 +122,8 @@ def test_parameters_that_decay_alike_are_updated_together():
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)], nn.LayerNorm(4))
     _, optimizer = wrapped(model)
     # Bias and weight of the norm come last, so first in a bucket; then three matrices.
-    assert [(run.main.numel(), run.decays) for run in optimizer._runs] == [
+    (runs,) = optimizer._runs.values()
+    assert [(run.main.numel(), run.decays) for run in runs] == [
         (64 + 4, False),
         (64 + 64 + 16, True),
     ]

@@ -8,6 +8,9 @@ through strided views.
 ``blocks`` are the same kernels as a backend of ring attention.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -110,15 +113,16 @@ def _forward(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     out = q.new_empty(q.shape)
-    _, lse, *_ = _flash_attn_fwd(
-        *(t.transpose(0, 1) for t in (q, k, v)),  # [S, B, N, H] -> [B, S, N, H]
-        softmax_scale=scale,
-        causal=causal,
-        window_size_left=window,
-        window_size_right=None if window is None else 0,
-        return_lse=True,
-        out=out.transpose(0, 1),
-    )
+    with _without_compiler_noise():
+        _, lse, *_ = _flash_attn_fwd(
+            *(t.transpose(0, 1) for t in (q, k, v)),  # [S, B, N, H] -> [B, S, N, H]
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=window,
+            window_size_right=None if window is None else 0,
+            return_lse=True,
+            out=out.transpose(0, 1),
+        )
     return out, lse
 
 
@@ -137,19 +141,28 @@ def _backward(
 
     grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
     dq, dk, dv = (t.transpose(0, 1) for t in grads)
-    _flash_attn_bwd(
-        *(t.transpose(0, 1) for t in (q, k, v, out, grad)),
-        lse,
-        scale,
-        causal,
-        window_size_left=window,
-        window_size_right=None if window is None else 0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        dq=dq,
-        dk=dk,
-        dv=dv,
-    )
+    with _without_compiler_noise():
+        _flash_attn_bwd(
+            *(t.transpose(0, 1) for t in (q, k, v, out, grad)),
+            lse,
+            scale,
+            causal,
+            window_size_left=window,
+            window_size_right=None if window is None else 0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+        )
     return grads
+
+
+@contextmanager
+def _without_compiler_noise() -> Iterator[None]:
+    """Hide what the package's compiler says of its own code at the first call."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
+        yield
 
 
 def _forward_block(

@@ -108,7 +108,7 @@ def _launch_rotate(
 ) -> None:
     seq, batch, n, size = q.shape
     g, half = k.shape[2], size // 2
-    heads = 8
+    heads = 16  # so that a thread of 4 warps moves 16 bytes at a time
     grid = (seq * batch, triton.cdiv(n + 2 * g, heads))
     _rotate[grid](
         packed,

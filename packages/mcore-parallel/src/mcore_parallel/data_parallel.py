@@ -135,16 +135,23 @@ class DataParallel:
             bucket.finish_reduction()
         self._is_finished = True
 
-    def gather_params(self) -> None:
+    def gather_params(self, before: Callable[[Bucket], None] = lambda _: None) -> None:
         """Gather weights whose owners changed them from the data ranks.
 
         With ``overlap_param_gather`` it returns at once and the modules wait in forward; call
         ``wait_params`` before weights are read in any other way.
+
+        Args:
+            before: called with each bucket just before its gather begins, such as its update:
+                a gather then runs under the updates of the buckets after it.
         """
         if self._gathering is not None:
-            self._gathering.start()
+            self._gathering.start(before)
             return
-        works = [bucket.gather_params(async_op=True) for bucket in self.buckets]
+        works = []
+        for bucket in self.buckets:
+            before(bucket)
+            works.append(bucket.gather_params(async_op=True))
         for work in works:
             if work is not None:
                 work.wait()

@@ -6,7 +6,7 @@ A chunk waits for the former when its forward begins, since code outside the blo
 use a weight without calling its module; a block waits for its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -42,9 +42,14 @@ class ParameterGathering:
         self.order = [b for b in backward if b in first]
         self.order += [b for b in backward if b not in first]
 
-    def start(self) -> None:
-        """Begin all gathers; returns at once."""
+    def start(self, before: Callable[[Bucket], None]) -> None:
+        """Begin all gathers; returns at once.
+
+        Args:
+            before: called with each bucket just before its own gather begins.
+        """
         for bucket in self.order:
+            before(bucket)
             work = bucket.gather_params(async_op=True)
             if work is not None:
                 self._works[bucket] = work

@@ -8,7 +8,7 @@ alone: a stage starts when its rank is free and its input is computed.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -45,7 +45,7 @@ def simulate(
     *,
     num_microbatches: int,
     num_chunks: int = 1,
-    durations: Mapping[Kind, float] = DURATIONS,
+    durations: Mapping[Kind, float] | Callable[[int, Action], float] = DURATIONS,
 ) -> Simulation:
     """Check a schedule and time it.
 
@@ -53,7 +53,8 @@ def simulate(
         schedule: one list of actions a rank.
         num_microbatches: of the step; each must pass every stage.
         num_chunks: stages on each rank.
-        durations: time of each kind of computation; messages take none.
+        durations: time of each kind of computation, or a function of rank and action where
+            stages differ; messages take none.
 
     Raises:
         ValueError: if the schedule is wrong, saying which rank, which action and why.
@@ -62,7 +63,8 @@ def simulate(
     _check_order_on_ranks(schedule, num_chunks)
     _check_message_order(schedule)
     _check_rendezvous(schedule)
-    spans = _time(schedule, num_chunks, durations)
+    duration = durations if callable(durations) else lambda _, action: durations[action.kind]
+    spans = _time(schedule, num_chunks, duration)
     makespan = max((span.end for rank in spans for span in rank), default=0.0)
     busy = max((sum(s.end - s.start for s in rank) for rank in spans), default=0.0)
     return Simulation(
@@ -230,7 +232,7 @@ def _other_end(action: Action, rank: int, pp: int) -> tuple[int, Action]:
 
 
 def _time(
-    schedule: Schedule, num_chunks: int, durations: Mapping[Kind, float]
+    schedule: Schedule, num_chunks: int, duration: Callable[[int, Action], float]
 ) -> list[list[Span]]:
     pp = len(schedule)
     num_stages = pp * num_chunks
@@ -251,7 +253,7 @@ def _time(
                     break
                 free = spans[rank][-1].end if spans[rank] else 0.0
                 start = max(free, ends[source] if has_source else 0.0)
-                end = start + durations[action.kind]
+                end = start + duration(rank, action)
                 spans[rank].append(Span(action, start, end))
                 if action.kind is not Kind.BACKWARD_WEIGHT:
                     ends[stage, is_forward, action.microbatch] = end

@@ -80,9 +80,7 @@ class ShardedAdamW:
         self.num_steps = 0
         self._states = {bucket: _new_state(bucket, config) for bucket in data_parallel.buckets}
         self._norm_views = owned_views(data_parallel.grad_shards().values())
-        self._runs = [
-            run for bucket, state in self._states.items() for run in _runs(bucket, state)
-        ]
+        self._runs = {bucket: _runs(bucket, state) for bucket, state in self._states.items()}
 
     def grad_norm(self) -> Float[Tensor, ""]:
         """Return the L2 norm of the finished gradients, each logical element counted once.
@@ -108,22 +106,25 @@ class ShardedAdamW:
         """
         self._check_finished()
         self.num_steps += 1
-        for run in self._runs:
-            update = _kernel if _has_kernel(run) else adamw_plain
-            update(
-                run.main,
-                run.grad,
-                run.exp_avg,
-                run.exp_avg_sq,
-                run.parameter,
-                num_steps=self.num_steps,
-                lr=lr,
-                weight_decay=weight_decay if run.decays else 0.0,
-                betas=(self.config.adam_beta1, self.config.adam_beta2),
-                epsilon=self.config.adam_eps,
-                grad_scale=grad_scale,
-            )
-        self.data_parallel.gather_params()
+
+        def update(bucket: Bucket) -> None:
+            for run in self._runs[bucket]:
+                update_run = _kernel if _has_kernel(run) else adamw_plain
+                update_run(
+                    run.main,
+                    run.grad,
+                    run.exp_avg,
+                    run.exp_avg_sq,
+                    run.parameter,
+                    num_steps=self.num_steps,
+                    lr=lr,
+                    weight_decay=weight_decay if run.decays else 0.0,
+                    betas=(self.config.adam_beta1, self.config.adam_beta2),
+                    epsilon=self.config.adam_eps,
+                    grad_scale=grad_scale,
+                )
+
+        self.data_parallel.gather_params(before=update)
 
     def named_shards(self) -> dict[str, Shard]:
         """Describe main weights and moments by logical name, for a checkpoint.
@@ -155,10 +156,12 @@ class ShardedAdamW:
                 if _has_main(bucket):
                     state.main.copy_(bucket.owned(bucket.params))
             return
-        for bucket, state in self._states.items():
+
+        def copy(bucket: Bucket) -> None:
             if _has_main(bucket):
-                bucket.owned(bucket.params).copy_(state.main)
-        self.data_parallel.gather_params()
+                bucket.owned(bucket.params).copy_(self._states[bucket].main)
+
+        self.data_parallel.gather_params(before=copy)
         self.data_parallel.wait_params()
 
     def _check_finished(self) -> None:
