@@ -15,6 +15,11 @@ def test_flags_reach_the_part_that_owns_them():
     assert not config.model.swiglu
 
 
+def test_the_attention_backend_may_be_chosen_beside_megatrons_own_switch():
+    config = parse([*SHAPE, "--use-flash-attn", "--attention-backend", "unfused"])
+    assert config.kernels.attention_backend == "unfused"
+
+
 def test_values_of_a_list_flag_are_kept_in_order():
     config = parse([*SHAPE, "--data-path", "0.3", "a", "0.7", "b"])
     assert config.data.data_path == ("0.3", "a", "0.7", "b")

@@ -29,6 +29,8 @@ SPELLINGS: dict[str, Spelling] = {
     "--group-query-attention": Spelling(note="--num-query-groups alone turns it on"),
     "--use-mcore-models": Spelling(note="there is one set of models"),
     "--use-flash-attn": Spelling(note="the fastest attention present is used anyway"),
+    "--manual-gc": Spelling(note="on anyway, every --manual-gc-interval steps"),
+    "--use-precision-aware-optimizer": Spelling(note="--exp-avg-dtype alone turns it on"),
     "--transformer-impl": Spelling(num_values=1, note="there is one implementation"),
     "--recompute-activations": Spelling(("--recompute-granularity", "selective")),
     "--distributed-backend": Spelling(num_values=1, note="nccl on GPUs, gloo on CPUs"),
