@@ -99,7 +99,7 @@ def megatron(session: nox.Session) -> None:
 
 
 def _editables(group: str) -> list[str]:
-    extras = {"data": "[torch,sentencepiece]"}
+    extras = {"data": "[torch,sentencepiece,fast,zstd,arrow,punkt,remote]"}
     packages = [f"./packages/mcore-{name}{extras.get(name, '')}" for name in PACKAGES]
     return [word for p in packages for word in ("-e", p)] + ["--group", group]
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +157,35 @@ def test_a_damaged_pair_does_not_verify(book, tmp_path):
     done = data("verify", "x_text_document", cwd=tmp_path)
     assert done.returncode in (1, 2)
     assert "x_text_document" in done.stderr
+
+
+def test_the_command_of_the_documents_runs_in_the_folder_examples(book, tmp_path):
+    examples = Path(__file__).parents[3] / "examples"
+    (tmp_path / "bert-vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword\nthe\n.\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "tools/preprocess_data.py", "--input", book / "book.jsonl"),
+            *("--output-prefix", tmp_path / "my-bert"),
+            *("--vocab-file", tmp_path / "bert-vocab.txt"),
+            *("--tokenizer-type", "BertWordPieceLowerCase", "--split-sentences"),
+            *("--workers", "2", "--keep-sequential-samples", "--log-interval", "2"),
+        ],
+        capture_output=True, text=True, check=False, cwd=examples,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "4 documents" in done.stdout
+    assert "100 %" in done.stderr
+    assert IndexedDataset(tmp_path / "my-bert_text_sentence").num_documents == 4
+
+
+def test_numbers_of_workers_are_timed_and_leave_nothing(book, tmp_path):
+    done = data(
+        "preprocess", "--input", book / "book.jsonl", "--output-prefix", tmp_path / "x",
+        "--tokenizer-type", "ByteTokenizer", "--find-optimal-num-workers",
+        "--workers-to-check", 1, 2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1 workers:" in done.stdout
+    assert "2 workers:" in done.stdout
+    assert "is the fastest" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,14 +1,21 @@
 import bz2
 import gzip
+import hashlib
+import io
 import json
 import logging
 import lzma
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.indexed import IndexedDataset
+from mcore_data.indexed_writing import IndexedWriter
+from mcore_data.manifest import read_manifest
+from mcore_data.merging import merge_pairs
 from mcore_data.preprocessing import preprocess
 from mcore_data.records import BadRecordError
 from mcore_data.tokenizer import load_tokenizer
@@ -29,10 +36,11 @@ def texts_of(path, key="text"):
 
 
 def outputs(prefix):
-    """Content of every file that belongs to a prefix, by what follows it."""
+    """Content of every file of a prefix but the manifests, by what follows it."""
     return {
         path.name.removeprefix(prefix.name): path.read_bytes()
         for path in prefix.parent.glob(prefix.name + "*")
+        if not path.name.endswith(".manifest.json")
     }
 
 
@@ -242,3 +250,143 @@ def test_a_vocabulary_of_70000_is_stored_as_int32(tmp_path):
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert dataset.dtype == np.int32
     assert dataset[0].tolist() == [69999, 1, 70000]
+
+
+def test_the_manifest_says_what_was_read_made_and_verified(corpus, tmp_path, bpe_folder):
+    tokenizer_config = TokenizerConfig(tokenizer_model=str(bpe_folder))
+    options = {"tokenizer": tokenizer_config, "append_eod": True, "verify": "full"}
+    report = run(tmp_path / "out", corpus, **options)
+    prefix = report.prefixes["text"]
+    facts = read_manifest(prefix)
+    dataset = IndexedDataset(prefix)
+    tokenizer = load_tokenizer(bpe_folder)
+    assert (facts["documents"], facts["tokens"]) == (60, dataset.num_tokens)
+    assert facts["tokenizer"]["sha256"] == tokenizer.fingerprint()
+    assert facts["eod"] == tokenizer.eod
+    assert facts["sentence_splitter"] == "none"
+    assert facts["bad_records"] == {"skipped": 0, "first": []}
+    assert facts["inputs"][0]["path"] == str(corpus)
+    assert facts["inputs"][0]["size"] == corpus.stat().st_size
+    checked = facts["verification"]
+    assert checked["texts"] == checked["checked_texts"] == 60
+    assert checked["checked_characters"] == sum(map(len, texts_of(corpus)))
+    for kind in ("bin", "idx"):
+        data = Path(f"{prefix}.{kind}").read_bytes()
+        assert facts["files"][f"out_text_document.{kind}"] == {
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_engine_gives_what_the_tokenizer_gives(corpus, tmp_path, bpe_folder, workers):
+    pytest.importorskip("gigatoken")
+    options = {
+        "tokenizer": TokenizerConfig(tokenizer_model=str(bpe_folder)),
+        "workers": workers,
+    }
+    engine = run(tmp_path / "a", corpus, **options, verify="full")
+    assert read_manifest(engine.prefixes["text"])["tokenizer"]["engine"].startswith("gigatoken")
+    exact = run(tmp_path / "b", corpus, **options, engine="reference")
+    facts = read_manifest(exact.prefixes["text"])
+    assert facts["verification"]["mode"] == "reference"
+    assert outputs(tmp_path / "a") == outputs(tmp_path / "b")
+
+
+@pytest.mark.parametrize("partitions", [2, 5])
+def test_parts_are_joined_to_the_pair_of_an_undivided_run(corpus, tmp_path, partitions):
+    keys = {"json_keys": ("text", "title"), "append_eod": True}
+    run(tmp_path / "whole", corpus, corpus, **keys)
+    seen = []
+    parts = {**keys, "partitions": partitions, "on_progress": seen.append}
+    report = run(tmp_path / "parts" / "out", corpus, corpus, **parts)
+    assert report.num_documents == 120
+    for key in keys["json_keys"]:
+        for kind in ("bin", "idx"):
+            name = f"{key}_document.{kind}"
+            joined = (tmp_path / "parts" / f"out_{name}").read_bytes()
+            assert joined == (tmp_path / f"whole_{name}").read_bytes()
+        facts = read_manifest(tmp_path / "parts" / f"out_{key}_document")
+        assert facts["verification"]["texts"] == 240  # of both keys
+        assert [one["pair"] for one in facts["merged_from"]] == [
+            f"out_{part}_{key}_document" for part in range(partitions)
+        ]
+    seen.clear()
+    again = run(tmp_path / "parts" / "out", corpus, corpus, **parts)
+    assert seen == []  # finished parts are left as they are
+    assert again == report
+
+
+def test_one_part_on_each_host_is_the_same_once_merged(corpus, tmp_path):
+    run(tmp_path / "whole", corpus)
+    for part in (1, 0, 2):
+        run(tmp_path / "parts" / "out", corpus, partitions=3, partition=part)
+    names = [tmp_path / "parts" / f"out_{part}_text_document" for part in range(3)]
+    merge_pairs(names, tmp_path / "merged")
+    for kind in ("bin", "idx"):
+        whole = (tmp_path / f"whole_text_document.{kind}").read_bytes()
+        assert (tmp_path / f"merged.{kind}").read_bytes() == whole
+
+
+def test_a_bad_line_in_a_later_part_has_its_number_in_the_file(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "some good words"}\n' * 50 + b"oops\n")
+    with pytest.raises(BadRecordError, match="line 51"):
+        run(tmp_path / "out", source, partitions=3)
+
+
+def test_parts_are_counted_from_0(corpus, tmp_path):
+    with pytest.raises(ValueError, match="counted from 0"):
+        run(tmp_path / "out", corpus, partitions=2, partition=2)
+    with pytest.raises(ValueError, match="no effect without --partitions"):
+        run(tmp_path / "out", corpus, partition=0)
+
+
+def test_max_documents_stops_behind_their_block(corpus, tmp_path):
+    report = run(tmp_path / "out", corpus, max_documents=7)
+    assert 7 <= report.num_documents < 30
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == report.num_documents
+
+
+def test_a_text_has_one_key(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(ValueError, match=r"--json-keys text title: .*a\.txt is plain text"):
+        run(tmp_path / "out", tmp_path / "a.txt", json_keys=("text", "title"))
+
+
+def test_a_kill_before_the_manifest_is_mended(corpus, tmp_path):
+    whole = run(tmp_path / "whole", corpus)
+
+    def stop_at_the_end(progress):
+        if progress.done_bytes == progress.total_bytes:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", corpus, on_progress=stop_at_the_end)
+    stand = json.loads((tmp_path / "cut.journal.json").read_text())["outputs"]["text"]
+    IndexedWriter(tmp_path / "cut_text_document", "uint16", resume_at=stand).finalize()
+    run(tmp_path / "cut", corpus)
+    assert outputs(tmp_path / "whole") == outputs(tmp_path / "cut")
+    facts = [read_manifest(tmp_path / f"{name}_text_document") for name in ("whole", "cut")]
+    hashes = [[file["sha256"] for file in one["files"].values()] for one in facts]
+    assert hashes[0] == hashes[1]
+    assert whole.num_documents == facts[1]["documents"]
+
+
+def test_what_came_by_standard_input_begins_anew(corpus, tmp_path, monkeypatch):
+    run(tmp_path / "whole", corpus)
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    for on_progress in (stop, None):
+
+        class Stdin:
+            buffer = io.BytesIO(corpus.read_bytes())
+
+        monkeypatch.setattr(sys, "stdin", Stdin)
+        try:
+            run(tmp_path / "out", "-", on_progress=on_progress)
+        except KeyboardInterrupt:
+            assert on_progress is stop
+    assert outputs(tmp_path / "whole") == outputs(tmp_path / "out")

@@ -1,8 +1,11 @@
+import pickle
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_data.sentences import split_sentences
+from mcore_data.sentences import build_splitter, split_sentences
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,38 @@ def test_no_character_is_lost_or_moved(text, keep_newlines):
     sentences = split_sentences(text, keep_newlines=keep_newlines)
     assert "".join("".join(sentences).split()) == "".join(text.split())
     assert all(sentence.strip() for sentence in sentences)
+
+
+@pytest.fixture
+def punkt_data(tmp_path, monkeypatch):
+    """NLTK that finds data of punkt with one abbreviation, and no other."""
+    nltk = pytest.importorskip("nltk")
+    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    (folder / "abbrev_types.txt").write_text("abbr\n")
+    for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
+        (folder / name).write_text("")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+
+
+def test_punkt_splits_where_its_data_is_there_and_its_name_says_so(punkt_data):
+    splitter = build_splitter("auto")
+    assert splitter.name.startswith("punkt english (nltk ")
+    text = "We saw the Abbr. there.\n\nThen home. "
+    assert splitter.split(text) == ["We saw the Abbr. there.", "Then home."]
+    kept = build_splitter("punkt", keep_newlines=True)
+    assert kept.split(text) == ["We saw the Abbr. there.\n\n", "Then home."]
+    assert splitter.split("") == []
+    assert pickle.loads(pickle.dumps(splitter)).split(text) == splitter.split(text)
+
+
+def test_without_data_rules_split_and_punkt_by_name_is_refused(monkeypatch):
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk.data, "path", [])
+    assert build_splitter("auto").name == "rules"
+    with pytest.raises(FileNotFoundError, match=r"no punkt data for --lang german"):
+        build_splitter("punkt", lang="german")
+    monkeypatch.setitem(sys.modules, "nltk", None)
+    with pytest.raises(ImportError, match=r"mcore-data\[punkt\]"):
+        build_splitter("punkt")
+    assert build_splitter("auto").name == "rules"

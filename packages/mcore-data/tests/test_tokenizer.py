@@ -1,5 +1,6 @@
 import json
 import sys
+from base64 import b64encode
 
 import pytest
 import sentencepiece
@@ -54,13 +55,23 @@ def bert_vocab(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks") / "ranks.tiktoken"
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" e"]
+    lines = [f"{b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    path.write_text("".join(lines))
+    return path
+
+
 @pytest.fixture(
     params=["HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase",
             "BertWordPieceCase", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer", "NullTokenizer", "ByteTokenizer"]
+            "Llama2Tokenizer", "TikTokenizer", "NullTokenizer", "ByteTokenizer"]
 )  # fmt: skip
-def any_tokenizer(request, bpe_folder, gpt2_files, sentencepiece_model, bert_vocab):
+def any_tokenizer(request, bpe_folder, gpt2_files, sentencepiece_model, bert_vocab, ranks):
     files = {
+        "TikTokenizer": {"tokenizer_model": ranks},
         "HuggingFaceTokenizer": {"tokenizer_model": bpe_folder},
         "GPT2BPETokenizer": {
             "vocab_file": gpt2_files / "vocab.json",
@@ -239,3 +250,13 @@ def test_null_tokenizer_refuses_words_and_foreign_ids():
         tokenizer.encode("3 x")
     with pytest.raises(ValueError, match="leave the vocabulary 0 to 10"):
         tokenizer.encode("11")
+
+
+def test_the_end_of_document_is_eos_even_where_padding_equals_it(bpe_folder, tmp_path):
+    end = {"content": "<|endoftext|>", "special": True}
+    (tmp_path / "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
+    roles = {"eos_token": end, "pad_token": "<|endoftext|>", "bos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(roles))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eod == tokenizer.pad == tokenizer.token_id("<|endoftext|>")
+    assert tokenizer.bos is None

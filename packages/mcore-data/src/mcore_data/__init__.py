@@ -16,8 +16,11 @@ _ROOMS: dict[str, str] = {
     "build_gpt_datasets": "datasets",
     "build_loader": "loader",
     "load_tokenizer": "tokenizer",
+    "merge_pairs": "merging",
     "preprocess": "preprocessing",
+    "read_manifest": "manifest",
     "train_tokenizer": "tokenizer_training",
+    "verify_pair": "inspection",
 }
 
 __all__ = list(_ROOMS)

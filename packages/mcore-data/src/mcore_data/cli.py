@@ -13,6 +13,8 @@ import tyro
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
 
 Prefix = tyro.conf.Positional[str]
+# Megatron's scripts give it to keep the order of documents, which is always kept here.
+_NEEDLESS = ("--keep-sequential-samples",)
 
 USAGE = """usage: mcore-data COMMAND ...
 
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE.format(commands="\n".join(lines)))
         return 0
     name, *rest = words
+    if name == "preprocess":
+        rest = [word for word in rest if word not in _NEEDLESS]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f" Did you mean {near[0]}?" if near else ""
@@ -66,16 +70,20 @@ def _fail(message: str, *, code: int) -> int:
     return code
 
 
-def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
-    """Tokenize JSONL files into one .bin/.idx pair for each key.
+def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: int = 0) -> int:
+    """Tokenize a corpus into one .bin/.idx pair and manifest for each key.
 
     Args:
         job: what to read and write.
         tokenizer: which tokenizer.
+        log_interval: documents between two lines of progress; 0 prints one every ten
+            seconds, or draws a bar on a terminal. Megatron's default is 1000.
     """
     from mcore_data.preprocessing import preprocess as run
 
-    with _progress("preprocessing") as advance:
+    if job.find_optimal_num_workers:
+        return _time_workers(job, tokenizer)
+    with _progress("preprocessing", log_interval) as advance:
         report = run(job, tokenizer, advance)
     for line in report.bad_records:
         print(f"skipped: {line}", file=sys.stderr)
@@ -89,6 +97,16 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
     return 0
 
 
+def _time_workers(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
+    from mcore_data.measuring import time_workers
+
+    timings = time_workers(job, tokenizer, job.workers_to_check)
+    for timing in timings:
+        print(f"{timing.workers:>4} workers: {timing.tokens_per_s / 1e6:8.2f} M tokens/s")
+    print(f"--workers {timings[0].workers} is the fastest.")
+    return 0
+
+
 def merge(input: Path, output_prefix: str) -> int:
     """Join all .bin/.idx pairs of a folder, by name, into one.
 
@@ -96,17 +114,11 @@ def merge(input: Path, output_prefix: str) -> int:
         input: folder of pairs of one dtype.
         output_prefix: the pair to write, without .bin or .idx.
     """
-    from mcore_data.indexed import IndexedDataset
-    from mcore_data.indexed_writing import IndexedWriter
     from mcore_data.inspection import find_pairs
+    from mcore_data.merging import merge_pairs
 
     prefixes = [p for p in find_pairs(input) if Path(p) != Path(output_prefix)]
-    first = IndexedDataset(prefixes[0])
-    multimodal = first.index.modes is not None
-    with IndexedWriter(output_prefix, first.dtype, multimodal=multimodal) as writer:
-        for prefix in prefixes:
-            writer.add_index(prefix)
-    merged = IndexedDataset(output_prefix)
+    merged = merge_pairs(prefixes, output_prefix)
     print(
         f"{output_prefix}.bin/.idx: {len(prefixes)} pairs, {merged.num_documents:,} documents, "
         f"{merged.num_tokens:,} tokens"
@@ -145,19 +157,14 @@ def inspect(prefix: Prefix, tokenizer: str = "", samples: int = 2) -> int:
 
 
 def verify(prefix: Prefix) -> int:
-    """Check a .bin/.idx pair: header, pointers, sizes and every token.
+    """Check a .bin/.idx pair: header, pointers, sizes, tokens, checksums of its manifest.
 
     Args:
         prefix: the pair, without .bin or .idx.
     """
-    from mcore_data.indexed import IndexedDataset
-    from mcore_data.inspection import largest_token
+    from mcore_data.inspection import verify_pair
 
-    dataset = IndexedDataset(prefix)
-    print(
-        f"{prefix}: sound. {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, "
-        f"largest id {largest_token(dataset)}"
-    )
+    print(f"{prefix}: sound. {verify_pair(prefix)}")
     return 0
 
 
@@ -211,15 +218,17 @@ def train_tokenizer(
     return 0
 
 
-def _progress(title: str) -> Any:
-    """Draw a bar on a terminal, print a line now and then elsewhere."""
+def _progress(title: str, log_interval: int) -> Any:
+    """Draw a bar on a terminal, print a line now and then elsewhere or if asked to."""
     from mcore_data.progress import Bar, Lines
 
-    return Bar(title) if sys.stderr.isatty() else Lines(title)
+    if sys.stderr.isatty() and not log_interval:
+        return Bar(title)
+    return Lines(title, log_interval)
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
-    "preprocess": ("JSONL to .bin/.idx pairs", preprocess),
+    "preprocess": ("a corpus to .bin/.idx pairs", preprocess),
     "train-tokenizer": ("train byte-level BPE on a corpus", train_tokenizer),
     "merge": ("join pairs into one", merge),
     "inspect": ("show what a pair holds", inspect),

@@ -14,9 +14,11 @@ TokenizerType = Literal[
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
+    "TikTokenizer",
     "NullTokenizer",
     "ByteTokenizer",
 ]
+EngineName = Literal["auto", "gigatoken", "words", "reference"]
 TOKENIZER_TYPES: tuple[str, ...] = TokenizerType.__args__  # pyrefly: ignore
 
 
@@ -27,50 +29,87 @@ class TokenizerConfig:
     tokenizer_type: TokenizerType = "HuggingFaceTokenizer"
     """Kind of tokenizer, by Megatron's names."""
     tokenizer_model: str = ""
-    """Model file or folder: a Hugging Face folder, a tokenizer.json, a SentencePiece model."""
+    """Model file or folder: a Hugging Face folder, a tokenizer.json, a SentencePiece model,
+    or mergeable ranks for TikTokenizer."""
     vocab_file: str = ""
     """vocab.json of GPT2BPETokenizer or vocab.txt of the BERT types."""
     merge_file: str = ""
     """merges.txt of GPT2BPETokenizer."""
     vocab_size: int = 0
-    """Ids of NullTokenizer, without its end-of-document id, which comes after them."""
+    """Ids of NullTokenizer, without its end-of-document id, which comes after them; of
+    TikTokenizer all ids, special tokens included, where 0 takes every rank of the file."""
     vocab_extra_ids: int = 0
     """Sentinels <extra_id_0>, <extra_id_1>, ... to add, for T5. 0 means 100 for
     BertWordPieceCase and none for the others."""
     tokenizer_special_tokens: tuple[str, ...] = ()
     """Further special tokens to add behind the vocabulary."""
+    tiktoken_pattern: Literal["v1", "v2", "gpt4"] = "v2"
+    """How TikTokenizer splits text: Megatron's two patterns, or that of GPT-4 and Llama 3,
+    which takes digits by threes. Megatron's default: v2."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens that TikTokenizer puts before the ranks: <unk>, <s>, </s>, <mask>,
+    <pad>, <cls>, <sep>, then <SPECIAL_7> and on. 0 puts none, as Llama 3 has it."""
 
     def __post_init__(self) -> None:
         """Check the counts."""
-        for name in ("vocab_size", "vocab_extra_ids"):
+        for name in ("vocab_size", "vocab_extra_ids", "tiktoken_num_special_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreprocessConfig:
-    """Turning JSONL into ``.bin``/``.idx`` datasets."""
+    """Turning a corpus into ``.bin``/``.idx`` datasets."""
 
     input: tuple[str, ...]
-    """JSONL files, plain or compressed (.gz, .bz2, .xz), in the order given. A folder stands
-    for its *.jsonl and *.json files, plain or compressed; a pattern such as 'part-*.jsonl.gz'
-    for what it matches; both by name."""
+    """Files in the order given: JSON lines (.jsonl, .json), text (.txt), both plain or
+    compressed (.gz, .bz2, .xz, .zst), Parquet and Arrow. A folder stands for the records in
+    it, or if there are none for its texts, a pattern such as 'part-*.jsonl.gz' for what it
+    matches, both by name; - is JSON lines on standard input; URLs such as
+    s3://bucket/part-*.jsonl go through fsspec."""
     output_prefix: str
-    """Outputs are <output-prefix>_<key>_document.bin and .idx, one pair for each key;
-    with --split-sentences <output-prefix>_<key>_sentence."""
+    """Outputs are <output-prefix>_<key>_document.bin and .idx, one pair for each key, and a
+    manifest beside them; with --split-sentences <output-prefix>_<key>_sentence."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of a record to tokenize, each into its own dataset."""
+    """Keys of a record, or columns of a table, to tokenize, each into its own dataset."""
     append_eod: bool = False
     """End every document that is not empty with the end-of-document token."""
     split_sentences: bool = False
     """Make each sentence a sequence of its document, for BERT and T5."""
     keep_newlines: bool = False
     """With --split-sentences, keep the line ends that follow a sentence."""
+    sentence_splitter: Literal["auto", "rules", "punkt"] = "auto"
+    """With --split-sentences: rules without data, NLTK's punkt (extra punkt), or punkt where
+    it and its data are there, else rules."""
+    lang: str = "english"
+    """Language of punkt's data."""
+    text_lines: bool = False
+    """Take each line of a .txt file for a document instead of the whole file."""
     workers: int = 1
     """Processes that parse and tokenize; 1 works in this process."""
+    partitions: int = 1
+    """Cut the inputs into so many parts of about one size, write a pair for each,
+    <output-prefix>_<part>_<key>_document, and join them; the result is the same."""
+    partition: int = -1
+    """Do only this part of --partitions, from 0 on, and leave the joining to merge: for many
+    hosts. -1 does all."""
+    engine: EngineName = "auto"
+    """What encodes: gigatoken (extra fast) for byte pairs, words for WordPiece, reference for
+    the tokenizer itself, or the fastest of them that gives the tokenizer's ids."""
+    verify: Literal["full", "sample", "off"] = "sample"
+    """Encode texts by the tokenizer too, and stop where the engine differs: all, one in 512
+    (those over a million characters left out), or none. The manifest says what was done."""
     on_bad_record: Literal["refuse", "skip"] = "refuse"
-    """What to do with an empty, truncated or otherwise wrong line: stop and name it, or
+    """What to do with an empty, truncated or otherwise wrong record: stop and name it, or
     leave it out, count it and name the first ones."""
+    max_documents: int = 0
+    """Stop behind the block in which this many documents are reached; 0 takes all (with
+    --find-optimal-num-workers 100000)."""
+    find_optimal_num_workers: bool = False
+    """Only time the first documents with each number of --workers-to-check, and say which is
+    fastest."""
+    workers_to_check: tuple[int, ...] = (16, 32, 64)
+    """Numbers of workers to time."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without looking at files."""
@@ -82,6 +121,17 @@ class PreprocessConfig:
             raise ValueError("--keep-newlines has no effect without --split-sentences.")
         if self.workers < 1:
             raise ValueError(f"--workers {self.workers}: at least 1 is needed.")
+        if self.partitions < 1 or not -1 <= self.partition < self.partitions:
+            raise ValueError(
+                f"--partitions {self.partitions} --partition {self.partition}: parts are "
+                "counted from 0 to one less than --partitions, which is at least 1."
+            )
+        if self.partition >= 0 and self.partitions == 1:
+            raise ValueError("--partition has no effect without --partitions.")
+        if self.find_optimal_num_workers and min(self.workers_to_check, default=0) < 1:
+            raise ValueError("--workers-to-check: give numbers of at least 1.")
+        if self.max_documents < 0:
+            raise ValueError(f"--max-documents {self.max_documents} must not be negative.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ and padding that a ``tokenizer.json`` asks for are switched off.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ class HFTokenizer:
         self.bos = self._role("bos_token")
         self.pad = self._role("pad_token")
 
+    @cached_property
+    def text(self) -> str:
+        """The tokenizer as ``tokenizer.json`` holds it."""
+        return self.core.to_str()
+
+    @property
+    def special_names(self) -> list[str]:
+        """Tokens that are found in a text before it is split, by id."""
+        return [
+            token.content for _, token in sorted(self.core.get_added_tokens_decoder().items())
+        ]
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; special tokens spelled out in it become their ids."""
         return self.core.encode(text, add_special_tokens=add_special_tokens).ids
@@ -69,7 +82,7 @@ class HFTokenizer:
     def fingerprint(self) -> str:
         """Hash of the serialised tokenizer and the roles."""
         roles = json.dumps([self.eod, self.bos, self.pad])
-        return hashlib.sha256((self.core.to_str() + roles).encode()).hexdigest()
+        return hashlib.sha256((self.text + roles).encode()).hexdigest()
 
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
@@ -80,7 +93,7 @@ class HFTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the two texts that ``save`` writes."""
-        return _rebuild, (self.core.to_str(), self.config)
+        return _rebuild, (self.text, self.config)
 
     def _role(self, role: str) -> int | None:
         name = _content(self.config.get(role))

@@ -5,6 +5,7 @@ from them at the end, and only finished files get their final names. A writer ca
 it stands and be continued from there after a crash.
 """
 
+import hashlib
 import os
 import struct
 from collections.abc import Sequence
@@ -26,19 +27,23 @@ from mcore_data.index_format import (
 )
 from mcore_data.indexed import IndexedDataset
 
+_LONGEST = np.iinfo(np.int32).max
+
 
 class IndexedWriter:
     """Stream sequences into a ``.bin``/``.idx`` pair.
 
     Tokens, lengths and borders go to ``<prefix>.{bin,lengths,borders,modes}.partial``;
-    ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes, or on
-    an exception removes the partial files. Not safe for two writers on one prefix.
+    ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes, unless
+    that was done within it, or on an exception removes the partial files. Not safe for two
+    writers on one prefix.
 
     Args:
         prefix: path without ``.bin`` or ``.idx``; its folder is made.
         dtype: one of the dtypes of the format, see ``token_dtype``.
         multimodal: store a mode for each sequence.
         resume_at: continue partial files as they were when ``position`` gave this value.
+        checksum: take the SHA-256 of the ``.bin`` on the way, for ``finalize`` to return.
 
     Raises:
         ValueError: if the format has no such dtype.
@@ -51,6 +56,7 @@ class IndexedWriter:
         *,
         multimodal: bool = False,
         resume_at: dict[str, int] | None = None,
+        checksum: bool = False,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -64,6 +70,10 @@ class IndexedWriter:
             kind: _open_partial(self._partial(kind), (resume_at or {}).get(kind))
             for kind in kinds
         }
+        self._digest = None
+        if checksum:
+            with self._partial("bin").open("rb") as written:
+                self._digest = hashlib.file_digest(written, "sha256")
         self.num_sequences = self._files["lengths"].tell() // 4
         if self._files["borders"].tell() == 0:
             self._files["borders"].write(np.int64(0).tobytes())
@@ -75,7 +85,8 @@ class IndexedWriter:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Finalize, or remove what was written if an exception is under way."""
         if kind is None:
-            self.finalize()
+            if not self._files["bin"].closed:
+                self.finalize()
         else:
             self.abandon()
 
@@ -151,7 +162,7 @@ class IndexedWriter:
         first = self.num_sequences
         with bin_path(prefix).open("rb") as source:
             while block := source.read(1 << 24):
-                self._files["bin"].write(block)
+                self._write_tokens(block)
         for start in range(0, len(other), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
             self._files["lengths"].write(other.lengths[rows].tobytes())
@@ -162,8 +173,12 @@ class IndexedWriter:
             self._files["borders"].write(borders.astype("<i8").tobytes())
         self.num_sequences += len(other)
 
-    def finalize(self) -> None:
-        """Compose the index and give both files their final names, the index last."""
+    def finalize(self) -> str:
+        """Compose the index and give both files their final names, the index last.
+
+        Returns:
+            SHA-256 of the ``.bin`` if it was asked for, else nothing.
+        """
         num_borders = self._files["borders"].tell() // 8
         self._close()
         with self._partial("idx").open("wb") as idx:
@@ -180,6 +195,7 @@ class IndexedWriter:
         self._partial("bin").replace(bin_path(self.prefix))
         self._partial("idx").replace(idx_path(self.prefix))
         self._remove_partials()
+        return self._digest.hexdigest() if self._digest else ""
 
     def suspend(self) -> dict[str, int]:
         """Close with the partial files kept; returns what ``resume_at`` takes."""
@@ -198,16 +214,23 @@ class IndexedWriter:
         total = int(lengths.sum()) if len(lengths) else 0
         if total != len(tokens):
             raise ValueError(f"{len(tokens)} tokens given, but the lengths sum to {total}.")
-        if len(lengths) and int(lengths.min()) < 0:
-            raise ValueError("a sequence length is negative.")
+        if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= _LONGEST:
+            raise ValueError(
+                f"a sequence has {int(lengths.max())} tokens; the format takes 0 to {_LONGEST}."
+            )
         if modes is not None and any(modes) and not self.multimodal:
             raise ValueError("modes need IndexedWriter(..., multimodal=True).")
-        self._files["bin"].write(_cast_exactly(tokens, self.dtype).data)
+        self._write_tokens(_cast_exactly(tokens, self.dtype).data)
         self._files["lengths"].write(lengths.astype("<i4").tobytes())
         if self.multimodal:
             filled = np.zeros(len(lengths), "i1") if modes is None else np.array(modes, "i1")
             self._files["modes"].write(filled.tobytes())
         self.num_sequences += len(lengths)
+
+    def _write_tokens(self, data: bytes | memoryview) -> None:
+        self._files["bin"].write(data)
+        if self._digest:
+            self._digest.update(data)
 
     def _partial(self, kind: str) -> Path:
         return Path(f"{self.prefix}.{kind}.partial")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mcore_data.index_format import bin_path, idx_path
+from mcore_data.index_format import CorruptDatasetError, bin_path, idx_path
 from mcore_data.indexed import IndexedDataset
+from mcore_data.manifest import check_files, read_manifest
 
 _BARS = 12
 _WIDTH = 40
@@ -81,6 +82,42 @@ def find_pairs(folder: str | Path) -> list[str]:
             if not path.is_file():
                 raise ValueError(f"{path} is missing: {stem.name} is not a complete pair.")
     return [str(stem) for stem in sorted(stems)]
+
+
+def verify_pair(prefix: str | Path) -> str:
+    """Check all of a pair, and say in a few words what was found.
+
+    Index, pointers, borders and sizes are checked by opening; then every token is read, and
+    both files are held to their manifest's checksums, counts and vocabulary if it is there.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        CorruptDatasetError: if anything does not fit.
+        ValueError: if a token is negative.
+    """
+    dataset = IndexedDataset(prefix)
+    facts = read_manifest(prefix)
+    largest = largest_token(dataset)
+    found = (
+        f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, "
+        f"largest id {largest}"
+    )
+    if not facts:
+        return f"{found}; no manifest, so no checksums"
+    check_files(prefix, facts)
+    counts = {"documents": dataset.num_documents, "tokens": dataset.num_tokens}
+    for name, count in counts.items():
+        if facts[name] != count:
+            raise CorruptDatasetError(
+                f"{prefix} has {count} {name}, its manifest says {facts[name]}: one of the two "
+                "is from another run. Write the dataset again."
+            )
+    vocab_size = facts.get("tokenizer", {}).get("vocab_size", largest + 1)
+    if largest >= vocab_size:
+        raise CorruptDatasetError(
+            f"{prefix} holds id {largest}, but its manifest's tokenizer has {vocab_size} ids."
+        )
+    return f"{found}, checksums as in its manifest"
 
 
 def largest_token(dataset: IndexedDataset) -> int:

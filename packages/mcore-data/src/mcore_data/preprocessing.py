@@ -1,40 +1,41 @@
-"""JSONL to token datasets: bounded memory, in order, and able to continue after a crash.
+"""A corpus to token datasets: bounded memory, in order, and able to continue after a crash.
 
 This process cuts the inputs into blocks, workers parse and tokenize them, and this process
 appends the results in order. After every block a journal says how far inputs and outputs
 are, so a run that was killed continues there; the result is the same byte for byte. Final
-names appear only when all is written.
+names appear only when all is written, and a manifest last.
 """
 
-import hashlib
-import json
+import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
-from mcore_data.encoding import EncodedBlock, encode_block
+from mcore_data.encoding import EncodedBlock, Encoder
+from mcore_data.engines import build_engine
 from mcore_data.index_format import idx_path, token_dtype
 from mcore_data.indexed_writing import IndexedWriter
-from mcore_data.records import (
+from mcore_data.journal import Journal, open_journal
+from mcore_data.manifest import manifest_path, write_manifest
+from mcore_data.records import BadRecordError
+from mcore_data.sentences import Splitter, build_splitter
+from mcore_data.sources import (
     BLOCK_BYTES,
-    BadRecordError,
     Block,
-    describe_bad_line,
+    Source,
+    count_lines,
+    describe,
+    digest,
     find_inputs,
-    is_compressed,
+    fingerprint,
     read_blocks,
 )
-from mcore_data.sentences import split_sentences
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
+from mcore_data.verification import SAMPLE_SHARE, Verifier
+from mcore_data.workers import encode_all
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +47,13 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        done_bytes: bytes of the inputs that are behind us.
-        total_bytes: bytes of all inputs; 0 if unknown because one is compressed.
+        done_bytes: stored bytes of the inputs that are behind us.
+        total_bytes: stored bytes of all inputs; 0 if unknown, as of standard input.
         num_documents: documents written.
         num_tokens: tokens written, of all keys.
         elapsed_s: seconds since this process began.
+        began_bytes: of ``done_bytes``, what an earlier run had done.
+        began_tokens: of ``num_tokens``, what an earlier run had written.
     """
 
     done_bytes: int
@@ -58,6 +61,8 @@ class Progress:
     num_documents: int
     num_tokens: int
     elapsed_s: float
+    began_bytes: int = 0
+    began_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -68,7 +73,7 @@ class PreprocessReport:
         prefixes: prefix of the dataset of each key.
         num_documents: documents in each dataset, empty ones included.
         num_tokens: tokens in each dataset, by key.
-        num_bad_records: lines left out.
+        num_bad_records: records left out.
         bad_records: the first of them, with file and line.
     """
 
@@ -79,20 +84,19 @@ class PreprocessReport:
     bad_records: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Journal:
-    """Where a run stands: the state that survives a kill."""
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What turns texts into tokens; built once, shared by all parts of a run.
 
-    fingerprint: str
-    source: int = 0
-    start: int = 0
-    lines: int = 0
-    done_bytes: int = 0
-    num_documents: int = 0
-    num_tokens: dict[str, int] = field(default_factory=dict)
-    num_bad_records: int = 0
-    bad_records: list[str] = field(default_factory=list)
-    outputs: dict[str, dict[str, int]] = field(default_factory=dict)
+    Attributes:
+        tokenizer: the reference.
+        encoder: what workers run.
+        splitter: of sentences; None leaves texts whole.
+    """
+
+    tokenizer: Tokenizer
+    encoder: Encoder
+    splitter: Splitter | None
 
 
 def preprocess(
@@ -102,36 +106,85 @@ def preprocess(
     *,
     block_bytes: int = BLOCK_BYTES,
 ) -> PreprocessReport:
-    """Tokenize JSONL files into one indexed dataset for each key.
+    """Tokenize a corpus into one indexed dataset for each key.
 
     Continues an interrupted run of the same inputs, tokenizer and options if its journal
-    ``<output_prefix>.journal.json`` is there.
+    ``<output_prefix>.journal.json`` is there. What came by standard input begins anew.
 
     Args:
         config: inputs, outputs and what to do.
-        tokenizer_config: the tokenizer; each worker builds its own.
+        tokenizer_config: the tokenizer.
         on_progress: called after each block; the run stops if it raises.
-        block_bytes: input that one worker takes at a time. Does not change the output.
+        block_bytes: input that one worker takes at a time. Decides which texts are verified,
+            never the output.
 
     Raises:
         FileNotFoundError: if an input or a tokenizer file is missing.
-        ValueError: if ``append_eod`` is asked of a tokenizer that has no such token.
+        ValueError: if ``append_eod`` is asked of a tokenizer that has no such token, or an
+            engine cannot do the tokenizer.
+        ImportError: if an input or engine needs an extra that is not installed.
         BadRecordError: at the first bad record, unless these are to be skipped; what was
             written stays, and the run continues when the cause is mended by skipping.
+        EngineDifferenceError: if an engine is found to differ from the tokenizer.
         RuntimeError: if an input is damaged or a worker died.
     """
-    sources = find_inputs(config.input)
+    sources = find_inputs(config.input, text_lines=config.text_lines)
+    _check_keys(config, sources)
+    tools = build_tools(config, tokenizer_config)
+    if config.partitions > 1:
+        from mcore_data.partitioning import preprocess_parts
+
+        return preprocess_parts(config, sources, tools, on_progress, block_bytes)
+    return preprocess_sources(config, sources, tools, on_progress, block_bytes)
+
+
+def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tools:
+    """Build tokenizer, engine and splitter; errors as ``preprocess``."""
     tokenizer = build_tokenizer(tokenizer_config)
     if config.append_eod and tokenizer.eod is None:
         raise ValueError(
             f"--append-eod: {tokenizer_config.tokenizer_type} knows no end-of-document token. "
             "Add it to the tokenizer's files as eos_token."
         )
+    engine = build_engine(tokenizer, config.engine)
+    verifies = config.verify != "off" and engine.name != "reference"
+    splitter = None
+    if config.split_sentences:
+        splitter = build_splitter(
+            config.sentence_splitter, lang=config.lang, keep_newlines=config.keep_newlines
+        )
+    encoder = Encoder(
+        engine=engine,
+        verifier=Verifier(tokenizer, config.verify, engine.name) if verifies else None,
+        json_keys=config.json_keys,
+        dtype=token_dtype(tokenizer.vocab_size),
+        eod=tokenizer.eod if config.append_eod else None,
+        split=splitter.split if splitter else None,
+    )
+    return Tools(tokenizer, encoder, splitter)
+
+
+def preprocess_sources(
+    config: PreprocessConfig,
+    sources: Sequence[Source],
+    tools: Tools,
+    on_progress: Callable[[Progress], None] | None,
+    block_bytes: int,
+) -> PreprocessReport:
+    """Tokenize sources into the pairs of ``config.output_prefix``; see ``preprocess``."""
+    prefixes = output_prefixes(config)
     journal_path = Path(f"{config.output_prefix}.journal.json")
-    journal = _open_journal(journal_path, _fingerprint(config, tokenizer, sources))
-    level = "sentence" if config.split_sentences else "document"
-    prefixes = {key: Path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
-    writers = _open_writers(prefixes, tokenizer, journal)
+    journal_path.parent.mkdir(parents=True, exist_ok=True)
+    journal = open_journal(journal_path, work_of(config, sources, tools))
+    for prefix in prefixes.values():
+        manifest_path(prefix).unlink(missing_ok=True)
+    writers = {
+        key: IndexedWriter(
+            prefix, tools.encoder.dtype, resume_at=journal.outputs.get(key), checksum=True
+        )
+        for key, prefix in prefixes.items()
+        if not _is_finished(prefix, journal.outputs.get(key))
+    }
     run = _Run(
         config=config,
         sources=sources,
@@ -142,13 +195,15 @@ def preprocess(
         block_bytes=block_bytes,
     )
     try:
-        run.write_blocks(tokenizer, tokenizer_config)
+        run.write_blocks(tools.encoder)
     except BaseException:
         for writer in writers.values():
             writer.suspend()
         raise
-    for writer in writers.values():
-        writer.finalize()
+    for key, prefix in prefixes.items():
+        checksum = writers[key].finalize() if key in writers else ""
+        facts = _facts(key, config, sources, tools, journal)
+        write_manifest(prefix, {**facts, "bin_sha256": checksum})
     journal_path.unlink(missing_ok=True)
     return PreprocessReport(
         prefixes,
@@ -159,106 +214,102 @@ def preprocess(
     )
 
 
+def output_prefixes(config: PreprocessConfig) -> dict[str, Path]:
+    """Prefix of the pair of each key, by Megatron's names."""
+    level = "sentence" if config.split_sentences else "document"
+    return {key: Path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
+
+
 @dataclass(kw_only=True, slots=True)
 class _Run:
     """The loop over blocks, and the bookkeeping after each."""
 
     config: PreprocessConfig
-    sources: list[Path]
+    sources: Sequence[Source]
     writers: dict[str, IndexedWriter]
-    journal: _Journal
+    journal: Journal
     journal_path: Path
     on_progress: Callable[[Progress], None] | None
     block_bytes: int
     began: float = field(default_factory=time.monotonic)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all inputs, 0 if a compressed one hides how many it has."""
-        if any(is_compressed(path) for path in self.sources):
-            return 0
-        return sum(path.stat().st_size for path in self.sources)
-
-    def write_blocks(self, tokenizer: Tokenizer, tokenizer_config: TokenizerConfig) -> None:
+    def write_blocks(self, encoder: Encoder) -> None:
         """Encode what is left of the inputs and append it."""
-        eod = tokenizer.eod if self.config.append_eod else None
-        split = (
-            partial(split_sentences, keep_newlines=self.config.keep_newlines)
-            if self.config.split_sentences
-            else None
+        sizes = [source.num_bytes for source in self.sources]
+        before = [0, *itertools.accumulate(sizes)]
+        total = 0 if any(source.size == 0 for source in self.sources) else before[-1]
+        start = Progress(self.journal.done_bytes, total, 0, 0, 0)
+        start = replace(start, num_tokens=sum(self.journal.num_tokens.values()))
+        results = encode_all(
+            encoder,
+            self._blocks(),
+            num_workers=self.config.workers,
+            block_bytes=self.block_bytes,
         )
-        blocks = self._blocks()
-        if self.config.workers == 1:
-            encoded = (
-                (
-                    source,
-                    block,
-                    encode_block(block, tokenizer, self.config.json_keys, eod=eod, split=split),
-                )
-                for source, block in blocks
-            )
-            for source, block, result in encoded:
-                self._append(source, block, result)
-            return
-        encode = partial(
-            _encode_in_worker,
-            config=tokenizer_config,
-            json_keys=self.config.json_keys,
-            eod=eod,
-            split=split,
-        )
-        ahead = 2 * self.config.workers
-        with ProcessPoolExecutor(self.config.workers, get_context("spawn")) as pool:
-            try:
-                for source, block, result in _in_order(pool, encode, blocks, ahead):
-                    self._append(source, block, result)
-            except BrokenProcessPool as error:
-                raise RuntimeError(
-                    "a worker process died, most likely for want of memory. The same command "
-                    "continues where it stopped; use fewer --workers."
-                ) from error
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        for (source, block), result in results:
+            self._append(source, block, result)
+            self.journal.done_bytes = before[source] + block.done_bytes
+            self.journal.save(self.journal_path)
+            self._tell(start)
+            if 0 < self.config.max_documents <= self.journal.num_documents:
+                results.close()  # pyrefly: ignore
+                return
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
+        keys = self.config.json_keys
+        if 0 < self.config.max_documents <= self.journal.num_documents:
+            return
         start = self.journal.start
-        for source in range(self.journal.source, len(self.sources)):
-            for block in read_blocks(self.sources[source], start, self.block_bytes):
-                yield source, block
+        for number in range(self.journal.source, len(self.sources)):
+            for block in read_blocks(self.sources[number], keys, start, self.block_bytes):
+                yield number, block
             start = 0
 
     def _append(self, source: int, block: Block, result: EncodedBlock) -> None:
         journal = self.journal
         if source != journal.source:
-            journal.source, journal.start, journal.lines = source, 0, 0
+            journal.source, journal.start, journal.records = source, 0, 0
         self._note_bad_records(block, result)
         for key, part in result.keys.items():
             self.writers[key].add_documents(part.tokens, part.lengths, part.sequences)
-            journal.num_tokens[key] = journal.num_tokens.get(key, 0) + len(part.tokens)
+            count = int(part.lengths.sum(dtype="int64"))
+            journal.num_tokens[key] = journal.num_tokens.get(key, 0) + count
         journal.num_documents += result.num_documents
-        journal.start = block.start + block.num_bytes
-        journal.done_bytes += block.num_bytes
-        journal.lines += result.num_lines
+        journal.num_texts += result.num_texts
+        journal.num_characters += result.num_characters
+        journal.checked_texts += result.checked.texts
+        journal.checked_characters += result.checked.characters
+        journal.start = block.end
+        journal.records += result.num_records
         journal.outputs = {key: writer.position() for key, writer in self.writers.items()}
-        _write_atomically(self.journal_path, json.dumps(asdict(journal)))
-        if self.on_progress:
-            self.on_progress(
-                Progress(
-                    journal.done_bytes,
-                    self.total_bytes,
-                    journal.num_documents,
-                    sum(journal.num_tokens.values()),
-                    time.monotonic() - self.began,
-                )
+
+    def _tell(self, start: Progress) -> None:
+        if self.on_progress is None:
+            return
+        self.on_progress(
+            Progress(
+                self.journal.done_bytes,
+                start.total_bytes,
+                self.journal.num_documents,
+                sum(self.journal.num_tokens.values()),
+                time.monotonic() - self.began,
+                began_bytes=start.done_bytes,
+                began_tokens=start.num_tokens,
             )
+        )
 
     def _note_bad_records(self, block: Block, result: EncodedBlock) -> None:
+        if not result.bad:
+            return
+        source = self.sources[self.journal.source]
+        before = self.journal.records
+        if source.start:
+            before += count_lines(source.path, source.start)
         for bad in result.bad:
-            sentence = describe_bad_line(block.path, self.journal.lines, bad)
+            sentence = f"{describe(block, before + bad.number)}: {bad.reason}."
             if self.config.on_bad_record == "refuse":
                 raise BadRecordError(
-                    f"{sentence} Mend the line, or leave such lines out with "
+                    f"{sentence} Mend the record, or leave such ones out with "
                     "--on-bad-record skip."
                 )
             if len(self.journal.bad_records) < _NAMED_BAD_RECORDS:
@@ -267,43 +318,13 @@ class _Run:
         self.journal.num_bad_records += len(result.bad)
 
 
-def _in_order(
-    pool: Executor,
-    encode: Callable[[Block], EncodedBlock],
-    blocks: Iterator[tuple[int, Block]],
-    ahead: int,
-) -> Iterator[tuple[int, Block, EncodedBlock]]:
-    """Results in the order of the blocks, with ``ahead`` blocks in flight at most."""
-    waiting: deque[tuple[int, Block, Future[EncodedBlock]]] = deque()
-    for source, block in blocks:
-        waiting.append((source, block, pool.submit(encode, block)))
-        if len(waiting) >= ahead:
-            first_source, first_block, future = waiting.popleft()
-            yield first_source, first_block, future.result()
-    while waiting:
-        first_source, first_block, future = waiting.popleft()
-        yield first_source, first_block, future.result()
-
-
-@lru_cache(maxsize=1)
-def _tokenizer_of_worker(config: TokenizerConfig) -> Tokenizer:
-    """Build the tokenizer once in each worker process."""
-    return build_tokenizer(config)
-
-
-def _encode_in_worker(block: Block, config: TokenizerConfig, **options: Any) -> EncodedBlock:
-    return encode_block(block, _tokenizer_of_worker(config), **options)
-
-
-def _open_writers(
-    prefixes: dict[str, Path], tokenizer: Tokenizer, journal: _Journal
-) -> dict[str, IndexedWriter]:
-    dtype = token_dtype(tokenizer.vocab_size)
-    return {
-        key: IndexedWriter(prefix, dtype, resume_at=journal.outputs.get(key))
-        for key, prefix in prefixes.items()
-        if not _is_finished(prefix, journal.outputs.get(key))
-    }
+def _check_keys(config: PreprocessConfig, sources: Sequence[Source]) -> None:
+    texts = [source.path for source in sources if source.kind in ("text", "text_lines")]
+    if texts and len(config.json_keys) > 1:
+        raise ValueError(
+            f"--json-keys {' '.join(config.json_keys)}: {texts[0]} is plain text and has one "
+            "text a document. Give one key, or preprocess it by itself."
+        )
 
 
 def _is_finished(prefix: Path, stand: dict[str, int] | None) -> bool:
@@ -315,29 +336,59 @@ def _is_finished(prefix: Path, stand: dict[str, int] | None) -> bool:
     )
 
 
-def _open_journal(path: Path, fingerprint: str) -> _Journal:
-    """Load the journal of an interrupted run of the same work, or start one."""
-    if path.is_file():
-        fields: dict[str, Any] = json.loads(path.read_text())
-        if fields["fingerprint"] == fingerprint:
-            log.info("continuing after %s documents", fields["num_documents"])
-            return _Journal(**fields)
-        log.warning("%s is of other inputs or options: starting from the beginning", path)
-    return _Journal(fingerprint)
+def work_of(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> str:
+    """Hash of everything that decides the output's bytes.
+
+    Engines give the same ids, and skipping may be decided late: neither is part of it.
+    """
+    splitter = tools.splitter.name if tools.splitter else ""
+    return digest(
+        [
+            fingerprint(sources),
+            list(config.json_keys),
+            [config.append_eod, splitter, config.keep_newlines, config.max_documents],
+            tools.tokenizer.fingerprint(),
+        ]
+    )
 
 
-def _fingerprint(config: PreprocessConfig, tokenizer: Tokenizer, sources: list[Path]) -> str:
-    """Hash of everything that decides the output's bytes; skipping may be decided late."""
-    facts = [
-        [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in sources],
-        config.json_keys,
-        [config.append_eod, config.split_sentences, config.keep_newlines],
-        tokenizer.fingerprint(),
-    ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = Path(f"{path}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+def _facts(
+    key: str,
+    config: PreprocessConfig,
+    sources: Sequence[Source],
+    tools: Tools,
+    journal: Journal,
+) -> dict[str, object]:
+    """What the manifest of one key's pair says."""
+    exact = tools.encoder.engine.name == "reference"
+    return {
+        "work": work_of(config, sources, tools),
+        "key": key,
+        "documents": journal.num_documents,
+        "tokens": journal.num_tokens.get(key, 0),
+        "dtype": tools.encoder.dtype.name,
+        "append_eod": config.append_eod,
+        "eod": tools.encoder.eod,
+        "sentence_splitter": tools.splitter.name if tools.splitter else "none",
+        "tokenizer": {
+            "sha256": tools.tokenizer.fingerprint(),
+            "vocab_size": tools.tokenizer.vocab_size,
+            "engine": tools.encoder.engine.name,
+        },
+        "verification": {
+            "mode": "reference" if exact else config.verify,
+            "share": {"full": 1.0, "sample": SAMPLE_SHARE, "off": 0.0}[config.verify],
+            "texts": journal.num_texts,
+            "characters": journal.num_characters,
+            "checked_texts": journal.num_texts if exact else journal.checked_texts,
+            "checked_characters": (
+                journal.num_characters if exact else journal.checked_characters
+            ),
+            "differences": 0,
+        },
+        "bad_records": {"skipped": journal.num_bad_records, "first": journal.bad_records},
+        "inputs": [
+            {name: value for name, value in asdict(source).items() if name != "stamp"}
+            for source in sources
+        ],
+    }

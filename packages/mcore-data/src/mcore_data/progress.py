@@ -57,11 +57,17 @@ class Bar:
 
 
 class Lines:
-    """A line every ten seconds, with the rate and the time left."""
+    """A line now and then, with the rate and the time left.
 
-    def __init__(self, title: str) -> None:
+    Args:
+        title: of the job.
+        every_documents: documents between two lines; 0 means one every ten seconds.
+    """
+
+    def __init__(self, title: str, every_documents: int = 0) -> None:
         self._title = title
-        self._last_s = 0.0
+        self._every_documents = every_documents
+        self._last = Progress(0, 0, 0, 0, 0.0)
 
     def __enter__(self) -> "Lines":
         """Return itself."""
@@ -69,9 +75,14 @@ class Lines:
 
     def __call__(self, progress: Progress) -> None:
         """Log how far the job is, if the last line is old enough."""
-        if progress.elapsed_s - self._last_s < _LINE_EVERY_S:
+        last = self._last
+        if self._every_documents:
+            is_due = progress.num_documents - last.num_documents >= self._every_documents
+        else:
+            is_due = progress.elapsed_s - last.elapsed_s >= _LINE_EVERY_S
+        if not is_due:
             return
-        self._last_s = progress.elapsed_s
+        self._last = progress
         log.info("%s: %s%s", self._title, describe_rate(progress), describe_left(progress))
 
     def __exit__(
@@ -82,7 +93,7 @@ class Lines:
 
 def describe_rate(progress: Progress) -> str:
     """Documents, tokens and speed in a few words."""
-    rate = progress.num_tokens / max(progress.elapsed_s, 1e-9)
+    rate = (progress.num_tokens - progress.began_tokens) / max(progress.elapsed_s, 1e-9)
     return (
         f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens, "
         f"{rate / 1e6:.2f} M tokens/s"
@@ -91,8 +102,9 @@ def describe_rate(progress: Progress) -> str:
 
 def describe_left(progress: Progress) -> str:
     """Return the share done and seconds left, where the whole is known."""
-    if not progress.total_bytes or not progress.done_bytes:
+    now_bytes = progress.done_bytes - progress.began_bytes
+    if not progress.total_bytes or now_bytes <= 0:
         return ""
     share = progress.done_bytes / progress.total_bytes
-    left_s = progress.elapsed_s * (1 - share) / share
+    left_s = progress.elapsed_s * (progress.total_bytes - progress.done_bytes) / now_bytes
     return f", {100 * share:.0f} %, {left_s:.0f} s left"

@@ -1,65 +1,33 @@
-"""JSONL files as blocks of whole lines, and lines as texts.
+"""Bytes of a block as records, and records as texts.
 
-A block is some megabytes of a file, cut at a line end, small enough to hold and large
-enough to be worth sending to another process. Blocks of a plain file name a byte range,
-which the receiver reads itself; blocks of a compressed file carry their bytes.
+A record is a line of JSON, a row of a table or a whole text file. Records that will not do
+are listed with the reason, never dropped in silence. JSON is read by orjson where it is
+installed (extra ``fast``); whatever it refuses, the standard library has the last word on,
+so that both give the same.
 """
 
-import bz2
-import gzip
+import io
 import json
-import lzma
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from glob import glob
-from pathlib import Path
-from typing import Any, BinaryIO
+from functools import cache
+from typing import Any, Literal
 
-BLOCK_BYTES = 4 << 20
-_OPENERS: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.GzipFile,
-    ".bz2": bz2.BZ2File,
-    ".xz": lzma.LZMAFile,
-}
-_DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError)
+Kind = Literal["lines", "text_lines", "text", "table"]
+Text = str | list[str]
+"""One value of a record: a text, or its sentences one by one."""
 
 
 class BadRecordError(ValueError):
-    """A line of the input is not the record that was asked for."""
+    """A record of the input is not what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Whole lines of one file.
+class BadRecord:
+    """A record that gave no text.
 
     Attributes:
-        path: the file.
-        start: offset of the first byte, counted in the decompressed file.
-        num_bytes: decompressed bytes.
-        data: the bytes, or None if they are to be read from the plain file at ``start``.
-    """
-
-    path: Path
-    start: int
-    num_bytes: int
-    data: bytes | None
-
-    def read(self) -> bytes:
-        """The bytes of the lines."""
-        if self.data is not None:
-            return self.data
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(self.num_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class BadLine:
-    """A line that gave no record.
-
-    Attributes:
-        number: line in its block or file, from 1.
+        number: record in its block, from 1.
         reason: what is wrong with it.
     """
 
@@ -67,113 +35,107 @@ class BadLine:
     reason: str
 
 
-Text = str | list[str]
-"""One value of a record: a text, or its sentences one by one."""
-
-
 @dataclass(frozen=True, slots=True)
-class ParsedLines:
-    """Records of some lines.
+class ParsedRecords:
+    """Texts of some records.
 
     Attributes:
-        records: for each good line, the value of each key.
-        bad: the other lines.
-        num_lines: good and bad together.
+        columns: for each key, the values of the good records.
+        bad: the other records.
+        num_records: good and bad together.
     """
 
-    records: list[tuple[Text, ...]]
-    bad: list[BadLine]
-    num_lines: int
+    columns: list[list[Text]]
+    bad: list[BadRecord]
+    num_records: int
+
+    def number_of(self, good: int) -> int:
+        """Number of the good record at position ``good``, counted from 1 over all."""
+        number = good + 1
+        for bad in self.bad:
+            number += bad.number <= number
+        return number
 
 
-def read_blocks(path: Path, start: int = 0, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Cut a file into blocks at line ends, from a (decompressed) offset on.
+def parse_records(kind: Kind, data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
+    """Read the bytes of a block.
 
-    A line longer than ``block_bytes`` makes a longer block.
-
-    Raises:
-        RuntimeError: if a compressed file is truncated or damaged.
+    Args:
+        kind: JSON lines, lines of text, one text, or a table as an Arrow stream.
+        data: the bytes.
+        json_keys: keys of a record, or columns of a table; a text is the only key's.
     """
-    opener = _OPENERS.get(path.suffix)
-    if opener is None:
-        yield from _plain_blocks(path, start, block_bytes)
-        return
-    try:
-        with opener(path) as stream:
-            yield from _stream_blocks(path, stream, start, block_bytes)
-    except _DAMAGE as error:
-        raise RuntimeError(f"{path} is truncated or damaged: {error}") from error
+    if kind == "lines":
+        return parse_lines(data, json_keys)
+    if kind == "table":
+        return _parse_table(data, json_keys)
+    texts = _split_lines(data) if kind == "text_lines" else [data]
+    return _collect(texts, lambda text: (_decode(text),), 1)
 
 
-def find_inputs(words: Sequence[str]) -> list[Path]:
-    """Files that ``--input`` names: files, folders and patterns, in the order given.
-
-    Raises:
-        FileNotFoundError: if a word names nothing.
-    """
-    found: list[Path] = []
-    for word in words:
-        if Path(word).is_dir():
-            files = [path for path in Path(word).iterdir() if _is_jsonl(path)]
-        elif Path(word).is_file():
-            files = [Path(word)]
-        else:
-            files = [path for path in map(Path, glob(word)) if path.is_file()]
-        if not files:
-            raise FileNotFoundError(f"--input {word} is not a file, and names none.")
-        found += sorted(files)
-    return found
+def parse_lines(data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
+    """Read JSON lines and pick keys; lines that will not do are listed, not raised."""
+    lines = _split_lines(data)
+    columns = _parse_all(lines, json_keys)
+    if columns is not None:
+        return ParsedRecords(columns, [], len(lines))
+    return _collect(lines, lambda line: _pick(line, json_keys), len(json_keys))
 
 
-def is_compressed(path: Path) -> bool:
-    """Whether ``read_blocks`` decompresses this file, by its suffix."""
-    return path.suffix in _OPENERS
-
-
-def parse_lines(data: bytes, json_keys: Sequence[str]) -> ParsedLines:
-    """Parse JSON lines and pick keys; lines that will not do are listed, not raised."""
+def _split_lines(data: bytes) -> list[bytes]:
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
-    surrogates_possible = b"\\ud" in data or b"\\uD" in data
-    records: list[tuple[Text, ...]] = []
-    bad: list[BadLine] = []
-    for number, line in enumerate(lines, 1):
+    return lines
+
+
+def _collect(
+    raw: Sequence[Any], read: Callable[[Any], tuple[Text, ...]], num_columns: int
+) -> ParsedRecords:
+    """Read records one by one."""
+    columns: list[list[Text]] = [[] for _ in range(num_columns)]
+    bad: list[BadRecord] = []
+    for number, one in enumerate(raw, 1):
         try:
-            record = _pick(line, json_keys)
-            if surrogates_possible:
-                _refuse_lone_surrogates(record)
-            records.append(record)
+            values = read(one)
+            _refuse_lone_surrogates(values)
         except BadRecordError as error:
-            bad.append(BadLine(number, str(error)))
-    return ParsedLines(records, bad, len(lines))
+            bad.append(BadRecord(number, str(error)))
+            continue
+        for column, value in zip(columns, values, strict=True):
+            column.append(value)
+    return ParsedRecords(columns, bad, len(raw))
 
 
-def read_texts(path: Path, json_keys: Sequence[str]) -> Iterator[str]:
-    """Stream the texts of a JSONL file, lists of sentences joined by a blank.
-
-    Raises:
-        BadRecordError: at the first line that is no record, with file and line number.
-    """
-    lines_before = 0
-    for block in read_blocks(path):
-        parsed = parse_lines(block.read(), json_keys)
-        if parsed.bad:
-            raise BadRecordError(describe_bad_line(path, lines_before, parsed.bad[0]))
-        lines_before += parsed.num_lines
-        for record in parsed.records:
-            for value in record:
-                yield value if isinstance(value, str) else " ".join(value)
+@cache
+def _json_reader() -> tuple[Callable[[bytes], Any], bool]:
+    """The fastest reader there is, and whether it refuses halves of surrogate pairs."""
+    try:
+        from orjson import loads
+    except ImportError:
+        return json.loads, False
+    return loads, True
 
 
-def _is_jsonl(path: Path) -> bool:
-    bare = path.with_suffix("") if is_compressed(path) else path
-    return path.is_file() and bare.suffix in (".jsonl", ".json")
+def _parse_all(lines: list[bytes], json_keys: Sequence[str]) -> list[list[Text]] | None:
+    """Columns of the lines if all are good, None if any is not or may not be."""
+    loads, is_strict = _json_reader()
+    if not is_strict and any(b"\\ud" in line or b"\\uD" in line for line in lines):
+        return None
+    try:
+        if len(json_keys) == 1:
+            key = json_keys[0]
+            columns = [[loads(line)[key] for line in lines]]
+        else:
+            records = [loads(line) for line in lines]
+            columns = [[record[key] for record in records] for key in json_keys]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return columns if all(map(_all_texts, columns)) else None
 
 
-def describe_bad_line(path: Path, lines_before: int, bad: BadLine) -> str:
-    """One sentence that names file, line and what is wrong."""
-    return f"{path}, line {lines_before + bad.number}: {bad.reason}."
+def _all_texts(column: list[Any]) -> bool:
+    return set(map(type, column)) <= {str} or all(map(_is_text, column))
 
 
 def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[Text, ...]:
@@ -186,24 +148,56 @@ def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[Text, ...]:
         state = "truncated JSON" if cut else "not JSON"
         raise BadRecordError(f"{state} ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError as error:
-        raise BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise _not_utf8(error) from None
     except RecursionError:
         raise BadRecordError("JSON nested too deeply") from None
+    except ValueError as error:
+        raise BadRecordError(f"not JSON that Python reads ({error})") from None
     if not isinstance(record, dict):
         raise BadRecordError(f"a JSON {type(record).__name__}, not an object")
-    values = []
     for key in json_keys:
         if key not in record:
             raise BadRecordError(f"no key {key!r} (keys: {', '.join(record) or 'none'})")
-        value = record[key]
-        if not isinstance(value, str) and not _is_texts(value):
-            raise BadRecordError(f"key {key!r} holds {type(value).__name__}, not text")
-        values.append(value)
-    return tuple(values)
+    return tuple(_checked(record[key], key) for key in json_keys)
 
 
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+def _parse_table(data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
+    """Rows of an Arrow stream that ``tables.py`` made; its columns are the keys."""
+    from pyarrow import ipc
+
+    with ipc.open_stream(io.BytesIO(data)) as stream:
+        table = stream.read_all()
+    rows = list(zip(*(table.column(key).to_pylist() for key in json_keys), strict=True))
+
+    def read(row: tuple[Any, ...]) -> tuple[Text, ...]:
+        return tuple(map(_checked, row, json_keys))
+
+    return _collect(rows, read, len(json_keys))
+
+
+def _checked(value: object, key: str) -> Text:
+    if isinstance(value, bytes):
+        return _decode(value)
+    if not _is_text(value):
+        raise BadRecordError(f"key {key!r} holds {type(value).__name__}, not text")
+    return value  # pyrefly: ignore
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(item, str) for item in value)
+    )
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error) from None
+
+
+def _not_utf8(error: UnicodeDecodeError) -> BadRecordError:
+    return BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})")
 
 
 def _refuse_lone_surrogates(record: tuple[Text, ...]) -> None:
@@ -212,24 +206,3 @@ def _refuse_lone_surrogates(record: tuple[Text, ...]) -> None:
             (value if isinstance(value, str) else "".join(value)).encode()
         except UnicodeEncodeError:
             raise BadRecordError("half of a surrogate pair, which is no character") from None
-
-
-def _plain_blocks(path: Path, start: int, block_bytes: int) -> Iterator[Block]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        while start < size:
-            file.seek(start + block_bytes)
-            file.readline()
-            end = min(file.tell(), size)
-            yield Block(path, start, end - start, None)
-            start = end
-
-
-def _stream_blocks(
-    path: Path, stream: BinaryIO, start: int, block_bytes: int
-) -> Iterator[Block]:
-    stream.seek(start)
-    while data := stream.read(block_bytes):
-        data += stream.readline()
-        yield Block(path, start, len(data), data)
-        start += len(data)

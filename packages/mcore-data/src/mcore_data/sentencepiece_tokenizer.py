@@ -32,10 +32,10 @@ class SentencePieceTokenizer:
             raise ImportError(
                 "SentencePiece models need the extra: pip install 'mcore-data[sentencepiece]'."
             ) from None
-        self._path = Path(path)
-        if self._path.is_dir():
-            self._path = self._path / "tokenizer.model"
-        self._model = SentencePieceProcessor(model_file=str(self._path))
+        self.path = Path(path)
+        if self.path.is_dir():
+            self.path = self.path / "tokenizer.model"
+        self._model = SentencePieceProcessor(model_file=str(self.path))
         self._add_bos = add_bos
         self._special = {token: len(self._model) + i for i, token in enumerate(special_tokens)}
         self._special_names = {i: token for token, i in self._special.items()}
@@ -44,7 +44,18 @@ class SentencePieceTokenizer:
         self.bos = _known(self._model.bos_id())
         self.pad = _known(self._model.pad_id())
         if add_bos and self.bos is None:
-            raise ValueError(f"{self._path} has no BOS, which Llama2Tokenizer puts first.")
+            raise ValueError(f"{self.path} has no BOS, which Llama2Tokenizer puts first.")
+
+    @property
+    def control_names(self) -> list[str]:
+        """Pieces that stand for no text, such as <s>; spelled out they are plain text."""
+        ids = range(len(self._model))
+        return [self._model.id_to_piece(i) for i in ids if self._model.is_control(i)]
+
+    @property
+    def special_names(self) -> list[str]:
+        """Control pieces, which an encoder could mistake for what they name."""
+        return self.control_names
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text."""
@@ -77,7 +88,7 @@ class SentencePieceTokenizer:
 
     def fingerprint(self) -> str:
         """Hash of the model file and what was added."""
-        digest = hashlib.sha256(self._path.read_bytes())
+        digest = hashlib.sha256(self.path.read_bytes())
         digest.update(json.dumps([self._add_bos, list(self._special)]).encode())
         return digest.hexdigest()
 
@@ -85,8 +96,8 @@ class SentencePieceTokenizer:
         """Copy the model file and write what was added."""
         target = Path(folder) / "tokenizer.model"
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.resolve() != self._path.resolve():
-            shutil.copyfile(self._path, target)
+        if target.resolve() != self.path.resolve():
+            shutil.copyfile(self.path, target)
         fields = {
             "tokenizer_type": "Llama2Tokenizer" if self._add_bos else "SentencePieceTokenizer",
             "tokenizer_model": target.name,

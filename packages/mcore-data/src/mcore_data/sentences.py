@@ -1,11 +1,16 @@
-"""Cutting a text into sentences by rule, without data files, for sentence-pair training.
+"""Cutting a text into sentences, for sentence-pair training: by rule, or by NLTK's punkt.
 
-A sentence ends at ``.``, ``!`` or ``?`` (with closing quotes) before white space, unless the
-next letter is small, or the word is a known abbreviation or a single initial. Rules err on
-the side of long sentences; Japanese and Chinese full stops need no white space.
+Rules need no data. By them a sentence ends at ``.``, ``!`` or ``?`` (with closing quotes)
+before white space, unless the next letter is small, or the word is a known abbreviation or
+a single initial. Rules err on the side of long sentences; Japanese and Chinese full stops
+need no white space.
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 _END = re.compile(
     r"(?P<word>\w*)(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?P<space>\s+)|[\u3002\uff01\uff1f]\s*)"
@@ -17,6 +22,43 @@ _TITLES = frozenset(
 _SHORT = frozenset(
     ("vs", "etc", "cf", "fig", "figs", "no", "nos", "vol", "pp", "ed", "eds", "al")
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """A way to cut texts, and its name for the manifest."""
+
+    name: str
+    split: Callable[[str], list[str]]
+
+
+def build_splitter(
+    kind: Literal["auto", "rules", "punkt"] = "auto",
+    *,
+    lang: str = "english",
+    keep_newlines: bool = False,
+) -> Splitter:
+    """Choose a splitter; ``auto`` takes punkt where NLTK and its data are there.
+
+    Args:
+        kind: which.
+        lang: language of punkt's data, as NLTK names it.
+        keep_newlines: leave the line ends that follow a sentence at its end.
+
+    Raises:
+        ImportError: if punkt is asked for and NLTK is not installed.
+        FileNotFoundError: if punkt's data for the language is nowhere NLTK looks.
+    """
+    if kind != "rules":
+        try:
+            punkt, version = _load_punkt(lang)
+        except (ImportError, FileNotFoundError):
+            if kind == "punkt":
+                raise
+        else:
+            split = partial(_split_by_punkt, punkt=punkt, keep_newlines=keep_newlines)
+            return Splitter(f"punkt {lang} (nltk {version})", split)
+    return Splitter("rules", partial(split_sentences, keep_newlines=keep_newlines))
 
 
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
@@ -34,6 +76,31 @@ def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
             start = end.end()
     sentences.append(text[start:])
     stripped = [_strip(sentence, keep_newlines) for sentence in sentences]
+    return [sentence for sentence in stripped if sentence.strip()]
+
+
+def _load_punkt(lang: str) -> tuple[Any, str]:
+    try:
+        import nltk
+    except ImportError:
+        raise ImportError(
+            "--sentence-splitter punkt needs the extra: pip install 'mcore-data[punkt]'."
+        ) from None
+    try:
+        return nltk.tokenize.PunktTokenizer(lang), nltk.__version__
+    except LookupError:
+        raise FileNotFoundError(
+            f"NLTK has no punkt data for --lang {lang}. Put the package punkt_tab into a "
+            "folder that NLTK_DATA names, or use --sentence-splitter rules."
+        ) from None
+
+
+def _split_by_punkt(text: str, *, punkt: Any, keep_newlines: bool) -> list[str]:
+    """Sentences by punkt, with the space up to the next one as ``_strip`` wants it."""
+    spans = list(punkt.span_tokenize(text))
+    ends = [*(start for start, _ in spans[1:]), len(text)][: len(spans)]
+    pieces = [text[start:end] for (start, _), end in zip(spans, ends, strict=True)]
+    stripped = [_strip(piece, keep_newlines) for piece in pieces]
     return [sentence for sentence in stripped if sentence.strip()]
 
 

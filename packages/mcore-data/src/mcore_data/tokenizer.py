@@ -118,41 +118,65 @@ def load_tokenizer(
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that a config names; errors as ``load_tokenizer``."""
     kind = config.tokenizer_type
-    if kind == "NullTokenizer":
-        from mcore_data.plain_tokenizers import NullTokenizer
-
-        return NullTokenizer(_needed(config, "vocab_size"))
-    if kind == "ByteTokenizer":
-        from mcore_data.plain_tokenizers import ByteTokenizer
-
-        return ByteTokenizer()
+    if kind in ("NullTokenizer", "ByteTokenizer"):
+        return _build_plain(config)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        from mcore_data.sentencepiece_tokenizer import SentencePieceTokenizer
+        return _build_sentencepiece(config)
+    if kind == "TikTokenizer":
+        return _build_tiktoken(config)
+    if kind in TOKENIZER_TYPES:
+        return _build_hf(config)
+    raise ValueError(
+        f"--tokenizer-type {kind} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
+    )
 
-        return SentencePieceTokenizer(
-            _needed_file(config, "tokenizer_model"),
-            add_bos=kind == "Llama2Tokenizer",
-            special_tokens=_extra_tokens(config),
-        )
+
+def _build_plain(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.plain_tokenizers import ByteTokenizer, NullTokenizer
+
+    if config.tokenizer_type == "ByteTokenizer":
+        return ByteTokenizer()
+    return NullTokenizer(_needed(config, "vocab_size"))
+
+
+def _build_sentencepiece(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(
+        _needed_file(config, "tokenizer_model"),
+        add_bos=config.tokenizer_type == "Llama2Tokenizer",
+        special_tokens=_extra_tokens(config),
+    )
+
+
+def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.tiktoken_ranks import build_tiktoken
+
+    return build_tiktoken(
+        _needed_file(config, "tokenizer_model"),
+        pattern=config.tiktoken_pattern,
+        num_special_tokens=config.tiktoken_num_special_tokens,
+        vocab_size=config.vocab_size,
+        special_tokens=_extra_tokens(config),
+    )
+
+
+def _build_hf(config: TokenizerConfig) -> Tokenizer:
     from mcore_data import hf_tokenizer
 
-    if kind == "HuggingFaceTokenizer":
+    if config.tokenizer_type == "HuggingFaceTokenizer":
         source = _needed_file(config, "tokenizer_model")
         return hf_tokenizer.open_hf_tokenizer(source, _extra_tokens(config))
-    if kind == "GPT2BPETokenizer":
+    if config.tokenizer_type == "GPT2BPETokenizer":
         return hf_tokenizer.build_gpt2_bpe(
             _needed_file(config, "vocab_file"),
             _needed_file(config, "merge_file"),
             _extra_tokens(config),
         )
-    if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-        return hf_tokenizer.build_bert_wordpiece(
-            _needed_file(config, "vocab_file"),
-            lower_case=kind == "BertWordPieceLowerCase",
-            special_tokens=_extra_tokens(config),
-        )
-    raise ValueError(
-        f"--tokenizer-type {kind} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
+    return hf_tokenizer.build_bert_wordpiece(
+        _needed_file(config, "vocab_file"),
+        lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
+        special_tokens=_extra_tokens(config),
     )
 
 

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from mcore_data.hf_tokenizer import END_OF_TEXT, HFTokenizer, set_byte_level
-from mcore_data.records import find_inputs, read_texts
+from mcore_data.sources import find_inputs, read_texts
 
 _SMALLEST = 257
 
@@ -58,5 +58,5 @@ def train_tokenizer(
 
 
 def _texts(inputs: Sequence[str | Path], json_keys: Sequence[str]) -> Iterator[str]:
-    for path in find_inputs(list(map(str, inputs))):
-        yield from read_texts(path, json_keys)
+    for source in find_inputs(list(map(str, inputs))):
+        yield from read_texts(source, json_keys)

@@ -1,0 +1,307 @@
+"""Time ``mcore-data preprocess`` on real text, beside the ways it replaces.
+
+    python benchmarks/bench_preprocess.py --ranks tokenizer.model --case bpe-sample
+
+Text is gathered from the sources and documents of installed packages. Every case is a fresh
+process, timed from its start to its end, imports and tokenizer included ("cold"). Prints one
+JSON line a case: tokens/s, text bytes/s, peak memory of all its processes together.
+
+Cases: bpe-sample, bpe-full, bpe-off (Llama-3 byte pairs through the command), bpe-reference
+(the tokenizers library in the same command), bpe-line-at-a-time (a pool that is given one
+line after the other and returns lists, as the reference script works), wordpiece,
+wordpiece-reference, sentencepiece, sentencepiece-reference.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+CASES = (
+    "bpe-sample",
+    "bpe-full",
+    "bpe-off",
+    "bpe-reference",
+    "bpe-line-at-a-time",
+    "wordpiece",
+    "wordpiece-reference",
+    "sentencepiece",
+    "sentencepiece-reference",
+)
+_TEXTS = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".html", ".js", ".c", ".json", ".pm"}
+_LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
+
+
+def main() -> None:
+    """Run the cases that the command line asks for."""
+    options = _options()
+    folder = Path(options.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = folder / f"text-{options.megabytes}.jsonl"
+    if not corpus.exists():
+        gather(corpus, options.megabytes * 1_000_000, options.roots)
+    for case in options.case:
+        row = run_case(case, corpus, folder, options)
+        print(json.dumps(row), flush=True)
+        if options.output:
+            with open(options.output, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def gather(path: Path, wanted_bytes: int, roots: list[str]) -> None:
+    """Write text files of installed packages as JSON lines, each content once."""
+    seen: set[int] = set()
+    total = 0
+    with path.open("w", encoding="utf-8") as out:
+        for root in roots:
+            for file in sorted(Path(root).rglob("*")):
+                if file.suffix not in _TEXTS or not file.is_file():
+                    continue
+                try:
+                    text = file.read_text(encoding="utf-8")
+                except (UnicodeDecodeError, OSError):
+                    continue
+                if not 200 <= len(text) <= 400_000 or hash(text) in seen:
+                    continue
+                seen.add(hash(text))
+                total += out.write(
+                    json.dumps({"text": text, "name": file.name}, ensure_ascii=False) + "\n"
+                )
+                if total >= wanted_bytes:
+                    return
+    if total < wanted_bytes:
+        path.unlink()
+        raise SystemExit(
+            f"only {total / 1e6:.0f} MB of text under {' '.join(roots)}: add --roots"
+        )
+
+
+def run_case(case: str, corpus: Path, folder: Path, options: argparse.Namespace) -> dict:
+    """Time one case in a process of its own."""
+    tokenizer = _tokenizer_flags(case, folder, corpus, options)
+    slow = case.endswith(("reference", "line-at-a-time", "full"))
+    source = _head(corpus, options.slow_megabytes) if slow else corpus
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        prefix = f"{out}/out"
+        if case.endswith("line-at-a-time"):
+            command = [sys.executable, __file__, "--line-at-a-time", str(source), prefix]
+            command += ["--tokenizer-json", str(_saved(tokenizer, folder))]
+            command += ["--workers", str(options.workers)]
+        else:
+            command = [sys.executable, "-m", "mcore_data", "preprocess", "--input", str(source)]
+            command += ["--output-prefix", prefix, "--append-eod", *tokenizer]
+            command += ["--workers", str(options.workers)]
+            command += ["--engine", "reference" if case.endswith("reference") else "auto"]
+            for mode in ("full", "off"):
+                command += ["--verify", mode] if case.endswith(mode) else []
+        cpu_began, began = _cpu_seconds(), time.perf_counter()
+        peak = _watch(command)
+        seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - cpu_began
+        facts_path = Path(f"{prefix}_text_document.manifest.json")
+        facts = json.loads(facts_path.read_text())
+        tokens = facts["tokens"]
+    text_bytes = source.stat().st_size
+    return {
+        "case": case,
+        "mtokens_per_s": round(tokens / seconds / 1e6, 2),
+        "mb_per_s": round(text_bytes / seconds / 1e6, 1),
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu_seconds, 2),
+        "mtokens": round(tokens / 1e6, 2),
+        "megabytes": round(text_bytes / 1e6, 1),
+        "workers": options.workers,
+        "peak_mib": round(peak / 2**20),
+        "engine": facts["tokenizer"]["engine"],
+        "verification": facts["verification"],
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "tokenizers": version("tokenizers"),
+        },
+        "cpu": _cpu(),
+        "commit": options.commit,
+    }
+
+
+def line_at_a_time(source: str, prefix: str, tokenizer_json: str, workers: int) -> None:
+    """Encode one line after the other in a pool and write one document after the other."""
+    from mcore_data.indexed_writing import IndexedWriter
+    from mcore_data.manifest import write_manifest
+
+    documents = tokens = 0
+    with (
+        open(source, encoding="utf-8") as lines,
+        multiprocessing.Pool(workers, _open_tokenizer, (tokenizer_json,)) as pool,
+        IndexedWriter(f"{prefix}_text_document", "int32") as writer,
+    ):
+        for ids in pool.imap(_encode_line, lines, 32):
+            writer.add_document(ids)
+            documents += 1
+            tokens += len(ids)
+    write_manifest(
+        f"{prefix}_text_document",
+        {
+            "documents": documents,
+            "tokens": tokens,
+            "tokenizer": {"engine": "tokenizers, line at a time"},
+            "verification": {},
+        },
+    )
+
+
+def _open_tokenizer(path: str) -> None:
+    import tokenizers
+
+    _open_tokenizer.core = tokenizers.Tokenizer.from_file(path)
+
+
+def _encode_line(line: str) -> list[int]:
+    core = _open_tokenizer.core
+    return [*core.encode(json.loads(line)["text"]).ids, core.get_vocab_size() - 1]
+
+
+def _tokenizer_flags(
+    case: str, folder: Path, corpus: Path, options: argparse.Namespace
+) -> list[str]:
+    if case.startswith("bpe"):
+        return [
+            *("--tokenizer-type", "TikTokenizer", "--tokenizer-model", options.ranks),
+            *("--tiktoken-pattern", "gpt4", "--tiktoken-num-special-tokens", "0"),
+            *("--tokenizer-special-tokens", *_LLAMA3_SPECIAL),
+        ]
+    if case.startswith("wordpiece"):
+        kind = "BertWordPieceLowerCase"
+        return ["--tokenizer-type", kind, "--vocab-file", options.bert_vocab]
+    model = folder / "sentencepiece.model"
+    if not model.exists():
+        _train_sentencepiece(corpus, model)
+    return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
+
+
+def _train_sentencepiece(corpus: Path, model: Path) -> None:
+    """Train byte pairs with byte fallback, as Llama 2's model is, on the first lines."""
+    import sentencepiece
+
+    with corpus.open(encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line, _ in zip(lines, range(400), strict=False)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([row for text in texts for row in text.split("\n") if row]),
+        model_prefix=str(model.with_suffix("")),
+        vocab_size=8000,
+        model_type="bpe",
+        character_coverage=0.9995,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
+
+
+def _saved(flags: list[str], folder: Path) -> Path:
+    """The tokenizer of the flags as a tokenizer.json."""
+    from mcore_data.tiktoken_ranks import build_tiktoken
+
+    model = flags[flags.index("--tokenizer-model") + 1]
+    tokenizer = build_tiktoken(
+        model, pattern="gpt4", num_special_tokens=0, special_tokens=_LLAMA3_SPECIAL
+    )
+    tokenizer.save(folder / "bpe")
+    return folder / "bpe" / "tokenizer.json"
+
+
+def _head(corpus: Path, megabytes: int) -> Path:
+    """The first lines of the corpus, for cases that would take minutes."""
+    path = corpus.with_name(f"head-{megabytes}.jsonl")
+    if not path.exists():
+        with corpus.open("rb") as file:
+            data = file.read(megabytes * 1_000_000)
+            path.write_bytes(data + file.readline())
+    return path
+
+
+def _watch(command: list[str]) -> int:
+    """Run a command; return the peak of its processes' memory, shared pages counted once."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, sum(map(_pss, _family(process.pid))))
+        time.sleep(0.1)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return peak
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(one for child in children for one in _family(int(child)))]
+
+
+def _pss(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def _cpu_seconds() -> float:
+    """Processor time of all finished children, in user and system mode."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _cpu() -> str:
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def _options() -> argparse.Namespace:
+    spec = find_spec("llama_models")
+    found = (
+        str(Path(spec.origin).parent / "llama3/tokenizer.model") if spec and spec.origin else ""
+    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", nargs="+", default=["bpe-sample"], choices=CASES)
+    parser.add_argument("--ranks", default=found, help="Llama-3's tokenizer.model")
+    parser.add_argument("--bert-vocab", default="", help="vocab.txt of an uncased BERT")
+    parser.add_argument("--roots", nargs="+", default=[sysconfig.get_paths()["purelib"]])
+    parser.add_argument("--megabytes", type=int, default=600)
+    parser.add_argument("--slow-megabytes", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/bench_preprocess")
+    parser.add_argument("--output", default="")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--line-at-a-time", nargs=2, default=[])
+    parser.add_argument("--tokenizer-json", default="")
+    options = parser.parse_args()
+    if options.line_at_a_time:
+        line_at_a_time(*options.line_at_a_time, options.tokenizer_json, options.workers)
+        sys.exit()
+    return options
+
+
+if __name__ == "__main__":
+    main()

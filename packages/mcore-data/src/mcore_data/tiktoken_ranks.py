@@ -1,0 +1,145 @@
+"""Tokenizers of tiktoken's kind: a file of mergeable byte strings by rank.
+
+The file is Megatron's JSON (a list of rank and ``token_bytes``) or lines of a byte string
+in base64 and its rank, as OpenAI and Llama 3 publish theirs. It becomes an ``HFTokenizer``,
+which saves as ``tokenizer.json``.
+"""
+
+import json
+from binascii import a2b_base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from mcore_data.hf_tokenizer import HFTokenizer
+
+_FIRST_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+_ROLES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {
+    "v1": rf"{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}",
+    "v2": rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|"
+    rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}",
+    "gpt4": rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|"
+    rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}",
+}
+"""Regular expressions whose matches are encoded one by one."""
+
+
+def build_tiktoken(
+    path: str | Path,
+    *,
+    pattern: str = "v2",
+    num_special_tokens: int = 1000,
+    vocab_size: int = 0,
+    special_tokens: Sequence[str] = (),
+) -> HFTokenizer:
+    """Build a tokenizer from mergeable ranks.
+
+    Ids are ``num_special_tokens`` special ones first, then the ranks, then
+    ``special_tokens``. As everywhere here, special tokens that a text spells out become
+    their ids.
+
+    Args:
+        path: the ranks.
+        pattern: how text is split, a key of ``PATTERNS``.
+        num_special_tokens: special tokens before the ranks; 0 or at least 7.
+        vocab_size: ids in all without ``special_tokens``; ranks beyond are left out. 0 takes
+            all.
+        special_tokens: further ones behind.
+
+    Raises:
+        ValueError: if the file holds no ranks from 0 on without a gap, or a count is off.
+    """
+    if 0 < num_special_tokens < len(_FIRST_SPECIAL):
+        raise ValueError(
+            f"--tiktoken-num-special-tokens {num_special_tokens}: the first "
+            f"{len(_FIRST_SPECIAL)} are {' '.join(_FIRST_SPECIAL)}. Give 0 or at least as many."
+        )
+    ranks = _read_ranks(Path(path))
+    if vocab_size:
+        kept = vocab_size - num_special_tokens
+        if not 256 <= kept <= len(ranks):
+            raise ValueError(
+                f"--vocab-size {vocab_size} leaves {kept} ranks beside {num_special_tokens} "
+                f"special tokens; {path} has {len(ranks)}, and 256 are needed."
+            )
+        ranks = {name: rank for name, rank in ranks.items() if rank < kept}
+    first = [
+        _FIRST_SPECIAL[i] if i < len(_FIRST_SPECIAL) else f"<SPECIAL_{i}>"
+        for i in range(num_special_tokens)
+    ]
+    both = [name for name in (*first, *special_tokens) if name in ranks]
+    if both:
+        raise ValueError(f"{both[0]} is a token of {path} already and cannot be a special one.")
+    vocab = {name: i for i, name in enumerate(first)}
+    vocab |= {name: num_special_tokens + rank for name, rank in ranks.items()}
+    core = tokenizers.Tokenizer(models.BPE(vocab, _merges(ranks), ignore_merges=True))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(PATTERNS[pattern]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([*first, *special_tokens])
+    return HFTokenizer(core, _ROLES if first else {})
+
+
+def _read_ranks(path: Path) -> dict[str, int]:
+    """Tokens by rank, from either form of file; a letter stands for each byte."""
+    letters = _letters()
+    data = path.read_bytes()
+    try:
+        if data.lstrip()[:1] == b"[":
+            pairs = [(one["token_bytes"], int(one["rank"])) for one in json.loads(data)]
+        else:
+            words = data.split()
+            pairs = list(zip(words[::2], map(int, words[1::2]), strict=True))
+        ranks = {
+            a2b_base64(token, strict_mode=True).decode("latin-1").translate(letters): rank
+            for token, rank in pairs
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--tokenizer-model {path} holds no mergeable ranks: {error}. It must be a JSON "
+            "list of rank and token_bytes, or lines of a base64 string and its rank."
+        ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"--tokenizer-model {path}: the ranks do not count from 0 on.")
+    if not ranks.keys() >= set(letters.values()):
+        raise ValueError(f"--tokenizer-model {path} lacks some of the 256 single bytes.")
+    return dict(sorted(ranks.items(), key=lambda pair: pair[1]))
+
+
+def _merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every way to make a token of two, by the rank of what it makes.
+
+    Tiktoken joins the neighbours whose union ranks lowest, whichever two they are; a list of
+    merges says the same when it holds all pairs, in the order of the unions.
+    """
+    merges = []
+    rank_of = ranks.get
+    for token in ranks:  # in the order of rank
+        pairs = [
+            (left, right, i)
+            for i in range(1, len(token))
+            if (left := rank_of(token[:i])) is not None
+            and (right := rank_of(token[i:])) is not None
+        ]
+        pairs.sort()
+        merges += [(token[:i], token[i:]) for _, _, i in pairs]
+    return merges
+
+
+def _letters() -> dict[int, str]:
+    """For each byte the printable letter that byte-level vocabularies write (GPT-2's table)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    moved = {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in plain} | moved

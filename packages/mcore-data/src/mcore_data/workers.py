@@ -1,0 +1,219 @@
+"""Worker processes that encode blocks; results come back in the order of the blocks.
+
+Each worker has one block at a time. Its tokens come back through memory that is shared
+since before the fork, nameless, so that nothing is left behind whatever is killed; the rest
+of a result is small and travels by a pipe. Where processes cannot be forked, or a result
+outgrows its place, the tokens take the pipe too.
+"""
+
+import signal
+import sys
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from mmap import mmap
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+
+from mcore_data.encoding import EncodedBlock, Encoder
+from mcore_data.sources import Block
+
+Task = tuple[int, Block]
+"""A source's number and a block of it."""
+_SLOTS = 3
+_SLOT_BYTES_PER_BYTE = 5
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One process as the parent sees it."""
+
+    process: Any
+    pipe: Connection
+    slots: list[mmap]
+    free: deque[int] = field(default_factory=lambda: deque(range(_SLOTS)))
+    waits: bool = True
+
+
+def encode_all(
+    encoder: Encoder,
+    tasks: Iterator[Task],
+    *,
+    num_workers: int,
+    block_bytes: int,
+    start_method: str = "fork" if sys.platform == "linux" else "spawn",
+) -> Iterator[tuple[Task, EncodedBlock]]:
+    """Encode blocks in worker processes, in order; at most three for each are in memory.
+
+    The tokens of a result are valid until the next one is asked for.
+
+    Args:
+        encoder: what the workers do; handed over by the fork, or pickled.
+        tasks: the blocks.
+        num_workers: processes.
+        block_bytes: usual size of a block, from which shared memory is sized.
+        start_method: of multiprocessing; only ``fork`` shares memory.
+
+    Raises:
+        RuntimeError: if a worker died.
+        Exception: what a worker raised, in place of its block's result.
+    """
+    if num_workers == 1:
+        for task in tasks:
+            yield task, encoder.encode_block(task[1])
+        return
+    slot_bytes = block_bytes * _SLOT_BYTES_PER_BYTE if start_method == "fork" else 0
+    workers = _start(encoder, num_workers, slot_bytes, start_method)
+    try:
+        yield from _schedule(workers, tasks)
+    finally:
+        for worker in workers:
+            worker.pipe.close()
+            worker.process.terminate()
+        for worker in workers:
+            worker.process.join()
+
+
+def _schedule(
+    workers: list[_Worker], tasks: Iterator[Task]
+) -> Iterator[tuple[Task, EncodedBlock]]:
+    """Keep every worker busy, and give the results out in order."""
+    waiting: deque[tuple[Task, _Worker, int]] = deque()
+    done: dict[tuple[int, int], Any] = {}  # by the worker's place and its slot
+    place = {id(worker): number for number, worker in enumerate(workers)}
+    more = True
+    while True:
+        for worker in workers:
+            if more and worker.waits and worker.free:
+                task = next(tasks, None)
+                if task is None:
+                    more = False
+                    break
+                slot = worker.free.popleft()
+                _send(worker, (slot, task[1]))
+                worker.waits = False
+                waiting.append((task, worker, slot))
+        if not waiting:
+            return
+        task, worker, slot = waiting[0]
+        first = (place[id(worker)], slot)
+        busy = {other.pipe: other for other in workers if not other.waits}
+        for pipe in wait(list(busy), 0 if first in done else None):
+            other = busy[pipe]  # pyrefly: ignore
+            number, answer = _receive(other)
+            done[place[id(other)], number] = answer
+            other.waits = True
+        if first in done:
+            waiting.popleft()
+            answer = done.pop(first)
+            if isinstance(answer, BaseException):
+                raise answer
+            yield task, _with_tokens(answer, worker.slots[slot] if worker.slots else None)
+            worker.free.append(slot)
+
+
+def _start(
+    encoder: Encoder, num_workers: int, slot_bytes: int, start_method: str
+) -> list[_Worker]:
+    context = get_context(start_method)
+    workers: list[_Worker] = []
+    for _ in range(num_workers):
+        ours, theirs = context.Pipe()
+        slots = [mmap(-1, slot_bytes) for _ in range(_SLOTS)] if slot_bytes else []
+        # A forked child holds the ends of the others too; open, they would hide our death.
+        inherited = [worker.pipe for worker in workers] + [ours] if slot_bytes else []
+        process = context.Process(  # pyrefly: ignore
+            target=_work, args=(encoder, theirs, slots, inherited), daemon=True
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks beside threads; the child runs nothing but `_work`.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        workers.append(_Worker(process, ours, slots))
+    return workers
+
+
+def _work(
+    encoder: Encoder, pipe: Connection, slots: list[mmap], inherited: list[Connection]
+) -> None:
+    """Encode what comes until the parent is gone: the life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    for other in inherited:
+        other.close()
+    while True:
+        try:
+            slot, block = pipe.recv()
+        except EOFError:
+            return
+        answer: Any
+        try:
+            result = encoder.encode_block(block)
+            answer = _without_tokens(result, slots[slot]) if slots else result
+        except Exception as error:  # noqa: BLE001 - the parent raises it
+            error.add_note("in a worker process:\n" + traceback.format_exc())
+            answer = error
+        try:
+            pipe.send((slot, answer))
+        except BrokenPipeError:
+            return
+
+
+def _without_tokens(result: EncodedBlock, slot: mmap) -> EncodedBlock:
+    """Move tokens to the slot as long as there is room; their number stays behind."""
+    at = 0
+    keys = {}
+    for key, part in result.keys.items():
+        size = part.tokens.nbytes
+        if at + size > len(slot):
+            keys[key] = part
+            continue
+        slot[at : at + size] = memoryview(part.tokens).cast("B") if size else b""
+        stub = np.empty(0, part.tokens.dtype)
+        keys[key] = replace(part, tokens=stub)
+        at += size
+    return replace(result, keys=keys)
+
+
+def _with_tokens(result: EncodedBlock, slot: mmap | None) -> EncodedBlock:
+    """Put the tokens back that lie in the slot."""
+    if slot is None:
+        return result
+    at = 0
+    keys = {}
+    for key, part in result.keys.items():
+        count = int(part.lengths.sum(dtype=np.int64))
+        if count == len(part.tokens):
+            keys[key] = part
+            continue
+        tokens = np.frombuffer(slot, part.tokens.dtype, count, at)
+        keys[key] = replace(part, tokens=tokens)
+        at += tokens.nbytes
+    return replace(result, keys=keys)
+
+
+def _send(worker: _Worker, message: Any) -> None:
+    try:
+        worker.pipe.send(message)
+    except (BrokenPipeError, ConnectionResetError):
+        raise _death(worker) from None
+
+
+def _receive(worker: _Worker) -> Any:
+    try:
+        return worker.pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise _death(worker) from None
+
+
+def _death(worker: _Worker) -> RuntimeError:
+    worker.process.join(1)
+    return RuntimeError(
+        f"a worker process died (exit code {worker.process.exitcode}), most likely for want of "
+        "memory. The same command continues where it stopped; use fewer --workers."
+    )

@@ -1,0 +1,177 @@
+import json
+import pickle
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_data.engines import (
+    ByteEngine,
+    ReferenceEngine,
+    build_engine,
+    differing_probe,
+    special_ids,
+)
+from mcore_data.hf_tokenizer import HFTokenizer
+from mcore_data.tokenizer import load_tokenizer
+from mcore_data.word_engine import WordEngine
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "earth", "form", "##ed", "##s",
+          ",", ".", "a", "##a", "b", "##b", "e", "##e", "\u4f60", "1", "##1"]  # fmt: skip
+# Letters, marks, all kinds of white space and what only some take for it, special tokens.
+TEXTS = st.lists(
+    st.one_of(
+        st.sampled_from(
+            ["the", "Earth", "formed", " ", "  ", "\n", "\t", "\x0b", "\x0c", "\x1c", "\x1f",
+             "\x85", "\xa0", "\u2028", "\u3000", "\u200b", "\u0301", "\u00c9", "\u4f60",
+             "[MASK]", "[mask]", "a[SEP]b", ",", "...", "\u0130", "\x00", "\ufffd"]
+        ),
+        st.text(max_size=4),
+    ),
+    max_size=12,
+).map("".join)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    vocab = tmp_path_factory.mktemp("bert") / "vocab.txt"
+    vocab.write_text("\n".join(PIECES) + "\n")
+    return {
+        kind: load_tokenizer(kind, vocab_file=vocab)
+        for kind in ("BertWordPieceLowerCase", "BertWordPieceCase")
+    }
+
+
+@pytest.fixture(scope="module")
+def llama2(tmp_path_factory, corpus):
+    """A small model as Llama 2's is: byte pairs with byte fallback, blanks kept."""
+    folder = tmp_path_factory.mktemp("spm")
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"), vocab_size=320,
+        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    return folder / "tokenizer.model"
+
+
+def assert_equal(engine, tokenizer, texts):
+    found = engine.encode(texts)
+    assert [ids.tolist() for ids in found] == tokenizer.encode_batch(texts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=4))
+def test_words_give_the_ids_of_word_pieces(bert, texts):
+    for tokenizer in bert.values():
+        assert_equal(WordEngine(tokenizer), tokenizer, texts)
+
+
+def test_words_are_learnt_again_when_there_are_too_many(bert):
+    tokenizer = bert["BertWordPieceLowerCase"]
+    engine = WordEngine(tokenizer, max_words=3)
+    for _ in range(3):
+        assert_equal(engine, tokenizer, ["the earth formed a b", "earth, the"])
+    assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, ["formed b"])
+
+
+def test_words_need_a_bert_tokenizer(bpe_folder, bert):
+    with pytest.raises(ValueError, match="--engine words needs a BERT tokenizer"):
+        build_engine(load_tokenizer(bpe_folder), "words")
+    spaced = load_tokenizer(bpe_folder)
+    with pytest.raises(ValueError, match="words"):
+        WordEngine(spaced)
+    core = bert["BertWordPieceCase"].core
+    with_blank = HFTokenizer(type(core).from_str(core.to_str()))
+    with_blank.core.add_special_tokens(["[A B]"])
+    with pytest.raises(ValueError, match="no white space"):
+        WordEngine(with_blank)
+
+
+def test_a_bert_tokenizer_gets_words_and_bytes_get_bytes(bert):
+    assert build_engine(bert["BertWordPieceCase"]).name == "words"
+    tokenizer = load_tokenizer("ByteTokenizer")
+    assert isinstance(build_engine(tokenizer), ByteEngine)
+    assert_equal(ByteEngine(), tokenizer, ["", "a\u4f60", "\x00"])
+    assert build_engine(tokenizer, "reference").name == "reference"
+    numbers = load_tokenizer("NullTokenizer", vocab_size=9)
+    assert_equal(build_engine(numbers), numbers, ["1 2", ""])
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=4))
+def test_gigatoken_gives_the_ids_of_byte_pairs(bpe_folder, texts):
+    pytest.importorskip("gigatoken")
+    tokenizer = load_tokenizer(
+        bpe_folder,
+    )
+    engine = build_engine(tokenizer)
+    assert engine.name.startswith("gigatoken")
+    assert_equal(engine, tokenizer, texts)
+    assert_equal(engine, tokenizer, ["<|endoftext|>in the<|endoftext|>"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=4))
+def test_gigatoken_gives_the_ids_of_sentencepiece_with_its_control_pieces_as_text(
+    llama2, texts
+):
+    pytest.importorskip("gigatoken")
+    tokenizer = load_tokenizer("Llama2Tokenizer", tokenizer_model=llama2)
+    engine = build_engine(tokenizer)
+    assert engine.name.startswith("gigatoken")
+    assert_equal(engine, tokenizer, [*texts, "in </s> the <s>beginning<unk>", "   deep  "])
+
+
+def test_gigatoken_adds_what_the_tokenizer_adds_around_a_text(bpe_folder, tmp_path):
+    pytest.importorskip("gigatoken")
+    fields = json.loads((bpe_folder / "tokenizer.json").read_text())
+    fields["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                   {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+        },
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = load_tokenizer(tmp_path)
+    eod = tokenizer.token_id("<|endoftext|>")
+    assert special_ids(tokenizer) == ([eod], [])
+    engine = build_engine(tokenizer, "gigatoken")
+    assert_equal(engine, tokenizer, ["", "in the deep"])
+    assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, ["void"])
+
+
+def test_gigatoken_refuses_what_it_cannot_do(bert):
+    pytest.importorskip("gigatoken")
+    with pytest.raises(ValueError, match=r"cannot do .*Use --engine reference"):
+        build_engine(bert["BertWordPieceCase"], "gigatoken")
+    with pytest.raises(ValueError, match="cannot do a NullTokenizer"):
+        build_engine(load_tokenizer("NullTokenizer", vocab_size=9), "gigatoken")
+
+
+def test_a_missing_extra_is_named(bpe_folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gigatoken", None)
+    with pytest.raises(ImportError, match=r"mcore-data\[fast\]"):
+        build_engine(load_tokenizer(bpe_folder), "gigatoken")
+    assert build_engine(load_tokenizer(bpe_folder)).name == "reference"
+
+
+class _Shifted(ReferenceEngine):
+    """An engine that is wrong on texts with a certain letter."""
+
+    def encode(self, texts):
+        right = super().encode(texts)
+        return [
+            ids + np.uint32("\u4f60" in text) for ids, text in zip(right, texts, strict=True)
+        ]
+
+
+def test_the_probes_find_an_engine_that_is_wrong_on_one_script(bpe_folder):
+    tokenizer = load_tokenizer(bpe_folder)
+    assert differing_probe(ReferenceEngine(tokenizer), tokenizer) is None
+    assert "\u4f60" in differing_probe(_Shifted(tokenizer), tokenizer)

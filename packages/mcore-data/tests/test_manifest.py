@@ -1,0 +1,83 @@
+import json
+
+import numpy as np
+import pytest
+
+from mcore_data.index_format import CorruptDatasetError
+from mcore_data.indexed_writing import IndexedWriter
+from mcore_data.inspection import verify_pair
+from mcore_data.manifest import manifest_path, read_manifest, write_manifest
+from mcore_data.merging import merge_pairs
+
+
+def make(prefix, documents, **facts):
+    with IndexedWriter(prefix, "uint16", checksum=True) as writer:
+        for tokens in documents:
+            writer.add_document(tokens)
+        checksum = writer.finalize()
+    count = sum(map(len, documents))
+    basis = {"documents": len(documents), "tokens": count, "bin_sha256": checksum}
+    write_manifest(prefix, {**basis, **facts})
+    return prefix
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return make(
+        tmp_path / "x", [[1, 2, 3], [], [4]], tokenizer={"sha256": "a", "vocab_size": 5}
+    )
+
+
+def test_a_sound_pair_is_verified_with_checksums_or_says_that_it_has_none(pair):
+    assert "3 documents, 4 tokens, largest id 4, checksums as in its" in verify_pair(pair)
+    manifest_path(pair).unlink()
+    assert "no manifest" in verify_pair(pair)
+
+
+def test_one_flipped_bit_does_not_verify(pair):
+    path = pair.with_suffix(".bin")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # token 260: nothing but the checksum can tell
+    path.write_bytes(data)
+    with pytest.raises(CorruptDatasetError, match=r"x\.bin does not have the checksum"):
+        verify_pair(pair)
+
+
+def test_other_counts_sizes_and_vocabularies_do_not_verify(pair, tmp_path):
+    facts = json.loads(manifest_path(pair).read_text())
+
+    def with_facts(**changed):
+        manifest_path(pair).write_text(json.dumps({**facts, **changed}))
+
+    with_facts(documents=4)
+    with pytest.raises(CorruptDatasetError, match="has 3 documents, its manifest says 4"):
+        verify_pair(pair)
+    with_facts(tokenizer={"vocab_size": 4})
+    with pytest.raises(CorruptDatasetError, match=r"holds id 4, but .* has 4 ids"):
+        verify_pair(pair)
+    with_facts(files={**facts["files"], "x.bin": {"bytes": 9, "sha256": ""}})
+    with pytest.raises(CorruptDatasetError, match="has 8 bytes, its manifest says 9"):
+        verify_pair(pair)
+    manifest_path(pair).write_text("{}")
+    with pytest.raises(CorruptDatasetError, match="damaged or of a later version"):
+        read_manifest(pair)
+
+
+def test_a_merged_pair_names_its_parts_and_sums_their_counts(pair, tmp_path):
+    other = make(tmp_path / "y", [[0]], tokenizer={"sha256": "a", "vocab_size": 5})
+    merged = merge_pairs([pair, other], tmp_path / "z")
+    facts = read_manifest(tmp_path / "z")
+    assert (facts["documents"], facts["tokens"]) == (4, 5) == (4, merged.num_tokens)
+    assert [one["pair"] for one in facts["merged_from"]] == ["x", "y"]
+    assert facts["tokenizer"] == {"sha256": "a", "vocab_size": 5}
+    assert "checksums" in verify_pair(tmp_path / "z")
+
+
+def test_pairs_of_two_tokenizers_or_damaged_ones_are_not_merged(pair, tmp_path):
+    other = make(tmp_path / "y", [[0]], tokenizer={"sha256": "b", "vocab_size": 5})
+    with pytest.raises(ValueError, match="made by different tokenizers"):
+        merge_pairs([pair, other], tmp_path / "z")
+    np.full(4, 7, "<u2").tofile(tmp_path / "x.bin")
+    with pytest.raises(CorruptDatasetError, match="checksum"):
+        merge_pairs([pair], tmp_path / "z")
+    assert not list(tmp_path.glob("z*"))

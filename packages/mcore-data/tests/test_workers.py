@@ -1,0 +1,69 @@
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from mcore_data.encoding import Encoder
+from mcore_data.engines import ReferenceEngine
+from mcore_data.sources import find_inputs, read_blocks
+from mcore_data.tokenizer import load_tokenizer
+from mcore_data.workers import encode_all
+
+
+class _Failing(ReferenceEngine):
+    """Raises, or dies, on certain texts."""
+
+    def encode(self, texts):
+        if "raise" in texts:
+            raise ValueError("a text that this engine cannot do")
+        if "die" in texts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(texts)
+
+
+def results(
+    tmp_path, texts, *, engine=ReferenceEngine, num_workers=2, block_bytes=100, **options
+):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = load_tokenizer("ByteTokenizer")
+    encoder = Encoder(engine(tokenizer), None, ("text",), np.dtype("<u2"))
+    source = find_inputs([str(path)])[0]
+    tasks = ((0, block) for block in read_blocks(source, ("text",), 0, block_bytes))
+    tokens = [
+        result.keys["text"].tokens.copy()
+        for _, result in encode_all(
+            encoder, tasks, num_workers=num_workers, block_bytes=block_bytes, **options
+        )
+    ]
+    return bytes(np.concatenate(tokens).astype(np.uint8)).decode()
+
+
+TEXTS = [f"text {i} " + "long " * (i % 50) for i in range(300)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+def test_results_come_in_order_from_any_number_of_workers(tmp_path, num_workers):
+    assert results(tmp_path, TEXTS, num_workers=num_workers) == "".join(TEXTS)
+
+
+def test_a_result_that_outgrows_shared_memory_arrives_all_the_same(tmp_path):
+    texts = ["short", "x" * 100_000, "short again", "y" * 70_000]
+    assert results(tmp_path, texts) == "".join(texts)
+
+
+def test_workers_that_are_not_forked_give_the_same(tmp_path):
+    assert results(tmp_path, TEXTS[:20], start_method="spawn") == "".join(TEXTS[:20])
+
+
+def test_an_error_in_a_worker_is_raised_here_with_where_it_was(tmp_path):
+    with pytest.raises(ValueError, match="cannot do") as error:
+        results(tmp_path, [*TEXTS, "raise", *TEXTS], engine=_Failing)
+    assert "in a worker process" in error.value.__notes__[0]
+
+
+def test_a_worker_that_dies_is_an_error_that_says_what_to_do(tmp_path):
+    with pytest.raises(RuntimeError, match=r"exit code -9.*fewer --workers"):
+        results(tmp_path, [*TEXTS, "die", *TEXTS], engine=_Failing)
