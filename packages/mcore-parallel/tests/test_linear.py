@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.pipeline import WeightQueue
 from mcore_parallel.rng import fill_normal_
 from mcore_parallel.sharding import named_parameters, named_shards
 from mcore_parallel.testing import run_ranks
@@ -274,3 +276,45 @@ def test_the_weight_gradient_goes_into_main_grad_where_there_is_one(recomputed):
     # bf16 factors, float32 sums: only their order differs.
     torch.testing.assert_close(layer.weight.main_grad, 1 + twin.weight.grad, rtol=1e-5, atol=0)
     assert torch.equal(layer.bias.grad.float(), twin.bias.grad)
+
+
+def deferred_gradients(sequence_parallel):
+    """Gradients of a column and a row made at once and made later, and when they come."""
+    axis = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2)).tp
+    made = []
+    for queue in (None, WeightQueue()):
+        options = {"axis": axis, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
+        column = ColumnParallelLinear(D, 8, bias=True, **options)
+        row = RowParallelLinear(8, D, bias=True, **options)
+        for layer in (column, row):
+            fill(layer)
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+        if queue is not None:
+            queue.serve(nn.Sequential(column, row))
+        x = cut(normal("x", S, B, D), axis, sequence_parallel).clone().requires_grad_()
+        y = row(column(x))
+        y.backward(cut(normal("y", S, B, D), axis, sequence_parallel))
+        if queue is not None:
+            assert not column.weight.main_grad.any()
+            assert not row.weight.main_grad.any()
+            for work, prepare in queue.take():
+                prepare()
+                work()
+        made.append(
+            [
+                x.grad,
+                column.weight.main_grad,
+                row.weight.main_grad,
+                column.bias.grad,
+                row.bias.grad,
+            ]
+        )
+        assert column.weight.grad is None
+    for later, at_once in zip(*made, strict=True):
+        assert at_once.any()
+        assert torch.equal(later, at_once)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_weight_gradients_put_off_are_those_made_at_once(sequence_parallel):
+    run_ranks(deferred_gradients, 2, sequence_parallel)

@@ -6,7 +6,9 @@ parallelism the activations outside the pair are cut along dimension 0, so the a
 become all-gather and reduce-scatter. Over an axis of one rank both are plain linears.
 
 Every weight gradient of this room is made in ``_weight_gradient``: into ``main_grad`` by the
-GEMM itself where the data-parallel wrapper set one, else handed to autograd.
+GEMM itself where the data-parallel wrapper set one, else handed to autograd. A weight with a
+``weight_queue`` (``pipeline.WeightQueue``) has it made later: until then its input is kept,
+cut as it came under sequence parallelism and gathered then, and its output's gradient.
 
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -139,6 +141,10 @@ class ColumnParallelLinear(nn.Module):
         """
         return column_parallel(x, self.weight, self.bias, self.axis, self.sequence_parallel)
 
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``WeightQueue`` may serve."""
+        return [self.weight]
+
     def layouts(self) -> dict[str, Layout]:
         """Describe the local parameters, see ``sharding``."""
         layouts = {"weight": Layout(tuple(self._parts("weight", (self.in_features,))))}
@@ -251,6 +257,10 @@ class RowParallelLinear(nn.Module):
             y = reduce_from(partial, self.axis)
         return y if self.bias is None else y + self.bias
 
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``WeightQueue`` may serve."""
+        return [self.weight]
+
     def layouts(self) -> dict[str, Layout]:
         """Describe the local parameters, see ``sharding``."""
         shape = (self.out_features, self.in_features)
@@ -312,19 +322,42 @@ class _ColumnParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
-        if needs_weight and sequence_parallel:
+        queue = getattr(ctx.parameter, "weight_queue", None)
+        if needs_weight and queue is not None:
+            later = _LaterGradient(
+                ctx.parameter, grad, x, axis if sequence_parallel else SINGLE
+            )
+            queue.put(later.make, prepare=later.gather)
+        makes_weight = needs_weight and queue is None
+        if makes_weight and sequence_parallel:
             x = start_all_gather(x, axis)  # runs under the next product
         grad_x = grad @ weight if needs_x else None
-        if needs_weight and sequence_parallel:
+        if makes_weight and sequence_parallel:
             x = wait(x)
         if grad_x is not None:  # runs under the weight's product
             reduce = start_reduce_scatter if sequence_parallel else start_all_reduce
             grad_x = reduce(grad_x, axis)
-        grad_weight = _weight_gradient(ctx.parameter, grad, x) if needs_weight else None
+        grad_weight = _weight_gradient(ctx.parameter, grad, x) if makes_weight else None
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         if grad_x is not None:
             grad_x = wait(grad_x)
         return grad_x, grad_weight, grad_bias, None, None
+
+
+class _LaterGradient:
+    """A weight gradient put off; holds its factors until it is made."""
+
+    def __init__(self, parameter: Tensor, grad: Tensor, x: Tensor, axis: Axis) -> None:
+        self.parameter, self.grad, self.x, self.axis = parameter, grad, x, axis
+
+    def gather(self) -> None:
+        """Begin to gather the input over the axis that cuts it."""
+        self.x = start_all_gather(self.x, self.axis)
+
+    def make(self) -> None:
+        """Add the gradient to ``main_grad``."""
+        x = self.x if self.axis.size == 1 else wait(self.x)
+        _weight_gradient(self.parameter, self.grad, x)
 
 
 def _weight_gradient(
