@@ -3,7 +3,8 @@
 Tensors come sequence first and are handed on as strided views. On a GPU torch's
 scaled_dot_product_attention is told to try cuDNN before its own flash kernel: on an H200
 with heads of 128 channels cuDNN is 1.7 times as fast. Key/value heads are never repeated in
-memory.
+memory. Packed documents go through torch's variable-length kernel on a GPU, and through a
+mask elsewhere.
 """
 
 import torch
@@ -11,6 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from mcore_parallel.documents import Documents
 
 GPU_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -30,6 +34,7 @@ def attend(
     scale: float | None = None,
     window: int = -1,
     dropout_prob: float = 0.0,
+    documents: Documents | None = None,
 ) -> Float[Tensor, "S B N H"]:
     """Mix values by softmax(q·k) over the keys that each query may see.
 
@@ -45,18 +50,29 @@ def attend(
         scale: of the scores; None: 1/sqrt(H).
         window: earlier keys that a query sees besides its own; -1: all. Only if causal.
         dropout_prob: of dropping an attention weight, drawn from the default generator.
+        documents: packed in the rows, of which the keys are the first Z tokens; none sees
+            another. Only if causal.
 
     Raises:
-        ValueError: if there are more queries than keys, or a window without causality.
+        ValueError: if there are more queries than keys, a window or documents without
+            causality, or documents of another batch.
     """
     num_queries, num_keys = q.shape[0], k.shape[0]
     if causal and num_queries > num_keys:
         raise ValueError(f"{num_queries} causal queries need as many keys, not {num_keys}")
     if window >= 0 and not causal:
         raise ValueError("an attention window needs causal attention")
+    if documents is not None:
+        _check_documents(documents, k, causal)
+        if num_queries == num_keys == documents.length and not dropout_prob and _has_varlen(q):
+            return _varlen(q, k, v, documents, scale, window)
     mask = None
     if causal and (window >= 0 or 1 < num_queries < num_keys):
         mask = visible_keys(num_queries, num_keys, window, q.device)
+    if documents is not None:
+        mask = same_document(documents, num_queries, num_keys, q.device) & visible_keys(
+            num_queries, num_keys, window, q.device
+        )
     arguments = {
         "attn_mask": mask,
         "dropout_p": dropout_prob,
@@ -88,3 +104,48 @@ def visible_keys(
     key = torch.arange(num_keys, device=device)
     seen = key <= place
     return seen if window < 0 else seen & (key >= place - window)
+
+
+def same_document(
+    documents: Documents,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device | None = None,
+) -> Bool[Tensor, "B 1 S Z"]:
+    """Say which of the keys before a query belong to its document, for masks.
+
+    Args:
+        documents: of whole rows.
+        num_queries: S; the last query stands at the last key.
+        num_keys: Z, the first tokens of the rows.
+        device: of the result.
+    """
+    first = torch.stack([pieces.first_seen(device) for pieces in documents.rows])
+    first = first[:, num_keys - num_queries : num_keys]
+    return (torch.arange(num_keys, device=device) >= first.unsqueeze(2)).unsqueeze(1)
+
+
+def _check_documents(documents: Documents, k: Tensor, causal: bool) -> None:
+    if not causal:
+        raise ValueError("packed documents need causal attention")
+    if len(documents.rows) != k.shape[1] or k.shape[0] > documents.length:
+        documents.check(k.shape[1], k.shape[0])
+
+
+def _has_varlen(q: Tensor) -> bool:
+    """Whether torch's variable-length kernel takes these queries: 16-bit, on a GPU."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: int
+) -> Tensor:
+    """Attend within documents by the kernel that knows their borders, without any mask."""
+    pieces = documents.flat()
+    borders, longest = pieces.cu_seqlens(q.device), pieces.longest
+    # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H], free of copies for one row.
+    flat = [t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)]
+    out = varlen_attn(
+        *flat, borders, borders, longest, longest, scale=scale, window_size=(window, 0)
+    )
+    return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)

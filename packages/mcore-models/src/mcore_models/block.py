@@ -5,6 +5,7 @@ Each half norms its input, transforms it and adds the result to the residual str
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables
 from mcore_moe.config import MoEConfig, moe_layers
 from mcore_moe.layer import MoELayer
+from mcore_parallel.documents import Documents
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout
 
 
@@ -105,6 +107,8 @@ class TransformerBlock(nn.Module):
                 dp_cp_tp=ctx.axis("dp", "cp", "tp"),
                 ep=ctx.ep,
                 expert_tp=ctx.expert_tp,
+                recompute_activation="moe_act" in self.recomputed,
+                recompute_shared="shared_experts" in self.recomputed,
                 **feed_forward,
             )
         else:
@@ -112,6 +116,7 @@ class TransformerBlock(nn.Module):
                 config.hidden_size,
                 ffn_size(config),
                 axis=ctx.tp,
+                recompute_activation="mlp_act" in self.recomputed,
                 **feed_forward,
             )
         stream = "tensor_parallel" if sequence_parallel else "replicated"
@@ -123,6 +128,7 @@ class TransformerBlock(nn.Module):
         aux: Float[Tensor, ""],
         rotary: RotaryTables | None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
         """Transform the residual stream; communicates as attention and feed-forward do.
 
@@ -131,25 +137,31 @@ class TransformerBlock(nn.Module):
             aux: auxiliary losses of earlier layers.
             rotary: see ``Attention``.
             cache: see ``Attention``.
+            documents: see ``Attention``.
 
         Returns:
             The new stream, and ``aux`` with this layer's share.
         """
-        attended = self.attention(self._run("norm", self.attention_norm, x), rotary, cache)
+        attend = partial(self.attention, rotary=rotary, cache=cache, documents=documents)
+        attended = self._normed(self.attention_norm, attend, x)
         x = x + self.dropout(attended)
-        normed = self._run("norm", self.mlp_norm, x)
         if self.mlp is not None:
-            return x + self.dropout(self._run("mlp", self.mlp, normed)), aux
-        y, own_aux = self._run("moe", self._experts, normed)
+            return x + self.dropout(self._normed(self.mlp_norm, self.mlp, x, "mlp")), aux
+        y, own_aux = self._normed(self.mlp_norm, self._experts, x, "moe")
         return x + self.dropout(y), aux + own_aux
+
+    def _normed(
+        self, norm: nn.Module, part: Callable[[Tensor], Any], x: Tensor, name: str = ""
+    ) -> Any:
+        """Norm x and call a part on it, keeping for backward what the flags say."""
+        forgets_norm = "layernorm" in self.recomputed and self.training
+        if name in self.recomputed and self.training:
+            if forgets_norm:
+                return recompute(lambda x: part(norm(x)), x, streams=self.streams)
+            return recompute(part, norm(x), streams=self.streams)
+        return recompute_between(norm, part, x) if forgets_norm else part(norm(x))
 
     def _experts(self, x: Float[Tensor, "s B D"]) -> tuple[Tensor, Tensor]:
         assert self.moe is not None
         y, aux = self.moe(x.flatten(0, 1), num_sequences=x.shape[1])  # [S, B, D] -> [T, D]
         return y.view(x.shape), aux
-
-    def _run(self, name: str, part: Callable[[Tensor], Any], x: Tensor) -> Any:
-        """Call a part, keeping only its input for backward if it is to be recomputed."""
-        if name in self.recomputed and self.training:
-            return recompute(part, x, streams=self.streams)
-        return part(x)
