@@ -127,7 +127,7 @@ def report(
     )
     row = {
         "name": options.name,
-        "commit": options.commit or _commit(),
+        "commit": options.commit or commit(),
         "flags": " ".join(flags),
         "device": torch.cuda.get_device_name(),
         "num_gpus": plan.world_size,
@@ -151,7 +151,7 @@ def report(
         path.write_text(json.dumps(row, indent=1) + "\n")
 
 
-def _commit() -> str:
+def commit() -> str:
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

@@ -43,3 +43,8 @@ def test_every_spelling_becomes_flags_that_exist_and_is_none_itself():
 
 def test_a_negative_number_is_a_value_and_no_flag():
     assert translate(["--lr", "-1"], KNOWN)[0] == ["--lr", "-1"]
+
+
+def test_recompute_activations_is_selective_recomputation():
+    words, _ = translate(["--recompute-activations"], flag_names())
+    assert words == ["--recompute-granularity", "selective"]

@@ -39,6 +39,8 @@ SPELLINGS: dict[str, Spelling] = {
     "--no-bias-gelu-fusion": Spelling(note="the compiler decides"),
     "--no-bias-swiglu-fusion": Spelling(note="the compiler decides"),
     "--no-bias-dropout-fusion": Spelling(note="the compiler decides"),
+    "--recompute-activations": Spelling(("--recompute-granularity", "selective")),
+    "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
     "--ckpt-format": Spelling(num_values=1, note="one native format loads under any layout"),
     "--dist-ckpt-strictness": Spelling(num_values=1, note="a missing tensor is an error"),
     "--use-checkpoint-args": Spelling(note="--load brings the model's shape with it"),
