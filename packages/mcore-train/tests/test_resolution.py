@@ -54,6 +54,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
          "heads must divide evenly. Use 1, 2, 3, 4, 6 or 12"),
         (6, {"tensor_model_parallel_size": 4}, "does not divide the world of 6 ranks"),
         (1, {"sequence_parallel": True}, "--sequence-parallel has no effect"),
+        (2, {"tensor_model_parallel_size": 2, "tp_comm_overlap": True},
+         "--tp-comm-overlap has no effect without --sequence-parallel"),
         (2, {"micro_batch_size": 2, "global_batch_size": 6}, "use 4 or 8"),
         (1, {"max_position_embeddings": 16}, "--max-position-embeddings 16"),
         (2, {"context_parallel_size": 2, "seq_length": 30}, "--seq-length 30 cannot be cut"),

@@ -30,11 +30,11 @@ from mcore_parallel.embedding import (
     padded_vocab,
 )
 from mcore_parallel.fused_head import head_loss
-from mcore_parallel.linear import column_parallel
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_parallel.stages import Stage
+from mcore_parallel.tensor_products import column_parallel
 from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
 
 _NO_EXPERTS = MoEConfig()

@@ -42,6 +42,7 @@ class MoELayer(nn.Module):
         ep: Axis = SINGLE,
         expert_tp: Axis = SINGLE,
         sequence_parallel: bool = False,
+        overlap: bool = False,
         gated: bool = True,
         activation: str = "silu",
         bias: bool = False,
@@ -64,6 +65,7 @@ class MoELayer(nn.Module):
             ep: ranks that share the experts.
             expert_tp: ranks that share each expert's matrices.
             sequence_parallel: whether tokens are cut over ``tp``.
+            overlap: of the shared expert's linears, see ``ColumnParallelLinear``.
             gated: whether experts have a gate and an up-projection.
             activation: see ``experts.ACTIVATIONS``.
             bias: whether the experts' products have one (router and shared expert have none).
@@ -118,6 +120,7 @@ class MoELayer(nn.Module):
                 config.moe_shared_expert_intermediate_size,
                 tp=tp,
                 sequence_parallel=sequence_parallel,
+                overlap=overlap,
                 has_token_gate=config.moe_shared_expert_gate,
                 **feed_forward,
             )

@@ -123,6 +123,11 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it "
             "out, or raise the tensor-parallel size."
         )
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        yield (
+            "--tp-comm-overlap has no effect without --sequence-parallel: nothing is gathered "
+            "or scattered around products."
+        )
 
 
 def _model_conflicts(config: TrainConfig) -> Iterator[str]:
