@@ -98,6 +98,11 @@ class Documents:
         """Tokens of each row, S."""
         return self.rows[0].length
 
+    @property
+    def are_whole_rows(self) -> bool:
+        """Whether each row is one document, which needs no care."""
+        return all(len(pieces.borders) == 2 for pieces in self.rows)
+
     def check(self, num_rows: int, length: int) -> None:
         """Refuse tensors that are not of these rows.
 

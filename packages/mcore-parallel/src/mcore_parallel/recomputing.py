@@ -44,21 +44,20 @@ def recompute(
 
     Reference:
         Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost. arXiv:1604.06174;
-        in pieces: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+        in pieces: Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054 (partitioned activation
+        checkpointing).
     """
     again = nullcontext() if streams is None else _Replay(streams)
     kept = [_Piece(arg, shared_by) if _can_cut(arg, shared_by) else arg for arg in args]
     pieces = [arg for arg in kept if isinstance(arg, _Piece)]
+    if not pieces:
+        return _again(function, args, again)
 
-    def run(*args: object) -> Any:
+    def run(_of_the_device: Tensor, *args: object) -> Any:
         return function(*(a.whole() if isinstance(a, _Piece) else a for a in args))
 
-    result = checkpoint(
-        run if pieces else function,
-        *kept,
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), again),
-    )
+    # Without any tensor torch would not know whose generators to keep.
+    result = _again(run, (pieces[0].whole().new_empty(0), *kept), again)
     for piece in pieces:
         piece.cut()
     return result
@@ -104,6 +103,12 @@ def recompute_between(
 
     with saved_tensors_hooks(pack, unpack):
         return consumer(y)
+
+
+def _again(function: Callable[..., Any], args: tuple[object, ...], replay: Any) -> Any:
+    return checkpoint(
+        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), replay)
+    )
 
 
 class _Piece:

@@ -44,7 +44,9 @@ def place(
         has_own_positions: whether rows count their positions themselves
             (``--reset-position-ids``).
     """
-    packed = batch.get("cu_seqlens")
+    documents = None
+    if "cu_seqlens" in batch:
+        documents = Documents.from_cu_seqlens(batch["cu_seqlens"])
 
     def part(name: str) -> Tensor:
         return zigzag_split(batch[name].to(ctx.device, non_blocking=True), ctx.cp, 1)
@@ -54,7 +56,7 @@ def place(
         part("labels"),
         part("loss_mask"),
         part("position_ids") if has_own_positions else None,
-        None if packed is None else Documents.from_cu_seqlens(packed),
+        None if documents is None or documents.are_whole_rows else documents,
     )
 
 
