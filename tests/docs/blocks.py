@@ -35,6 +35,7 @@ def documents() -> list[Path]:
     return [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SKILL.md",
         *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "recipes").glob("*.md")),
         *sorted((ROOT / "examples").glob("*.md")),

@@ -11,7 +11,7 @@ import pytest
 from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render
 from house.rows import is_collected
-from house.sources import PACKAGES, ROOT
+from house.sources import PACKAGES, ROOT, package_sources
 
 from mcore_train.parsing import parse
 
@@ -85,6 +85,14 @@ def test_a_training_command_that_cannot_run_here_has_known_flags(place, argument
 def test_the_page_of_a_package_shows_a_use_that_runs(package):
     page = f"packages/mcore-{package}/README.md"
     assert [b for b in runnable("python") + runnable("bash") if b.document == page]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_of_a_package_names_its_rooms(package):
+    page = (ROOT / f"packages/mcore-{package}/README.md").read_text()
+    named = set(re.findall(r"`(\w+)(?:/\*)?`", page))
+    rooms = {source.room.split(".")[0] for source in package_sources(package)}
+    assert rooms - {"", "__main__"} - named == set()
 
 
 def test_links_inside_the_repository_lead_somewhere():

@@ -1,11 +1,17 @@
-"""Each example runs, on one rank and on several, with equal numbers."""
+"""Each example runs, on one rank and on several, with equal numbers; scripts for more GPUs
+than there are here give a plan."""
 
 import importlib.util
+import os
+import shlex
+import subprocess
 
 import pytest
 from docs.blocks import ROOT
 
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing import run_command, run_ranks
+from mcore_train.parsing import parse
+from mcore_train.resolution import resolve
 
 SMALL = [
     *("--num-layers", "2", "--hidden-size", "48", "--num-attention-heads", "4"),
@@ -40,3 +46,83 @@ def test_the_simple_loop_trains_and_resumes_on_one_rank_and_two(layout):
     assert all(losses == answers[0] for losses in answers)
     assert len(answers[0]) == 6
     assert answers[0][-1] < answers[0][0]
+
+
+def told_by(script, **variables):
+    """Run a script that shows what it would start."""
+    env = {"PATH": os.environ["PATH"], "LAUNCH": "echo", **variables}
+    return subprocess.run(
+        ["bash", str(ROOT / "examples" / script)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def planned(script, **variables):
+    """Resolve what a script would start, on the ranks that it would start."""
+    done = told_by(script, MASTER_ADDR="host0", **variables)
+    assert done.returncode == 0, done.stderr
+    launcher, command = done.stdout.split(" -m mcore_train gpt ")
+    words = launcher.split()
+    values = dict(zip(words[::2], words[1::2], strict=True))
+    assert values["--master_addr"] == "host0"
+    world_size = int(values["--nproc_per_node"]) * int(values["--nnodes"])
+    config = parse(shlex.split(command))
+    num_words = 1000 if config.tokenizer.tokenizer_model else 0
+    return resolve(config, world_size, tokenizer_vocab_size=num_words)
+
+
+LLAMA = "llama/train_llama_70b.sh"
+MIXTRAL = "mixtral/train_mixtral_8x7b_distributed.sh"
+
+
+def test_the_llama_script_has_the_layout_of_the_guides():
+    plan = planned(LLAMA)
+    model, layout = plan.config.model, plan.config.parallelism
+    assert (plan.world_size, plan.data_parallel_size, plan.num_microbatches) == (64, 4, 256)
+    assert (layout.tensor_model_parallel_size, len(plan.stages)) == (4, 4)
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (80, 8192, 64)
+    assert (plan.schedule.max_lr, plan.config.data.mock_data) == (3e-4, True)
+
+
+def test_the_llama_script_hears_its_variables():
+    size = {"NNODES": "2", "TP": "8", "PP": "1", "NUM_LAYERS": "8", "GLOBAL_BATCH": "64"}
+    files = {"DATA_PATH": "book", "TOKENIZER_MODEL": "words", "CHECKPOINT_PATH": "run"}
+    plan = planned(LLAMA, **size, **files)
+    assert (plan.world_size, plan.data_parallel_size, len(plan.stages)) == (16, 2, 1)
+    assert plan.config.data.data_path == ("book",)
+    assert plan.config.saving.save == "run"
+
+
+def test_the_mixtral_script_has_an_expert_a_gpu_and_four_stages():
+    plan = planned(MIXTRAL)
+    layout, experts = plan.config.parallelism, plan.config.experts
+    assert (plan.world_size, len(plan.stages), plan.data_parallel_size) == (32, 4, 8)
+    assert layout.expert_model_parallel_size == experts.num_experts == 8
+    assert (experts.moe_router_topk, experts.moe_grouped_gemm) == (2, True)
+
+
+@pytest.mark.parametrize("script", [LLAMA, MIXTRAL])
+def test_a_script_for_several_hosts_asks_for_the_first_ones_name(script):
+    done = told_by(script)
+    assert done.returncode == 2
+    assert "give MASTER_ADDR" in done.stderr
+    assert told_by(script, NNODES="1").returncode == 0
+
+
+def test_megatrons_entry_takes_its_flags_and_names_those_that_do_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    flags = (
+        "--use-mcore-models --transformer-impl transformer_engine --use-flash-attn "
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
+        "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 3e-4 "
+        "--lr-decay-style cosine --mock-data --vocab-size 64 --num-workers 0 --device cpu"
+    )
+    done = run_command("pretrain_gpt", *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert "iteration        1/       1" in done.stdout
+    told = done.stdout + done.stderr
+    for ignored in ("--use-mcore-models", "--transformer-impl", "--use-flash-attn"):
+        assert f"{ignored}: " in told

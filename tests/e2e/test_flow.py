@@ -65,13 +65,14 @@ def last_metrics(folder, kind="train"):
 
 def test_a_tiny_model_goes_from_text_to_text(corpus, tmp_path):
     model = ["--tokenizer-model", corpus / "tokenizer", *SHAPE]
-    evaluation = ["--eval-interval", 10, "--eval-iters", 2]
+    evaluation = ["--eval-interval", 10, "--eval-iters", 2, "--tensorboard"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     out = run("mcore_train", "gpt", *flags(corpus, train_iters=20), *model, *evaluation,
               "--save", whole)  # fmt: skip
     assert "iteration       20/      20" in out
     assert "validation loss at iteration 20" in out
     assert last_metrics(whole)["loss"] < 4.5
+    assert list((whole / "tensorboard").glob("events.out.tfevents.*"))
 
     # Stopped after ten steps and continued without a flag about the model: the same numbers.
     run("mcore_train", "gpt", *flags(corpus, train_iters=20), *model, "--save", parts,
@@ -108,10 +109,16 @@ def logits_agree(folder, corpus):
     assert loss < 4.5
 
 
-def test_the_quickstart_in_short(tmp_path):
+TWO_RANKS = ["--nproc", 2, "--tensor-model-parallel-size", 2]
+
+
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(TWO_RANKS, marks=pytest.mark.parity_long)], ids=["one", "tp2"]
+)
+def test_the_quickstart_in_short(tmp_path, layout):
     folder = tmp_path / "tour"
     words = ["--steps", 24, "--num-words", 30, "--output", folder, "--device", "cpu"]
-    out = run("mcore_train", "quickstart", *words)
+    out = run("mcore_train", "quickstart", *words, *layout)
     assert "come out equal to the last bit" in out
     results = json.loads((folder / "quickstart.json").read_text())
     assert results["resumed_exactly"]

@@ -4,9 +4,12 @@ import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from house.sources import PACKAGES, Source, package_sources, parse
+
+from mcore_parallel.testing import run_command
 
 # Run in a bare process: import the modules named in argv, then say what that did.
 _PROBE = """
@@ -79,9 +82,19 @@ def test_fronts_configs_and_commands_import_without_torch(package):
     assert {name for name, changed in effects.items() if changed} == set()
 
 
-def test_importing_every_room_changes_nothing_but_the_modules():
-    effects = effects_of_importing([room for package in PACKAGES for room in rooms(package)])
-    assert {name for name, changed in effects.items() if changed} == {"torch"}
+def effects_beyond_torch(modules: list[str], folder: Path) -> set[str]:
+    """Return what importing changes in a process that has torch, and nothing of ours."""
+    (folder / "probe.py").write_text(_PROBE)
+    done = run_command("probe", *modules)
+    assert done.returncode == 0, done.stderr
+    changed = {name for name, value in json.loads(done.stdout).items() if value}
+    return changed - {"torch"}
+
+
+def test_importing_every_room_changes_nothing_but_the_modules(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = [room for package in PACKAGES for room in rooms(package)]
+    assert effects_beyond_torch(modules, tmp_path) == set()
 
 
 def test_the_probe_sees_what_an_import_does(tmp_path, monkeypatch):
@@ -92,11 +105,9 @@ def test_the_probe_sees_what_an_import_does(tmp_path, monkeypatch):
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "torch.set_default_dtype(torch.float64)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    effects = effects_of_importing(["rude"])
-    assert {name for name, changed in effects.items() if changed} == {
-        *("torch", "environment", "threads", "handlers", "dtype")
-    }
+    monkeypatch.syspath_prepend(tmp_path)
+    effects = effects_beyond_torch(["rude"], tmp_path)
+    assert effects == {"environment", "threads", "handlers", "dtype"}
 
 
 def test_config_files_import_the_standard_library_only():

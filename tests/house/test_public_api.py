@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from house.public_api import PINNED, front_of, pinned, public_names, render
@@ -66,6 +67,17 @@ def test_every_public_name_can_be_fetched_from_the_front(package):
     assert front.__version__
     with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
         front.nonesuch  # noqa: B018
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_used_from_its_sources_alone_has_a_version_that_says_so(package, monkeypatch):
+    front = importlib.import_module(f"mcore_{package}")
+
+    def not_installed(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(front, "version", not_installed)
+    assert front.__version__ == "0+source"
 
 
 def test_the_pinned_file_is_as_its_command_writes_it():

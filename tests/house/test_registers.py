@@ -1,22 +1,17 @@
 """The tests that the registers and documents name are those that pytest collects."""
 
-import subprocess
-import sys
-
 from docs.blocks import all_blocks
 from house.rows import COVERAGE, MUTATIONS, read_rows
 from house.sources import ROOT
 
+from mcore_parallel.testing import run_command
+
 
 def collected(files: set[str]) -> set[str]:
     """Return the nodes of test files, with and without their parameters."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", *sorted(files)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # The suite's own options would choose by marks, and check shapes; neither names a test.
+    plain = ("-o", "addopts=--import-mode=importlib")
+    done = run_command("pytest", "--collect-only", "-q", *plain, *sorted(files), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     nodes = {line.strip() for line in done.stdout.splitlines() if "::" in line}
     return nodes | {node.split("[")[0] for node in nodes}

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from mcore_models.attention_backends import attend, visible_keys
+from mcore_models import flash4_attention
+from mcore_models.attention_backends import attend, check_backend, visible_keys
+from mcore_models.config import KernelConfig, TransformerConfig
+from mcore_models.gpt import GPT
+from mcore_parallel import ParallelContext
 from mcore_parallel.documents import Documents
 
 SHAPES = [(5, 5, 4, 4), (5, 5, 4, 2), (7, 7, 6, 1), (3, 8, 4, 2), (1, 6, 4, 2), (4, 4, 1, 1)]
@@ -131,3 +135,29 @@ def test_documents_of_another_batch_and_without_causality_are_refused():
         attend(q, k, v, documents=Documents([[0, 3], [0, 3]]))
     with pytest.raises(ValueError, match="need causal attention"):
         attend(q, k, v, causal=False, documents=Documents([[0, 4], [0, 4]]))
+
+
+def test_flash4_says_why_it_cannot_be_used():
+    tensors = inputs(4, 4, 2, 2)
+    with pytest.raises(ValueError, match="flash4 cannot be used: tensors are on cpu"):
+        attend(*tensors, backend="flash4")
+
+
+def test_flash4_names_its_extra_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(flash4_attention, "is_installed", lambda: False)
+    with pytest.raises(ValueError, match=r'pip install "mcore-models\[flash4\]", or use auto'):
+        check_backend("flash4")
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    with pytest.raises(ValueError, match="flash-attn-4 is not installed"):
+        GPT(
+            config,
+            ParallelContext.single(),
+            vocab_size=4,
+            kernels=KernelConfig(attention_backend="flash4"),
+        )
+
+
+def test_plain_products_may_be_asked_for():
+    tensors = inputs(5, 5, 4, 2)
+    want = attend(*tensors)
+    torch.testing.assert_close(attend(*tensors, backend="unfused"), want)

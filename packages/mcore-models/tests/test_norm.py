@@ -67,3 +67,12 @@ def test_weights_name_the_ranks_that_hold_them():
         "weight": (3,),
         "bias": (3,),
     }
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_a_norm_may_add_a_branch_first(kind):
+    norm = kind(6, dtype=torch.float64)
+    x, branch = torch.randn(2, 3, 2, 6, dtype=torch.float64).unbind()
+    normed, total = norm.add_and_norm(x, branch)
+    assert torch.equal(total, x + branch)
+    assert torch.equal(normed, norm(x + branch))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mcore_models import flash4_attention
 from mcore_models.attention_backends import attend
 from mcore_models.config import TransformerConfig
-from mcore_models.fused_blocks import FUSED_BLOCKS, blocks_for
+from mcore_models.fused_blocks import CUDNN_BLOCKS, FLASH4_BLOCKS, FLASH_BLOCKS, blocks_for
 from mcore_models.gpt import GPT
 from mcore_parallel import ParallelContext
 from mcore_parallel.block_attention import PLAIN_BLOCKS
@@ -79,11 +80,12 @@ DOCUMENTS = Documents([[0, 1, 100, 260, 512], [0, 333, 512]])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize(("N", "G", "H"), [(8, 2, 128), (4, 4, 64), (6, 1, 96)])
 @pytest.mark.parametrize("attention", [ring_attention, gathered_attention])
-def test_fused_blocks_equal_plain_ones(attention, N, G, H, documents):
+@pytest.mark.parametrize("blocks", [CUDNN_BLOCKS, FLASH_BLOCKS], ids=["cudnn", "flash"])
+def test_fused_blocks_equal_plain_ones(attention, N, G, H, documents, blocks):
     tensors = inputs(512, 512, N, G, H, torch.bfloat16)
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    assert blocks_for(tensors[0], tensors[2]) is FUSED_BLOCKS
-    got = attention(*tensors, SINGLE, FUSED_BLOCKS, documents)
+    assert blocks_for(tensors[0], tensors[2], "fused") is CUDNN_BLOCKS
+    got = attention(*tensors, SINGLE, blocks, documents)
     want = attention(*wide, SINGLE, PLAIN_BLOCKS, documents)
     dy = torch.randn_like(got)
     assert error(got.detach(), want.detach()) < TOLERANCE[torch.bfloat16]
@@ -93,12 +95,15 @@ def test_fused_blocks_equal_plain_ones(attention, N, G, H, documents):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("pieces", [None, Pieces([0, 300])], ids=["cudnn", "flash"])
-def test_a_fused_block_tells_the_log_sum_exp_and_takes_that_of_all_blocks(causal, pieces):
+@pytest.mark.parametrize("pieces", [None, Pieces([0, 300])], ids=["dense", "packed"])
+@pytest.mark.parametrize("blocks", [CUDNN_BLOCKS, FLASH_BLOCKS], ids=["cudnn", "flash"])
+def test_a_fused_block_tells_the_log_sum_exp_and_takes_that_of_all_blocks(
+    blocks, causal, pieces
+):
     tensors = inputs(300, 300, 8, 2, 128, torch.bfloat16)
     q, k, v = (t.detach()[:, :1] for t in tensors)
     wide = [t.double() for t in (q, k, v)]
-    out, lse = FUSED_BLOCKS.forward(q, k, v, causal, pieces)
+    out, lse = blocks.forward(q, k, v, causal, pieces)
     want_out, want_lse = PLAIN_BLOCKS.forward(*wide, causal, pieces)
     assert error(out, want_out) < TOLERANCE[torch.bfloat16]
     # The scores are sums of products of bfloat16 numbers in float32.
@@ -106,8 +111,78 @@ def test_a_fused_block_tells_the_log_sum_exp_and_takes_that_of_all_blocks(causal
     # As if another block, of as large scores again, had been merged in.
     out, lse = want_out * 0.5, want_lse + math.log(2.0)
     dy = torch.randn_like(q)
-    got = FUSED_BLOCKS.backward(dy, q, k, v, out.bfloat16(), lse.float(), causal, pieces)
+    got = blocks.backward(dy, q, k, v, out.bfloat16(), lse.float(), causal, pieces)
     want = PLAIN_BLOCKS.backward(dy.double(), *wide, out, lse, causal, pieces)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < TOLERANCE[torch.bfloat16]
+
+
+has_flash4 = pytest.mark.skipif(
+    not flash4_attention.is_installed(), reason="flash-attn-4 is not installed"
+)
+
+
+@has_flash4
+@pytest.mark.parametrize(
+    ("S", "Z", "B", "N", "G", "H"),
+    [
+        (1024, 1024, 2, 8, 8, 128),
+        (1024, 1024, 2, 8, 2, 128),
+        (1500, 1500, 1, 6, 1, 64),
+        (512, 2048, 2, 8, 2, 128),
+        (8192, 8192, 1, 32, 8, 128),
+    ],
+)
+@pytest.mark.parametrize(("causal", "window"), [(True, -1), (True, 100), (False, -1)])
+def test_flash4_equals_plain_float32(S, Z, B, N, G, H, causal, window):
+    torch.manual_seed(0)
+    shapes = ((S, B, N, H), (Z, B, G, H), (Z, B, G, H))
+    tensors = [
+        torch.randn(s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes
+    ]
+    wide = [t.detach().float().requires_grad_() for t in tensors]
+    options = {"causal": causal, "window": window}
+    got = attend(*tensors, **options, backend="flash4")
+    want = attend(*wide, **options, backend="unfused" if S < 8192 else "auto")
+    dy = torch.randn_like(got)
+    assert error(got.detach(), want.detach().double()) < TOLERANCE[torch.bfloat16]
+    grads = torch.autograd.grad(got, tensors, dy)
+    for a, b in zip(grads, torch.autograd.grad(want, wide, dy.float()), strict=True):
+        assert error(a, b.double()) < TOLERANCE[torch.bfloat16]
+
+
+@has_flash4
+def test_flash4_is_chosen_for_long_sequences_and_deterministic_when_asked():
+    tensors = inputs(2048, 2048, 8, 2, 128, torch.bfloat16)
+    attend(*tensors)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        attend(*tensors)
+    kernels = " ".join(event.key for event in seen.key_averages())
+    assert "cudnn" not in kernels, kernels
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(3):
+            out = attend(*tensors)
+            runs.append(torch.autograd.grad(out, tensors, torch.ones_like(out)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@has_flash4
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash4_blocks_of_a_ring_equal_plain_ones(causal):
+    q, k, v = (t.detach() for t in inputs(1024, 1024, 8, 2, 128, torch.bfloat16))
+    dy = torch.randn_like(q)
+    got_out, got_lse = FLASH4_BLOCKS.forward(q, k, v, causal, None)
+    want_out, want_lse = PLAIN_BLOCKS.forward(q.double(), k.double(), v.double(), causal, None)
+    assert error(got_out, want_out) < TOLERANCE[torch.bfloat16]
+    assert error(got_lse, want_lse) < TOLERANCE[torch.bfloat16]
+    got = FLASH4_BLOCKS.backward(dy, q, k, v, got_out, got_lse, causal, None)
+    wide = [t.double() for t in (dy, q, k, v)]
+    want = PLAIN_BLOCKS.backward(*wide, want_out, want_lse, causal, None)
     for a, b in zip(got, want, strict=True):
         assert error(a, b) < TOLERANCE[torch.bfloat16]
 

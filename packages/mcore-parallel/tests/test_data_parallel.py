@@ -23,6 +23,7 @@ from mcore_parallel.collectives import (
 from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.grads import clip_coefficient
+from mcore_parallel.linear import ColumnParallelLinear
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Layout, Part, named_shards, sliced, whole
 from mcore_parallel.testing import gather_logical, run_ranks
@@ -347,6 +348,63 @@ def test_an_operation_may_add_to_the_main_gradient_itself():
     assert [b.is_reducing for b in data_parallel.buckets] == [True]
     data_parallel.finish()
     assert weights[1].main_grad.tolist() == [2.0, 3.0]
+
+
+class TwoLinears(nn.Module):
+    """Linears that overwrite their main gradients; the second may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = ColumnParallelLinear(3, 2, bias=True)
+        self.second = ColumnParallelLinear(2, 2)
+
+    def forward(self, x, with_second=True):
+        y = self.first(x)
+        return self.second(y) if with_second else y
+
+
+@pytest.mark.parametrize("config", [PLAIN, SMALL_BUCKETS])
+def test_the_first_product_of_a_step_overwrites_the_main_gradient(config):
+    torch.manual_seed(0)
+    model = TwoLinears()
+    data_parallel = wrap(model, config)
+    for step in range(2):
+        data_parallel.zero_grad()
+        assert not model.first.bias.main_grad.any()
+        for weight in (model.first.weight, model.second.weight):
+            weight.main_grad.fill_(torch.nan)  # whatever is there is not to be read
+        inputs = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(step))
+        with data_parallel.no_sync():
+            for x in inputs[:2]:
+                model(x).square().sum().backward()
+        model(inputs[2]).square().sum().backward()
+        data_parallel.finish()
+        found = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+        twin = TwoLinears()
+        twin.load_state_dict(model.state_dict())
+        sum(twin(x).square().sum() for x in inputs).backward()
+        for name, parameter in twin.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_main_gradient_of_a_weight_that_no_batch_came_through_is_zero():
+    model = TwoLinears()
+    data_parallel = wrap(model)
+    for with_second in (True, False):
+        data_parallel.zero_grad()
+        model(torch.ones(1, 3), with_second).sum().backward()
+        data_parallel.finish()
+        assert model.first.weight.main_grad.any()
+        assert model.second.weight.main_grad.any() == with_second
+
+
+def test_a_gradient_from_autograd_overwrites_too():
+    model = TwoLinears()
+    data_parallel = wrap(model)
+    data_parallel.zero_grad()
+    model.first.weight.main_grad.fill_(torch.nan)
+    (model.first.weight * 2.0).sum().backward()
+    assert model.first.weight.main_grad.eq(2.0).all()
 
 
 def test_a_gradient_after_its_sum_began_is_refused():

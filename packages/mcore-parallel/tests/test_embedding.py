@@ -84,6 +84,16 @@ def check(kind, padded, sequence_parallel, compiled):
     logits.backward(upstream[..., own])
     torch.testing.assert_close(embedding.weight.grad, table.grad[own], **EXACT)
 
+    if not compiled:  # both uses of the tied table add to its main gradient themselves
+        embedding.weight.grad = None
+        embedding.weight.main_grad = torch.ones_like(embedding.weight)
+        told = []
+        embedding.weight.main_grad_ready = lambda: told.append(True)
+        model(ids).backward(upstream[..., own])
+        assert embedding.weight.grad is None
+        assert told == [True, True]
+        torch.testing.assert_close(embedding.weight.main_grad, 1 + table.grad[own], **EXACT)
+
 
 def check_all():
     for kind, padded in (("strided", 0), ("four", 16), ("four", 24)):

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from mcore_parallel import ParallelConfig, ParallelContext, run_ranks
+from mcore_parallel.accumulation import accumulate_product, make_stale
 from mcore_parallel.collectives import all_gather, own_slice
-from mcore_parallel.fused_head import accumulate_product, head_loss
+from mcore_parallel.fused_head import head_loss
 
 S, B, D, V = 6, 3, 8, 11
 
@@ -47,6 +48,33 @@ def test_head_loss_equals_whole_logits(label_smoothing, chunk_tokens):
     total.backward()
     for got, expected in zip((total, losses, x.grad, weight.grad), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_head_loss_overwrites_a_stale_main_gradient(chunk_tokens):
+    x, weight, labels, weights = inputs()
+    want = twin(x, weight, labels, weights, 0.0)[3]
+    weight.requires_grad_()
+    weight.main_grad = torch.full_like(weight, torch.nan)
+    make_stale(weight)
+    for times in (1, 2):
+        head_loss(
+            x.requires_grad_(),
+            weight,
+            labels,
+            weights,
+            vocab_size=V,
+            chunk_tokens=chunk_tokens,
+        )[0].backward()
+        torch.testing.assert_close(weight.main_grad, times * want)
+
+
+def test_a_head_without_tokens_has_no_gradient():
+    _, weight, labels, weights = inputs()
+    x = torch.zeros(0, B, D, dtype=torch.float64, requires_grad=True)
+    empty = {"labels": labels[:, :0], "weights": weights[:, :0]}
+    head_loss(x, weight.requires_grad_(), vocab_size=V, **empty)[0].backward()
+    assert not weight.grad.any()
 
 
 def test_head_loss_adds_into_the_main_gradient_and_says_when():
@@ -146,6 +174,10 @@ def test_a_low_precision_product_accumulates_in_float32():
     a = torch.randn(96, 512, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(512, 64, device="cuda", dtype=torch.bfloat16)
     total = torch.randn(96, 64, device="cuda")
-    want = total.double() + a.double() @ b.double()
+    product = a.double() @ b.double()
+    want = total.double() + product
     accumulate_product(total, a, b)
     assert (total.double() - want).abs().max() / want.abs().max() < 1e-5
+    total.fill_(torch.nan)
+    accumulate_product(total, a, b, overwrite=True)
+    assert (total.double() - product).abs().max() / product.abs().max() < 1e-5

@@ -96,6 +96,38 @@ def test_float32_weights_are_their_own_main_weights():
     assert kinds == {"exp_avg", "exp_avg_sq"}
 
 
+def test_moments_may_be_kept_in_half_precision():
+    adam = AdamConfig(adam_beta2=0.95, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    trained = []
+    for options in (adam, AdamConfig(adam_beta2=0.95)):
+        model = small_model(torch.bfloat16)
+        data_parallel, optimizer = wrapped(model, adam=options)
+        for step in range(4):
+            data_parallel.zero_grad()
+            backward(model, step)
+            data_parallel.finish()
+            optimizer.step(1e-2, 0.1)
+        trained.append(optimizer.named_shards())
+    half, full = trained
+    for name, shard in half.items():
+        moments = name.startswith("exp_avg")
+        for piece, twin in zip(shard.pieces, full[name].pieces, strict=True):
+            assert piece.data.dtype == (torch.bfloat16 if moments else torch.float32)
+            # Each step rounds by half of bfloat16's last bit, 2^-9, and most of it decays.
+            close = {"rtol": 2**-7, "atol": 1e-3}
+            torch.testing.assert_close(piece.data.float(), twin.data, **close)
+
+
+def test_parameters_that_decay_alike_are_updated_together():
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)], nn.LayerNorm(4))
+    _, optimizer = wrapped(model)
+    # Bias and weight of the norm come last, so first in a bucket; then three matrices.
+    assert [(run.main.numel(), run.decays) for run in optimizer._runs] == [
+        (64 + 4, False),
+        (64 + 64 + 16, True),
+    ]
+
+
 class Stacked(nn.Module):
     """Parameters whose local shape hides what they are: a stack of norms, a fused bias."""
 

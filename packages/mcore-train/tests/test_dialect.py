@@ -2,6 +2,7 @@ import pytest
 
 from mcore_train.composition import flag_names
 from mcore_train.dialect import REFUSED, SPELLINGS, translate
+from mcore_train.parsing import parse
 
 KNOWN = {"--num-layers", "--swiglu", "--no-swiglu", "--position-embedding-type", "--lr"}
 
@@ -45,6 +46,10 @@ def test_a_negative_number_is_a_value_and_no_flag():
     assert translate(["--lr", "-1"], KNOWN)[0] == ["--lr", "-1"]
 
 
-def test_recompute_activations_is_selective_recomputation():
-    words, _ = translate(["--recompute-activations"], flag_names())
-    assert words == ["--recompute-granularity", "selective"]
+def test_recompute_activations_is_selective_recomputation_of_the_core_attention():
+    shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2"
+    options = parse([*shape.split(), "--recompute-activations"]).recomputation
+    assert (options.recompute_granularity, options.recompute_modules) == (
+        "selective",
+        ("core_attn",),
+    )

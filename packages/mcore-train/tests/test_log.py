@@ -1,7 +1,10 @@
 import io
 import json
+import sys
 
+import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_train.log import Reporter, StepReport
 
@@ -67,3 +70,37 @@ def test_a_rank_that_does_not_report_writes_nothing(tmp_path):
     with Reporter(None, metrics_file=path) as reporter:
         reporter.report(report())
     assert not path.exists()
+
+
+def scalars(folder):
+    accumulator = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_shows_every_number_at_its_iteration(tmp_path):
+    with Reporter(Console(file=io.StringIO()), tensorboard_folder=tmp_path) as reporter:
+        for iteration in (10, 20):
+            reporter.report(report(iteration=iteration, loss=2.5 + iteration))
+        reporter.record("valid", 20, {"loss": 3.0})
+    found = scalars(tmp_path)
+    assert found["train/loss"] == [(10, 12.5), (20, 22.5)]
+    assert found["valid/loss"] == [(20, 3.0)]
+    assert {tag.removeprefix("train/") for tag in found if tag.startswith("train/")} == {
+        *report().numbers()
+    }
+
+
+def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        Reporter(Console(file=io.StringIO()), tensorboard_folder=tmp_path)
+
+
+def test_a_rank_that_does_not_report_needs_no_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with Reporter(None, tensorboard_folder=tmp_path / "tensorboard") as reporter:
+        reporter.report(report())
+    assert not (tmp_path / "tensorboard").exists()

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_models.presets import load_preset, preset_names
 from mcore_train.composition import compose, field_types, flat
 from mcore_train.parsing import parse
 from mcore_train.recipe import read_recipe, to_flags, told_options, write_recipe
@@ -52,6 +53,16 @@ def test_every_shipped_recipe_reads_and_gives_a_valid_config(path):
     shape = [] if path.parent.name == "model" else shape
     config = parse(["--recipe", str(path), *shape])
     assert config.launch.recipe == (str(path),)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in RECIPES if p.stem in preset_names()], ids=lambda path: path.stem
+)
+def test_a_recipe_and_a_preset_of_one_name_are_one_model(path):
+    config = parse(["--recipe", str(path)])
+    preset = load_preset(path.stem)
+    assert (config.model, config.experts) == (preset.config, preset.moe)
+    assert config.tokenizer.vocab_size in (0, preset.vocab_size)
 
 
 def test_a_run_can_be_repeated_from_the_recipe_that_it_keeps(tmp_path):

@@ -12,6 +12,7 @@ _ROOMS: dict[str, str] = {
     "GPT": "gpt",
     "GPTModel": "facade",
     "KVCache": "protocol",
+    "KernelConfig": "config",
     "LayerNorm": "norm",
     "MLP": "mlp",
     "ModelDescription": "description",

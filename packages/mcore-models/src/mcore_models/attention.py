@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.attention_backends import attend
+from mcore_models.attention_backends import attend, check_backend
 from mcore_models.config import (
+    KernelConfig,
     TransformerConfig,
     has_qkv_bias,
     head_dim,
@@ -36,6 +37,8 @@ from mcore_parallel.recomputing import recompute
 from mcore_parallel.ring import ring_attention
 from mcore_parallel.rng import RngStreams
 
+_ANY_KERNELS = KernelConfig()
+
 
 class Attention(nn.Module):
     """Causal self-attention of one layer.
@@ -54,6 +57,7 @@ class Attention(nn.Module):
         *,
         streams: RngStreams,
         recompute_core: bool = False,
+        kernels: KernelConfig = _ANY_KERNELS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -65,6 +69,7 @@ class Attention(nn.Module):
             layer: global number, which the cache is asked by.
             streams: for dropping attention weights.
             recompute_core: compute everything between the linears again in backward.
+            kernels: that compute the attention.
             device: of the parameters.
             dtype: of the parameters.
         """
@@ -72,6 +77,8 @@ class Attention(nn.Module):
         self.config, self.layer = config, layer
         self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
         self.comm_type = cp_comm_type(config, ctx.config, layer)
+        check_backend(kernels.attention_backend)
+        self.backend = kernels.attention_backend
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
@@ -142,10 +149,10 @@ class Attention(nn.Module):
         if self.comm_type == "a2a":
             return ulysses_attention(q, k, v, self.cp, on_rank)
         if self.comm_type == "p2p":
-            return ring_attention(q, k, v, self.cp, blocks_for(q, v), documents)
+            return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
         if has_window_or_dropout(self.config, self.layer):
             return context_attention(q, k, v, self.cp, on_rank)
-        return gathered_attention(q, k, v, self.cp, blocks_for(q, v), documents)
+        return gathered_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
@@ -159,6 +166,7 @@ class Attention(nn.Module):
                 window=window(self.config, self.layer),
                 dropout_prob=prob,
                 documents=documents,
+                backend=self.backend,
             )
 
     def _heads(

@@ -1,10 +1,10 @@
 """``attend``: causal attention over grouped heads, one function with backends behind it.
 
-Tensors come sequence first and are handed on as strided views. On a GPU torch's
-scaled_dot_product_attention is told to try cuDNN before its own flash kernel: on an H200
-with heads of 128 channels cuDNN is 1.7 times as fast. Key/value heads are never repeated in
-memory. Packed documents go through torch's variable-length kernel on a GPU, and through a
-mask elsewhere.
+Tensors come sequence first and are handed on as strided views. On a GPU flash-attn-4 is
+used where it is installed and takes the shapes; else torch's scaled_dot_product_attention
+is told to try cuDNN before its own flash kernel: on an H200 with heads of 128 channels
+cuDNN is 1.7 times as fast. Key/value heads are never repeated in memory. Packed documents go
+through torch's variable-length kernel on a GPU, and through a mask elsewhere.
 """
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from mcore_models import flash4_attention as flash4
+from mcore_models.config import AttentionBackend
 from mcore_parallel.documents import Documents
 
 GPU_BACKENDS = [
@@ -22,7 +24,15 @@ GPU_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Kernels in the order of their speed on H200; the first that takes the shapes is used."""
+"""Torch's kernels in the order of their speed on H200; the first that takes the shapes is
+used."""
+
+_TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
+    "auto": GPU_BACKENDS,
+    "fused": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "unfused": [SDPBackend.MATH],
+}
 
 
 def attend(
@@ -35,6 +45,7 @@ def attend(
     window: int = -1,
     dropout_prob: float = 0.0,
     documents: Documents | None = None,
+    backend: AttentionBackend = "auto",
 ) -> Float[Tensor, "S B N H"]:
     """Mix values by softmax(q·k) over the keys that each query may see.
 
@@ -51,11 +62,14 @@ def attend(
         window: earlier keys that a query sees besides its own; -1: all. Only if causal.
         dropout_prob: of dropping an attention weight, drawn from the default generator.
         documents: packed in the rows, of which the keys are the first Z tokens; none sees
-            another. Only if causal.
+            another. Only if causal. On a GPU they have one kernel of their own.
+        backend: kernels to use; ``auto`` takes the fastest that takes the shapes.
 
     Raises:
         ValueError: if there are more queries than keys, a window or documents without
-            causality, or documents of another batch.
+            causality, documents of another batch, or ``flash4`` cannot be used for these
+            tensors.
+        RuntimeError: if another backend that was named does not take the shapes.
     """
     num_queries, num_keys = q.shape[0], k.shape[0]
     if causal and num_queries > num_keys:
@@ -64,8 +78,10 @@ def attend(
         raise ValueError("an attention window needs causal attention")
     if documents is not None:
         _check_documents(documents, k, causal)
-        if num_queries == num_keys == documents.length and not dropout_prob and _has_varlen(q):
+        if num_queries == documents.length and _has_varlen(q, dropout_prob, backend):
             return _varlen(q, k, v, documents, scale, window)
+    elif _uses_flash4(q, k, v, dropout_prob, backend):
+        return flash4.flash4_attention(q, k, v, causal=causal, scale=scale, window=window)
     mask = None
     if causal and (window >= 0 or 1 < num_queries < num_keys):
         mask = visible_keys(num_queries, num_keys, window, q.device)
@@ -81,12 +97,38 @@ def attend(
         "enable_gqa": q.shape[2] != k.shape[2],
     }
     batch_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]  # [S, B, N, H] -> [B, N, S, H]
-    if q.is_cuda:
-        with sdpa_kernel(GPU_BACKENDS, set_priority=True):
+    if q.is_cuda or backend != "auto":
+        with sdpa_kernel(_TORCH_BACKENDS[backend], set_priority=True):
             out = F.scaled_dot_product_attention(*batch_first, **arguments)
     else:
         out = F.scaled_dot_product_attention(*batch_first, **arguments)
     return out.permute(2, 0, 1, 3)
+
+
+def _uses_flash4(
+    q: Tensor, k: Tensor, v: Tensor, dropout_prob: float, backend: AttentionBackend
+) -> bool:
+    if backend == "flash4":
+        why_not = flash4.refusal(q, v, dropout_prob)
+        if why_not:
+            raise ValueError(
+                f"--attention-backend flash4 cannot be used: {why_not}. Use auto, which takes "
+                "the fastest backend that can."
+            )
+        return True
+    return (
+        backend == "auto" and not flash4.refusal(q, v, dropout_prob) and flash4.is_faster(q, k)
+    )
+
+
+def check_backend(backend: AttentionBackend) -> None:
+    """Raise if a backend cannot be used whatever the tensors.
+
+    Raises:
+        ValueError: naming the package that is missing.
+    """
+    if backend == "flash4" and not flash4.is_installed():
+        raise ValueError(f"--attention-backend flash4: {flash4.EXTRA}, or use auto.")
 
 
 def visible_keys(
@@ -132,9 +174,10 @@ def _check_documents(documents: Documents, k: Tensor, causal: bool) -> None:
         documents.check(k.shape[1], k.shape[0])
 
 
-def _has_varlen(q: Tensor) -> bool:
+def _has_varlen(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> bool:
     """Whether torch's variable-length kernel takes these queries: 16-bit, on a GPU."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    is_short = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and is_short and not dropout_prob and backend != "unfused"
 
 
 def _varlen(

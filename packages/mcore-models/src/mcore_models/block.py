@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mcore_models.attention import Attention
 from mcore_models.config import (
+    KernelConfig,
     RecomputeConfig,
     TransformerConfig,
     activation,
@@ -21,7 +22,7 @@ from mcore_models.config import (
     is_gated,
 )
 from mcore_models.mlp import MLP
-from mcore_models.norm import build_norm
+from mcore_models.norm import LayerNorm, RMSNorm, build_norm
 from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables
 from mcore_moe.config import MoEConfig, moe_layers
@@ -51,6 +52,7 @@ class TransformerBlock(nn.Module):
         streams: RngStreams,
         moe: MoEConfig,
         recomputing: RecomputeConfig,
+        kernels: KernelConfig,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class TransformerBlock(nn.Module):
             layer: global number.
             streams: for dropout.
             moe: says whether this layer has experts, and which.
+            kernels: which compute the attention.
             recomputing: its selective modules; whole layers are the model's affair.
             device: of the parameters.
             dtype: of the parameters.
@@ -84,6 +87,7 @@ class TransformerBlock(nn.Module):
             layer,
             streams=streams,
             recompute_core="core_attn" in self.recomputed,
+            kernels=kernels,
             **placed,
         )
         self.mlp_norm = build_norm(config, config.hidden_size, **norms, **placed)
@@ -126,41 +130,64 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "s B D"],
+        branch: Float[Tensor, "s B D"] | None,
         aux: Float[Tensor, ""],
         rotary: RotaryTables | None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
-    ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
+    ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, "s B D"], Float[Tensor, ""]]:
         """Transform the residual stream; communicates as attention and feed-forward do.
+
+        The last branch is handed on beside the stream instead of being added: the norm that
+        comes next, in the block or model after, does it on its way.
 
         Args:
             x: residual stream, ``[S, B, D]``, or this rank's ``[S/tp, B, D]``.
+            branch: what is still to be added to it; None: nothing.
             aux: auxiliary losses of earlier layers.
             rotary: see ``Attention``.
             cache: see ``Attention``.
             documents: see ``Attention``.
 
         Returns:
-            The new stream, and ``aux`` with this layer's share.
+            The new stream, what is still to be added to it, and ``aux`` with this layer's
+            share.
         """
         attend = partial(self.attention, rotary=rotary, cache=cache, documents=documents)
-        attended = self._normed(self.attention_norm, attend, x)
-        x = x + self.dropout(attended)
+        attended, x = self._normed(self.attention_norm, attend, x, branch)
+        attended = self.dropout(attended)
         if self.mlp is not None:
-            return x + self.dropout(self._normed(self.mlp_norm, self.mlp, x, "mlp")), aux
-        y, own_aux = self._normed(self.mlp_norm, self._experts, x, "moe")
-        return x + self.dropout(y), aux + own_aux
+            y, x = self._normed(self.mlp_norm, self.mlp, x, attended, "mlp")
+            return x, self.dropout(y), aux
+        (y, own_aux), x = self._normed(self.mlp_norm, self._experts, x, attended, "moe")
+        return x, self.dropout(y), aux + own_aux
 
     def _normed(
-        self, norm: nn.Module, part: Callable[[Tensor], Any], x: Tensor, name: str = ""
-    ) -> Any:
-        """Norm x and call a part on it, keeping for backward what the flags say."""
+        self,
+        norm: RMSNorm | LayerNorm,
+        part: Callable[[Tensor], Any],
+        x: Tensor,
+        branch: Tensor | None,
+        name: str = "",
+    ) -> tuple[Any, Tensor]:
+        """Add what is still to be added to x, norm the sum and call a part on it.
+
+        Keeps for backward what the flags say.
+
+        Returns:
+            What the part returns, and the sum.
+        """
         forgets_norm = "layernorm" in self.recomputed and self.training
+        if forgets_norm or branch is None:
+            x = x if branch is None else x + branch  # kept, whatever is made again
+            normed = None if forgets_norm else norm(x)
+        else:
+            normed, x = norm.add_and_norm(x, branch)
         if name in self.recomputed and self.training:
-            if forgets_norm:
-                return recompute(lambda x: part(norm(x)), x, streams=self.streams)
-            return recompute(part, norm(x), streams=self.streams)
-        return recompute_between(norm, part, x) if forgets_norm else part(norm(x))
+            if normed is None:
+                return recompute(lambda x: part(norm(x)), x, streams=self.streams), x
+            return recompute(part, normed, streams=self.streams), x
+        return recompute_between(norm, part, x) if normed is None else part(normed), x
 
     def _experts(self, x: Float[Tensor, "s B D"]) -> tuple[Tensor, Tensor]:
         assert self.moe is not None

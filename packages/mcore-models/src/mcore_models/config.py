@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
+AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused"]
 Config = TypeVar("Config")
 
 
@@ -284,6 +285,15 @@ class RecomputeConfig:
                 "--distribute-saved-activations has no effect without --recompute-granularity "
                 "full."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConfig:
+    """Which kernels compute a model; none of it changes what is computed."""
+
+    attention_backend: AttentionBackend = "auto"
+    """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (torch's
+    own), unfused (plain products); auto: the fastest that is there and takes the shapes."""
 
 
 def head_dim(config: TransformerConfig) -> int:

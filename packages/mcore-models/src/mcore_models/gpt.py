@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from mcore_models.block import TransformerBlock
-from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
 from mcore_models.layout_checks import check_layout, too_long
 from mcore_models.norm import build_norm
@@ -39,6 +39,7 @@ from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
 
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
+_ANY_KERNELS = KernelConfig()
 
 
 class GPT(nn.Module):
@@ -63,6 +64,7 @@ class GPT(nn.Module):
         stage: Stage | None = None,
         seed: int = 1234,
         recomputing: RecomputeConfig = _KEEP_ALL,
+        kernels: KernelConfig = _ANY_KERNELS,
         streams: RngStreams | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -77,12 +79,13 @@ class GPT(nn.Module):
             stage: layers of a pipeline stage; None: all.
             seed: of the initial weights, equal on all ranks.
             recomputing: what backward computes again.
+            kernels: which compute it.
             streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
             device: of the parameters; None: that of ``ctx``.
             dtype: of the parameters and activations.
 
         Raises:
-            ValueError: if the model does not fit the layout.
+            ValueError: if the model does not fit the layout, or a kernel is not installed.
         """
         super().__init__()
         check_layout(config, ctx.config, moe)
@@ -112,6 +115,7 @@ class GPT(nn.Module):
                     streams=self.streams,
                     moe=moe,
                     recomputing=recomputing,
+                    kernels=kernels,
                     **placed,
                 )
                 for layer in stage.layers
@@ -220,12 +224,15 @@ class GPT(nn.Module):
             frequencies = rotary_frequencies(self.config, device)
             rotary = rotary_tables(positions, frequencies, x.dtype)
         aux = torch.zeros((), device=device, dtype=torch.promote_types(x.dtype, torch.float32))
+        branch = None  # of the last block, added by the norm that comes next
         for blocks, is_recomputed in self._groups():
             if is_recomputed and self.training and cache is None:
-                x, aux = recompute(
+                x = _added(x, branch)  # so that one tensor is kept, not two
+                x, branch, aux = recompute(
                     _run,
                     blocks,
                     x,
+                    None,
                     aux,
                     rotary,
                     None,
@@ -234,10 +241,12 @@ class GPT(nn.Module):
                     shared_by=self._saved_by(),
                 )
             else:
-                x, aux = _run(blocks, x, aux, rotary, cache, documents)
-        if self.stage.has_loss:
-            x = self.final_norm(x)
-        return x, aux
+                x, branch, aux = _run(blocks, x, branch, aux, rotary, cache, documents)
+        if not self.stage.has_loss:
+            return _added(x, branch), aux
+        if branch is None:
+            return self.final_norm(x), aux
+        return self.final_norm.add_and_norm(x, branch)[0], aux
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
         """Score the vocabulary: this rank's slice of it, padding included as zeros.
@@ -366,11 +375,16 @@ class GPT(nn.Module):
 def _run(
     blocks: list[nn.Module],
     x: Tensor,
+    branch: Tensor | None,
     aux: Tensor,
     rotary: RotaryTables | None,
     cache: KVCache | None,
     documents: Documents | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     for block in blocks:
-        x, aux = block(x, aux, rotary, cache, documents)
-    return x, aux
+        x, branch, aux = block(x, branch, aux, rotary, cache, documents)
+    return x, branch, aux
+
+
+def _added(x: Tensor, branch: Tensor | None) -> Tensor:
+    return x if branch is None else x + branch

@@ -1,9 +1,8 @@
-"""Triton kernels for what lies between the GEMMs of a block, at the memory limit.
+"""Triton kernel that splits a fused q·k·v into heads and turns them by their positions.
 
-Compiled regions reach the limit for norms; these two they miss, because the gradient is a
-concatenation: gated units (half the speed) and rotary positions over a fused q·k·v (a
-third). Each is one read and one write of its tensor, forward and backward. The plain twins
-are ``mlp.gated`` and ``rope.rotate``; imported only where tensors are on a GPU.
+One read and one write, forward and backward, at the memory limit; a compiled region reaches
+a third of it here, because the gradient is a concatenation. The plain twin is
+``rope.rotate``; imported only where tensors are on a GPU.
 """
 
 from typing import Any
@@ -13,91 +12,6 @@ import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
-
-
-@triton.jit
-def _gated_forward(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    if KIND == 0:
-        active = gate * tl.sigmoid(gate)
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        active = gate * tl.sigmoid(2.0 * inner)
-    tl.store(out + row * width + column, (active * up).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gated_backward(x, dy, dx, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    grad = tl.load(dy + row * width + column, mask=inside).to(tl.float32)
-    if KIND == 0:
-        sigmoid = tl.sigmoid(gate)
-        active = gate * sigmoid
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        sigmoid = tl.sigmoid(2.0 * inner)
-        active = gate * sigmoid
-        rise = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
-        slope = sigmoid + gate * sigmoid * (1.0 - sigmoid) * rise
-    kind = dx.dtype.element_ty
-    tl.store(dx + row * 2 * width + column, (grad * up * slope).to(kind), mask=inside)
-    tl.store(dx + row * 2 * width + width + column, (grad * active).to(kind), mask=inside)
-
-
-_KINDS = {"silu": 0, "gelu_tanh": 1}
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.kind = kind
-        width = x.shape[-1] // 2
-        out = x.new_empty(*x.shape[:-1], width)
-        _gated_forward[_grid(x, width)](x, out, width, kind, _BLOCK, num_warps=4)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        width = x.shape[-1] // 2
-        dx = torch.empty_like(x)
-        _gated_backward[_grid(x, width)](
-            x, dy.contiguous(), dx, width, ctx.kind, _BLOCK, num_warps=4
-        )
-        return dx, None
-
-
-_BLOCK = 1024
-
-
-def _grid(x: Tensor, width: int) -> tuple[int, int]:
-    return x.numel() // (2 * width), -(-width // _BLOCK)
-
-
-def fused_gated(x: Float[Tensor, "... F2"], activation: str = "silu") -> Float[Tensor, "... F"]:
-    """Return activation(gate) * up for ``x`` = [gate; up] in its last dimension.
-
-    Args:
-        x: contiguous, on a GPU; computed in float32, returned in its own dtype.
-        activation: ``silu`` or ``gelu_tanh``.
-
-    Raises:
-        KeyError: for another activation.
-
-    Reference:
-        Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
-    """
-    return _Gated.apply(x.contiguous(), _KINDS[activation])
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
     """
     if x.is_cuda and activation in _FUSED and x.dtype != torch.float64:
         # Triton is there where a GPU is, and only there.
-        from mcore_models.kernels import fused_gated
+        from mcore_moe.kernels import fused_gated
 
         return fused_gated(x, activation)
     gate, up = x.chunk(2, -1)

@@ -3,7 +3,12 @@
 A norm's weight is whole on every tensor rank. Its gradient is whole too when all ranks see
 the same tokens and channels; when they see different tokens (sequence parallelism) or
 different heads (norms of queries and keys) it is a part of a sum, and the layout says so.
+
+Norms of the residual stream come after an addition: ``add_and_norm`` makes both, on a GPU in
+one kernel.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +18,9 @@ from torch import Tensor, nn
 from mcore_models.config import TransformerConfig
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.sharding import Layout, whole
+
+_NARROWEST, _WIDEST = 256, 16384
+"""Channels that the kernels are made for: a row is one program's registers."""
 
 
 class RMSNorm(nn.Module):
@@ -53,8 +61,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
+        if _has_kernel(x):
+            return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
         weight = self.weight + 1 if self.zero_centered else self.weight
         return F.rms_norm(x, weight.shape, weight, self.epsilon)
+
+    def add_and_norm(
+        self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
+    ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
+        """Return the norm of ``x + branch``, and the sum."""
+        return _add_and_norm(self, x, branch)
 
     def layouts(self) -> dict[str, Layout]:
         """Describe the weight, see ``mcore_parallel.sharding``."""
@@ -90,8 +106,16 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
+        if _has_kernel(x):
+            return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
         weight = self.weight + 1 if self.zero_centered else self.weight
         return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
+
+    def add_and_norm(
+        self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
+    ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
+        """Return the norm of ``x + branch``, and the sum."""
+        return _add_and_norm(self, x, branch)
 
     def layouts(self) -> dict[str, Layout]:
         """Describe weight and bias, see ``mcore_parallel.sharding``."""
@@ -106,7 +130,7 @@ def build_norm(
     partial: Axis = SINGLE,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> RMSNorm | LayerNorm:
     """Make the norm that ``config.normalization`` names, over ``size`` channels."""
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     return kind(
@@ -118,6 +142,40 @@ def build_norm(
         device=device,
         dtype=dtype,
     )
+
+
+def _add_and_norm(
+    norm: RMSNorm | LayerNorm, x: Tensor, branch: Tensor
+) -> tuple[Tensor, Tensor]:
+    if _has_kernel(x):
+        return _kernels().fused_add_and_norm(x, branch, *_parameters(norm), **_constants(norm))
+    total = x + branch
+    return norm(total), total
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Say whether the kernel is the faster way: compilers fuse plain torch as well."""
+    return (
+        x.is_cuda
+        and x.dtype != torch.float64
+        and _NARROWEST <= x.shape[-1] <= _WIDEST
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _kernels() -> Any:
+    # Triton is there where a GPU is, and only there.
+    from mcore_models import norm_kernels
+
+    return norm_kernels
+
+
+def _parameters(norm: RMSNorm | LayerNorm) -> tuple[Tensor, Tensor | None]:
+    return norm.weight, norm.bias if isinstance(norm, LayerNorm) else None
+
+
+def _constants(norm: RMSNorm | LayerNorm) -> dict[str, float]:
+    return {"epsilon": norm.epsilon, "offset": float(norm.zero_centered)}
 
 
 def _identity(

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_parallel.accumulation import tell_ready
+
 
 def sequential_linear(
     x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], counts: Int[Tensor, " e"]
@@ -131,5 +133,4 @@ def _add_weight_gradient(parameter: Any, grad: Tensor, x: Tensor, counts: Tensor
         parts = zip(grad.split(counts.tolist()), x.split(counts.tolist()), strict=True)
         for total, (rows, inputs) in zip(parameter.main_grad, parts, strict=True):
             total.add_(rows.t() @ inputs)
-    if hasattr(parameter, "main_grad_ready"):
-        parameter.main_grad_ready()
+    tell_ready(parameter)

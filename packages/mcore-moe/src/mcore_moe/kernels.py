@@ -1,9 +1,11 @@
-"""Triton kernel between the two products of an expert: gated activation times row weight.
+"""Triton kernel between the two products of a gated layer: activation(gate) * up.
 
-One read and one write of the rows, forward and backward, where plain torch makes six passes.
-The weight's gradient is the sum over a row, made by one program in fixed order, so that
-every run gives the same bits. The plain twin is ``experts.weighted_gated``; imported only
-where tensors are on a GPU.
+Perhaps times a weight for each row, as experts have it.
+One read and one write of the rows, forward and backward, at the memory limit, where plain
+torch makes six passes. The gradient of a row's weight is the sum over the row, made by one
+program in fixed order, so that every run gives the same bits. The plain twins are
+``experts.weighted_gated`` and, in mcore-models, ``mlp.gated``; imported only where tensors
+are on a GPU.
 """
 
 from typing import Any
@@ -19,88 +21,136 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _forward(x, weight, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _activate(gate, KIND: tl.constexpr):
+    """Return the activation and its slope."""
+    if KIND == 0:
+        sigmoid = tl.sigmoid(gate)
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        sigmoid = tl.sigmoid(2.0 * inner)
+        rise = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
+        slope = sigmoid + gate * sigmoid * (1.0 - sigmoid) * rise
+    return gate * sigmoid, slope
+
+
+@triton.jit
+def _forward(
+    x, weight, out, width, KIND: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    if KIND == 0:
-        active = gate * tl.sigmoid(gate)
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        active = gate * tl.sigmoid(2.0 * inner)
-    weighed = active * up * tl.load(weight + row).to(tl.float32)
-    tl.store(out + row * width + column, weighed.to(out.dtype.element_ty), mask=inside)
+    active, _ = _activate(gate, KIND)
+    result = active * up
+    if WEIGHTED:
+        result *= tl.load(weight + row).to(tl.float32)
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
-    x, weight, dy, dx, dweight, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    dy,
+    dx,
+    dweight,
+    width,
+    span,
+    KIND: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    # One program: ``span`` columns of a row; with weights the whole row, for its sum.
     row = tl.program_id(0).to(tl.int64)
-    row_weight = tl.load(weight + row).to(tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    first = tl.program_id(1) * span
     kind = dx.dtype.element_ty
-    for begin in range(0, WIDTH, BLOCK):
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for begin in range(first, tl.minimum(first + span, width), BLOCK):
         column = begin + tl.arange(0, BLOCK)
-        inside = column < WIDTH
-        gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0)
+        inside = column < width
+        gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0)
         up = up.to(tl.float32)
-        grad = tl.load(dy + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        if KIND == 0:
-            sigmoid = tl.sigmoid(gate)
-            active = gate * sigmoid
-            slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        else:
-            inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-            sigmoid = tl.sigmoid(2.0 * inner)
-            active = gate * sigmoid
-            rise = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
-            slope = sigmoid + gate * sigmoid * (1.0 - sigmoid) * rise
-        total += grad * active * up
-        grad = grad * row_weight
-        tl.store(dx + row * 2 * WIDTH + column, (grad * up * slope).to(kind), mask=inside)
-        tl.store(dx + row * 2 * WIDTH + WIDTH + column, (grad * active).to(kind), mask=inside)
-    tl.store(dweight + row, tl.sum(total, 0).to(dweight.dtype.element_ty))
+        grad = tl.load(dy + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        active, slope = _activate(gate, KIND)
+        if WEIGHTED:
+            total += grad * active * up
+            grad *= tl.load(weight + row).to(tl.float32)
+        tl.store(dx + row * 2 * width + column, (grad * up * slope).to(kind), mask=inside)
+        tl.store(dx + row * 2 * width + width + column, (grad * active).to(kind), mask=inside)
+    if WEIGHTED:
+        tl.store(dweight + row, tl.sum(total, 0).to(dweight.dtype.element_ty))
 
 
-class _WeightedGated(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, kind: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.kind = kind
-        num_rows, width = x.shape[0], x.shape[1] // 2
-        out = x.new_empty(num_rows, width)
-        if num_rows:
-            grid = (num_rows, triton.cdiv(width, _BLOCK))
-            _forward[grid](x, weight, out, width, kind, _BLOCK, num_warps=4)
+        width = x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], width)
+        if out.numel():
+            grid = (out.numel() // width, triton.cdiv(width, _BLOCK))
+            is_weighted = weight is not None
+            _forward[grid](
+                x, weight if is_weighted else x, out, width, kind, is_weighted, _BLOCK
+            )
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        num_rows, width = x.shape[0], x.shape[1] // 2
-        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-        if num_rows:
-            _backward[(num_rows,)](
-                x, weight, dy.contiguous(), dx, dweight, width, ctx.kind, _BLOCK, num_warps=4
+        width = x.shape[-1] // 2
+        is_weighted = weight is not None
+        dx = torch.empty_like(x)
+        dweight = torch.empty_like(weight) if is_weighted else None
+        if x.numel():
+            span = width if is_weighted else _BLOCK
+            _backward[(x.numel() // (2 * width), triton.cdiv(width, span))](
+                x,
+                weight if is_weighted else x,
+                dy.contiguous(),
+                dx,
+                dweight if is_weighted else dx,
+                width,
+                span,
+                ctx.kind,
+                is_weighted,
+                _BLOCK,
             )
         return dx, dweight, None
+
+
+def fused_gated(x: Float[Tensor, "*R F2"], activation: str = "silu") -> Float[Tensor, "*R F"]:
+    """Return activation(gate) * up for ``x`` = [gate; up] in its last dimension.
+
+    Args:
+        x: on a GPU; computed in float32, returned in its own dtype.
+        activation: ``silu`` or ``gelu_tanh``.
+
+    Raises:
+        KeyError: for another activation.
+
+    Reference:
+        Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
+    """
+    return _Gated.apply(x.contiguous(), None, _KINDS[activation])
 
 
 def fused_weighted_gated(
     x: Float[Tensor, "R F2"], weight: Float[Tensor, " R"], activation: str = "silu"
 ) -> Float[Tensor, "R F"]:
-    """Return activation(gate) * up * weight for ``x`` = [gate; up] in its last dimension.
+    """Return activation(gate) * up * weight for ``x`` = [gate; up]; see ``fused_gated``.
 
     Args:
-        x: contiguous, on a GPU; computed in float32, returned in its own dtype.
+        x: as there.
         weight: of each row.
-        activation: ``silu`` or ``gelu_tanh``.
+        activation: as there.
 
     Raises:
         KeyError: for another activation.
     """
-    return _WeightedGated.apply(x.contiguous(), weight.contiguous(), _KINDS[activation])
+    return _Gated.apply(x.contiguous(), weight.contiguous(), _KINDS[activation])

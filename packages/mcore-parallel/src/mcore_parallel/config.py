@@ -6,6 +6,7 @@ text. Nothing here needs the world or the hardware: what does is checked by
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """What --rank-order is made of, in the usual order."""
@@ -158,6 +159,13 @@ class AdamConfig:
 
     adam_eps: float = 1e-8
     """Added to the root of the mean square; above 0."""
+
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which the mean of gradients is kept: fp32 or bf16. Computed in fp32."""
+
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which the mean of squared gradients is kept: fp32 or bf16. bf16 holds steps of
+    no less than 0.4 %, so it needs an --adam-beta2 of about 0.95."""
 
     def __post_init__(self) -> None:
         """Check each number on its own.

@@ -13,9 +13,12 @@ ever meet in different collectives.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from mcore_parallel.accumulation import does_overwrite, make_stale, take_stale
 from mcore_parallel.buckets import Bucket, Slot, build_buckets
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.gathering import ParameterGathering
@@ -66,6 +69,9 @@ class DataParallel:
         self._gathering = (
             ParameterGathering(chunks, self.buckets) if config.overlap_param_gather else None
         )
+        parameters: list[Any] = [s.named.parameter for b in self.buckets for s in b.slots]
+        self._overwritten = [p for p in parameters if does_overwrite(p)]
+        self._zeroed = [p.main_grad for p in parameters if not does_overwrite(p)]
         self._restart()
 
     @property
@@ -74,9 +80,14 @@ class DataParallel:
         return self._is_finished
 
     def zero_grad(self) -> None:
-        """Set all main gradients to zero and expect the first micro-batch."""
-        for bucket in self.buckets:
-            bucket.grads.zero_()
+        """Forget all main gradients and expect the first micro-batch.
+
+        They are zero afterwards, but where a layer's first product of the step overwrites
+        them (``accumulation.overwrites``).
+        """
+        torch._foreach_zero_(self._zeroed)
+        for parameter in self._overwritten:
+            make_stale(parameter)
         self._restart()
 
     @contextmanager
@@ -120,6 +131,9 @@ class DataParallel:
         if self._is_finished:
             raise RuntimeError("gradients are summed already: call zero_grad() before backward")
         self.wait_params()
+        for parameter in self._overwritten:
+            if take_stale(parameter):  # no micro-batch came through it
+                parameter.main_grad.zero_()
         late = [bucket for bucket in self.buckets if bucket.is_late]
         for bucket in self.buckets:
             if not bucket.is_late and not bucket.is_reducing:
@@ -189,6 +203,7 @@ class DataParallel:
             self._gathering.remove_hooks()
         for bucket in self.buckets:
             for slot in bucket.slots:
+                take_stale(slot.named.parameter)
                 delattr(slot.named.parameter, "main_grad")
                 if hasattr(slot.named.parameter, "weight_queue"):
                     delattr(slot.named.parameter, "main_grad_ready")
@@ -219,11 +234,13 @@ class DataParallel:
 
         def accumulate(parameter: Tensor) -> None:
             check()
-            if parameter.grad is not None:  # None: its operation adds to main_grad itself
+            if parameter.grad is None and is_deferred:
+                return  # its operation adds to main_grad itself, later
+            if take_stale(parameter):  # nothing was added: its operation had no gradient
+                main_grad.zero_()
+            if parameter.grad is not None:  # None: its operation added to main_grad itself
                 main_grad.add_(parameter.grad)
                 parameter.grad = None
-            elif is_deferred:
-                return
             if self._is_syncing[slot.chunk]:
                 complete()
 

@@ -4,11 +4,14 @@ Each rank holds an equal run of rows. The vocabulary is padded so that it divide
 rows are zero, take no gradient and are no part of the logical tensor.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from mcore_parallel.accumulation import main_grad_of, overwrites, tell_ready
 from mcore_parallel.collectives import reduce_from, reduce_scatter_to
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
@@ -97,11 +100,9 @@ class VocabParallelEmbedding(nn.Module):
         check_range(ids, self.vocab_size, "token ids")
         ids = ids.t()  # [B, S] -> [S, B]
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight)
+            return _look_up(ids, self.weight)
         local = ids - self.axis.rank * self.weight.shape[0]
-        is_mine = (local >= 0) & (local < self.weight.shape[0])
-        found = F.embedding(local.where(is_mine, 0), self.weight)
-        found = found.where(is_mine.unsqueeze(-1), 0.0)
+        found = _look_up(local, self.weight, others_are_zero=True)
         if self.sequence_parallel:
             return reduce_scatter_to(found, self.axis)
         return reduce_from(found, self.axis)
@@ -157,7 +158,9 @@ class VocabParallelHead(nn.Module):
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.init_std = init_std
         rows = self.padded_vocab_size // axis.size
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        )
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -190,6 +193,67 @@ class VocabParallelHead(nn.Module):
     def extra_repr(self) -> str:
         """Describe the layer for ``print(model)``."""
         return _describe(self)
+
+
+def _look_up(
+    ids: Int[Tensor, "S B"], weight: Float[Tensor, "v D"], *, others_are_zero: bool = False
+) -> Float[Tensor, "S B D"]:
+    """Take rows by id; ids that are no row give zeros if that is asked for.
+
+    The gradient goes straight into the table's main gradient if it has one.
+    """
+    if weight.requires_grad and main_grad_of(weight) is not None:
+        return _LookUp.apply(ids, weight, others_are_zero)
+    return _look_up_plain(ids, weight, others_are_zero)
+
+
+def _look_up_plain(ids: Tensor, weight: Tensor, others_are_zero: bool) -> Tensor:
+    if not others_are_zero:
+        return F.embedding(ids, weight)
+    is_row = (ids >= 0) & (ids < weight.shape[0])
+    found = F.embedding(ids.where(is_row, 0), weight)
+    return found.where(is_row.unsqueeze(-1), 0.0)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, others_are_zero: bool) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return _look_up_plain(ids, weight, others_are_zero)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        add_rows_(ctx.weight.main_grad, ids.flatten(), grad.flatten(0, -2))
+        tell_ready(ctx.weight)
+        return None, None, None
+
+
+def add_rows_(
+    total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
+) -> None:
+    """Add each row to the row of ``total`` that its id names, in place and in its dtype.
+
+    Rows whose id is no row of ``total`` are left out. Every run gives the same bits: rows of
+    one id are added in their order.
+    """
+    if total.is_cuda:
+        # Triton is there where a GPU is, and only there.
+        from mcore_parallel.embedding_kernels import add_rows
+
+        add_rows(total, ids, rows)
+    else:
+        add_rows_plain(total, ids, rows)
+
+
+def add_rows_plain(
+    total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
+) -> None:
+    """Twin of ``embedding_kernels.add_rows`` in plain torch."""
+    is_row = (ids >= 0) & (ids < total.shape[0])
+    kept = rows.to(total.dtype).where(is_row.unsqueeze(-1), 0.0)
+    total.index_add_(0, ids.where(is_row, 0), kept)
 
 
 def check_range(ids: Int[Tensor, "..."], size: int, what: str) -> None:

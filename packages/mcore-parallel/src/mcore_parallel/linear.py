@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_parallel.accumulation import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, Part, sliced, whole
@@ -106,7 +107,9 @@ class ColumnParallelLinear(nn.Module):
         self.overlap = overlap
         self.init_std = init_std
         rows = sum(self.output_sizes)
-        self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        )
         self.bias = (
             nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         )
@@ -217,8 +220,9 @@ class RowParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.overlap = overlap
         self.init_std = init_std
-        self.weight = nn.Parameter(
-            torch.empty(out_features, in_features // axis.size, device=device, dtype=dtype)
+        columns = in_features // axis.size
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
         )
         self.bias = (
             nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))

@@ -14,24 +14,41 @@ from torch import Tensor
 
 _BLOCK = 4096
 _WARPS = 8
+_LANES = 2048
 
 
 @triton.jit
-def _row_stats(logits, labels, out, stride, width, first, rows, BLOCK: tl.constexpr):
+def _row_stats(
+    logits,
+    labels,
+    out,
+    stride,
+    width,
+    first,
+    rows,
+    PLAIN: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    # Exponentials are the bottleneck: a lane reads four columns at a time, so that its
+    # running sum is rescaled by one exponential for four.
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
-    columns = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    plain = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        inside = start + columns < width
-        x = tl.load(base + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, x)
+    lane = tl.arange(0, LANES)
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    plain = tl.zeros([LANES], tl.float32)
+    for start in range(0, width, 4 * LANES):
+        a = _columns(base, start + lane, width)
+        b = _columns(base, start + LANES + lane, width)
+        c = _columns(base, start + 2 * LANES + lane, width)
+        d = _columns(base, start + 3 * LANES + lane, width)
+        higher = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
         # A lane that has seen no column yet keeps -inf: its difference would be NaN.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(top - safe) + tl.exp(x - safe)
-        plain += tl.where(inside, x, 0.0)
+        total = total * tl.exp(top - safe)
+        total += (tl.exp(a - safe) + tl.exp(b - safe)) + (tl.exp(c - safe) + tl.exp(d - safe))
+        if PLAIN:
+            plain += _or_zero(a) + _or_zero(b) + _or_zero(c) + _or_zero(d)
         top = higher
     peak = tl.max(top, 0)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
@@ -42,6 +59,17 @@ def _row_stats(logits, labels, out, stride, width, first, rows, BLOCK: tl.conste
     tl.store(out + rows + row, tl.sum(total * tl.exp(top - safe), 0))
     tl.store(out + 2 * rows + row, target)
     tl.store(out + 3 * rows + row, tl.sum(plain, 0))
+
+
+@triton.jit
+def _columns(base, column, width):
+    x = tl.load(base + column, mask=column < width, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _or_zero(x):
+    return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
@@ -74,7 +102,11 @@ def _softmax_gradient(
 
 
 def row_stats(
-    logits: Float[Tensor, "T v"], labels: Int[Tensor, " T"], width: int, first: int
+    logits: Float[Tensor, "T v"],
+    labels: Int[Tensor, " T"],
+    width: int,
+    first: int,
+    has_plain: bool = True,
 ) -> Float[Tensor, "4 T"]:
     """Read this rank's logits once: maximum, sum of exponentials, target logit, plain sum.
 
@@ -83,6 +115,7 @@ def row_stats(
         labels: global vocabulary ids.
         width: columns of the slice that are not padding; may be 0.
         first: global id of column 0.
+        has_plain: whether the plain sum is wanted (label smoothing); else it is 0.
 
     Returns:
         float32 rows: maximum (-inf for an empty slice); sum of exp(x - maximum); the
@@ -91,7 +124,16 @@ def row_stats(
     rows = logits.shape[0]
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     _row_stats[(rows,)](
-        logits, labels, out, logits.stride(0), width, first, rows, _BLOCK, num_warps=_WARPS
+        logits,
+        labels,
+        out,
+        logits.stride(0),
+        width,
+        first,
+        rows,
+        has_plain,
+        _LANES,
+        num_warps=_WARPS,
     )
     return out
 

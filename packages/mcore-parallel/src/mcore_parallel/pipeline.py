@@ -197,7 +197,7 @@ class _Runner:
         self.arriving: dict[tuple[Kind, Key], tuple[Tensor, Posted]] = {}
         self.leaving: dict[tuple[Kind, Key], Tensor] = {}
         self.inputs: dict[Key, Tensor] = {}
-        self.roots: dict[Key, list[tuple[GradientEdge, Tensor | None]]] = {}
+        self.roots: dict[Key, list[tuple[GradientEdge, bool]]] = {}
         self.deferred: dict[Key, list[Work]] = {}
 
     def open_connections(self) -> None:
@@ -276,10 +276,9 @@ class _Runner:
             self.inputs[key] = x
         roots = self.roots[key] = []
         if found.output.requires_grad:
-            gradient = torch.ones_like(found.output) if is_last else None
-            roots.append((get_gradient_edge(found.output), gradient))
+            roots.append((get_gradient_edge(found.output), not is_last))
         if found.extra is not None and found.extra.requires_grad:
-            roots.append((get_gradient_edge(found.extra), torch.ones_like(found.extra)))
+            roots.append((get_gradient_edge(found.extra), False))
 
     def backward(self, key: Key) -> None:
         """Run backward from the stage's roots and make the input's gradient ready to send."""
@@ -290,7 +289,9 @@ class _Runner:
         if roots:
             torch.autograd.backward(
                 [edge for edge, _ in roots],
-                [received if gradient is None else gradient for _, gradient in roots],
+                # None for a scalar: torch makes the one. Given a tensor, it loads symbolic
+                # shapes and sympy, 2 s of a CPU's first step.
+                [received if is_sent_on else None for _, is_sent_on in roots],
             )
         if key in self.inputs:
             x = self.inputs.pop(key)

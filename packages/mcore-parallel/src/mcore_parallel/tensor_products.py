@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.accumulation import add_product, main_grad_of, tell_ready
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -25,7 +26,6 @@ from mcore_parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
-from mcore_parallel.fused_head import accumulate_product
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.overlapped import gathered_product, scattered_product
 
@@ -96,9 +96,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.save_for_backward(x, weight)
         # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
-        ctx.parameter = None
-        if not torch.compiler.is_compiling() and hasattr(weight, "main_grad"):
-            ctx.parameter = weight
+        ctx.parameter = None if main_grad_of(weight) is None else weight
         if overlap:
             return gathered_product(x, weight.t(), axis, bias)[0]
         gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
@@ -136,7 +134,7 @@ class _OverlappedRow(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         ctx.save_for_backward(x, weight)
-        ctx.parameter = weight if hasattr(weight, "main_grad") else None
+        ctx.parameter = None if main_grad_of(weight) is None else weight
         return scattered_product(x, weight.t(), axis)
 
     @staticmethod
@@ -186,7 +184,6 @@ def _weight_gradient(
     rows, x = grad.flatten(0, -2).t(), x.flatten(0, -2)
     if parameter is None:
         return rows @ x
-    accumulate_product(parameter.main_grad, rows, x)
-    if hasattr(parameter, "main_grad_ready"):
-        parameter.main_grad_ready()
+    add_product(parameter, rows, x)
+    tell_ready(parameter)
     return None

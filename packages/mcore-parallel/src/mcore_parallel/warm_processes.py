@@ -241,7 +241,7 @@ def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
                 world_size=world_size,
             )
             # Who is connected to all must not leave before the others are so too.
-            dist.barrier()
+            dist.barrier(group=dist.group.WORLD)
             answer = pickle.dumps((None, function(*pickle.loads(arguments))))
             dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback

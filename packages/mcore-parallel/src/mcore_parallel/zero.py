@@ -10,6 +10,7 @@ the norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -41,19 +42,21 @@ class _State:
     main: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    num_steps: Tensor
-    """One float a parameter: Adam's kernel advances each count that it is given."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
-    """Views over one parameter's part of the range, as the fused kernel takes them."""
+class _Run:
+    """Views over neighbouring parameters of the range that are updated alike.
+
+    The padding between them comes along: its gradient is 0, so it stays 0.
+    """
 
     main: Tensor
     grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    num_steps: Tensor
+    parameter: Tensor
+    decays: bool
 
 
 class ShardedAdamW:
@@ -75,11 +78,11 @@ class ShardedAdamW:
         self.data_parallel = data_parallel
         self.config = config
         self.num_steps = 0
-        self._states = {bucket: _new_state(bucket) for bucket in data_parallel.buckets}
+        self._states = {bucket: _new_state(bucket, config) for bucket in data_parallel.buckets}
         self._norm_views = owned_views(data_parallel.grad_shards().values())
-        self._updates: dict[tuple[torch.dtype, bool], list[_Update]] = {}
-        for bucket, state in self._states.items():
-            _add_updates(self._updates, bucket, state)
+        self._runs = [
+            run for bucket, state in self._states.items() for run in _runs(bucket, state)
+        ]
 
     def grad_norm(self) -> Float[Tensor, ""]:
         """Return the L2 norm of the finished gradients, each logical element counted once.
@@ -98,38 +101,29 @@ class ShardedAdamW:
         Args:
             lr: learning rate.
             weight_decay: decoupled decay, for the parameters that ``has_weight_decay``.
-            grad_scale: multiplies the gradients, in place, first: a clip coefficient.
+            grad_scale: multiplies the gradients first: a clip coefficient.
 
         Raises:
             RuntimeError: if the gradients are not finished.
         """
         self._check_finished()
-        for state in self._states.values():
-            state.num_steps.fill_(self.num_steps)
-        for (dtype, decays), updates in self._updates.items():
-            grads = [update.grad.to(dtype) for update in updates]
-            if isinstance(grad_scale, Tensor):
-                torch._foreach_mul_(grads, grad_scale.to(dtype))
-            elif grad_scale != 1.0:
-                torch._foreach_mul_(grads, grad_scale)
-            adamw(
-                [update.main for update in updates],
-                grads,
-                [update.exp_avg for update in updates],
-                [update.exp_avg_sq for update in updates],
-                [],
-                [update.num_steps for update in updates],
-                fused=True,
-                amsgrad=False,
-                beta1=self.config.adam_beta1,
-                beta2=self.config.adam_beta2,
-                lr=lr,
-                weight_decay=weight_decay if decays else 0.0,
-                eps=self.config.adam_eps,
-                maximize=False,
-            )
         self.num_steps += 1
-        self._publish()
+        for run in self._runs:
+            update = _kernel if _has_kernel(run) else adamw_plain
+            update(
+                run.main,
+                run.grad,
+                run.exp_avg,
+                run.exp_avg_sq,
+                run.parameter,
+                num_steps=self.num_steps,
+                lr=lr,
+                weight_decay=weight_decay if run.decays else 0.0,
+                betas=(self.config.adam_beta1, self.config.adam_beta2),
+                epsilon=self.config.adam_eps,
+                grad_scale=grad_scale,
+            )
+        self.data_parallel.gather_params()
 
     def named_shards(self) -> dict[str, Shard]:
         """Describe main weights and moments by logical name, for a checkpoint.
@@ -161,14 +155,11 @@ class ShardedAdamW:
                 if _has_main(bucket):
                     state.main.copy_(bucket.owned(bucket.params))
             return
-        self._publish()
-        self.data_parallel.wait_params()
-
-    def _publish(self) -> None:
         for bucket, state in self._states.items():
             if _has_main(bucket):
                 bucket.owned(bucket.params).copy_(state.main)
         self.data_parallel.gather_params()
+        self.data_parallel.wait_params()
 
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:
@@ -183,19 +174,90 @@ def _has_main(bucket: Bucket) -> bool:
     return _main_dtype(bucket) != bucket.params.dtype
 
 
-def _new_state(bucket: Bucket) -> _State:
+def _new_state(bucket: Bucket, config: AdamConfig) -> _State:
     own = bucket.owned(bucket.params)
     main = own.to(_main_dtype(bucket)) if _has_main(bucket) else own
-    counts = torch.zeros(len(bucket.owned_ranges()), device=own.device)
-    return _State(main, torch.zeros_like(main), torch.zeros_like(main), counts)
+    return _State(
+        main,
+        torch.zeros_like(main, dtype=_moment_dtype(config.exp_avg_dtype, main)),
+        torch.zeros_like(main, dtype=_moment_dtype(config.exp_avg_sq_dtype, main)),
+    )
 
 
-def _add_updates(
-    updates: dict[tuple[torch.dtype, bool], list[_Update]], bucket: Bucket, state: _State
+def _moment_dtype(name: str, main: Tensor) -> torch.dtype:
+    return torch.bfloat16 if name == "bf16" else main.dtype
+
+
+def _runs(bucket: Bucket, state: _State) -> list[_Run]:
+    """Join neighbouring parameters that decay, or do not, into as few runs as there can be."""
+    ends: list[tuple[int, int, bool]] = []
+    for owned in bucket.owned_ranges():
+        decays = has_weight_decay(owned.named)
+        begin, end = owned.offset, owned.offset + owned.stop - owned.first
+        if ends and ends[-1][2] == decays:
+            begin = ends.pop()[0]
+        ends.append((begin, end, decays))
+    flats = (
+        state.main,
+        bucket.owned(bucket.grads),
+        state.exp_avg,
+        state.exp_avg_sq,
+        bucket.owned(bucket.params),
+    )
+    return [_Run(*(flat[begin:end] for flat in flats), decays) for begin, end, decays in ends]
+
+
+def _has_kernel(run: _Run) -> bool:
+    return run.main.is_cuda and run.main.dtype == torch.float32
+
+
+def _kernel(*tensors: Tensor, **constants: Any) -> None:
+    # Triton is there where a GPU is, and only there.
+    from mcore_parallel.adam_kernels import fused_adamw
+
+    fused_adamw(*tensors, **constants)
+
+
+def adamw_plain(
+    main: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    exp_avg: Float[Tensor, " n"],
+    exp_avg_sq: Float[Tensor, " n"],
+    parameter: Float[Tensor, " n"],
+    *,
+    num_steps: int,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    grad_scale: Float[Tensor, ""] | float = 1.0,
 ) -> None:
-    flats = (state.main, bucket.owned(bucket.grads), state.exp_avg, state.exp_avg_sq)
-    counts = state.num_steps.unbind()
-    for owned, count in zip(bucket.owned_ranges(), counts, strict=True):
-        key = (state.main.dtype, has_weight_decay(owned.named))
-        main, grad, exp_avg, exp_avg_sq = map(owned.view, flats)
-        updates.setdefault(key, []).append(_Update(main, grad, exp_avg, exp_avg_sq, count))
+    """Twin of ``adam_kernels.fused_adamw`` by torch's own; float64 stays float64."""
+    wide = main.dtype
+    grad, mean, square = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
+    if isinstance(grad_scale, Tensor):
+        grad = grad * grad_scale.to(wide)
+    elif grad_scale != 1.0:
+        grad = grad * grad_scale
+    adamw(
+        [main],
+        [grad],
+        [mean],
+        [square],
+        [],
+        [torch.full((), num_steps - 1.0, device=main.device)],  # torch's kernel advances it
+        fused=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=epsilon,
+        maximize=False,
+    )
+    if mean is not exp_avg:
+        exp_avg.copy_(mean)
+    if square is not exp_avg_sq:
+        exp_avg_sq.copy_(square)
+    if parameter.data_ptr() != main.data_ptr():
+        parameter.copy_(main)

@@ -98,6 +98,7 @@ def assemble(
             stage=stage,
             seed=config.run.seed,
             recomputing=config.recomputation,
+            kernels=config.kernels,
             streams=streams,
             device=ctx.device,
             dtype=dtype,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from mcore_data.config import DataConfig, TokenizerConfig
-from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
     AdamConfig,
@@ -44,6 +44,7 @@ class TrainConfig:
     adam: AdamConfig = field(default_factory=AdamConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     recomputation: RecomputeConfig = field(default_factory=RecomputeConfig)
     parallelism: ParallelConfig = field(default_factory=ParallelConfig)
     data_parallelism: DataParallelConfig = field(default_factory=DataParallelConfig)

@@ -280,6 +280,9 @@ class RunConfig:
     """Save and end after a step that this divides; 0: never."""
     exit_duration_in_mins: float = 0.0
     """Save and end after this many minutes; 0: never."""
+    manual_gc_interval: int = 100
+    """Steps after which all ranks collect Python's garbage together, and never else; 0: each
+    rank whenever Python thinks fit. Megatron's default: 0."""
 
     def __post_init__(self) -> None:
         """Check the counts.
@@ -287,7 +290,8 @@ class RunConfig:
         Raises:
             ValueError: with the flag to change.
         """
-        _check_at_least(self, 0, "seed", "exit_interval", "exit_duration_in_mins")
+        counts = ("seed", "exit_interval", "exit_duration_in_mins", "manual_gc_interval")
+        _check_at_least(self, 0, *counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

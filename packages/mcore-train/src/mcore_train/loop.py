@@ -13,6 +13,7 @@ from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
 from mcore_train.assembly import Dataset, Run
 from mcore_train.evaluation import Score, evaluate
+from mcore_train.garbage import StillCollector
 from mcore_train.hardware import peak_flops
 from mcore_train.log import Reporter, StepReport
 from mcore_train.losses import MicroBatch, has_own_positions, place
@@ -50,9 +51,11 @@ def train(
     batches = train_batches(run)
     interval = _Interval(run)
     saved_at = run.iteration
-    with StopRequest(run.ctx) as stop:
+    collector = StillCollector(config.run.manual_gc_interval)
+    with StopRequest(run.ctx) as stop, collector:
         while run.iteration < last:
             interval.add(_one_step(run, batches))
+            collector.after_step(run.iteration)
             reporter.advance(run.iteration, run.plan.train_iters)
             if _is_due(run, config.logging.log_interval, last) or interval.is_first:
                 report = interval.report()

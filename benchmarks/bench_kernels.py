@@ -1,0 +1,305 @@
+"""Time the kernels of a dense step on one GPU, each against the limit of the hardware.
+
+    python benchmarks/bench_kernels.py --output benchmarks/results
+
+Shapes are those of Llama-3-8B with 8192 tokens. Prints a table and one JSON line: for each
+kernel the median with p10 and p90 in milliseconds, and TB/s or TFLOP/s with the share of
+the limit, which is a copy's bandwidth or a large GEMM's rate, measured in the same run.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_models.attention_backends import attend
+from mcore_models.kernels import fused_rotary_split
+from mcore_models.norm import RMSNorm
+from mcore_moe.kernels import fused_gated
+from mcore_parallel.accumulation import accumulate_product
+from mcore_parallel.adam_kernels import fused_adamw
+from mcore_parallel.embedding_kernels import add_rows
+from mcore_parallel.fused_head import head_loss
+from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
+
+T, D, F, V, N, G, H = 8192, 4096, 14336, 128256, 32, 8, 128
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time: ``amount`` bytes (``unit`` TB/s) or operations (TFLOP/s)."""
+
+    name: str
+    run: Callable[[], object]
+    amount: float
+    unit: str
+
+
+def main() -> None:
+    """Run the benchmark that the command line asks for."""
+    options = _options()
+    torch.manual_seed(0)
+    limits, rows = {}, {}
+    for case in cases():
+        is_limit = case.name in ("copy", "gemm 8192x28672x4096")
+        if options.only and options.only not in case.name and not is_limit:
+            continue
+        times = time_ms(case.run, options.warmup, options.repeats)
+        median = statistics.median(times)
+        rate = case.amount / median / 1e9
+        if is_limit:
+            limits[case.unit] = rate
+        rows[case.name] = {
+            "ms": round(median, 4),
+            "ms_p10": round(times[len(times) // 10], 4),
+            "ms_p90": round(times[-1 - len(times) // 10], 4),
+            case.unit: round(rate, 2),
+            "share_of_limit": round(rate / limits[case.unit], 3),
+        }
+        del case
+        torch.cuda.empty_cache()
+    for name, row in rows.items():
+        rate = " ".join(f"{row[u]:8.2f} {u}" for u in ("TB/s", "TFLOP/s") if u in row)
+        print(f"{name:40s} {row['ms']:9.4f} ms {rate:18s} {row['share_of_limit']:6.1%}")
+    report(options, rows)
+
+
+def time_ms(run: Callable[[], object], warmup: int, repeats: int) -> list[float]:
+    """Return the milliseconds of each call by device events, sorted, after a warm-up.
+
+    The device sleeps first, so that the host is ahead and launches are not what is timed.
+    """
+    for _ in range(warmup):
+        run()
+    torch.cuda.synchronize()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda._sleep(50_000_000)
+    for begin, end in events:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) for begin, end in events)
+
+
+def cases() -> Iterator[Case]:
+    """Make the cases one after the other, so that one's tensors are freed before the next."""
+    yield from limits()
+    yield from weight_gradient()
+    yield from norms()
+    yield from rotary()
+    yield from gated()
+    yield from attention()
+    yield from embedding()
+    yield from head()
+    yield from optimizer()
+
+
+def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Return random numbers that require a gradient."""
+    return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
+
+
+def both_ways(
+    name: str,
+    run: Callable[[], tuple],
+    inputs: list,
+    forward: float,
+    backward: float,
+    unit: str,
+) -> Iterator[Case]:
+    """Time forward, then backward alone on a kept graph."""
+    with torch.no_grad():
+        yield Case(f"{name} forward", run, forward, unit)
+    outputs = run()
+    grads = [torch.randn_like(output) for output in outputs]
+
+    def backwards() -> tuple:
+        return torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+
+    yield Case(f"{name} backward", backwards, backward, unit)
+
+
+def limits() -> Iterator[Case]:
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    yield Case("copy", lambda: target.copy_(source), 2 * source.numel(), "TB/s")
+    del source, target
+    a, b = draw(T, D).detach(), draw(2 * F, D).detach()
+    yield Case("gemm 8192x28672x4096", lambda: a @ b.t(), 2 * T * 2 * F * D, "TFLOP/s")
+
+
+def weight_gradient() -> Iterator[Case]:
+    dy, x = draw(T, 2 * F).detach(), draw(T, D).detach()
+    main = torch.zeros(2 * F, D, device="cuda")
+    yield Case(
+        "weight gradient into float32",
+        lambda: accumulate_product(main, dy.t(), x),
+        2 * T * 2 * F * D,
+        "TFLOP/s",
+    )
+
+
+def norms() -> Iterator[Case]:
+    norm = RMSNorm(D, device="cuda", dtype=BF16)
+    norm.weight.main_grad = torch.zeros(D, device="cuda")
+    x, branch = draw(T, 1, D), draw(T, 1, D)
+    size = 2 * T * D
+    yield from both_ways(
+        "add and norm", lambda: norm.add_and_norm(x, branch), [x], 4 * size, 4 * size, "TB/s"
+    )
+    yield from both_ways("norm", lambda: (norm(x),), [x], 2 * size, 3 * size, "TB/s")
+
+
+def rotary() -> Iterator[Case]:
+    qkv = draw(T, 1, (N + 2 * G) * H)
+    angle = torch.randn(T, H // 2, device="cuda")
+    cos, sin = angle.cos(), angle.sin()
+    size = 4 * qkv.numel()
+    yield from both_ways(
+        "rotary split",
+        lambda: fused_rotary_split(qkv, cos, sin, N, G),
+        [qkv],
+        size,
+        size,
+        "TB/s",
+    )
+
+
+def gated() -> Iterator[Case]:
+    x = draw(T, 1, 2 * F)
+    yield from both_ways(
+        "swiglu", lambda: (fused_gated(x),), [x], 6 * T * F, 10 * T * F, "TB/s"
+    )
+
+
+def attention() -> Iterator[Case]:
+    for heads, groups, size, length, batch in (
+        (N, G, H, T, 1),
+        (N, G, H, 4096, 2),
+        (16, 16, 64, 2048, 4),
+    ):
+        q, k, v = (draw(length, batch, n, size) for n in (heads, groups, groups))
+        flops = 2 * batch * length * length * heads * size  # causal: half of the square
+        yield from both_ways(
+            f"attention {heads}/{groups}x{size} S{length} B{batch}",
+            lambda q=q, k=k, v=v: (attend(q, k, v),),
+            [q, k, v],
+            flops,
+            2.5 * flops,
+            "TFLOP/s",
+        )
+
+
+def embedding() -> Iterator[Case]:
+    total = torch.zeros(V, D, device="cuda")
+    ids = torch.randint(0, V, (T,), device="cuda")
+    rows = draw(T, D).detach()
+    yield Case(
+        "embedding gradient into float32",
+        lambda: add_rows(total, ids, rows),
+        T * D * 10,
+        "TB/s",
+    )
+
+
+def head() -> Iterator[Case]:
+    logits = draw(4096, V).detach()
+    labels = torch.randint(0, V, (4096,), device="cuda")
+    log_sum, weights = torch.full((4096,), 12.0, device="cuda"), torch.ones(4096, device="cuda")
+    size = 2 * logits.numel()
+    yield Case("statistics of logits", lambda: row_stats(logits, labels, V, 0), size, "TB/s")
+    yield Case(
+        "gradient of logits",
+        lambda: softmax_gradient_(logits, labels, log_sum, weights, V, 0, 0.0, V),
+        2 * size,
+        "TB/s",
+    )
+    del logits
+    x, weight = draw(T, 1, D), draw(V, D)
+    with torch.no_grad():
+        weight.mul_(0.02)
+    weight.main_grad = torch.zeros(V, D, device="cuda")
+    labels, weights = torch.randint(0, V, (1, T), device="cuda"), torch.full((1, T), 1 / T)
+    weights = weights.cuda()
+
+    def both() -> None:
+        total, _ = head_loss(x, weight, labels, weights, vocab_size=V)
+        total.backward()
+        x.grad = None
+
+    yield Case("head and cross-entropy, both ways", both, 6 * T * D * V, "TFLOP/s")
+
+
+def optimizer() -> Iterator[Case]:
+    size = 500_000_000
+    main, grad, mean, square = (torch.zeros(size, device="cuda") for _ in range(4))
+    parameter = torch.zeros(size, device="cuda", dtype=BF16)
+    scale = torch.ones((), device="cuda", dtype=torch.float64)
+
+    def update() -> None:
+        fused_adamw(
+            main,
+            grad,
+            mean,
+            square,
+            parameter,
+            num_steps=3,
+            lr=1e-4,
+            weight_decay=0.1,
+            betas=(0.9, 0.95),
+            epsilon=1e-8,
+            grad_scale=scale,
+        )
+
+    yield Case("adamw", update, 30 * size, "TB/s")
+    yield Case("gradient norm", lambda: torch._foreach_norm([grad], 2.0), 4 * size, "TB/s")
+
+
+def report(options: argparse.Namespace, rows: dict) -> None:
+    """Print the result as one JSON line and keep it if a folder is given."""
+    row = {
+        "name": options.name,
+        "commit": options.commit or _commit(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "dtype": "bfloat16",
+        "shapes": f"T{T} D{D} F{F} V{V} heads {N}/{G}x{H}",
+        "warmup": options.warmup,
+        "repeats": options.repeats,
+        "kernels": rows,
+    }
+    print(json.dumps(row))
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        path = options.output / f"{options.name}.json"
+        path.write_text(json.dumps(row, indent=1) + "\n")
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--name", default="kernels-h200")
+    parser.add_argument("--only", default="", help="part of a kernel's name")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--output", type=Path, default=None, help="folder for NAME.json")
+    parser.add_argument("--commit", default="", help="where there is no git")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

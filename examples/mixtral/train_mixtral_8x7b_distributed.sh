@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Mixtral 8x7B on 32 GPUs: one expert a GPU, four pipeline stages.
+#
+#   MASTER_ADDR=host0 bash examples/mixtral/train_mixtral_8x7b_distributed.sh    on each host
+#   LAUNCH=echo ...                                                              shows the command
+#
+# Trains on mock data unless DATA_PATH (a .bin/.idx prefix) and TOKENIZER_MODEL are given.
+set -euo pipefail
+
+NNODES=${NNODES:-4}
+LAUNCH=${LAUNCH:-torchrun}
+if [ "$NNODES" -gt 1 ] && [ -z "${MASTER_ADDR:-}" ]; then
+    echo "give MASTER_ADDR, the name of the first of $NNODES hosts, or NNODES=1" >&2
+    exit 2
+fi
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "${GPUS_PER_NODE:-8}"
+    --nnodes "$NNODES"
+    --node_rank "${NODE_RANK:-${SLURM_NODEID:-0}}"
+    --master_addr "${MASTER_ADDR:-localhost}"
+    --master_port "${MASTER_PORT:-29500}"
+)
+MODEL_ARGS=(
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --max-position-embeddings 32768
+    --seq-length 4096
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+)
+MOE_ARGS=(
+    --num-experts 8
+    --moe-router-topk 2
+    --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2
+    --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall
+    --overlap-param-gather
+    --overlap-grad-reduce
+)
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 4
+    --expert-model-parallel-size 8
+    --use-distributed-optimizer
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 256
+    --train-iters "${TRAIN_ITERS:-1000}"
+    --lr 1e-4
+    --min-lr 1e-5
+    --lr-decay-style cosine
+    --lr-warmup-fraction 0.01
+    --weight-decay 0.1
+    --clip-grad 1.0
+    --bf16
+)
+if [ -n "${DATA_PATH:-}" ]; then
+    DATA_ARGS=(--data-path "$DATA_PATH" --tokenizer-model "$TOKENIZER_MODEL" --split 969,30,1)
+else
+    DATA_ARGS=(--mock-data --vocab-size 32000)
+fi
+LOGGING_ARGS=(--log-interval 10)
+if [ -n "${CHECKPOINT_PATH:-}" ]; then
+    LOGGING_ARGS+=(--save "$CHECKPOINT_PATH" --save-interval 500 --tensorboard)
+fi
+
+"$LAUNCH" "${DISTRIBUTED_ARGS[@]}" -m mcore_train gpt \
+    "${MODEL_ARGS[@]}" "${MOE_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" \
+    "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

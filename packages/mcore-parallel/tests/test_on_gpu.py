@@ -1,0 +1,168 @@
+"""Kernels and what uses them on a GPU, each against its plain twin, at real shapes too."""
+
+import pytest
+import torch
+
+from mcore_parallel.config import AdamConfig, DataParallelConfig
+from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.embedding import VocabParallelEmbedding, add_rows_plain
+from mcore_parallel.fused_head import (
+    row_stats_plain,
+    softmax_gradient_plain,
+)
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.zero import ShardedAdamW, adamw_plain
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+
+
+def error(got, want):
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab", "width", "kind"),
+    [
+        (1000, 70, "spread"),
+        (11, 512, "few"),
+        (128256, 4096, "spread"),
+        (128256, 4096, "one"),
+        (64128, 4096, "half"),
+    ],
+)
+def test_rows_are_added_by_id_as_plain_torch_does_and_always_the_same(
+    dtype, vocab, width, kind
+):
+    from mcore_parallel.embedding_kernels import add_rows
+
+    torch.manual_seed(0)
+    num_rows = 8192 if width == 4096 else 777
+    ids = torch.randint(0, vocab, (num_rows,), device="cuda")
+    if kind == "one":
+        ids.fill_(vocab - 1)
+    if kind == "half":  # what another rank holds
+        ids = torch.where(ids % 2 == 0, ids, -ids - 1)
+        ids[7] = vocab
+    rows = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
+    before = torch.randn(vocab, width, device="cuda", dtype=dtype)
+    totals = [before.clone() for _ in range(2)]
+    for total in totals:
+        add_rows(total, ids, rows)
+    assert torch.equal(*totals)
+    want = before.to(torch.float64, copy=True)
+    add_rows_plain(want, ids, rows)
+    assert error(totals[0] - before, want - before.double()) < TOLERANCE[dtype]
+
+
+def test_an_embedding_adds_to_its_main_gradient_what_autograd_would():
+    torch.manual_seed(0)
+    layer = VocabParallelEmbedding(500, 64, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(0, 500, (2, 300), device="cuda")
+    grad = torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16)
+    layer(ids).backward(grad)
+    want = layer.weight.grad
+    layer.weight.grad = None
+    layer.weight.main_grad = torch.ones(500, 64, device="cuda")
+    layer(ids).backward(grad)
+    assert layer.weight.grad is None
+    assert error(layer.weight.main_grad - 1, want) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parameter", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 4097, 10_000_000])
+def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moments):
+    from mcore_parallel.adam_kernels import fused_adamw
+
+    torch.manual_seed(0)
+    main = torch.randn(size, device="cuda")
+    mean, square = (torch.zeros(size, device="cuda", dtype=moments) for _ in range(2))
+    fused = [main, torch.empty(0), mean, square]
+    plain = [t.clone() for t in fused]
+    for tensors in (fused, plain):
+        tensors.append(tensors[0] if parameter == torch.float32 else tensors[0].to(parameter))
+    for step in range(1, 4):
+        grad = torch.randn(size, device="cuda")
+        scale = torch.tensor(0.3, dtype=torch.float64, device="cuda") if step == 2 else 0.5
+        for tensors, update in ((fused, fused_adamw), (plain, adamw_plain)):
+            tensors[1] = grad.clone()
+            update(
+                *tensors,
+                num_steps=step,
+                lr=1e-2,
+                weight_decay=0.1,
+                betas=(0.9, 0.95),
+                epsilon=1e-8,
+                grad_scale=scale,
+            )
+            assert torch.equal(tensors[1], grad)
+    for got, want in zip(fused, plain, strict=True):
+        # A difference in the last bit of float32 may turn one rounding to 16 bits.
+        assert error(got, want) < (1e-6 if got.dtype == moments == torch.float32 else 1e-2)
+    if moments == torch.float32:
+        assert error(fused[0], plain[0]) < 1e-6
+    assert torch.equal(fused[4], fused[0].to(parameter))
+
+
+def test_an_optimizer_step_is_the_same_with_and_without_its_kernel(monkeypatch):
+    import mcore_parallel.zero as zero
+
+    def train():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(64, 200), torch.nn.LayerNorm(200), torch.nn.Linear(200, 64)]
+        model = torch.nn.Sequential(*layers).bfloat16().cuda()
+        config = DataParallelConfig(use_distributed_optimizer=True)
+        data_parallel = DataParallel([model], ParallelContext.single("cuda"), config)
+        optimizer = ShardedAdamW(data_parallel, AdamConfig())
+        for step in range(3):
+            data_parallel.zero_grad()
+            torch.manual_seed(step)
+            x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+            model(x).square().sum().backward()
+            data_parallel.finish()
+            optimizer.step(1e-3, 0.1, optimizer.grad_norm().reciprocal())
+        pieces = [p for s in optimizer.named_shards().values() for p in s.pieces]
+        return [piece.data for piece in pieces]
+
+    fused = train()
+    monkeypatch.setattr(zero, "_has_kernel", lambda _: False)
+    for got, want in zip(fused, train(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab", "width"), [(128256, 128256), (50304, 50257), (9001, 3), (64, 0)]
+)
+def test_the_statistics_of_rows_equal_plain_torch(dtype, vocab, width):
+    from mcore_parallel.loss_kernels import row_stats
+
+    torch.manual_seed(0)
+    logits = torch.randn(64, vocab, device="cuda", dtype=dtype) * 5
+    labels = torch.randint(0, vocab, (64,), device="cuda")
+    got = row_stats(logits, labels, width, 0)
+    want = row_stats_plain(logits.double(), labels, width, 0)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "width"), [(128256, 128256), (50304, 50257), (64, 0)])
+def test_the_gradient_of_logits_equals_plain_torch(dtype, vocab, width):
+    from mcore_parallel.loss_kernels import softmax_gradient_
+
+    torch.manual_seed(0)
+    logits = torch.randn(64, vocab, device="cuda", dtype=dtype)
+    labels = torch.randint(0, vocab, (64,), device="cuda")
+    log_sum = logits.double().logsumexp(1)
+    weights = torch.rand(64, device="cuda")
+    weights[3] = 0.0
+    want, others = logits.double(), (width, 0, 0.1, vocab)
+    softmax_gradient_plain(want, labels, log_sum, weights.double(), *others)
+    softmax_gradient_(logits, labels, log_sum.float(), weights, *others)
+    if width:
+        assert error(logits, want) < TOLERANCE[dtype]
+    else:
+        assert not logits.any()

@@ -1,0 +1,42 @@
+"""Python's garbage collector, held still during steps.
+
+The collector runs when it has counted enough new objects, at another moment on each rank,
+and stops launches for tens of milliseconds: the other ranks wait in the next collective.
+Here all ranks collect after the same steps, and what is alive at the start (modules,
+imported code) is set aside and never looked at again.
+"""
+
+import gc
+
+
+class StillCollector:
+    """Inside, nothing is collected but by ``after_step``; the end restores what was."""
+
+    def __init__(self, interval: int) -> None:
+        """Change nothing yet.
+
+        Args:
+            interval: steps between two collections; 0: leave the collector alone.
+        """
+        self.interval = interval
+        self._was_enabled = False
+
+    def __enter__(self) -> "StillCollector":
+        """Set aside what is alive, and stop the collector."""
+        if self.interval:
+            self._was_enabled = gc.isenabled()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def after_step(self, iteration: int) -> None:
+        """Collect, after every ``interval``-th step."""
+        if self.interval and iteration % self.interval == 0:
+            gc.collect()
+
+    def __exit__(self, *exception: object) -> None:
+        """Start the collector again if it ran before."""
+        if self.interval:
+            gc.unfreeze()
+            if self._was_enabled:
+                gc.enable()

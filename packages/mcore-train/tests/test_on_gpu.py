@@ -1,0 +1,87 @@
+"""A training step on a GPU: it never waits for the device, and always gives the same bits."""
+
+import pytest
+import torch
+
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import assemble
+from mcore_train.composition import compose
+from mcore_train.losses import MicroBatch
+from mcore_train.resolution import resolve
+from mcore_train.step import train_step
+
+pytestmark = pytest.mark.gpu
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "seq_length": 1024,
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "train_iters": 6,
+    "lr": 1e-3,
+    "bf16": True,
+    "mock_data": True,
+    "vocab_size": 1000,
+    "num_workers": 0,
+}
+
+
+def build(**changes):
+    config = compose({**SMALL, **changes})
+    plan = resolve(config, 1)
+    return assemble(plan, ParallelContext.single("cuda"))
+
+
+def batches(run, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    config = run.plan.config.batch
+    shape = (config.micro_batch_size, config.seq_length)
+
+    def draw():
+        return torch.randint(0, 1000, shape, device="cuda", generator=generator)
+
+    mask = torch.ones(shape, device="cuda")
+    return [
+        MicroBatch(tokens=draw(), labels=draw(), loss_mask=mask, positions=None)
+        for _ in range(run.plan.num_microbatches)
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"untie_embeddings_and_output_weights": False, "normalization": "LayerNorm"},
+        {"recompute_granularity": "full"},
+    ],
+    ids=["dense", "tied", "recomputed"],
+)
+def test_a_step_never_waits_for_the_device(changes):
+    run = build(**changes)
+    data = [batches(run, seed) for seed in range(3)]
+    train_step(run, data[0], 1e-3, 0.1)  # compiles, picks algorithms
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [train_step(run, step, 1e-3, 0.1) for step in data[1:]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(result.loss) for result in results)
+
+
+def test_deterministic_training_repeats_to_the_last_bit():
+    def weights():
+        run = build()
+        for seed in range(3):
+            train_step(run, batches(run, seed), 1e-3, 0.1)
+        return [parameter.detach().clone() for parameter in run.chunks[0].parameters()]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = weights(), weights()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

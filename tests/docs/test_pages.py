@@ -1,0 +1,66 @@
+"""What the pages say without a command: messages, topics and advice that must stay true."""
+
+import re
+
+import pytest
+from docs.blocks import ROOT
+from house.rows import COVERAGE, read_rows
+from house.sources import all_sources
+
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
+
+
+def spoken() -> str:
+    """Return the text of all wheels, with strings that go over several lines in one piece."""
+    return "\n".join(re.sub(r'"\s*\n\s*f?"', "", source.text) for source in all_sources())
+
+
+def quoted(page: str) -> list[str]:
+    """Return the messages of a page's first table."""
+    table = page.split("| it says |")[1].split("\n\n", maxsplit=1)[0]
+    return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", quoted(TROUBLES))
+def test_a_message_that_is_explained_is_one_that_a_command_says(message):
+    assert message in spoken()
+
+
+def test_the_page_of_troubles_quotes_messages():
+    assert len(quoted(TROUBLES)) >= 10
+
+
+def test_the_roadmap_has_each_topic_that_rows_are_still_open_for():
+    page = (ROOT / "docs/scope.md").read_text()
+    listed = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE))
+    topics = read_topics()
+    still_open = {row["open"] for row in read_rows(COVERAGE) if "open" in row}
+    assert listed.keys() >= still_open
+    assert listed == {name: topics[name] for name in listed}
+
+
+def read_topics() -> dict[str, str]:
+    """Return what each topic of the register is."""
+    table = COVERAGE.read_text().split("[topics]")[1].split("[[row]]")[0]
+    return dict(re.findall(r'^(\w+) = "(.+)"$', table, re.MULTILINE))
+
+
+def test_what_is_left_out_is_said():
+    left_out = (ROOT / "docs/scope.md").read_text().split("## Left out")[1].split("##")[0]
+    assert "RETRO" in left_out
+    assert "private image registry" in left_out
+
+
+def test_contributors_are_told_how_to_add_a_dependency_and_mend_the_lock():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    for words in ("uv add --package", "uv lock", "On a conflict in `uv.lock`"):
+        assert words in page
+
+
+def test_the_skill_says_what_it_is_for_and_when():
+    head = re.match(r"---\nname: ([a-z-]+)\ndescription: (.+)\n---\n",
+                    (ROOT / "SKILL.md").read_text())  # fmt: skip
+    assert head is not None
+    assert len(head[1]) <= 64
+    assert len(head[2]) <= 1024
+    assert "Use when" in head[2]

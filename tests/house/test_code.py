@@ -1,0 +1,129 @@
+"""Functions fit a screen, names say something, nothing is a stub, no file runs code."""
+
+import ast
+import re
+
+import pytest
+from house.sources import ROOT, Source, all_sources, dotted, full_name, imported_names, parse
+
+MAX_FUNCTION_LINES = 60
+"""Without its docstring; 30 is the aim."""
+
+# Who may turn bytes into objects by running what they say, each with its reason.
+UNPICKLERS = {
+    "mcore_parallel/testing.py": "compares tensors of ranks that the test itself started",
+    "mcore_parallel/warm_processes.py": "hands functions to processes that it started",
+}
+
+_PICKLES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
+_VAGUE = re.compile(r"util|helper|manager|common|misc|^(base|core|new)_|^_?(base|core)\.py$")
+
+
+def long_functions(source: Source) -> list[str]:
+    """Return functions whose code is longer than a screen."""
+    return [
+        f"{source.name}:{node.lineno} {node.name}"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef) and _code_lines(node) > MAX_FUNCTION_LINES
+    ]
+
+
+def _code_lines(node: ast.FunctionDef) -> int:
+    has_docstring = ast.get_docstring(node, clean=False) is not None
+    assert node.end_lineno is not None
+    first = node.body[0].end_lineno if has_docstring else node.lineno
+    return node.end_lineno - (first or 0)
+
+
+def unpickling(source: Source) -> list[str]:
+    """Return imports and calls by which a file or a peer could run code here."""
+    names, found = imported_names(source.tree), []
+    for node in ast.walk(source.tree):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        found += [
+            f"{source.name}: {m}" for m in modules if m.split(".", maxsplit=1)[0] in _PICKLES
+        ]
+        if isinstance(node, ast.Call):
+            name = full_name(dotted(node.func), names)
+            is_torchs = name in ("torch.load", "torch.save") or (
+                name.startswith("torch.distributed.") and "_object" in name
+            )
+            if is_torchs:
+                found.append(f"{source.name}: {name}")
+    return found
+
+
+def stubs(source: Source) -> list[str]:
+    """Return functions that say they are not written, or do nothing but be there."""
+    return [
+        f"{source.name}:{node.lineno}"
+        for node in ast.walk(source.tree)
+        if (isinstance(node, ast.Raise) and node.exc and "NotImplemented" in ast.dump(node.exc))
+        or (isinstance(node, ast.Assert) and dotted(node.test) == "" and _is_false(node.test))
+    ]
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and not node.value
+
+
+def test_functions_fit_a_screen():
+    assert [line for source in all_sources() for line in long_functions(source)] == []
+
+
+def test_files_are_data_and_never_run():
+    found = [line for source in all_sources() for line in unpickling(source)]
+    assert {line.split(":")[0] for line in found} <= set(UNPICKLERS), found
+
+
+def test_nothing_is_a_stub():
+    assert [line for source in all_sources() for line in stubs(source)] == []
+
+
+def test_rooms_have_names_that_say_something():
+    assert [source.name for source in all_sources() if _VAGUE.search(source.file)] == []
+
+
+def test_tests_are_plain_functions_and_mock_nothing():
+    here = {ROOT / "tests/house/test_code.py"}
+    files = {*ROOT.glob("tests/**/*.py"), *ROOT.glob("packages/*/tests/**/*.py")} - here
+    wrong = re.compile(r"^class Test|^\s*(from|import) (unittest|mock)\b|\bmocker\b", re.M)
+    assert len(files) > 100
+    assert [file.name for file in sorted(files) if wrong.search(file.read_text())] == []
+
+
+def test_the_length_rule_sees_a_long_function_and_not_its_docstring():
+    body = "\n".join("    x = 1" for _ in range(MAX_FUNCTION_LINES + 1))
+    assert len(long_functions(parse(f"def f():\n{body}"))) == 1
+    text = "\n".join("    words" for _ in range(MAX_FUNCTION_LINES + 1))
+    assert long_functions(parse(f"def f():\n    '''One.\n{text}\n    '''\n    x = 1")) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import torch.distributed as dist\ndist.all_gather_object(a, b, group=g)",
+        "from torch.distributed import broadcast_object_list\nbroadcast_object_list(a)",
+    ],
+)
+def test_the_unpickling_rule_sees_it(code):
+    assert len(unpickling(parse(code))) == 1
+
+
+def test_the_unpickling_rule_lets_other_loads_pass():
+    assert unpickling(parse("import json, numpy as np\njson.load(f)\nnp.load(f)")) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["def f():\n    raise NotImplementedError", "raise NotImplementedError('x')",
+             "assert False"],
+)  # fmt: skip
+def test_the_stub_rule_sees_one(code):
+    assert len(stubs(parse(code))) == 1
