@@ -4,12 +4,14 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 
 import pytest
 import torch
 
 from mcore_ckpt.async_saving import AsyncSaver
+from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.loading import load, read_tensor
 from mcore_ckpt.locking import LOCK
 from mcore_ckpt.paths import complete_steps, latest_step, resolve_folder, step_folder
@@ -45,8 +47,8 @@ def test_the_step_does_not_exist_before_it_is_polled(tmp_path):
     saver.save(tmp_path, 1, {"w": whole(torch.ones(4))})
     assert latest_step(tmp_path) is None
     folder = None
-    for _ in range(1000):
-        folder = folder or saver.poll()
+    while folder is None:
+        folder = saver.poll()
         time.sleep(0.001)
     assert folder == step_folder(tmp_path, 1)
     assert latest_step(tmp_path) == 1
@@ -72,11 +74,71 @@ def test_a_write_that_fails_is_reported_tried_again_and_given_up(tmp_path, caplo
         saver.wait()
     # Whether the first try came before the folder went is up to the machine.
     assert "writing step 2 failed, trying again" in caplog.text
-    assert "step 2 was not saved, training goes on" in caplog.text
+    assert "step 2 was not saved: rank 0: " in caplog.text
     assert "No such file or directory" in caplog.text
+    assert saver.last_failure.startswith("step 2 was not saved")
     assert latest_step(tmp_path) == 1
     saver.save(tmp_path, 3, {"w": whole(torch.ones(4))})
     assert saver.wait() == step_folder(tmp_path, 3)
+    assert saver.last_failure == ""
+
+
+def test_tensors_that_are_held_until_their_copies_are_made_may_be_saved_meanwhile(tmp_path):
+    # Many and large enough that the copies take longer than it takes to call.
+    weights = [torch.ones(1 << 17) for _ in range(20)]
+    shards = {f"w{i}": whole(weight) for i, weight in enumerate(weights)}
+    saver = AsyncSaver(SINGLE)
+    for step in (1, 2, 3):
+        assert saver.save(tmp_path, step, shards, overlap=True)
+        saver.hold()
+        torch._foreach_add_(weights, 1)
+        assert saver.wait() == step_folder(tmp_path, step)
+    for step in (1, 2, 3):
+        folder = resolve_folder(tmp_path, step)
+        assert all(torch.all(read_tensor(folder, name) == step) for name in shards)
+    # One share, in one block, whatever the number of saves.
+    assert saver.host_bytes == 1 << 26
+
+
+def test_a_disk_that_hangs_is_told_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    is_back = threading.Event()
+    really = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (is_back.wait(30), really(file))[1])
+    saver = AsyncSaver(SINGLE, silent_s=0.05)
+    with caplog.at_level(logging.ERROR):
+        assert saver.save(tmp_path, 1, {"w": whole(torch.ones(4))})
+        assert saver.wait() is None
+        assert "ranks [0] have written nothing to" in caplog.text
+        assert not saver.save(tmp_path, 2, {"w": whole(torch.ones(4))})
+        assert "step 2 was left out: an earlier write still hangs" in saver.last_failure
+    is_back.set()
+    while saver._hanging.is_busy:
+        time.sleep(0.01)
+    saver._silent_s = 60.0
+    assert saver.save(tmp_path, 3, {"w": whole(torch.ones(4))})
+    assert saver.wait() == step_folder(tmp_path, 3)
+    assert complete_steps(tmp_path) == [3]
+
+
+def test_a_save_that_is_closed_before_its_end_never_existed(tmp_path):
+    saver = AsyncSaver(SINGLE)
+    saver.save(tmp_path, 1, {"w": whole(torch.ones(1 << 20))})
+    saver.close()
+    assert latest_step(tmp_path) is None
+    assert not (tmp_path / LOCK).exists()
+    assert saver.poll() is None
+    saver.save(tmp_path, 1, {"w": whole(torch.ones(4))})
+    assert saver.wait() == step_folder(tmp_path, 1)
+
+
+def test_steps_that_need_not_be_kept_go_once_a_newer_one_is_durable(tmp_path):
+    saver = AsyncSaver(
+        SINGLE, retention=RetentionConfig(save_retain_last=2, save_retain_interval=3)
+    )
+    for step in range(1, 7):
+        saver.save(tmp_path, step, {"w": whole(torch.ones(4))})
+        saver.wait()
+    assert complete_steps(tmp_path) == [3, 5, 6]
 
 
 def test_bad_shards_are_refused_at_the_call(tmp_path):
@@ -105,10 +167,10 @@ def save_on_ranks(folder):
     for step in (1, 2, 3):
         rows = Piece((4 * rank,), (4,), torch.full((4,), float(step)))
         saver.save(folder, step, {"w": Shard((8,), torch.float32, (rows,))})
-        pending = saver._pending
-        pending.thread.join()
+        job = saver._pending.job
+        job.join(60.0)
         if step == 2 and rank == 1:
-            pending.failure = "the disk is gone"
+            job.failure = "the disk is gone"
         durable.append(saver.wait() is not None)
     ctx.destroy()
     return durable

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.index import BLOCK_BYTES
 from mcore_ckpt.loading import load, read_tensor
 from mcore_ckpt.paths import resolve_folder
@@ -61,7 +62,7 @@ def test_without_strict_they_are_logged_and_the_rest_is_loaded(step, caplog):
     shards["model.new"] = whole(torch.full((2,), 9.0))
     del shards["optimizer.exp_avg.norm"]
     with caplog.at_level(logging.WARNING):
-        load(step, shards, strict=False)
+        load(step, shards, strictness=StrictnessConfig(dist_ckpt_strictness="log_all"))
     assert "missing in the checkpoint: model.new" in caplog.text
     assert torch.equal(data(shards, "model.norm"), torch.arange(4.0))
     assert torch.equal(data(shards, "model.new"), torch.full((2,), 9.0))
@@ -80,7 +81,7 @@ def test_shapes_and_dtypes_that_differ_are_listed_together(step):
     shards["model.norm"] = whole(torch.zeros(5))
     shards["optimizer.exp_avg.norm"] = whole(torch.zeros(4, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="cannot load") as caught:
-        load(step, shards, strict=False)
+        load(step, shards, strictness=StrictnessConfig(dist_ckpt_strictness="log_all"))
     text = str(caught.value)
     assert "model.norm: shape [4] in the checkpoint, [5] wanted" in text
     assert "optimizer.exp_avg.norm: dtype F32 in the checkpoint, BF16 wanted" in text
@@ -91,6 +92,53 @@ def test_dtypes_are_cast_only_when_asked(step):
     shards["model.norm"] = whole(torch.zeros(4, dtype=torch.bfloat16))
     load(step, shards, cast=True)
     assert torch.equal(data(shards, "model.norm"), torch.arange(4.0).bfloat16())
+
+
+LEVELS = {
+    "raise_all": (True, True, False),
+    "raise_unexpected": (True, False, False),
+    "assume_ok_unexpected": (True, False, False),
+    "log_all": (False, False, True),
+    "log_unexpected": (False, False, True),
+    "ignore_all": (False, False, False),
+}
+"""Of each level: whether a name is an error that the checkpoint lacks, that nobody asks for,
+and whether something is logged."""
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_each_level_of_strictness_answers_names_in_its_way(step, caplog, level):
+    on_missing, on_unasked, is_logged = LEVELS[level]
+    strictness = StrictnessConfig(dist_ckpt_strictness=level)
+    lacking = targets() | {"model.new": whole(torch.full((2,), 9.0))}
+    unasked = targets()
+    del unasked["model.norm"]
+    with caplog.at_level(logging.WARNING):
+        for shards, is_error in ((lacking, on_missing), (unasked, on_unasked)):
+            if is_error:
+                with pytest.raises(ValueError, match=r"model\.n"):
+                    load(step, shards, strictness=strictness)
+            else:
+                load(step, shards, strictness=strictness)
+                assert torch.equal(data(shards, "optimizer.exp_avg.norm"), torch.ones(4))
+    assert ("model.new" in caplog.text) == is_logged
+    assert ("model.norm" in caplog.text) == (level == "log_all")
+    assert torch.equal(data(lacking, "model.new"), torch.full((2,), 9.0))
+
+
+def test_tensors_of_another_shape_can_be_left_and_of_another_dtype_cast(step, caplog):
+    shards = targets()
+    shards["model.norm"] = whole(torch.full((5,), 9.0))
+    shards["optimizer.exp_avg.norm"] = whole(torch.zeros(4, dtype=torch.bfloat16))
+    strictness = StrictnessConfig(
+        dist_ckpt_shape_mismatch="skip", dist_ckpt_dtype_mismatch="cast"
+    )
+    with caplog.at_level(logging.WARNING):
+        load(step, shards, strictness=strictness)
+    assert "left as it is: model.norm: shape [4] in the checkpoint, [5] wanted" in caplog.text
+    assert "cast: optimizer.exp_avg.norm: dtype F32 in the checkpoint" in caplog.text
+    assert torch.equal(data(shards, "model.norm"), torch.full((5,), 9.0))
+    assert torch.equal(data(shards, "optimizer.exp_avg.norm"), torch.ones(4).bfloat16())
 
 
 def flip(path, position):

@@ -1,14 +1,17 @@
 """Plans are pure: thousands of random cuts, each covered once and found again."""
 
+import time
 from math import prod
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.agreement import pack, unpack
 from mcore_ckpt.boxes import cover_problems, intersect, small_spans, span
+from mcore_ckpt.exchanging import Move, rounds
 from mcore_ckpt.index import Chunk, TensorEntry
-from mcore_ckpt.planning import Claim, name_problems, plan_reads, plan_writes
+from mcore_ckpt.planning import Claim, name_problems, plan_reads, plan_sharing, plan_writes
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 
@@ -131,15 +134,60 @@ def test_only_the_owners_boxes_count():
 
 
 def test_twenty_thousand_chunks_a_rank_are_planned_in_seconds():
-    import time
-
     claims = [
-        {f"w{i}": claim((8, 8), [((rank * 2, 0), (2, 8))]) for i in range(5000)}
+        {
+            f"w{i}": claim((64, 8), [((16 * rank + 4 * j, 0), (4, 8)) for j in range(4)])
+            for i in range(5000)
+        }
         for rank in range(4)
     ]
     start = time.process_time()
-    plan_writes(claims)
+    told = [unpack(pack({n: c.to_json() for n, c in mine.items()})) for mine in claims]
+    plan = plan_writes([{n: Claim.from_json(v) for n, v in mine.items()} for mine in told])
     assert time.process_time() - start < 3
+    assert [len(mine) for mine in plan] == [20_000] * 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes_with_cuts(), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_what_several_ranks_of_a_host_want_is_read_once_a_host(case, num_ranks, random):
+    shape, boxes, _ = case
+    wanted = [[box for box in boxes if random.random() < 0.7] for _ in range(num_ranks)]
+    hosts = [random.choice(["a", "b"]) for _ in range(num_ranks)]
+    plan = plan_sharing([{"w": claim(shape, held)} for held in wanted], hosts, {"w"})
+    got = {(one.write.box, rank) for one in plan for rank in one.others}
+    for host in ("a", "b"):
+        for box in boxes:
+            ranks = [r for r in range(num_ranks) if hosts[r] == host and box in wanted[r]]
+            readers = [rank for rank in ranks if (box, rank) not in got]
+            assert len(readers) == min(1, len(ranks))
+    for one in plan:
+        assert {hosts[rank] for rank in (one.reader, *one.others)} == {hosts[one.reader]}
+        assert one.write.box in wanted[one.reader]
+        assert one.num_bytes == 4 * prod(one.write.box[1])
+
+
+def test_readers_of_one_host_read_about_as_many_bytes():
+    wanted = {f"w{i}": claim((100 + i,), [((0,), (100 + i,))]) for i in range(40)}
+    plan = plan_sharing([wanted] * 4, ["a"] * 4, wanted.keys())
+    loads = [sum(one.num_bytes for one in plan if one.reader == rank) for rank in range(4)]
+    assert max(loads) - min(loads) <= 4 * 139
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 90)), max_size=40),
+    st.integers(1, 200),
+)
+def test_rounds_keep_order_and_bound_what_each_rank_sends_and_gets(moves, limit):
+    listed = [Move(*move, key=number) for number, move in enumerate(moves)]
+    cut = list(rounds(listed, limit))
+    assert [move for batch in cut for move in batch] == listed
+    for batch in cut:
+        for rank in range(4):
+            sent = [move.room_bytes for move in batch if move.source == rank]
+            got = [move.room_bytes for move in batch if move.target == rank]
+            assert all(sum(side) <= limit or len(side) == 1 for side in (sent, got))
 
 
 def test_long_lists_of_names_are_compared_fast_and_their_front_is_hinted():

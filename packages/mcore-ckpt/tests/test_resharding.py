@@ -68,6 +68,8 @@ CASES = {
     "pp2 dp2": Case(4, pp=2),
     "tp2 ep2": Case(4, tp=2, ep=2),
     "tp2 expert tp2 dp2": Case(4, tp=2, etp=2),
+    "tp2 pp2 dp2": Case(8, tp=2, pp=2),
+    "pp2 tp2 ep2 with two chunks a rank": Case(8, tp=2, pp=2, vpp=2, ep=2),
 }
 
 
@@ -219,10 +221,10 @@ def save_under(case: Case, folder: str) -> int:
     return mine.stat().st_size if mine.exists() else 0
 
 
-def load_under(case: Case, folder: str) -> tuple[int, int]:
+def load_under(case: Case, folder: str, share: str = "auto") -> tuple[int, int]:
     ctx, shards, memory = everything(case)
     padding = sum(int(m.isnan().sum()) for m in memory)
-    extra = load(folder, shards, world=ctx.world)
+    extra = load(folder, shards, world=ctx.world, share=share)
     assert extra == {"iteration": 7}
     filled = 0
     for name, shard in shards.items():
@@ -271,6 +273,13 @@ def saved(tmp_path_factory):
 def test_what_one_layout_saves_another_loads_bitwise(saved, source, target):
     case = CASES[target]
     filled = run_ranks(load_under, case.world, case, str(saved(source)))
+    assert all(count > 0 for count, _ in filled)
+
+
+@pytest.mark.parametrize("target", ["dp2 whole", "tp4 with 2 kv heads", "tp2 ep2"])
+def test_what_one_rank_reads_for_others_is_the_same(saved, target):
+    case = CASES[target]
+    filled = run_ranks(load_under, case.world, case, str(saved("tp2 dp2")), "always")
     assert all(count > 0 for count, _ in filled)
 
 

@@ -1,5 +1,6 @@
 """What a save promises: exact cover or an error, whole or not at all, one writer."""
 
+import errno
 import json
 import os
 import pickle
@@ -21,7 +22,7 @@ from mcore_ckpt.index import read_index
 from mcore_ckpt.loading import load, read_tensor
 from mcore_ckpt.locking import LOCK, FolderLock
 from mcore_ckpt.paths import TRACKER, complete_steps, latest_step, resolve_folder, step_folder
-from mcore_ckpt.saving import save
+from mcore_ckpt.saving import PlanCache, claims_of, save
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
 from mcore_parallel.testing import run_ranks
@@ -274,6 +275,58 @@ def test_garbage_of_an_interrupted_save_is_replaced(tmp_path):
     save(tmp_path, 4, state(1), world=SINGLE)
     assert_holds(tmp_path, 1)
     assert not (garbage / "rank_00007.safetensors").exists()
+
+
+def test_garbage_goes_only_once_the_new_step_is_durable(tmp_path, monkeypatch):
+    save(tmp_path, 1, state(1), world=SINGLE)
+    garbage = step_folder(tmp_path, 4)
+    garbage.mkdir()
+    (garbage / "rank_00007.safetensors").write_bytes(b"half")
+    really = os.fsync
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RuntimeError, match="the disk or a quota is full"):
+        save(tmp_path, 4, state(4), world=SINGLE)
+    assert len(list(tmp_path.rglob("rank_00007.safetensors"))) == 1
+    assert_holds(tmp_path, 1)
+    monkeypatch.setattr(os, "fsync", really)
+    save(tmp_path, 4, state(4), world=SINGLE)
+    assert_holds(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
+        "iter_0000001",
+        "iter_0000004",
+    ]
+    assert not list(tmp_path.rglob("rank_00007.safetensors"))
+
+
+def test_a_job_that_lost_its_lock_makes_nothing_final(tmp_path):
+    save(tmp_path, 1, state(1), world=SINGLE)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    (tmp_path / LOCK).write_text(json.dumps({"host": "elsewhere", "pid": 1}))
+    with pytest.raises(RuntimeError, match="was lost: process 1 on elsewhere holds it now"):
+        lock.check()
+    with pytest.raises(RuntimeError, match="process 1 on elsewhere is writing"):
+        save(tmp_path, 2, state(2), world=SINGLE)
+    lock.release()
+    # What another took is not given back in its name.
+    assert (tmp_path / LOCK).exists()
+    assert latest_step(tmp_path) == 1
+
+
+def test_a_world_that_saves_again_plans_once_and_anew_when_it_changes(tmp_path):
+    plans = PlanCache()
+    save(tmp_path, 1, state(1), world=SINGLE, plans=plans)
+    first = plans.plan(claims_of(state(1)), SINGLE)
+    save(tmp_path, 2, state(2), world=SINGLE, plans=plans)
+    assert plans.plan(claims_of(state(2)), SINGLE) is first
+    save(tmp_path, 3, state(3, 500), world=SINGLE, plans=plans)
+    assert plans.plan(claims_of(state(3, 500)), SINGLE) is not first
+    assert_holds(resolve_folder(tmp_path, 2), 2)
+    assert read_tensor(resolve_folder(tmp_path), "model.w").shape == (50, 10)
 
 
 def dies_at(event_number, folder, work):

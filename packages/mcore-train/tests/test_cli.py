@@ -53,7 +53,9 @@ def test_help_of_gpt_is_grouped_by_concept_and_does_not_load_torch():
 
 def test_an_unknown_command_is_answered_with_the_nearest(capsys):
     assert main(["gtp"]) == 2
-    assert "did you mean command gpt?" in capsys.readouterr().err
+    assert "unknown command gtp: did you mean gpt?" in capsys.readouterr().err
+    assert main(["serve"]) == 2
+    assert "unknown command serve. There are gpt, quickstart" in capsys.readouterr().err
 
 
 def test_a_schedule_is_drawn_as_text_and_as_a_picture(capsys, tmp_path):

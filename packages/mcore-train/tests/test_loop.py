@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -6,6 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from mcore_ckpt.inspection import differences
+from mcore_ckpt.paths import complete_steps, resolve_folder
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing import run_ranks
 from mcore_train.assembly import assemble
@@ -98,6 +101,71 @@ def test_a_signal_saves_and_ends_and_the_run_continues_bitwise(tmp_path):
     collect(again)
     for a, b in zip(whole.chunks[0].parameters(), again.chunks[0].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_saves_in_the_background_say_when_they_were_asked_for_and_when_durable(
+    tmp_path, caplog
+):
+    options = {"save_interval": 2, "save_retain_last": 2}
+    collect(build(save=str(tmp_path / "sync"), **options))
+    metrics = tmp_path / "metrics.jsonl"
+    with (
+        caplog.at_level("INFO"),
+        Reporter(Console(quiet=True), metrics_file=metrics) as reporter,
+    ):
+        run = build(save=str(tmp_path / "async"), async_save=True, **options)
+        assert train(run, reporter)
+    for step in (2, 4, 6):
+        assert f"requested step {step} in" in caplog.text
+        assert f"step iter_000000{step} is durable" in caplog.text
+    assert "GiB of host memory on this rank" in caplog.text
+    kinds = [json.loads(line)["kind"] for line in metrics.read_text().splitlines()]
+    assert kinds.count("save_requested") == kinds.count("save_durable") == 3
+    # What training changed meanwhile is in no file: the same bits as without a background.
+    for step in (4, 6):
+        assert (
+            differences(*(resolve_folder(tmp_path / k, step) for k in ("sync", "async"))) == []
+        )
+    assert complete_steps(tmp_path / "async") == complete_steps(tmp_path / "sync") == [4, 6]
+    assert not list(tmp_path.glob("*/.writer.lock"))
+
+
+def test_a_write_that_fails_in_the_background_does_not_end_training(
+    tmp_path, monkeypatch, caplog
+):
+    really = os.fsync
+
+    def full_at_step_4(file):
+        if "iter_0000004" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        really(file)
+
+    monkeypatch.setattr(os, "fsync", full_at_step_4)
+    run = build(save=str(tmp_path), save_interval=2, async_save=True)
+    assert collect(run)[0]
+    assert complete_steps(tmp_path) == [2, 6]
+    assert "writing step 4 failed, trying again: rank 0: cannot write" in caplog.text
+    assert "step 4 was not saved" in caplog.text
+    assert "the disk or a quota is full" in caplog.text
+
+
+def test_the_last_step_must_come_to_disk(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RuntimeError, match="the disk or a quota is full"):
+        collect(build(save=str(tmp_path), async_save=True))
+    assert complete_steps(tmp_path) == []
+
+
+def test_two_jobs_cannot_train_into_one_folder(tmp_path):
+    holder = {"host": "elsewhere", "pid": 1}
+    (tmp_path / ".writer.lock").write_text(json.dumps(holder))
+    run = build(save=str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"process 1 on elsewhere is writing to {tmp_path}"):
+        collect(run)
+    assert run.iteration == 0
 
 
 def test_finetuning_takes_the_weights_and_nothing_else(tmp_path):

@@ -10,11 +10,15 @@ from importlib.metadata import PackageNotFoundError, version
 _ROOMS: dict[str, str] = {
     "AsyncSaver": "async_saving",
     "FolderLock": "locking",
+    "HFView": "hf_saving",
     "Index": "index",
+    "PlanCache": "saving",
     "Report": "conversion",
     "RetentionConfig": "config",
+    "StrictnessConfig": "config",
     "average": "rewriting",
     "hf_to_mcore": "conversion",
+    "hf_view": "hf_saving",
     "latest_step": "paths",
     "load": "loading",
     "mcore_to_hf": "conversion",
@@ -25,6 +29,7 @@ _ROOMS: dict[str, str] = {
     "resolve_folder": "paths",
     "save": "saving",
     "step_folder": "paths",
+    "torch_model_shards": "dtensors",
 }
 
 __all__ = list(_ROOMS)

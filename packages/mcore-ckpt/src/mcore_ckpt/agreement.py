@@ -7,14 +7,14 @@ other whether it is well.
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_parallel.collectives import all_gather
+from mcore_parallel.collectives import all_gather, all_reduce
 from mcore_parallel.mesh import Axis
 
 
@@ -29,18 +29,37 @@ def gather_json(value: Any, axis: Axis) -> list[Any]:
         The values in axis order, equal on all ranks; decoded from JSON, so tuples are lists
         there, on one rank too.
     """
-    content = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+    return [unpack(content) for content in gather_bytes(pack(value), axis)]
+
+
+def pack(value: Any) -> bytes:
+    """Turn a JSON value into the bytes that travel."""
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def unpack(content: bytes) -> Any:
+    """Turn what ``pack`` gave into a JSON value again."""
+    return json.loads(zlib.decompress(content))
+
+
+def gather_bytes(content: bytes, axis: Axis) -> list[bytes]:
+    """Collect the bytes of each rank, of any length; all-gathers over ``axis`` twice."""
     if axis.size == 1:
-        return [json.loads(zlib.decompress(content))]
-    device = _device(axis)
+        return [content]
+    device = host_device(axis)
     sizes = all_gather(torch.tensor([len(content)], device=device), axis).tolist()
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
     mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     rows = all_gather(mine.to(device), axis).cpu().view(axis.size, -1)
-    return [
-        json.loads(zlib.decompress(row[:size].numpy().tobytes()))
-        for row, size in zip(rows, sizes, strict=True)
-    ]
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def any_rank(flags: Sequence[bool], axis: Axis) -> list[bool]:
+    """Say of each flag whether it is set on some rank; one all-reduce over ``axis``."""
+    if axis.size == 1:
+        return list(flags)
+    mine = torch.tensor([float(flag) for flag in flags], device=host_device(axis))
+    return [bool(flag) for flag in all_reduce(mine, axis, "max").tolist()]
 
 
 @contextmanager
@@ -69,8 +88,8 @@ def agreed(axis: Axis) -> Iterator[None]:
         raise kind(f"{len(faults)} of {axis.size} ranks failed:\n{texts}")
 
 
-def _device(axis: Axis) -> torch.device:
-    """Return where tensors must live to travel over the axis."""
+def host_device(axis: Axis) -> torch.device:
+    """Return where small tensors must live to travel over the axis: the host, if it can."""
     if "cpu" in str(dist.get_backend_config(axis.group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

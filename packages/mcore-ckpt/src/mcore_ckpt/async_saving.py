@@ -1,16 +1,19 @@
 """Save while training goes on: copy aside, write in a thread, commit at a later step.
 
-``AsyncSaver.save`` returns when what this rank must write is copied to host memory (pinned
-where it comes from a GPU, kept from save to save) and a thread has begun to write it. The
-thread talks to nobody: ``poll``, called once a step on all ranks, is where ranks find that
-all files are durable and move the pointer. Until then the checkpoint does not exist.
+``AsyncSaver.save`` plans, begins to copy what this rank must write to host memory and
+returns; threads copy on, write, and on rank 0 commit. They talk to nobody: ``poll``, called
+once a step on all ranks, is where ranks find that all files are durable. Until the index is
+written the checkpoint does not exist.
 
-At most one save is under way, so the host memory needed is one rank's share, once.
+At most one save is under way, so the host memory needed is one rank's share, once. A write
+that makes no progress for long is given up, and later saves are left out until it ends:
+training never waits for a disk that hangs.
 """
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,28 +21,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt.agreement import gather_json
+from mcore_ckpt.agreement import any_rank, gather_bytes, gather_json, pack, unpack
+from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.hf_saving import HFView
 from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.saving import Begun, begin, finish, write
+from mcore_ckpt.paths import step_folder
+from mcore_ckpt.saving import KEEP_ALL, Begun, Beside, PlanCache, begin, commit_step, write
+from mcore_ckpt.staging import Copies, Staging
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 
 log = logging.getLogger(__name__)
 
-_ALIGNMENT = 64
+SILENT_S = 600.0
+"""A thread that writes nothing for so long is taken to hang."""
+
+_CLOSE_S = 10.0
+
+
+class _Job:
+    """Work in a thread, and how it went."""
+
+    def __init__(self, work: Callable[["_Job"], Any]) -> None:
+        self.result: Any = None
+        self.failure = ""
+        self.moved_s = time.monotonic()
+        self._is_cancelled = False
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, work: Callable[["_Job"], Any]) -> None:
+        try:
+            self.result = work(self)
+        except Exception as error:  # noqa: BLE001 - told to all ranks by the next poll
+            self.failure = str(error) or repr(error)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def is_silent(self, limit_s: float) -> bool:
+        return self.is_busy and time.monotonic() - self.moved_s > limit_s
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the end, or until nothing has moved for ``limit_s``."""
+        while self.is_busy and not self.is_silent(limit_s):
+            self._thread.join(max(0.01, self.moved_s + limit_s - time.monotonic()))
+
+    def watched(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Note progress at each tensor that passes."""
+        for tensor in tensors:
+            if self._is_cancelled:
+                raise RuntimeError("the save was given up")
+            self.moved_s = time.monotonic()
+            yield tensor
+
+    def cancel(self, limit_s: float) -> None:
+        """End at the next tensor; wait for that, but not for ever."""
+        self._is_cancelled = True
+        self._thread.join(limit_s)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A save whose files are being written."""
+    """A save that is under way."""
 
     begun: Begun
-    options: dict[str, Any]
-    memory: list[Tensor]
+    beside: Beside
+    copies: Copies
+    job: _Job
     tries_left: int
-    thread: threading.Thread | None = None
-    chunks: dict[str, Any] = field(default_factory=dict)
-    failure: str = ""
+    requested_s: float
+    told: list[bytes] = field(default_factory=list)
+    """What each rank wrote; empty until all have."""
 
 
 class AsyncSaver:
@@ -47,21 +103,47 @@ class AsyncSaver:
 
     Attributes:
         last_durable: folder of the newest step that this object made durable, or None.
+        last_failure: why the last save came to nothing; empty if it did not fail.
     """
 
-    def __init__(self, world: Axis, *, retries: int = 1) -> None:
+    def __init__(
+        self,
+        world: Axis,
+        *,
+        retries: int = 1,
+        silent_s: float = SILENT_S,
+        retention: RetentionConfig = KEEP_ALL,
+    ) -> None:
         """Start nothing yet.
 
         Args:
-            world: the ranks that save together; all call every method together.
+            world: the ranks that save together; all call every method together. With gloo
+                beside nccl in its group, polling never waits for the GPU.
             retries: times that a failed write is begun anew before the save is given up.
+            silent_s: seconds without progress after which a write is taken to hang.
+            retention: which older steps are deleted once a newer one is durable.
         """
         self.last_durable: Path | None = None
+        self.last_failure = ""
         self._world = world
         self._retries = retries
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._silent_s = silent_s
+        self._retention = retention
+        self._plans = PlanCache()
+        self._staging = Staging()
         self._pending: _Pending | None = None
+        self._hanging: _Job | None = None
         self._lock: FolderLock | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for copies: this rank's share of a checkpoint, kept."""
+        return self._staging.num_bytes
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save is neither durable nor given up yet; equal on all ranks."""
+        return self._pending is not None
 
     def save(
         self,
@@ -73,39 +155,83 @@ class AsyncSaver:
         files: Mapping[str, bytes] | None = None,
         folders: Mapping[str, Path] | None = None,
         replace: bool = False,
-    ) -> None:
+        hf: HFView | None = None,
+        overlap: bool = False,
+    ) -> bool:
         """Begin a save; the arguments are those of ``saving.save``.
 
-        Waits for the save before it, if that is still under way. Communicates over the
-        world. When it returns, ``shards`` may change; ``folders`` must stay until the save is
-        durable.
+        Waits for the save before it, if that is still under way. Communicates over the world.
+
+        Args:
+            run_folder: one folder for all ranks.
+            step: iteration, or ``"release"``.
+            shards: what this rank holds.
+            extra: JSON kept in the index.
+            files: small files by name.
+            folders: folders to copy by name; they must stay until the save is durable.
+            replace: take the place of a complete checkpoint of this step.
+            hf: make the step a Hugging Face folder too; its weights are put together here,
+                before anything else happens.
+            overlap: return before the copies are made: the tensors must then stay as they
+                are until ``hold`` was called. Otherwise they may change at once.
+
+        Returns:
+            False if nothing was begun, because an earlier write hangs.
 
         Raises:
             ValueError: as ``saving.save``, before anything is written.
             RuntimeError: as ``saving.save``.
         """
-        self.wait()
+        if self._pending is not None:
+            self._wait_for_the_one_before(step)
+        hanging = self._hanging is not None and self._hanging.is_busy
+        if any_rank([hanging], self._world)[0]:
+            self.last_failure = f"step {step} was left out: an earlier write still hangs"
+            log.error("%s; training goes on", self.last_failure)
+            return False
+        self._hanging = None
         lock = FolderLock(run_folder)
         try:
-            begun = begin(run_folder, step, shards, lock, world=self._world, replace=replace)
+            begun = begin(
+                run_folder,
+                step,
+                shards,
+                lock,
+                world=self._world,
+                replace=replace,
+                hf=hf,
+                plans=self._plans,
+            )
+            copies = self._staging.start(begun.memory)
         except BaseException:
             lock.release()
             raise
-        self._lock = lock
-        memory = self._stage(begun.memory)
-        options = {
-            "extra": dict(extra or {}),
-            "files": dict(files or {}),
-            "folders": dict(folders or {}),
-        }
         # The live tensors are not needed again: keep none of them alive.
         begun.memory.clear()
-        self._pending = _Pending(begun, options, memory, self._retries)
-        self._start(self._pending)
+        self._lock = lock
+        self.last_failure = ""
+        beside = Beside(
+            extra=dict(extra or {}), files=dict(files or {}), folders=dict(folders or {})
+        )
+        self._pending = _Pending(
+            begun, beside, copies, _write_job(begun, copies), self._retries, time.monotonic()
+        )
+        if not overlap:
+            self.hold()
+            copies.finish()
         log.info("requested step %s in %s", step, run_folder)
+        return True
+
+    def hold(self) -> None:
+        """Let what changes the saved tensors next wait for their copies; call it before.
+
+        Talks to nobody. With GPU tensors it returns at once: the current stream waits.
+        """
+        if self._pending is not None:
+            self._pending.copies.hold()
 
     def poll(self) -> Path | None:
-        """Commit the save under way if all ranks have written; call it once a step.
+        """Move the save under way on, if all ranks are ready; call it once a step.
 
         Communicates over the world only while a save is under way. A write that failed on any
         rank is logged and begun anew, or given up after the last retry; it never raises, since
@@ -114,47 +240,102 @@ class AsyncSaver:
         Returns:
             The step's folder if it became durable just now.
         """
-        return self._advance(block=False)
+        return self._advance()
 
     def wait(self) -> Path | None:
         """Like ``poll``, but wait until the save under way is durable or given up."""
         done = None
         while self._pending is not None:
-            done = self._advance(block=True)
+            self._pending.job.join(self._silent_s)
+            done = self._advance()
         return done
 
-    def _advance(self, *, block: bool) -> Path | None:
-        pending = self._pending
-        if pending is None or pending.thread is None:
-            return None
-        if block:
-            pending.thread.join()
-        alive = pending.thread.is_alive()
-        told = gather_json([alive, pending.failure], self._world)
-        if any(is_alive for is_alive, _ in told):
-            return None
-        faults = {rank: text for rank, (_, text) in enumerate(told) if text}
-        if not faults:
-            try:
-                folder = finish(
-                    pending.begun, pending.chunks, world=self._world, **pending.options
-                )
-            except (RuntimeError, ValueError, OSError) as error:
-                # Agreed on by all ranks.
-                faults = {self._world.rank: str(error)}
-            else:
-                self._close()
-                self.last_durable = folder
-                return folder
-        step = pending.begun.step
-        if pending.tries_left == 0:
-            log.error("step %s was not saved, training goes on: %s", step, faults)
+    def close(self) -> None:
+        """Give up a save that is still under way: its step never existed. Talks to nobody.
+
+        For a job that ends by an error; one that ends well calls ``wait`` first.
+        """
+        if self._pending is not None:
+            self._pending.job.cancel(_CLOSE_S)
             self._close()
+
+    def _wait_for_the_one_before(self, step: int | str) -> None:
+        assert self._pending is not None
+        before, started_s = self._pending.begun.step, time.monotonic()
+        self.wait()
+        waited_s = time.monotonic() - started_s
+        if waited_s > 1:
+            log.warning(
+                "step %s waited %.1f s until step %s was written: the disk is slower than the "
+                "saves come. Save less often.",
+                step,
+                waited_s,
+                before,
+            )
+
+    def _advance(self) -> Path | None:
+        pending = self._pending
+        if pending is None:
             return None
+        job = pending.job
+        flags = [job.is_busy, job.failure != "", job.is_silent(self._silent_s)]
+        is_busy, has_failed, is_silent = any_rank(flags, self._world)
+        if is_silent:
+            self._give_up_hanging(pending)
+            return None
+        if is_busy:
+            return None
+        if has_failed:
+            self._retry(pending)
+            return None
+        if not pending.told:
+            pending.told = gather_bytes(job.result, self._world)
+            pending.job = self._commit_job(pending)
+            return None
+        folder = step_folder(pending.begun.run_folder, pending.begun.step)
+        seconds = time.monotonic() - pending.requested_s
+        log.info("step %s is durable, %.1f s after it was requested", folder.name, seconds)
+        self._close()
+        self.last_durable = folder
+        return folder
+
+    def _commit_job(self, pending: _Pending) -> _Job:
+        is_root, retention = self._world.rank == 0, self._retention
+
+        def work(_job: _Job) -> None:
+            if is_root:
+                told = [unpack(content) for content in pending.told]
+                commit_step(pending.begun, told, pending.beside, retention)
+
+        return _Job(work)
+
+    def _retry(self, pending: _Pending) -> None:
+        step = pending.begun.step
+        told = gather_json(pending.job.failure, self._world)
+        faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+        if pending.tries_left == 0:
+            self.last_failure = f"step {step} was not saved: {faults}"
+            log.error("%s; training goes on", self.last_failure)
+            self._close()
+            return
         log.warning("writing step %s failed, trying again: %s", step, faults)
         pending.tries_left -= 1
-        self._start(pending)
-        return None
+        if pending.told:
+            pending.job = self._commit_job(pending)
+        else:
+            pending.job = _write_job(pending.begun, pending.copies)
+
+    def _give_up_hanging(self, pending: _Pending) -> None:
+        told = gather_json(pending.job.is_silent(self._silent_s), self._world)
+        ranks = [rank for rank, is_silent in enumerate(told) if is_silent]
+        self.last_failure = (
+            f"step {pending.begun.step} was not saved: ranks {ranks} have written nothing to "
+            f"{pending.begun.folder} for {self._silent_s:.0f} s"
+        )
+        log.error("%s; training goes on", self.last_failure)
+        # Its thread may still hold the staged memory: no save is begun before it ends.
+        self._hanging = pending.job
+        self._close()
 
     def _close(self) -> None:
         self._pending = None
@@ -162,37 +343,15 @@ class AsyncSaver:
             self._lock.release()
             self._lock = None
 
-    def _start(self, pending: _Pending) -> None:
-        pending.failure, pending.chunks = "", {}
-        pending.thread = threading.Thread(
-            target=_write, args=(pending, self._world.rank), name="checkpoint", daemon=True
-        )
-        pending.thread.start()
 
-    def _stage(self, memory: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors into one host buffer, which is kept and only ever grows."""
-        places, size = [], 0
-        for tensor in memory:
-            places.append(size)
-            size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        on_gpu = any(tensor.is_cuda for tensor in memory)
-        if self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        copies = []
-        for tensor, place in zip(memory, places, strict=True):
-            num_bytes = tensor.numel() * tensor.element_size()
-            flat = self._staging[place : place + num_bytes].view(tensor.dtype)
-            copies.append(flat.view(tensor.shape).copy_(tensor, non_blocking=True))
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
-        return copies
+def _write_job(begun: Begun, copies: Copies) -> _Job:
+    """Finish the copies and write this rank's files, in a thread."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
+    def work(job: _Job) -> bytes:
+        if device is not None:
+            torch.cuda.set_device(device)
+        copies.finish()
+        return pack(write(begun, [job.watched(parts) for parts in copies.parts]))
 
-def _write(pending: _Pending, rank: int) -> None:
-    """Write this rank's file and note how it went; what a thread runs."""
-    try:
-        path = pending.begun.folder / f"rank_{rank:05d}.safetensors"
-        path.unlink(missing_ok=True)
-        pending.chunks = write(pending.begun, rank, pending.memory)
-    except Exception as error:  # noqa: BLE001 - told to all ranks by the next poll
-        pending.failure = str(error) or repr(error)
+    return _Job(work)

@@ -1,6 +1,16 @@
 """What a checkpoint is asked to be: plain frozen data, one field a flag."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+StrictnessLevel = Literal[
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "ignore_all",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,3 +38,35 @@ class RetentionConfig:
                 "--save-retain-interval has no effect without --save-retain-last: all steps "
                 "are kept. Set how many of the newest stay beside the multiples."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrictnessConfig:
+    """What a load does about tensors that differ between checkpoint and model."""
+
+    dist_ckpt_strictness: StrictnessLevel = "raise_all"
+    """Names on one side only. raise_all: an error; log_all: logged, and tensors that the
+    checkpoint lacks keep their values; ignore_all: passed over in silence. raise_unexpected,
+    log_unexpected: the same for what the checkpoint lacks, and what nobody asks for is passed
+    over; assume_ok_unexpected is raise_unexpected. Megatron's default: assume_ok_unexpected."""
+
+    dist_ckpt_shape_mismatch: Literal["raise", "skip"] = "raise"
+    """Tensors of another shape: an error, or logged and left as they are."""
+
+    dist_ckpt_dtype_mismatch: Literal["raise", "cast"] = "raise"
+    """Tensors of another dtype: an error, or logged and cast."""
+
+    @property
+    def on_missing(self) -> Literal["raise", "log", "ignore"]:
+        """What to do about tensors that are wanted and not in the checkpoint."""
+        kind = self.dist_ckpt_strictness.partition("_")[0]
+        if kind == "log":
+            return "log"
+        return "ignore" if kind == "ignore" else "raise"
+
+    @property
+    def on_unasked(self) -> Literal["raise", "log", "ignore"]:
+        """What to do about tensors of the checkpoint that nobody wants."""
+        if self.dist_ckpt_strictness == "raise_all":
+            return "raise"
+        return "log" if self.dist_ckpt_strictness == "log_all" else "ignore"

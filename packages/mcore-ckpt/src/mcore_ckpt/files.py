@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mcore_ckpt.boxes import Box, shifted, small_spans, span, strides
 from mcore_ckpt.index import BLOCK_BYTES, DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.stores import StorePath, is_store
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -72,6 +73,9 @@ class Item:
     """Size of the tensor."""
     slabs: Callable[[], Iterable[Tensor]]
     """Gives contiguous CPU tensors whose bytes, one after the other, are the tensor's."""
+    sections: tuple[int, ...] = ()
+    """Bytes of parts that get checksums of their own; a slab ends where a part does. Empty:
+    the tensor is one part."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +85,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Where a tensor went and what its bytes sum to."""
+    """Where a tensor, or a section of one, went and what its bytes sum to."""
 
     offset: int
     """First byte in the file."""
@@ -100,7 +104,7 @@ def write_file(
         metadata: strings for the header.
 
     Returns:
-        One entry an item.
+        One entry an item; of an item with sections, one a section.
 
     Raises:
         ValueError: if a name comes twice.
@@ -111,8 +115,9 @@ def write_file(
         with path.open("xb", buffering=1 << 20) as file:
             file.write(header)
             written = _write_items(file, items, first, path)
-            file.flush()
-            os.fsync(file.fileno())
+            if not is_store(path):
+                file.flush()
+                os.fsync(file.fileno())
     except FileExistsError:
         raise
     except OSError as error:
@@ -243,6 +248,14 @@ class Reader:
     def _read_bytes(self, name: str, chunk: Chunk, start: int, target: memoryview) -> None:
         """Fill ``target`` from byte ``start`` of the chunk, a block boundary, and check it."""
         path = self._folder / chunk.file
+        if isinstance(path, StorePath):
+            begin = chunk.offset + start
+            content = path.read_range(begin, begin + len(target))
+            if len(content) != len(target):
+                raise RuntimeError(f"{path} ends within {name}: the object was cut short.")
+            target[:] = content
+            self._check(name, chunk, start, target, path)
+            return
         if chunk.file not in self._files:
             self._files[chunk.file] = os.open(path, os.O_RDONLY)
         done = 0
@@ -253,6 +266,11 @@ class Reader:
             if not got:
                 raise RuntimeError(f"{path} ends within {name}: the file was cut short.")
             done += got
+        self._check(name, chunk, start, target, path)
+
+    def _check(
+        self, name: str, chunk: Chunk, start: int, target: memoryview, path: Path
+    ) -> None:
         if not self._checksums or not chunk.checksums:
             return
         for begin in range(0, len(target), BLOCK_BYTES):
@@ -319,18 +337,25 @@ def _write_items(
 ) -> list[Written]:
     written = []
     for item in items:
+        sections = item.sections or (item.num_bytes,)
+        done: list[Written] = []
         checksums = Checksums()
         for slab in item.slabs():
             data = memory(slab)
             file.write(data)
             checksums.update(data)
-        if checksums.num_bytes != item.num_bytes:
+            if len(done) < len(sections) and checksums.num_bytes == sections[len(done)]:
+                done.append(Written(offset, checksums.finish()))
+                offset += checksums.num_bytes
+                checksums = Checksums()
+        if checksums.num_bytes or sum(sections[len(done) :]):
             raise RuntimeError(
-                f"{path}: {item.name} gave {checksums.num_bytes} bytes, "
-                f"not the {item.num_bytes} of its shape"
+                f"{path}: {item.name} gave {sum(sections[: len(done)]) + checksums.num_bytes} "
+                f"bytes, not the {item.num_bytes} of its shape"
             )
-        written.append(Written(offset, checksums.finish()))
-        offset += item.num_bytes
+        # What has no elements may have no slabs.
+        done += [Written(offset, ())] * (len(sections) - len(done))
+        written += done
     return written
 
 

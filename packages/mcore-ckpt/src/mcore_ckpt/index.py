@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.paths import INDEX
+from mcore_ckpt.stores import as_path
 
 FORMAT = "mcore"
 """Value of ``format`` in an index."""
@@ -107,7 +108,7 @@ def read_index(folder: str | Path) -> Index:
         RuntimeError: if it is damaged: not JSON, fields missing, a file that is absent or
             has another size, a chunk that reaches beyond its file.
     """
-    path = Path(folder) / INDEX
+    path = as_path(folder) / INDEX
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -126,7 +127,7 @@ def read_index(folder: str | Path) -> Index:
     try:
         tensors = {name: _entry(row) for name, row in table["tensors"].items()}
         index = Index(tensors, table["extra"], table["files"])
-        _check_files(Path(folder), index)
+        _check_files(as_path(folder), index)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RuntimeError(f"{path} is damaged: {error!r}") from None
     return index

@@ -6,25 +6,41 @@ difference listed; a fault on one rank is raised on all.
 """
 
 import logging
+import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
 from mcore_ckpt.boxes import shifted
+from mcore_ckpt.config import StrictnessConfig
+from mcore_ckpt.exchanging import Move, exchange, travel_device
 from mcore_ckpt.files import DTYPES, Reader
 from mcore_ckpt.index import Index, TensorEntry, read_index
 from mcore_ckpt.paths import INDEX, resolve_folder
-from mcore_ckpt.planning import listed, load_problems, name_problems, plan_reads
+from mcore_ckpt.planning import (
+    Claim,
+    Shared,
+    Write,
+    listed,
+    load_differences,
+    name_problems,
+    plan_reads,
+    plan_sharing,
+)
 from mcore_ckpt.saving import box_of, claims_of
+from mcore_ckpt.stores import as_path
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.sharding import Shard
 
 log = logging.getLogger(__name__)
+
+STRICT = StrictnessConfig()
+"""Every difference is an error."""
 
 
 def load(
@@ -32,10 +48,11 @@ def load(
     shards: Mapping[str, Shard],
     *,
     world: Axis = SINGLE,
-    strict: bool = True,
+    strictness: StrictnessConfig = STRICT,
     checksums: bool = True,
     cast: bool = False,
     ignore: Sequence[str] = (),
+    share: Literal["auto", "always", "never"] = "auto",
 ) -> Mapping[str, Any]:
     """Fill this rank's pieces from a checkpoint saved under any layout.
 
@@ -46,12 +63,15 @@ def load(
         folder: a step folder, or a run folder for its latest step.
         shards: logical name to pieces, which are written in place.
         world: the ranks that load together.
-        strict: raise for tensors that are missing in the checkpoint or unexpected; otherwise
-            missing ones keep their values, and both are logged.
+        strictness: what to do about names, shapes and dtypes that differ; each kind is an
+            error that lists them all, unless told otherwise.
         checksums: check the bytes that are read.
-        cast: convert dtypes that differ, instead of raising.
+        cast: convert dtypes that differ, whatever ``strictness`` says of them.
         ignore: beginnings of names in the checkpoint that nobody need ask for, such as
             ``optimizer.``.
+        share: whether a box that several ranks of a host want is read by one of them and
+            travels over ``world`` to the others. auto: if tensors are on a GPU; on the CPU
+            the system's file cache is the faster road.
 
     Returns:
         ``extra`` as it was saved.
@@ -72,19 +92,71 @@ def load(
         )
     names = {name for _, mine in told for name in mine}
     held = [n for n in index.tensors if n in names or not n.startswith(tuple(ignore))]
-    missing, unexpected = name_problems(names, held)
-    problems = [f"missing in the checkpoint: {text}" for text in missing]
-    problems += [f"in the checkpoint, unasked for: {name}" for name in unexpected]
-    if problems and not strict:
-        log.warning("%s: %s", folder, listed(problems))
-        problems = []
+    missing, unasked = name_problems(names, held)
+    problems = [
+        *_answer(strictness.on_missing, "missing in the checkpoint", missing),
+        *_answer(strictness.on_unasked, "in the checkpoint, unasked for", unasked),
+    ]
+    skipped: Mapping[str, str] = {}
     with agreed(world):
-        problems += load_problems(wanted, index.tensors, cast=cast)
+        found = load_differences(wanted, index.tensors)
+        problems += found.faults
+        if strictness.dist_ckpt_shape_mismatch == "skip":
+            skipped = found.shapes
+            _answer("log", "left as it is", list(skipped.values()))
+        else:
+            problems += found.shapes.values()
+        if strictness.dist_ckpt_dtype_mismatch == "cast" and not cast:
+            _answer("log", "cast", list(found.dtypes.values()))
+        elif not cast:
+            problems += found.dtypes.values()
         if problems:
             raise ValueError(f"cannot load {folder}: {listed(problems)}")
+    taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
+    pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
+    device = travel_device(pieces, world)
+    if share == "never" or world.size == 1 or (share == "auto" and device.type == "cpu"):
+        shared = []
+    else:
+        table = {name: wanted[name].to_json() for name in taken}
+        every = gather_json([socket.gethostname(), table], world)
+        claims = [{n: Claim.from_json(v) for n, v in mine.items()} for _, mine in every]
+        shared = plan_sharing(claims, [host for host, _ in every], index.tensors.keys())
+    from_others = {one.write for one in shared if world.rank in one.others}
     with agreed(world):
-        _read(folder, shards, index.tensors, checksums=checksums)
+        _read(folder, taken, index.tensors, from_others, checksums=checksums)
+    _spread(shared, taken, world, device)
     return index.extra
+
+
+def _spread(
+    shared: Sequence[Shared], shards: Mapping[str, Shard], world: Axis, device: torch.device
+) -> None:
+    """Send what one rank has read to those that want it too."""
+    live = {
+        Write(name, box_of(piece)): piece.data
+        for name, shard in shards.items()
+        for piece in shard.pieces
+    }
+    moves = [
+        Move(one.reader, other, one.num_bytes, one.write)
+        for one in shared
+        for other in one.others
+    ]
+
+    def take(one: Write, data: Tensor) -> None:
+        target = live[one].detach()
+        target.copy_(data.view(target.dtype).view(target.shape))
+
+    exchange(moves, lambda one: live[one], take, world=world, device=device)
+
+
+def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:
+    """Return what is an error, log what is to be logged."""
+    told = [f"{kind}: {problem}" for problem in problems]
+    if told and level == "log":
+        log.warning("%s", listed(told))
+    return told if level == "raise" else []
 
 
 def read_tensor(
@@ -106,7 +178,7 @@ def read_tensor(
         raise ValueError(f"{folder} holds no {name_problems([name], tensors)[0][0]}")
     entry = tensors[name]
     whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    with Reader(Path(folder), checksums=checksums) as reader:
+    with Reader(as_path(folder), checksums=checksums) as reader:
         for chunk in entry.chunks:
             box = (chunk.offsets, chunk.lengths)
             view = whole
@@ -120,15 +192,16 @@ def _read(
     folder: Path,
     shards: Mapping[str, Shard],
     tensors: Mapping[str, TensorEntry],
+    from_others: Collection[Write],
     *,
     checksums: bool,
 ) -> None:
     with Reader(folder, checksums=checksums) as reader:
         jobs = []
-        for name in shards.keys() & tensors.keys():
+        for name, shard in shards.items():
             entry = tensors[name]
-            for piece in shards[name].pieces:
-                if 0 in piece.lengths:
+            for piece in shard.pieces:
+                if 0 in piece.lengths or Write(name, box_of(piece)) in from_others:
                     continue
                 for read in plan_reads(entry, box_of(piece)):
                     chunk = entry.chunks[read.chunk]

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mcore_ckpt.stores import StorePath, as_path
+
 log = logging.getLogger(__name__)
 
 LOCK = ".writer.lock"
@@ -43,7 +45,7 @@ class FolderLock:
             folder: the run folder; made if absent.
             silent_s: seconds of silence after which a holder on another host is dead.
         """
-        self._path = Path(folder) / LOCK
+        self._path = as_path(folder) / LOCK
         self._silent_s = silent_s
         self._stop: threading.Event | None = None
 
@@ -62,7 +64,7 @@ class FolderLock:
             holder = self._holder()
             if holder is None:
                 continue
-            if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()):
+            if self._is_mine(holder):
                 return
             if not self._is_dead(holder):
                 raise RuntimeError(
@@ -72,12 +74,28 @@ class FolderLock:
             self._take_away(holder)
         raise RuntimeError(f"{self._path} changes hands too fast: is another job starting?")
 
+    def check(self) -> None:
+        """Make sure that this process still holds the lock, before something is made final.
+
+        Raises:
+            RuntimeError: if it was taken over, or is gone.
+        """
+        holder = self._holder()
+        if holder is None or not self._is_mine(holder):
+            who = "nobody" if holder is None else f"process {holder['pid']} on {holder['host']}"
+            raise RuntimeError(
+                f"the lock of {self._path.parent} was lost: {who} holds it now. Was this "
+                "process stopped for minutes?"
+            )
+
     def release(self) -> None:
         """Give the lock back, if this object took it."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
-            self._path.unlink(missing_ok=True)
+            holder = self._holder()
+            if holder is not None and self._is_mine(holder):
+                self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> FolderLock:
         """Take the lock."""
@@ -94,9 +112,17 @@ class FolderLock:
         self.release()
 
     def _create(self) -> bool:
+        content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        if isinstance(self._path, StorePath):
+            # Stores have no exclusive creation that all of them know: whoever's lock stands
+            # after both have written holds it.
+            if self._path.is_file():
+                return False
+            self._path.write_whole(content.encode())
+            return self._is_mine(self._holder() or {"host": "", "pid": 0})
         # A link appears whole or not at all, on NFS too.
         ticket = self._path.with_name(f"{LOCK}.{uuid.uuid4().hex}")
-        ticket.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        ticket.write_text(content)
         try:
             os.link(ticket, self._path)
         except FileExistsError:
@@ -111,9 +137,12 @@ class FolderLock:
         except FileNotFoundError:
             return None
 
+    def _is_mine(self, holder: dict[str, Any]) -> bool:
+        return (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid())
+
     def _is_dead(self, holder: dict[str, Any]) -> bool:
         try:
-            silent_s = time.time() - self._path.stat().st_mtime
+            silent_s = time.time() - self._last_beat_s()
         except FileNotFoundError:
             return False
         if silent_s > self._silent_s:
@@ -128,8 +157,16 @@ class FolderLock:
             return False
         return False
 
+    def _last_beat_s(self) -> float:
+        if isinstance(self._path, StorePath):
+            return self._path.modified_s()
+        return self._path.stat().st_mtime
+
     def _take_away(self, holder: dict[str, Any]) -> None:
         log.warning("taking over the lock of dead process %s on %s", *holder.values())
+        if isinstance(self._path, StorePath):
+            self._path.unlink(missing_ok=True)
+            return
         aside = self._path.with_name(f"{LOCK}.{uuid.uuid4().hex}")
         try:
             self._path.rename(aside)
@@ -142,7 +179,13 @@ class FolderLock:
 
     def _beat(self, stop: threading.Event) -> None:
         while not stop.wait(_BEAT_S):
+            holder = self._holder()
+            if holder is None or not self._is_mine(holder):
+                return
             try:
-                os.utime(self._path)
+                if isinstance(self._path, StorePath):
+                    self._path.write_whole(json.dumps(holder).encode())
+                else:
+                    os.utime(self._path)
             except FileNotFoundError:
                 return

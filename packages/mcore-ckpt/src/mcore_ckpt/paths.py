@@ -9,7 +9,10 @@ goes to ``<step>.incoming`` and takes the place of the first by renames once it 
 
 import os
 import shutil
+import uuid
 from pathlib import Path
+
+from mcore_ckpt.stores import StorePath, as_path, is_store
 
 INDEX = "index.json"
 """Name of the file that makes a folder a checkpoint."""
@@ -22,6 +25,7 @@ RELEASE = "release"
 
 _INCOMING = ".incoming"
 _REPLACED = ".replaced"
+_GARBAGE = ".garbage."
 
 
 def step_folder(run_folder: str | Path, step: int | str) -> Path:
@@ -31,15 +35,15 @@ def step_folder(run_folder: str | Path, step: int | str) -> Path:
         ValueError: if ``step`` is neither a number from 0 nor ``release``.
     """
     if step == RELEASE:
-        return Path(run_folder) / RELEASE
+        return as_path(run_folder) / RELEASE
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"a step is a number from 0, or {RELEASE!r}; not {step!r}")
-    return Path(run_folder) / f"iter_{step:07d}"
+    return as_path(run_folder) / f"iter_{step:07d}"
 
 
 def is_complete(folder: str | Path) -> bool:
     """Whether a folder holds a checkpoint that was saved to its end."""
-    return (Path(folder) / INDEX).is_file()
+    return (as_path(folder) / INDEX).is_file()
 
 
 def latest_step(run_folder: str | Path) -> int | str | None:
@@ -52,14 +56,14 @@ def latest_step(run_folder: str | Path) -> int | str | None:
         ValueError: if the pointer says neither.
     """
     try:
-        text = (Path(run_folder) / TRACKER).read_text().strip()
+        text = (as_path(run_folder) / TRACKER).read_text().strip()
     except FileNotFoundError:
         return None
     if text == RELEASE:
         return RELEASE
     if not text.isdecimal():
         raise ValueError(
-            f"{Path(run_folder) / TRACKER} holds {text[:40]!r}: it must hold a step or "
+            f"{as_path(run_folder) / TRACKER} holds {text[:40]!r}: it must hold a step or "
             f"{RELEASE!r}."
         )
     return int(text)
@@ -68,7 +72,7 @@ def latest_step(run_folder: str | Path) -> int | str | None:
 def complete_steps(run_folder: str | Path) -> list[int]:
     """List the numbered steps of a run folder that are whole, ascending."""
     steps = []
-    for folder in Path(run_folder).glob("iter_*"):
+    for folder in as_path(run_folder).glob("iter_*"):
         digits = folder.name.removeprefix("iter_")
         if digits.isdecimal() and is_complete(folder):
             steps.append(int(digits))
@@ -85,7 +89,7 @@ def resolve_folder(path: str | Path, step: int = 0) -> Path:
     Raises:
         ValueError: if there is none; says what is there instead.
     """
-    path = Path(path)
+    path = as_path(path)
     if is_complete(path):
         return path
     if not path.is_dir():
@@ -113,7 +117,7 @@ def _find(folder: Path) -> Path | None:
 
 
 def make_fresh(folder: Path, *, replace: bool = False) -> Path:
-    """Make the empty folder that a save writes to; garbage in its way is removed.
+    """Make the empty folder that a save writes to; garbage in its way is put aside.
 
     Args:
         folder: the step's.
@@ -133,15 +137,25 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
                 f"{folder} already holds a complete checkpoint, which is never overwritten: "
                 "save another step or to another folder, or ask to replace it."
             )
+        if is_store(folder):
+            raise RuntimeError(
+                f"{folder} already holds a complete checkpoint, and an object store cannot "
+                "swap one for another at once: delete it first, or save to another folder."
+            )
         folder = folder.with_name(folder.name + _INCOMING)
-    shutil.rmtree(folder, ignore_errors=True)
+    if is_store(folder):
+        _delete(folder)
+    elif folder.exists():
+        # Deleting takes long: that waits until the new step is durable.
+        folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
     folder.mkdir(parents=True)
-    sync_folder(folder.parent)
     return folder
 
 
 def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:
     """Turn a written folder into the run's newest step: index, then pointer, each durable.
+
+    Then deletes what earlier, interrupted saves left.
 
     Args:
         written: what ``make_fresh`` gave, with every other file in it durable.
@@ -152,13 +166,27 @@ def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Pa
     Returns:
         Where the step stands now.
     """
+    run_folder = as_path(run_folder)
     sync_folder(written)
+    sync_folder(run_folder)
     write_durably(written / INDEX, index)
     folder = step_folder(run_folder, step)
     if written != folder:
         _repair(folder)
-    write_durably(Path(run_folder) / TRACKER, str(step).encode())
+    write_durably(run_folder / TRACKER, str(step).encode())
+    _clean(run_folder)
     return folder
+
+
+def _clean(run_folder: Path) -> None:
+    """Delete what interrupted saves put aside; no step that anyone could read."""
+    for aside in [*run_folder.glob("iter_*.*"), *run_folder.glob(f"{RELEASE}.*")]:
+        name, _, kind = aside.name.partition(".")
+        folder = aside.with_name(name)
+        is_old = f".{kind}" == _REPLACED and is_complete(folder)
+        is_half = f".{kind}" == _INCOMING and not is_complete(aside)
+        if is_old or is_half or _GARBAGE in aside.name:
+            remove(aside)
 
 
 def _repair(folder: Path) -> None:
@@ -167,27 +195,37 @@ def _repair(folder: Path) -> None:
     replaced = folder.with_name(folder.name + _REPLACED)
     if is_complete(incoming):
         if is_complete(folder):
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove(replaced)
             folder.rename(replaced)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         incoming.rename(folder)
     elif not is_complete(folder) and is_complete(replaced):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         replaced.rename(folder)
-    if folder.parent.is_dir():
-        sync_folder(folder.parent)
-    remove(incoming)
+    else:
+        return
+    sync_folder(folder.parent)
     remove(replaced)
 
 
 def remove(folder: Path) -> None:
     """Delete a step folder; its index first, so that no reader sees half of it."""
     (folder / INDEX).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    if isinstance(folder, StorePath):
+        folder.delete_tree()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file that is there whole or not at all, also after a power cut."""
+    if isinstance(path, StorePath):
+        path.write_whole(content)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
         file.write(content)
@@ -205,6 +243,9 @@ def copy_durably(source: Path, target: Path) -> None:
             copy_durably(entry, target / entry.name)
         sync_folder(target)
         return
+    if isinstance(target, StorePath):
+        target.write_whole(source.read_bytes())
+        return
     shutil.copyfile(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())
@@ -212,6 +253,8 @@ def copy_durably(source: Path, target: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
+    if is_store(folder):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

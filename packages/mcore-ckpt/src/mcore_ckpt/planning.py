@@ -8,7 +8,7 @@ written by one of them, so that all write about the same number of bytes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -52,6 +52,30 @@ class Write:
     """The tensor."""
     box: Box
     """Region of it."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the region."""
+        return prod(self.box[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file, made of boxes of logical tensors."""
+
+    key: str
+    """Its name in the file."""
+    dtype: str
+    """As safetensors writes it."""
+    shape: tuple[int, ...]
+    """Of the tensor in the file."""
+    sections: tuple[Write, ...]
+    """The boxes that it is made of, stacked by rows."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +146,7 @@ def _balance(
     holders: Mapping[Write, list[int]], tensors: Mapping[str, Claim], num_ranks: int
 ) -> list[list[Write]]:
     def size(write: Write) -> int:
-        return prod(write.box[1]) * DTYPE_BYTES[tensors[write.name].dtype]
+        return write.num_elements * DTYPE_BYTES[tensors[write.name].dtype]
 
     load = [0] * num_ranks
     writes: list[list[Write]] = [[] for _ in range(num_ranks)]
@@ -140,6 +164,56 @@ def _balance(
 
 def _key(write: Write) -> tuple[str, Box]:
     return write.name, write.box
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A box that several ranks of one host want: one reads it, the others get it."""
+
+    write: Write
+    """The tensor and the box."""
+    num_bytes: int
+    """As the ranks want it."""
+    reader: int
+    """Rank that reads it."""
+    others: tuple[int, ...]
+    """Ranks that get it from the reader."""
+
+
+def plan_sharing(
+    claims: Sequence[Mapping[str, Claim]], hosts: Sequence[str], names: Collection[str]
+) -> list[Shared]:
+    """Let one rank of a host read what several of it want, so that all read as much. Pure.
+
+    Args:
+        claims: what each rank wants.
+        hosts: name of each rank's host.
+        names: tensors that are loaded.
+
+    Returns:
+        The same list on all ranks.
+    """
+    holders: dict[tuple[str, str, Write], list[int]] = {}
+    load = [0] * len(claims)
+    for rank, mine in enumerate(claims):
+        for name in names & mine.keys():
+            for box in dict.fromkeys(mine[name].boxes):
+                key = (hosts[rank], mine[name].dtype, Write(name, box))
+                holders.setdefault(key, []).append(rank)
+    for (_, dtype, write), ranks in holders.items():
+        if len(ranks) == 1:
+            load[ranks[0]] += write.num_elements * DTYPE_BYTES[dtype]
+    shared = [(key, ranks) for key, ranks in holders.items() if len(ranks) > 1]
+    plan = []
+    for (_, dtype, write), ranks in sorted(
+        shared, key=lambda one: (-one[0][2].num_elements, _key(one[0][2]), one[1])
+    ):
+        reader = min(ranks, key=lambda rank: (load[rank], rank))
+        num_bytes = write.num_elements * DTYPE_BYTES[dtype]
+        load[reader] += num_bytes
+        others = tuple(rank for rank in ranks if rank != reader)
+        plan.append(Shared(write, num_bytes, reader, others))
+    return plan
 
 
 def plan_reads(entry: TensorEntry, box: Box) -> list[Read]:
@@ -160,45 +234,50 @@ def plan_reads(entry: TensorEntry, box: Box) -> list[Read]:
     return reads
 
 
-def load_problems(
-    wanted: Mapping[str, Claim],
-    index: Mapping[str, TensorEntry],
-    *,
-    cast: bool,
-) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """How tensors that exist on both sides differ; one sentence each, by name."""
+
+    shapes: Mapping[str, str]
+    """Tensors of another shape."""
+    dtypes: Mapping[str, str]
+    """Tensors of another dtype."""
+    faults: Sequence[str]
+    """What can never be loaded: chunks with holes, boxes out of bounds."""
+
+
+def load_differences(
+    wanted: Mapping[str, Claim], index: Mapping[str, TensorEntry]
+) -> Differences:
     """Compare tensors that exist on both sides: shapes, dtypes, and sound chunks.
 
     Args:
         wanted: what this rank asks for.
         index: what the checkpoint holds.
-        cast: whether another dtype is fine.
-
-    Returns:
-        One sentence a problem.
     """
-    problems = []
+    shapes, dtypes, faults = {}, {}, []
     for name, claim in wanted.items():
         entry = index.get(name)
         if entry is None:
             continue
         if claim.shape != entry.shape:
-            problems.append(
+            shapes[name] = (
                 f"{name}: shape {list(entry.shape)} in the checkpoint, "
                 f"{list(claim.shape)} wanted"
             )
             continue
-        if claim.dtype != entry.dtype and not cast:
-            problems.append(
+        if claim.dtype != entry.dtype:
+            dtypes[name] = (
                 f"{name}: dtype {entry.dtype} in the checkpoint, {claim.dtype} wanted "
                 "(loading can cast if asked)"
             )
         chunks = [(chunk.offsets, chunk.lengths) for chunk in entry.chunks]
-        problems += [f"{name}: {text}" for text in cover_problems(entry.shape, chunks)]
+        faults += [f"{name}: {text}" for text in cover_problems(entry.shape, chunks)]
         for offsets, lengths in claim.boxes:
             outside = intersect((offsets, lengths), ((0,) * len(entry.shape), entry.shape))
             if outside != (offsets, lengths):
-                problems.append(f"{name}: wants {offsets}+{lengths} of {entry.shape}")
-    return problems
+                faults.append(f"{name}: wants {offsets}+{lengths} of {entry.shape}")
+    return Differences(shapes, dtypes, faults)
 
 
 def name_problems(wanted: Iterable[str], held: Iterable[str]) -> tuple[list[str], list[str]]:

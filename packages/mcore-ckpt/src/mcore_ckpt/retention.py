@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.paths import complete_steps, is_complete, latest_step, remove, step_folder
+from mcore_ckpt.stores import as_path
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def prune(run_folder: str | Path, config: RetentionConfig) -> list[int]:
     Returns:
         The steps that were deleted.
     """
-    run_folder = Path(run_folder)
+    run_folder = as_path(run_folder)
     latest = latest_step(run_folder)
     if not isinstance(latest, int) or not is_complete(step_folder(run_folder, latest)):
         return []

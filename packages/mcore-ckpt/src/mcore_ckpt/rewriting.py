@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.files import DTYPES, Item, Reader, write_file
+from mcore_ckpt.hf_saving import HF_INDEX
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import (
@@ -184,6 +185,8 @@ def _step_of(folder: Path) -> int | str:
 
 
 def _copy_small_files(step: Path, target: Path, index: Index) -> None:
+    # Whole tensors of ours are no Hugging Face folder any more.
+    gone = {INDEX, HF_INDEX, "config.json", *index.files}
     for entry in sorted(step.iterdir()):
-        if entry.name != INDEX and entry.name not in index.files:
+        if entry.name not in gone:
             copy_durably(entry, target / entry.name)

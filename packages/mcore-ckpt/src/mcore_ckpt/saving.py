@@ -3,12 +3,18 @@
 Every rank says what it holds, all compute the same plan, each writes one safetensors file.
 When all files are durable, rank 0 writes the index and then moves the pointer: a kill at any
 moment leaves the last checkpoint as it was. Ranks talk JSON over tensor collectives.
+
+``save`` is three parts, which a save in the background takes one by one: ``begin`` plans,
+``write`` makes a rank's files and talks to nobody, ``commit_step`` runs on rank 0 alone.
 """
 
+import hashlib
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +22,87 @@ from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
 from mcore_ckpt.boxes import Box
+from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.exchanging import travel_device
 from mcore_ckpt.files import DTYPE_NAMES, Item, slabs_of, write_file
-from mcore_ckpt.index import Chunk, Index, TensorEntry
+from mcore_ckpt.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
+from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import commit, copy_durably, make_fresh, step_folder, write_durably
-from mcore_ckpt.planning import Claim, Write, plan_writes
+from mcore_ckpt.planning import Claim, Entry, Write, plan_writes
+from mcore_ckpt.retention import prune
+from mcore_ckpt.stores import as_path
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Piece, Shard
 
 log = logging.getLogger(__name__)
+
+KEEP_ALL = RetentionConfig()
+"""No step is ever deleted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What goes into a step beside its tensors; rank 0's counts."""
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """JSON kept in the index."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files by name, such as ``recipe.toml``."""
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Folders to copy by name, such as ``tokenizer``."""
+
+
+class PlanCache:
+    """The last plan of a world that saves again and again, used while it fits.
+
+    Ranks then tell each other a hash of what they hold, and plan only if one has changed.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._keys: list[str] = []
+        self._plan: tuple[list[dict[str, Claim]], list[list[Write]]] = ([], [])
+
+    def plan(
+        self, claims: Mapping[str, Claim], world: Axis
+    ) -> tuple[list[dict[str, Claim]], list[list[Write]]]:
+        """Return what every rank holds and writes; communicates over ``world``.
+
+        Raises:
+            ValueError: as ``plan_writes``, on all ranks.
+        """
+        table = {name: claim.to_json() for name, claim in claims.items()}
+        text = json.dumps(table, separators=(",", ":"))
+        keys = gather_json(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), world)
+        if keys != self._keys:
+            told = gather_json(table, world)
+            every = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in told]
+            self._plan = (every, plan_writes(every))
+            self._keys = keys
+        return self._plan
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save that is planned, and whose empty folder is there."""
+
+    run_folder: Path
+    """Holds the pointer."""
+    step: int | str
+    """What is saved."""
+    folder: Path
+    """Where files go; not always the step's final name."""
+    lock: FolderLock
+    """Taken by rank 0; the caller releases it."""
+    claims: Sequence[Mapping[str, Claim]]
+    """What each rank holds."""
+    outputs: Mapping[str, Sequence[Entry]]
+    """This rank's files by name, and what they hold."""
+    memory: list[Tensor]
+    """The memory of each section of each entry, in order."""
+    hf_files: Mapping[str, bytes]
+    """What makes the step a Hugging Face folder, beside its weights; empty: it is none."""
 
 
 def save(
@@ -37,6 +115,9 @@ def save(
     files: Mapping[str, bytes] | None = None,
     folders: Mapping[str, Path] | None = None,
     replace: bool = False,
+    hf: HFView | None = None,
+    retention: RetentionConfig = KEEP_ALL,
+    plans: PlanCache | None = None,
 ) -> Path:
     """Save what all ranks hold together as one step; returns when it is durable.
 
@@ -54,6 +135,9 @@ def save(
         files: small files of the step by name, such as ``recipe.toml``; rank 0's count.
         folders: folders to copy into the step by name, such as ``tokenizer``; rank 0's count.
         replace: take the place of a complete checkpoint of this step instead of refusing.
+        hf: make the step a Hugging Face folder too, of the shards named ``model.``; None: no.
+        retention: which older steps are deleted once this one is durable.
+        plans: kept by the caller from save to save, so that an unchanged world plans once.
 
     Returns:
         The step's folder.
@@ -64,32 +148,21 @@ def save(
             do not see one folder.
     """
     lock = FolderLock(run_folder)
+    beside = Beside(extra=extra or {}, files=files or {}, folders=folders or {})
     try:
-        begun = begin(run_folder, step, shards, lock, world=world, replace=replace)
+        begun = begin(
+            run_folder, step, shards, lock, world=world, replace=replace, hf=hf, plans=plans
+        )
         chunks: dict[str, Any] = {}
         with agreed(world):
-            chunks = write(begun, world.rank, begun.memory)
-        return finish(begun, chunks, world=world, extra=extra, files=files, folders=folders)
+            chunks = write(begun, [[tensor] for tensor in begun.memory])
+        told = gather_json(chunks, world)
+        with agreed(world):
+            if world.rank == 0:
+                commit_step(begun, told, beside, retention)
     finally:
         lock.release()
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A save that is planned, and whose empty folder is there."""
-
-    run_folder: Path
-    """Holds the pointer."""
-    step: int | str
-    """What is saved."""
-    folder: Path
-    """Where files go; not always the step's final name."""
-    claims: list[Any]
-    """What each rank holds, as JSON."""
-    writes: list[Write]
-    """This rank's part, in file order."""
-    memory: list[Tensor]
-    """The memory of each write."""
+    return step_folder(run_folder, step)
 
 
 def begin(
@@ -100,83 +173,108 @@ def begin(
     *,
     world: Axis,
     replace: bool,
+    hf: HFView | None = None,
+    plans: PlanCache | None = None,
 ) -> Begun:
     """Plan a save and make its folder; the first part of ``save``, with its arguments.
 
     Communicates over ``world``; rank 0 takes ``lock``, which the caller releases.
     """
-    run_folder = Path(run_folder)
+    run_folder = as_path(run_folder)
     with agreed(world):
         final = step_folder(run_folder, step)
         mine = claims_of(shards)
-    claims = gather_json({name: claim.to_json() for name, claim in mine.items()}, world)
-    writes = plan_writes([_claims(told) for told in claims])[world.rank]
+    claims, writes = (plans or PlanCache()).plan(mine, world)
+    hf_plan = None if hf is None else plan_hf(hf.links, claims, writes)
     made = ""
     with agreed(world):
         if world.rank == 0:
             lock.acquire()
             made = str(make_fresh(final, replace=replace))
-    folder = Path(gather_json(made, world)[0])
-    memory = [_memory(write, shards[write.name]) for write in writes]
-    return Begun(run_folder, step, folder, claims, writes, memory)
+    folder = as_path(gather_json(made, world)[0])
+    live = {one: _memory(one, shards[one.name]) for one in writes[world.rank]}
+    rest = hf_plan.rest[world.rank] if hf_plan else writes[world.rank]
+    outputs: dict[str, Sequence[Entry]] = {}
+    if rest:
+        outputs[f"rank_{world.rank:05d}.safetensors"] = [
+            _entry(one, mine[one.name]) for one in rest
+        ]
+    memory = [live[one] for one in rest]
+    hf_files: dict[str, bytes] = {}
+    if hf is not None and hf_plan is not None:
+        device = travel_device(live.values(), world)
+        memory += assemble(hf_plan, live, world=world, device=device)
+        hf_files = hf_plan.small_files(hf.config)
+        if hf_plan.names[world.rank]:
+            outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
+    return Begun(run_folder, step, folder, lock, claims, outputs, memory, hf_files)
 
 
-def write(begun: Begun, rank: int, memory: Sequence[Tensor]) -> dict[str, Any]:
-    """Write this rank's file; talks to nobody, so that a thread may do it.
+def write(begun: Begun, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
+    """Write this rank's files; talks to nobody, so that a thread may do it.
 
     Args:
         begun: what ``begin`` gave.
-        rank: in the world of the save.
-        memory: of each write: its own, or a copy.
+        memory: of each section, tensors whose bytes, one after the other, are its own.
 
     Returns:
-        The file's name, size and chunks as JSON, for ``finish``.
+        The files' sizes and chunks as JSON, for ``commit_step``.
     """
-    if not begun.writes:
-        return {}
-    path = begun.folder / f"rank_{rank:05d}.safetensors"
-    shapes = {name: value[0] for name, value in begun.claims[rank].items()}
-    items = [
-        Item(
-            _key(one, tuple(shapes[one.name])),
-            DTYPE_NAMES[data.dtype],
-            one.box[1],
-            partial(slabs_of, data),
-        )
-        for one, data in zip(begun.writes, memory, strict=True)
-    ]
-    written = write_file(path, items)
-    rows = [
-        [one.name, *one.box, place.offset, place.checksums]
-        for one, place in zip(begun.writes, written, strict=True)
-    ]
-    return {"file": path.name, "bytes": path.stat().st_size, "chunks": rows}
+    files: dict[str, int] = {}
+    rows: list[list[Any]] = []
+    rest = iter(memory)
+    for name, entries in begun.outputs.items():
+        path = begun.folder / name
+        path.unlink(missing_ok=True)
+        items = []
+        for entry in entries:
+            mine = [next(rest) for _ in entry.sections]
+            size = DTYPE_BYTES[entry.dtype]
+            sections = tuple(prod(one.box[1]) * size for one in entry.sections)
+            items.append(
+                Item(entry.key, entry.dtype, entry.shape, partial(_slabs, mine), sections)
+            )
+        written = write_file(path, items)
+        sections_of_file = [one for entry in entries for one in entry.sections]
+        rows += [
+            [name, one.name, *one.box, place.offset, place.checksums]
+            for one, place in zip(sections_of_file, written, strict=True)
+        ]
+        files[name] = path.stat().st_size
+    return {"files": files, "chunks": rows}
 
 
-def finish(
+def commit_step(
     begun: Begun,
-    chunks: Mapping[str, Any],
-    *,
-    world: Axis,
-    extra: Mapping[str, Any] | None = None,
-    files: Mapping[str, bytes] | None = None,
-    folders: Mapping[str, Path] | None = None,
+    told: Sequence[Mapping[str, Any]],
+    beside: Beside,
+    retention: RetentionConfig = KEEP_ALL,
 ) -> Path:
-    """Make a written step the newest; the last part of ``save``, with its arguments.
+    """Make a written step the newest, then delete what need not be kept; for rank 0 alone.
 
-    Communicates over ``world``; ``chunks`` is what ``write`` gave on this rank.
+    Args:
+        begun: what ``begin`` gave.
+        told: what ``write`` gave on each rank.
+        beside: what goes along.
+        retention: which older steps are deleted.
+
+    Raises:
+        RuntimeError: if another job took the run folder over, or files are not to be seen.
     """
-    told = gather_json(chunks, world)
-    with agreed(world):
-        if world.rank == 0:
-            index = _index(begun.folder, begun.claims, told, extra or {})
-            for name, source in (folders or {}).items():
-                copy_durably(Path(source), begun.folder / name)
-            for name, content in (files or {}).items():
-                write_durably(begun.folder / name, content)
-            commit(begun.folder, begun.run_folder, begun.step, index.to_bytes())
-    final = step_folder(begun.run_folder, begun.step)
+    begun.lock.check()
+    index = _index(begun.folder, begun.claims, told, beside.extra)
+    for name, source in beside.folders.items():
+        copy_durably(Path(source), begun.folder / name)
+    for name, content in beside.files.items():
+        write_durably(begun.folder / name, content)
+    for name, content in begun.hf_files.items():
+        write_durably(begun.folder / name, content)
+    if begun.hf_files:
+        put_tokenizer_at_root(begun.folder)
+    final = commit(begun.folder, begun.run_folder, begun.step, index.to_bytes())
     log.info("saved step %s to %s", begun.step, final)
+    if retention != KEEP_ALL:
+        prune(begun.run_folder, retention)
     return final
 
 
@@ -213,43 +311,49 @@ def box_of(piece: Piece) -> Box:
     return tuple(piece.offsets), tuple(piece.lengths)
 
 
-def _claims(told: Mapping[str, Any]) -> dict[str, Claim]:
-    return {name: Claim.from_json(value) for name, value in told.items()}
+def _entry(write: Write, claim: Claim) -> Entry:
+    offsets, lengths = write.box
+    key = write.name
+    if lengths != claim.shape:
+        cuts = ",".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True))
+        key = f"{write.name}[{cuts}]"
+    return Entry(key, claim.dtype, lengths, (write,))
 
 
 def _memory(write: Write, shard: Shard) -> Tensor:
     return next(piece.data for piece in shard.pieces if box_of(piece) == write.box)
 
 
-def _key(write: Write, shape: tuple[int, ...]) -> str:
-    offsets, lengths = write.box
-    if lengths == tuple(shape):
-        return write.name
-    cuts = ",".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True))
-    return f"{write.name}[{cuts}]"
+def _slabs(sections: Sequence[Iterable[Tensor]]) -> Iterator[Tensor]:
+    for section in sections:
+        for tensor in section:
+            yield from slabs_of(tensor)
 
 
-def _index(folder: Path, claims: list[Any], told: list[Any], extra: Mapping[str, Any]) -> Index:
+def _index(
+    folder: Path,
+    claims: Sequence[Mapping[str, Claim]],
+    told: Sequence[Mapping[str, Any]],
+    extra: Mapping[str, Any],
+) -> Index:
     files: dict[str, int] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for mine in claims for name in mine}
     for rank, answer in enumerate(told):
-        if not answer:
-            continue
-        name, size = answer["file"], answer["bytes"]
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise RuntimeError(
-                f"rank {rank} wrote {size} bytes to {path}, which rank 0 does not see: the "
-                "folder to save to must be shared by all hosts."
-            )
-        files[name] = size
-        for tensor, offsets, lengths, offset, checksums in answer["chunks"]:
+        for name, size in answer["files"].items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise RuntimeError(
+                    f"rank {rank} wrote {size} bytes to {path}, which rank 0 does not see: the "
+                    "folder to save to must be shared by all hosts."
+                )
+            files[name] = size
+        for file, tensor, offsets, lengths, offset, checksums in answer["chunks"]:
             chunks[tensor].append(
-                Chunk(name, offset, tuple(offsets), tuple(lengths), tuple(checksums))
+                Chunk(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))
             )
-    tensors = {}
-    for mine in claims:
-        for name, value in mine.items():
-            claim = Claim.from_json(value)
-            tensors[name] = TensorEntry(claim.shape, claim.dtype, tuple(chunks[name]))
+    tensors = {
+        name: TensorEntry(claim.shape, claim.dtype, tuple(chunks[name]))
+        for mine in claims
+        for name, claim in mine.items()
+    }
     return Index(tensors, extra, files)

@@ -113,6 +113,7 @@ class ParallelContext:
         Args:
             config: the degrees; data-parallel sizes follow from the world size.
             device: where this rank computes; groups use nccl for ``cuda`` and gloo for ``cpu``.
+                The world has gloo beside nccl, so that host numbers travel without the GPU.
 
         Raises:
             ValueError: if the degrees do not fit the world; raised on every rank, before any
@@ -132,7 +133,12 @@ class ParallelContext:
             axes[name] = Axis(name, 1, 0, None, (global_rank,))
             for ranks in groups:
                 if len(ranks) > 1 and ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                    both = name == "world" and backend == "nccl"
+                    made[ranks] = dist.new_group(
+                        list(ranks),
+                        timeout=timeout,
+                        backend="cpu:gloo,cuda:nccl" if both else backend,
+                    )
                 if global_rank in ranks and len(ranks) > 1:
                     axes[name] = Axis(
                         name, len(ranks), ranks.index(global_rank), made[ranks], ranks

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         from mcore_train.dialect import unknown
 
-        return _refuse(unknown(f"command {name}", [f"command {c}" for c in COMMANDS]))
+        return _refuse(f"{unknown(name, COMMANDS, 'command')} There are {', '.join(COMMANDS)}.")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return COMMANDS[name][1](rest)

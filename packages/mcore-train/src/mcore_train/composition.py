@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
+from mcore_ckpt.config import RetentionConfig, StrictnessConfig
 from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_moe.config import MoEConfig
@@ -53,7 +54,9 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     saving: SaveConfig = field(default_factory=SaveConfig)
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
     loading: LoadConfig = field(default_factory=LoadConfig)
+    strictness: StrictnessConfig = field(default_factory=StrictnessConfig)
     logging: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -200,11 +200,20 @@ class SaveConfig:
     """Where and when checkpoints are written."""
 
     save: str = ""
-    """Run folder for checkpoints, metrics and TensorBoard; empty: nothing is written."""
+    """Run folder for checkpoints, metrics and TensorBoard, or a URL such as s3://bucket/run
+    for checkpoints alone; empty: nothing is written."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
     save_optim: bool = True
     """Keep optimizer state in checkpoints."""
+    save_hf: bool = False
+    """Make every saved step a Hugging Face folder as well: its weights stand once, as whole
+    tensors in model-*.safetensors."""
+    async_save: bool = False
+    """Write checkpoints in the background: training goes on once the weights are on their way
+    to host memory, of which each rank needs its share of a checkpoint, once."""
+    async_save_timeout_minutes: float = 10.0
+    """Minutes without progress after which a write in the background is given up."""
 
     def __post_init__(self) -> None:
         """Check the counts.
@@ -213,8 +222,12 @@ class SaveConfig:
             ValueError: with the flag to change.
         """
         _check_at_least(self, 0, "save_interval")
-        if self.save_interval and not self.save:
-            raise ValueError("--save-interval has no effect without --save DIR.")
+        if not self.save:
+            for name in ("save_interval", "save_hf", "async_save"):
+                if getattr(self, name):
+                    raise ValueError(f"{flag(name)} has no effect without --save DIR.")
+        if self.async_save_timeout_minutes <= 0:
+            raise ValueError("--async-save-timeout-minutes must be above 0.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,6 +245,8 @@ class LoadConfig:
     """Continue with the checkpoint's optimizer state."""
     load_rng: bool = True
     """Continue with the checkpoint's random streams."""
+    load_checksums: bool = True
+    """Check the bytes that are read against the checksums they were saved with."""
     exit_on_missing_checkpoint: bool = False
     """End with an error if the folder holds no checkpoint."""
 

@@ -42,7 +42,13 @@ SPELLINGS: dict[str, Spelling] = {
     "--no-bias-dropout-fusion": Spelling(note="the compiler decides"),
     "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
     "--ckpt-format": Spelling(num_values=1, note="one native format loads under any layout"),
-    "--dist-ckpt-strictness": Spelling(num_values=1, note="a missing tensor is an error"),
+    "--verify-integrity": Spelling(("--load-checksums",)),
+    "--ckpt-fully-parallel-save": Spelling(note="every rank writes its share"),
+    "--ckpt-fully-parallel-load": Spelling(note="every rank reads what it needs"),
+    "--ckpt-assume-constant-structure": Spelling(note="plans are kept while they fit"),
+    "--dist-ckpt-optim-fully-reshardable": Spelling(note="every checkpoint is"),
+    "--use-persistent-ckpt-worker": Spelling(note="--async-save writes in a thread"),
+    "--async-strategy": Spelling(num_values=1, note="--async-save writes in a thread"),
     "--use-checkpoint-args": Spelling(note="--load brings the model's shape with it"),
     "--tensorboard-dir": Spelling(
         ("--tensorboard",), num_values=1, note="scalars go to tensorboard/ below --save"
@@ -51,6 +57,8 @@ SPELLINGS: dict[str, Spelling] = {
 """Flags that are taken and translated."""
 
 REFUSED: dict[str, str] = {
+    "--no-ckpt-fully-parallel-save": "all ranks always write together; use mcore-ckpt reshard "
+    "to put their files together.",
     "--fp8-hybrid": "FP8 training is not built yet; use --bf16.",
     "--fp8-format": "FP8 training is not built yet; use --bf16.",
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
@@ -102,11 +110,12 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
     return words, notes
 
 
-def unknown(name: str, known: Collection[str]) -> str:
-    """Say that a flag or field is unknown, and which known one is nearest."""
+def unknown(name: str, known: Collection[str], kind: str = "") -> str:
+    """Say that a flag, a field or another ``kind`` of name is unknown, and the nearest one."""
     pool = {*known, *SPELLINGS} if name.startswith("--") else known
     near = difflib.get_close_matches(name, sorted(pool), n=1, cutoff=0.5)
-    return f"unknown {name}" + (f": did you mean {near[0]}?" if near else ".")
+    what = f"unknown {kind} {name}" if kind else f"unknown {name}"
+    return what + (f": did you mean {near[0]}?" if near else ".")
 
 
 def _canonical(name: str) -> str:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from mcore_data.loader import build_loader
 from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
 from mcore_train.assembly import Dataset, Run
+from mcore_train.checkpointing import Checkpoints
 from mcore_train.evaluation import Score, evaluate
 from mcore_train.garbage import StillCollector
 from mcore_train.hardware import peak_flops
 from mcore_train.log import Reporter, StepReport
 from mcore_train.losses import MicroBatch, has_own_positions, place
 from mcore_train.lr_schedule import learning_rate, weight_decay
-from mcore_train.resuming import save_run
 from mcore_train.signals import StopRequest
 from mcore_train.step import StepResult, train_step
 
@@ -50,12 +50,13 @@ def train(
     started_s = time.monotonic()
     batches = train_batches(run)
     interval = _Interval(run)
-    saved_at = run.iteration
     collector = StillCollector(config.run.manual_gc_interval)
-    with StopRequest(run.ctx) as stop, collector:
+    checkpoints = Checkpoints(run, reporter)
+    with checkpoints, StopRequest(run.ctx) as stop, collector:
         while run.iteration < last:
-            interval.add(_one_step(run, batches))
+            interval.add(_one_step(run, batches, checkpoints.hold))
             collector.after_step(run.iteration)
+            checkpoints.poll()
             reporter.advance(run.iteration, run.plan.train_iters)
             if _is_due(run, config.logging.log_interval, last) or interval.is_first:
                 report = interval.report()
@@ -66,14 +67,13 @@ def train(
                 with interval.paused():
                     validate(run, reporter)
             if _divides(config.saving.save_interval, run.iteration):
-                with interval.paused():
-                    save_run(run)
-                saved_at = run.iteration
+                # In the background it is part of the step: nothing waits for the device.
+                with nullcontext() if checkpoints.is_async else interval.paused():
+                    checkpoints.save()
             if stop.poll(wish=_wants_to_stop(run, started_s)):
                 log.info("asked to stop after iteration %d", run.iteration)
                 break
-    if config.saving.save and saved_at != run.iteration:
-        save_run(run)
+        checkpoints.finish()
     return run.iteration >= last
 
 
@@ -120,13 +120,16 @@ def _loader(run: Run, dataset: Dataset, consumed_samples: int):
     )
 
 
-def _one_step(run: Run, batches: Iterator[list[MicroBatch]]) -> StepResult:
+def _one_step(
+    run: Run, batches: Iterator[list[MicroBatch]], before_update: Callable[[], None]
+) -> StepResult:
     schedule = run.plan.schedule
     result = train_step(
         run,
         next(batches),
         learning_rate(schedule, run.schedule_samples),
         weight_decay(schedule, run.schedule_samples),
+        before_update,
     )
     run.iteration += 1
     run.consumed_train_samples += run.plan.global_batch_size

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from mcore_ckpt.index import read_index
 from mcore_ckpt.paths import is_complete, latest_step, resolve_folder
+from mcore_ckpt.stores import as_path, is_store
 from mcore_train.composition import TrainConfig
 from mcore_train.recipe import Value
 
@@ -23,7 +24,7 @@ def find_checkpoint(load: str, step: int = 0) -> Path | None:
     Raises:
         ValueError: if a checkpoint is named that is not there or was not finished.
     """
-    folder = Path(load)
+    folder = as_path(load)
     nothing_yet = not folder.is_dir() or latest_step(folder) is None
     if nothing_yet and not step and not is_complete(folder):
         return None
@@ -48,7 +49,8 @@ def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:
     if folder is None:
         return {}
     table = model_fields(read_index(folder).extra.get("model", {}))
-    if (folder / "tokenizer").is_dir():
+    # A tokenizer in an object store is no folder that a tokenizer library opens.
+    if (folder / "tokenizer").is_dir() and not is_store(folder):
         table["tokenizer_model"] = str(folder / "tokenizer")
     return table
 

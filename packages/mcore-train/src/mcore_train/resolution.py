@@ -244,6 +244,10 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
     yield from _recompute_conflicts(config)
     if config.logging.tensorboard and not config.saving.save:
         yield "--tensorboard has nowhere to write: give --save DIR."
+    if config.logging.tensorboard and "://" in config.saving.save:
+        yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
+    if config.retention.save_retain_last and not config.saving.save:
+        yield "--save-retain-last has no effect without --save DIR."
 
 
 def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,43 @@ from mcore_train.resolution import Plan
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What a checkpoint of a run holds at this moment; tensors are views, not copies."""
+
+    shards: dict[str, Shard]
+    extra: dict[str, Any]
+    files: dict[str, bytes]
+    folders: dict[str, Path]
+
+
+def take_snapshot(
+    run: Run,
+    tokenizer_folder: Path | None = None,
+    state: Mapping[str, Shard] | None = None,
+) -> Snapshot:
+    """Describe everything that a checkpoint of this step holds.
+
+    Args:
+        run: weights are read once gathers on their way are done.
+        tokenizer_folder: holds the run's tokenizer; None on ranks that need not bring it.
+        state: what ``state_shards`` gave for this run, which takes long; None: asked here.
+    """
+    run.data_parallel.wait_params()
+    return Snapshot(
+        shards={**(state_shards(run) if state is None else state), **_rng_shards(run)},
+        extra=_extra(run),
+        files={"recipe.toml": write_recipe(told_options(run.plan.config)).encode()},
+        folders={"tokenizer": tokenizer_folder} if tokenizer_folder else {},
+    )
+
+
+def state_shards(run: Run) -> dict[str, Shard]:
+    """Describe weights and, if it is saved, optimizer state: views that stay good."""
+    with_optimizer = run.plan.config.saving.save_optim
+    return model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
+
+
 def save_run(run: Run) -> Path:
     """Write a checkpoint of this step below ``--save``; all ranks call it together.
 
@@ -37,19 +74,18 @@ def save_run(run: Run) -> Path:
         The step folder.
     """
     config = run.plan.config
-    shards = model_shards(run) | _rng_shards(run)
-    if config.saving.save_optim:
-        shards |= optimizer_shards(run)
-    with _tokenizer_folder(run) as folders:
+    with _tokenizer_folder(run) as folder:
+        what = take_snapshot(run, folder)
         return save(
-            Path(config.saving.save),
+            config.saving.save,
             run.iteration,
-            shards,
+            what.shards,
             world=run.ctx.world,
-            extra=_extra(run),
-            files={"recipe.toml": write_recipe(told_options(config)).encode()},
-            folders=folders,
+            extra=what.extra,
+            files=what.files,
+            folders=what.folders,
             replace=True,
+            retention=config.retention,
         )
 
 
@@ -91,7 +127,7 @@ def load_run(run: Run) -> bool:
 def _load_weights(run: Run, folder: Path) -> None:
     """Take the weights alone, in whatever format they were saved."""
     ignore = ("optimizer.", "rng.")
-    load(folder, model_shards(run), world=run.ctx.world, ignore=ignore, cast=True)
+    load(folder, model_shards(run), ignore=ignore, cast=True, **_load_options(run))
     run.optimizer.refresh(from_parameters=True)
 
 
@@ -101,13 +137,22 @@ def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
     shards = model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
     rng = _rng_shards(run) if _streams_fit(run, extra) else {}
     ignore = (() if with_optimizer else ("optimizer.",)) + (() if rng else ("rng.",))
-    load(folder, shards | rng, world=run.ctx.world, ignore=ignore)
+    load(folder, shards | rng, ignore=ignore, **_load_options(run))
     if rng:
         states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
         run.streams.set_state(states)
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not with_optimizer)
+
+
+def _load_options(run: Run) -> dict[str, Any]:
+    config = run.plan.config
+    return {
+        "world": run.ctx.world,
+        "strictness": config.strictness,
+        "checksums": config.loading.load_checksums,
+    }
 
 
 def model_shards(run: Run) -> dict[str, Shard]:
@@ -220,11 +265,11 @@ def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _tokenizer_folder(run: Run) -> Iterator[dict[str, Path]]:
+def _tokenizer_folder(run: Run) -> Iterator[Path | None]:
     """Write the tokenizer where the checkpoint copies it from; on one rank only."""
     if run.tokenizer is None or run.ctx.global_rank != 0:
-        yield {}
+        yield None
         return
     with tempfile.TemporaryDirectory() as folder:
         run.tokenizer.save(folder)
-        yield {"tokenizer": Path(folder)}
+        yield Path(folder)

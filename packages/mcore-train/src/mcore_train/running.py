@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mcore_ckpt.stores import as_path, is_store
 from mcore_parallel import launching
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble, load_tokenizer
@@ -68,7 +69,8 @@ def reporter_of(plan: Plan, console: Console | None, *, with_lines: bool = True)
         with_lines: write a line for each report.
     """
     save, options = plan.config.saving.save, plan.config.logging
-    metrics = options.metrics_file or (f"{save}/metrics.jsonl" if save else "")
+    on_disk = save if not is_store(as_path(save)) else ""
+    metrics = options.metrics_file or (f"{on_disk}/metrics.jsonl" if on_disk else "")
     return Reporter(
         console,
         metrics_file=Path(metrics) if metrics else None,

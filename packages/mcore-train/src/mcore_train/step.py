@@ -3,7 +3,7 @@
 Nothing here waits for the device: what is reported stays a tensor until somebody reads it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +31,11 @@ class StepResult:
 
 
 def train_step(
-    run: Run, batches: Sequence[MicroBatch], lr: float, weight_decay: float
+    run: Run,
+    batches: Sequence[MicroBatch],
+    lr: float,
+    weight_decay: float,
+    before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Train on one global batch; every rank calls it with its own part.
 
@@ -40,11 +44,14 @@ def train_step(
         batches: this rank's micro-batches, ``plan.num_microbatches`` of them.
         lr: learning rate.
         weight_decay: decoupled decay.
+        before_update: called right before weights and optimizer state change.
     """
     losses = backward(run, batches)
     norm = run.optimizer.grad_norm()
     max_norm = run.plan.config.optimizer.clip_grad
     scale = clip_coefficient(norm, max_norm) if max_norm else 1.0
+    if before_update is not None:
+        before_update()
     run.optimizer.step(lr, weight_decay, scale)
     if run.plan.config.experts.num_experts:
         for chunk in run.chunks:

@@ -1,0 +1,281 @@
+"""Measure what saving costs a training run: stall of each step, bandwidth of load and reshard.
+
+    torchrun --nproc-per-node 4 benchmarks/bench_checkpoint.py --name llama-8b \
+        --folder /tmp/run -- --recipe recipes/model/llama-3-8b.toml --bf16 --mock-data \
+        --use-distributed-optimizer --recompute-granularity full --lr 1e-5 --train-iters 1
+
+Everything after ``--`` is flags of ``mcore-train gpt``. Steps run on random tokens as
+``mcore-train`` runs them with ``--async-save``. A step's stall is its time above the median of
+the steps during which nothing was saved; the first save, which pins the host memory, is told
+apart. Then rank files are written and read plainly, for comparison, and the step is loaded.
+Rank 0 prints a table, then one JSON line, and keeps it in ``--output``.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from bench_train_step import random_batches
+
+from mcore_ckpt.loading import load
+from mcore_ckpt.paths import complete_steps, resolve_folder
+from mcore_ckpt.rewriting import reshard
+from mcore_parallel import launching
+from mcore_parallel.collectives import all_reduce
+from mcore_train.assembly import Datasets, Run, assemble
+from mcore_train.checkpointing import Checkpoints
+from mcore_train.log import Reporter
+from mcore_train.parsing import parse
+from mcore_train.resolution import resolve
+from mcore_train.resuming import take_snapshot
+from mcore_train.running import joined_world
+from mcore_train.step import train_step
+
+
+class Clock:
+    """Times of steps, by device events where there is a device: nothing waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list = []
+
+    def mark(self) -> None:
+        """Note the end of a step."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def step_ms(self) -> list[float]:
+        """Return the time between marks."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) for a, b in pairs]
+        return [1e3 * (b - a) for a, b in pairs]
+
+
+class Calls(Reporter):
+    """Keeps the records that a run makes of its saves."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.stall_ms: list[float] = []
+        self.durable_s: list[float] = []
+
+    def record(self, kind, _iteration, numbers):
+        """Keep a record."""
+        if kind == "save_requested":
+            self.stall_ms.append(numbers["stall_ms"])
+        elif kind == "save_durable":
+            self.durable_s.append(numbers["after_s"])
+
+
+def main() -> None:
+    """Run the benchmark that the command line asks for."""
+    at = sys.argv.index("--")
+    options, flags = _options(sys.argv[1:at]), sys.argv[at + 1 :]
+    flags += ["--save", str(options.folder), "--async-save", "--save-retain-last", "1"]
+    plan = resolve(parse(flags), launching.read_environment().world_size)
+    with joined_world(plan) as ctx:
+        run = assemble(plan, ctx, datasets=Datasets())
+        row = {
+            "name": options.name,
+            "commit": options.commit,
+            "flags": " ".join(flags),
+            "device": torch.cuda.get_device_name() if ctx.device.type == "cuda" else "cpu",
+            "num_ranks": plan.world_size,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **training(run, options),
+            **bandwidths(run, options),
+        }
+        if ctx.global_rank == 0:
+            for key, value in row.items():
+                print(f"{key:28} {value}")
+            print(json.dumps(row))
+            if options.output:
+                options.output.mkdir(parents=True, exist_ok=True)
+                (options.output / f"{options.name}.json").write_text(json.dumps(row) + "\n")
+            shutil.rmtree(options.folder, ignore_errors=True)
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="run folder; is deleted")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--quiet-steps", type=int, default=25, help="before the first save")
+    parser.add_argument("--saves", type=int, default=5, help="beside the first")
+    parser.add_argument("--steps-per-save", type=int, default=20)
+    parser.add_argument("--reshard-gib", type=float, default=4.0)
+    parser.add_argument("--output", type=Path, default=None, help="folder for NAME.json")
+    parser.add_argument("--commit", default="", help="where there is no git")
+    return parser.parse_args(argv)
+
+
+def training(run: Run, options: argparse.Namespace) -> dict:
+    """Step through quiet steps and saves; return the stalls."""
+    batches = [random_batches(run) for _ in range(4)]
+    calls, clock = Calls(), Clock(run.ctx.device)
+    under_way: list[bool] = []
+
+    with Checkpoints(run, calls) as checkpoints:
+
+        def step() -> None:
+            before = len(calls.durable_s)
+            train_step(run, batches[run.iteration % 4], 1e-5, 0.01, checkpoints.hold)
+            run.iteration += 1
+            checkpoints.poll()
+            clock.mark()
+            under_way.append(len(calls.stall_ms) > before)
+
+        for _ in range(options.warmup):
+            step()
+        checkpoints.save()
+        first_ms = calls.stall_ms[-1]
+        while len(calls.durable_s) < 1:
+            step()
+        begin = len(under_way)
+        for _ in range(options.quiet_steps):
+            step()
+        for _ in range(options.saves):
+            checkpoints.save()
+            for _ in range(options.steps_per_save):
+                step()
+        end = len(under_way)
+        checkpoints.finish()
+        host_bytes = checkpoints.host_bytes
+    # Step i lies between marks i - 1 and i; a save's own call is part of the step after it.
+    times = clock.step_ms()[begin - 1 : end - 1]
+    busy = [under_way[i] for i in range(begin, end)]
+    quiet = [ms for ms, is_busy in zip(times, busy, strict=True) if not is_busy]
+    writing = [ms for ms, is_busy in zip(times, busy, strict=True) if is_busy]
+    median = statistics.median(quiet)
+    stalls = sorted(max(0.0, ms - median) for ms in times)
+    return {
+        "steps": len(times),
+        "saves": options.saves,
+        "quiet_step_ms": round(median, 2),
+        "quiet_step_ms_p99": round(_percentile(sorted(quiet), 0.99), 2),
+        "writing_step_ms": round(statistics.mean(writing), 2) if writing else 0.0,
+        "writing_over_quiet_mean": round(statistics.mean(writing) / statistics.mean(quiet), 4)
+        if writing
+        else 0.0,
+        "stall_ms_p50": round(_percentile(stalls, 0.5), 2),
+        "stall_ms_p99": round(_percentile(stalls, 0.99), 2),
+        "stall_ms_max": round(stalls[-1], 2),
+        "save_call_ms": [round(ms, 2) for ms in calls.stall_ms[1 : 1 + options.saves]],
+        "first_save_call_ms": round(first_ms, 1),
+        "durable_after_s": [round(s, 1) for s in calls.durable_s],
+        "host_gib_per_rank": round(host_bytes / 2**30, 2),
+    }
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def bandwidths(run: Run, options: argparse.Namespace) -> dict:
+    """Compare loading and resharding with plain reads and copies of the same disk."""
+    step = resolve_folder(options.folder, complete_steps(options.folder)[-1])
+    mine = step / f"rank_{run.ctx.global_rank:05d}.safetensors"
+    total = sum(file.stat().st_size for file in step.glob("*.safetensors"))
+    size = mine.stat().st_size if mine.exists() else 0
+    forget(mine)
+    plain_s = timed(run, lambda: read_plainly(mine))
+    forget(mine)
+    shards = take_snapshot(run).shards
+    load_s = timed(run, lambda: load(step, shards, world=run.ctx.world))
+    warm_s = timed(run, lambda: load(step, shards, world=run.ctx.world))
+    row = {
+        "checkpoint_gib": round(total / 2**30, 2),
+        "plain_read_gb_per_s": round(total / plain_s / 1e9, 2),
+        "load_gb_per_s": round(total / load_s / 1e9, 2),
+        "load_again_gb_per_s": round(total / warm_s / 1e9, 2),
+    }
+    del shards
+    if run.ctx.global_rank == 0 and size:
+        row |= rewriting(options)
+    timed(run, lambda: None)
+    return row
+
+
+def rewriting(options: argparse.Namespace) -> dict:
+    """Reshard a checkpoint of the asked size, and copy as many bytes; on one rank."""
+    from mcore_ckpt.saving import save
+    from mcore_parallel import SINGLE
+    from mcore_parallel.sharding import Piece, Shard
+
+    rows = 4096
+    count = max(1, int(options.reshard_gib * 2**30) // (4 * rows * rows))
+    parts = 8
+    weight = torch.randn(rows, rows)
+    pieces = tuple(
+        Piece((i * rows // parts, 0), (rows // parts, rows), part)
+        for i, part in enumerate(weight.chunk(parts))
+    )
+    shards = {f"w{i}": Shard((rows, rows), weight.dtype, pieces) for i in range(count)}
+    folder = options.folder.with_name(options.folder.name + "_reshard")
+    try:
+        step = save(folder / "a", 1, shards, world=SINGLE)
+        (file,) = step.glob("*.safetensors")
+        size = file.stat().st_size
+        forget(file)
+        begin = time.perf_counter()
+        with file.open("rb") as one, (folder / "copy").open("wb") as two:
+            shutil.copyfileobj(one, two, 1 << 24)
+            two.flush()
+            os.fsync(two.fileno())
+        copy_s = time.perf_counter() - begin
+        forget(file)
+        begin = time.perf_counter()
+        reshard(step, folder / "b", num_files=2)
+        reshard_s = time.perf_counter() - begin
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "copy_gb_per_s": round(size / copy_s / 1e9, 2),
+        "reshard_gb_per_s": round(size / reshard_s / 1e9, 2),
+    }
+
+
+def timed(run: Run, work) -> float:
+    """Run on all ranks; return the seconds of the slowest."""
+    all_reduce(torch.zeros(1, device=run.ctx.device), run.ctx.world).item()
+    begin = time.perf_counter()
+    work()
+    if run.ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    mine = torch.tensor([time.perf_counter() - begin], device=run.ctx.device)
+    return all_reduce(mine, run.ctx.world, "max").item()
+
+
+def read_plainly(path: Path) -> None:
+    """Read a file from its beginning to its end."""
+    if path.exists():
+        room = bytearray(1 << 24)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
+
+
+def forget(path: Path) -> None:
+    """Ask the system to drop a file's pages, so that it comes from the disk."""
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Torch's own sharded tensors as shards: models under ``fully_shard``, and their optimizers.
+
+A DTensor is one box a rank. Under FSDP2 a parameter is cut along dimension 0, like
+``torch.chunk``; with tensor parallelism beside it the tensor ranks cut first, which torch
+marks by a strided placement.
+
+Zhao et al. 2023, arXiv:2304.11277; torch.distributed.tensor for the placements.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from mcore_parallel.mesh import Axis
+from mcore_parallel.sharding import Piece, Shard
+
+
+def tensor_shards(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Shard]:
+    """Describe DTensors and plain tensors; pieces are this rank's local memory.
+
+    Args:
+        tensors: by name, such as a ``state_dict()``. Plain tensors count as whole on every
+            rank that names them.
+        prefix: put before each name.
+
+    Raises:
+        ValueError: for a DTensor that is neither cut nor replicated along some mesh dimension.
+    """
+    shards = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            shards[prefix + name] = _shard(prefix + name, tensor)
+        else:
+            shape = tuple(tensor.shape)
+            piece = Piece((0,) * tensor.dim(), shape, tensor.detach())
+            shards[prefix + name] = Shard(shape, tensor.dtype, (piece,))
+    return shards
+
+
+def torch_model_shards(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Shard]:
+    """Describe a model, ``model.<name>``, and its optimizer, ``optimizer.<kind>.<name>``.
+
+    Args:
+        model: with or without ``fully_shard``.
+        optimizer: over the model's parameters; its state must exist, so make one step (with
+            zero gradients, say) before loading into it.
+
+    Raises:
+        ValueError: if the optimizer holds no state yet.
+    """
+    shards = tensor_shards(model.state_dict(), "model.")
+    if optimizer is None:
+        return shards
+    if not optimizer.state:
+        raise ValueError(
+            "the optimizer holds no state to save or to load into: make one step first."
+        )
+    for name, parameter in model.named_parameters():
+        for kind, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor):
+                shards |= tensor_shards({name: value}, f"optimizer.{kind}.")
+    return shards
+
+
+def _shard(name: str, tensor: DTensor) -> Shard:
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:
+        return Shard(tuple(tensor.shape), tensor.dtype, ())
+    offsets, lengths = [0] * tensor.dim(), list(tensor.shape)
+    replicas = []
+    cuts = []
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            replicas.append(_axis(mesh, dim))
+        elif placement.is_shard() or hasattr(placement, "split_factor"):
+            cuts.append((dim, placement))
+        else:
+            raise ValueError(f"{name} is {placement} over {mesh}: only cuts and copies save.")
+    # A strided cut comes after those of the mesh dimensions that stand behind it.
+    cuts.sort(key=lambda cut: hasattr(cut[1], "split_factor"))
+    for dim, placement in cuts:
+        at: int = placement.dim  # pyrefly: ignore
+        step = -(-lengths[at] // mesh.size(dim))
+        begin = min(place[dim] * step, lengths[at])
+        offsets[at] += begin
+        lengths[at] = min(step, lengths[at] - begin)
+    local = tensor.to_local().detach()
+    if tuple(local.shape) != tuple(lengths):
+        raise ValueError(
+            f"{name}: this rank holds {tuple(local.shape)}, but {tensor.placements} says "
+            f"{tuple(lengths)}"
+        )
+    piece = Piece(tuple(offsets), tuple(lengths), local)
+    return Shard(tuple(tensor.shape), tensor.dtype, (piece,), tuple(replicas))
+
+
+def _axis(mesh: DeviceMesh, dim: int) -> Axis:
+    group = mesh.get_group(dim)
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    names = mesh.mesh_dim_names
+    name = names[dim] if names else f"mesh_{dim}"
+    size = len(ranks)
+    return Axis(name, size, mesh.get_local_rank(dim), group if size > 1 else None, ranks)
