@@ -86,6 +86,7 @@ def test_options_at_the_end_of_a_document(ended):
         reset_position_ids=True,
         reset_attention_mask=True,
         eod_mask_loss=True,
+        create_attention_mask=True,
     )
     sample = dataset[0]
     assert sample["tokens"].tolist() == [1, 2, EOD, 3, 4, 5, EOD]
@@ -96,6 +97,14 @@ def test_options_at_the_end_of_a_document(ended):
     expected[:3, :3] = np.tril(np.ones((3, 3), bool))  # the end belongs to what it ends
     expected[3:, 3:] = np.tril(np.ones((4, 4), bool))
     assert np.array_equal(visible, expected)
+    assert sample["cu_seqlens"].tolist() == [0, 3] + [7] * 6
+    assert sample["max_seqlen"] == 4
+
+
+def test_a_reset_attention_mask_is_borders_and_no_matrix(ended):
+    dataset = GPTDataset(ended, sequence_length=7, eod=EOD, reset_attention_mask=True)
+    assert "cu_seqlens" in dataset[0]
+    assert "attention_mask" not in dataset[0]
 
 
 def test_a_causal_mask_is_given_only_when_asked(ended):

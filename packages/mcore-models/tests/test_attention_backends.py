@@ -8,6 +8,7 @@ from mcore_models.attention_backends import attend, check_backend, visible_keys
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel import ParallelContext
+from mcore_parallel.documents import Documents
 
 SHAPES = [(5, 5, 4, 4), (5, 5, 4, 2), (7, 7, 6, 1), (3, 8, 4, 2), (1, 6, 4, 2), (4, 4, 1, 1)]
 
@@ -101,6 +102,39 @@ def test_a_window_needs_causality():
 def test_the_last_query_stands_at_the_last_key():
     assert visible_keys(2, 4).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert visible_keys(2, 4, window=1).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [-1, 2])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(9, 9), (4, 9), (4, 7), (1, 8)])
+def test_packed_documents_do_not_see_each_other(num_queries, num_keys, window):
+    """Row 0 packs three documents, row 1 two; queries are the end of a prefix of the rows."""
+    rows = [[0, 1, 5, 9], [0, 6, 9]]
+    q, k, v = inputs(num_queries, num_keys, 4, 2)
+    got = attend(q, k, v, window=window, documents=Documents(rows))
+    for row, borders in enumerate(rows):
+        for i in range(num_queries):
+            place = num_keys - num_queries + i
+            begin = max(b for b in borders if b <= place)
+            document = slice(begin, place + 1)
+            alone = slow_attention(
+                q[i : i + 1, row : row + 1],
+                k[document, row : row + 1],
+                v[document, row : row + 1],
+                window=window,
+            )
+            torch.testing.assert_close(
+                got[i : i + 1, row : row + 1], alone, rtol=1e-12, atol=1e-12
+            )
+
+
+def test_documents_of_another_batch_and_without_causality_are_refused():
+    q, k, v = inputs(4, 4, 4, 2)
+    with pytest.raises(ValueError, match="documents are of 1 rows of 4 tokens"):
+        attend(q, k, v, documents=Documents([[0, 4]]))
+    with pytest.raises(ValueError, match="documents are of 2 rows of 3 tokens"):
+        attend(q, k, v, documents=Documents([[0, 3], [0, 3]]))
+    with pytest.raises(ValueError, match="need causal attention"):
+        attend(q, k, v, causal=False, documents=Documents([[0, 4], [0, 4]]))
 
 
 def test_flash4_says_why_it_cannot_be_used():

@@ -117,8 +117,9 @@ def test_bad_options_are_answered_with_what_to_change(changes, words):
         ({"recompute_modules": ("mlp",)}, "no effect without --recompute-granularity sel"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ("attn",)},
-            "--recompute-modules attn is not known: use core_attn, mlp, moe or norm",
+            "--recompute-modules attn is not known: use core_attn, layernorm, mlp, mlp_act,",
         ),
+        ({"distribute_saved_activations": True}, "no effect without --recompute-granularity f"),
         ({"recompute_granularity": "full", "recompute_num_layers": 0}, "must be 1 or more"),
     ],
 )
@@ -150,7 +151,9 @@ def test_divisors_are_all_that_divide(number):
     "made",
     [
         config(window_size=(8, 0), num_query_groups=4),
-        RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp", "norm")),
+        RecomputeConfig(
+            recompute_granularity="selective", recompute_modules=("mlp", "layernorm")
+        ),
     ],
 )
 def test_a_config_survives_becoming_json(made):

@@ -144,7 +144,11 @@ def test_positions_may_begin_anew_in_each_sequence(changes):
         {"recompute_granularity": "selective"},
         {
             "recompute_granularity": "selective",
-            "recompute_modules": ("core_attn", "mlp", "moe", "norm"),
+            "recompute_modules": ("core_attn", "mlp", "moe", "layernorm"),
+        },
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "mlp_act", "moe_act", "shared_experts"),
         },
     ],
 )

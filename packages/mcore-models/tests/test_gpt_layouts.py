@@ -5,6 +5,7 @@ but the model's layouts: what the model declares is what is tested.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_parameters, run_ranks
 from mcore_parallel.collectives import all_reduce, own_slice
 from mcore_parallel.context_parallel import zigzag_join, zigzag_split
+from mcore_parallel.documents import Documents
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.stages import split_layers
 
@@ -57,6 +59,11 @@ class Case:
     model: dict
     parallel: dict = field(default_factory=dict)
     moe: dict = field(default_factory=dict)
+    packed: bool = False
+
+
+# Borders of the documents in the batch's rows, on, beside and inside the chunks of a rank.
+PACKED = ((0, 1, 4, SEQUENCE), (0, 3, 5, SEQUENCE))
 
 
 def layout(**degrees):
@@ -91,6 +98,17 @@ TWO_RANKS = {
         EXPERTS,
     ),
     "cp2, experts": Case(LLAMA, layout(cp=2), EXPERTS),
+    "cp2, all-gather": Case(LLAMA, layout(cp=2, cp_comm_type="all_gather")),
+    "cp2, a2a": Case(LLAMA, layout(cp=2, cp_comm_type="a2a")),
+    "cp2, a2a, window": Case(LLAMA | {"window_size": (2, 0)}, layout(cp=2, cp_comm_type="a2a")),
+    "cp2, packed": Case(LLAMA, layout(cp=2), packed=True),
+    "cp2, all-gather, packed": Case(
+        LLAMA, layout(cp=2, cp_comm_type="all_gather"), packed=True
+    ),
+    "cp2, window, packed": Case(LLAMA | {"window_size": (2, 0)}, layout(cp=2), packed=True),
+    "cp2, a2a, packed": Case(LLAMA, layout(cp=2, cp_comm_type="a2a"), packed=True),
+    "tp2 sp, packed": Case(LLAMA, layout(tp=2, sequence_parallel=True), packed=True),
+    "pp2, packed": Case(GPT2, layout(pp=2), packed=True),
 }
 FOUR_RANKS = {
     "tp4, 2 kv heads": Case(LLAMA, layout(tp=4)),
@@ -98,6 +116,11 @@ FOUR_RANKS = {
     "tp2 cp2 sp": Case(LLAMA, layout(tp=2, cp=2, sequence_parallel=True)),
     "tp2 pp2, tied": Case(GPT2, layout(tp=2, pp=2, sequence_parallel=True)),
     "cp2 dp2 ep4": Case(LLAMA, layout(cp=2, ep=4), EXPERTS),
+    "cp4, 2 kv heads": Case(LLAMA, layout(cp=4)),
+    "cp4, 2 kv heads, all-gather": Case(LLAMA, layout(cp=4, cp_comm_type="all_gather")),
+    "cp4, 2 kv heads, a2a": Case(LLAMA, layout(cp=4, cp_comm_type="a2a")),
+    "tp2 cp2, 1 kv head a rank, a2a": Case(LLAMA, layout(tp=2, cp=2, cp_comm_type="a2a")),
+    "cp4, packed": Case(LLAMA, layout(cp=4), packed=True),
 }
 
 
@@ -143,7 +166,11 @@ def step(case):
     for one in own_slice(torch.arange(BATCH), ctx.dp):
         x, y, w = (zigzag_split(t, ctx.cp, dim=1) for t in micro_batches[one])
         before = receive(ctx, model) if ctx.pp.rank else None
-        hidden, aux = model(x if before is None else before)
+        documents, positions = None, None
+        if case.packed:
+            documents = Documents(PACKED[one : one + 1])
+            positions = zigzag_split(counted(PACKED[one])[None], ctx.cp, dim=1)
+        hidden, aux = model(x if before is None else before, positions, documents=documents)
         roots = [aux / BATCH] if aux.requires_grad else []
         if ctx.pp.rank + 1 < ctx.pp.size:
             dist.send(hidden.detach(), ctx.pp.ranks[ctx.pp.rank + 1])
@@ -161,6 +188,11 @@ def step(case):
     found = pieces(model, ctx), torch.cat(losses) if losses else None
     ctx.destroy()
     return found
+
+
+def counted(borders):
+    """Positions that begin at 0 in every document."""
+    return torch.cat([torch.arange(b - a) for a, b in pairwise(borders)])
 
 
 def receive(ctx, model):
@@ -201,7 +233,7 @@ def all_steps(cases):
 
 
 def on_one_rank(case):
-    gradients, losses = step(Case(case.model, {}, case.moe))
+    gradients, losses = step(Case(case.model, {}, case.moe, case.packed))
     return assemble([gradients]), losses
 
 
@@ -241,3 +273,33 @@ def test_two_ranks_give_the_losses_and_gradients_of_one(name, two_ranks):
 def test_four_ranks_give_the_losses_and_gradients_of_one(name, four_ranks):
     place = list(FOUR_RANKS).index(name)
     compare(FOUR_RANKS[name], [rank[place] for rank in four_ranks])
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["rotary", "learned positions"])
+def test_packed_documents_compute_what_they_do_one_by_one(shape):
+    model = build(Case(shape), ParallelContext.single())
+    tokens, labels, mask = batch()
+    positions = torch.stack([counted(borders) for borders in PACKED])
+    hidden, _ = model(tokens, positions, documents=Documents(PACKED))
+    together, _ = model.loss(hidden, labels, mask)
+    together.backward()
+    packed = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for row, borders in enumerate(PACKED):
+        for a, b in pairwise(borders):
+            hidden, _ = model(tokens[row : row + 1, a:b])
+            loss, _ = model.loss(
+                hidden, labels[row : row + 1, a:b], mask[row : row + 1, a:b].contiguous()
+            )
+            loss.backward()
+            total += loss.detach()
+    torch.testing.assert_close(together.detach(), total, rtol=1e-12, atol=0)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(packed[name], p.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_documents_that_are_not_the_batchs_are_refused():
+    model = build(Case(LLAMA), ParallelContext.single())
+    with pytest.raises(ValueError, match="documents are of 1 rows of 8 tokens"):
+        model(batch()[0], documents=Documents([[0, 8]]))

@@ -1,5 +1,7 @@
 """What runs differently on a GPU: attention kernels, fused kernels, compiled blocks."""
 
+import math
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -7,9 +9,14 @@ from torch.profiler import ProfilerActivity, profile
 from mcore_models import flash4_attention
 from mcore_models.attention_backends import attend
 from mcore_models.config import TransformerConfig
+from mcore_models.fused_blocks import CUDNN_BLOCKS, FLASH4_BLOCKS, FLASH_BLOCKS, blocks_for
 from mcore_models.gpt import GPT
 from mcore_parallel import ParallelContext
-from mcore_parallel.ring import PLAIN_BLOCKS
+from mcore_parallel.block_attention import PLAIN_BLOCKS
+from mcore_parallel.documents import Documents, Pieces
+from mcore_parallel.key_gathering import gathered_attention
+from mcore_parallel.mesh import SINGLE
+from mcore_parallel.ring import ring_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +72,49 @@ def test_causal_attention_runs_in_a_fused_kernel(S, Z):
         attend(*tensors)
     kernels = " ".join(event.key for event in seen.key_averages())
     assert "cudnn" in kernels if S == Z else ("cudnn" in kernels or "flash" in kernels), kernels
+
+
+DOCUMENTS = Documents([[0, 1, 100, 260, 512], [0, 333, 512]])
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize(("N", "G", "H"), [(8, 2, 128), (4, 4, 64), (6, 1, 96)])
+@pytest.mark.parametrize("attention", [ring_attention, gathered_attention])
+@pytest.mark.parametrize("blocks", [CUDNN_BLOCKS, FLASH_BLOCKS], ids=["cudnn", "flash"])
+def test_fused_blocks_equal_plain_ones(attention, N, G, H, documents, blocks):
+    tensors = inputs(512, 512, N, G, H, torch.bfloat16)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    assert blocks_for(tensors[0], tensors[2], "fused") is CUDNN_BLOCKS
+    got = attention(*tensors, SINGLE, blocks, documents)
+    want = attention(*wide, SINGLE, PLAIN_BLOCKS, documents)
+    dy = torch.randn_like(got)
+    assert error(got.detach(), want.detach()) < TOLERANCE[torch.bfloat16]
+    grads = torch.autograd.grad(got, tensors, dy)
+    for a, b in zip(grads, torch.autograd.grad(want, wide, dy.double()), strict=True):
+        assert error(a, b) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("pieces", [None, Pieces([0, 300])], ids=["dense", "packed"])
+@pytest.mark.parametrize("blocks", [CUDNN_BLOCKS, FLASH_BLOCKS], ids=["cudnn", "flash"])
+def test_a_fused_block_tells_the_log_sum_exp_and_takes_that_of_all_blocks(
+    blocks, causal, pieces
+):
+    tensors = inputs(300, 300, 8, 2, 128, torch.bfloat16)
+    q, k, v = (t.detach()[:, :1] for t in tensors)
+    wide = [t.double() for t in (q, k, v)]
+    out, lse = blocks.forward(q, k, v, causal, pieces)
+    want_out, want_lse = PLAIN_BLOCKS.forward(*wide, causal, pieces)
+    assert error(out, want_out) < TOLERANCE[torch.bfloat16]
+    # The scores are sums of products of bfloat16 numbers in float32.
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+    # As if another block, of as large scores again, had been merged in.
+    out, lse = want_out * 0.5, want_lse + math.log(2.0)
+    dy = torch.randn_like(q)
+    got = blocks.backward(dy, q, k, v, out.bfloat16(), lse.float(), causal, pieces)
+    want = PLAIN_BLOCKS.backward(dy.double(), *wide, out, lse, causal, pieces)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < TOLERANCE[torch.bfloat16]
 
 
 has_flash4 = pytest.mark.skipif(
@@ -126,14 +176,27 @@ def test_flash4_is_chosen_for_long_sequences_and_deterministic_when_asked():
 def test_flash4_blocks_of_a_ring_equal_plain_ones(causal):
     q, k, v = (t.detach() for t in inputs(1024, 1024, 8, 2, 128, torch.bfloat16))
     dy = torch.randn_like(q)
-    got_out, got_lse = flash4_attention.blocks.forward(q, k, v, causal)
-    want_out, want_lse = PLAIN_BLOCKS.forward(q.double(), k.double(), v.double(), causal)
+    got_out, got_lse = FLASH4_BLOCKS.forward(q, k, v, causal, None)
+    want_out, want_lse = PLAIN_BLOCKS.forward(q.double(), k.double(), v.double(), causal, None)
     assert error(got_out, want_out) < TOLERANCE[torch.bfloat16]
     assert error(got_lse, want_lse) < TOLERANCE[torch.bfloat16]
-    got = flash4_attention.blocks.backward(dy, q, k, v, got_out, got_lse, causal)
+    got = FLASH4_BLOCKS.backward(dy, q, k, v, got_out, got_lse, causal, None)
     wide = [t.double() for t in (dy, q, k, v)]
-    want = PLAIN_BLOCKS.backward(*wide, want_out, want_lse, causal)
+    want = PLAIN_BLOCKS.backward(*wide, want_out, want_lse, causal, None)
     for a, b in zip(got, want, strict=True):
+        assert error(a, b) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [-1, 50])
+def test_packed_attention_without_a_mask_equals_float64(window):
+    tensors = inputs(512, 512, 8, 2, 128, torch.bfloat16)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    got = attend(*tensors, window=window, documents=DOCUMENTS)
+    want = attend(*wide, window=window, documents=DOCUMENTS)
+    dy = torch.randn_like(got)
+    assert error(got.detach(), want.detach()) < TOLERANCE[torch.bfloat16]
+    grads = torch.autograd.grad(got, tensors, dy)
+    for a, b in zip(grads, torch.autograd.grad(want, wide, dy.double()), strict=True):
         assert error(a, b) < TOLERANCE[torch.bfloat16]
 
 

@@ -36,6 +36,24 @@ def test_a_timeout_of_nothing_is_refused():
         ParallelConfig(distributed_timeout_minutes=0.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cp_comm_type": "ring", "context_parallel_size": 2}, "use p2p, all_gather or a2a"),
+        ({"cp_comm_type": "a2a"}, "no effect with --context-parallel-size 1"),
+        ({"rank_order": "tp-cp-dp-pp"}, "must name each of tp, cp, ep, dp, pp once"),
+        ({"rank_order": "tp-tp-cp-dp-pp"}, "must name each of"),
+        (
+            {"rank_order": "tp-cp-ep-dp-pp", "use_tp_pp_dp_mapping": True},
+            "--rank-order and --use-tp-pp-dp-mapping contradict",
+        ),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        ParallelConfig(**options)
+
+
 def test_nobody_writes_to_a_config():
     with pytest.raises(FrozenInstanceError):
         ParallelConfig().context_parallel_size = 2

@@ -90,6 +90,8 @@ def check_all():
     check("strided", ulysses_attention, 2, compiled=False)
     check("four", ulysses_attention, 8, compiled=False)
     check("four", ulysses_attention, 4, compiled=False)
+    check("four", ulysses_attention, 2, compiled=False)
+    check("strided", ulysses_attention, 1, compiled=False)
 
 
 def check_compiled():
@@ -174,6 +176,6 @@ def test_lengths_and_heads_that_do_not_divide_are_refused_before_anything_is_sen
     q, k = torch.zeros(3, 1, 2, 4), torch.zeros(3, 1, 1, 4)
     with pytest.raises(ValueError, match="--seq-length 6"):
         context_attention(q, k, k, axis, plain_attention)
-    q, k = torch.zeros(4, 1, 2, 4), torch.zeros(4, 1, 1, 4)
-    with pytest.raises(ValueError, match="1 key/value heads on this rank cannot be exchanged"):
+    q, k = torch.zeros(4, 1, 3, 4), torch.zeros(4, 1, 1, 4)
+    with pytest.raises(ValueError, match="3 query heads on this rank cannot be exchanged"):
         ulysses_attention(q, k, k, axis, plain_attention)

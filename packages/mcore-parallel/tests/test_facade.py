@@ -60,6 +60,9 @@ def places():
     parallel_state.initialize_model_parallel(1, context_parallel_size=2)
     found["again"] = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(2, order="dp-tp-cp-ep-pp")
+    found["data first"] = parallel_state.get_tensor_model_parallel_rank()
+    parallel_state.destroy_model_parallel()
     return found
 
 
@@ -70,3 +73,4 @@ def test_ranks_learn_their_place_and_may_be_laid_out_again():
         assert found["data"] == found["context"] == found["expert_model"] == (0, 1)
         assert found["ends"] == (rank < 2, rank >= 2)
         assert found["again"] == 4
+        assert found["data first"] == rank // 2

@@ -63,6 +63,18 @@ def test_pipeline_before_data_order_is_megatrons():
     assert dense.groups(("pp",)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
 
 
+def test_any_order_of_the_axes_may_be_asked_for():
+    dense, expert = build_grids(config(tp=2, cp=2, pp=2, rank_order="pp-dp-cp-tp-ep"), 16)
+    assert dense.groups(("pp",))[:2] == [(0, 1), (2, 3)]
+    assert dense.groups(("dp",))[:2] == [(0, 2), (1, 3)]
+    assert dense.groups(("tp",))[:2] == [(0, 8), (1, 9)]
+    assert expert.names == ("pp", "expert_dp", "expert_tp", "ep")
+    usual = build_grids(config(tp=2, pp=2, rank_order="tp-cp-ep-dp-pp"), 8)
+    assert usual == build_grids(config(tp=2, pp=2), 8)
+    mapped = build_grids(config(tp=2, pp=2, rank_order="tp-cp-ep-pp-dp"), 8)
+    assert mapped == build_grids(config(tp=2, pp=2, use_tp_pp_dp_mapping=True), 8)
+
+
 @st.composite
 def layouts(draw):
     size = st.integers(1, 3)
@@ -70,7 +82,9 @@ def layouts(draw):
     etp = draw(st.sampled_from([d for d in range(1, 28) if tp * cp * dp % d == 0]))
     rest = tp * cp * dp // etp
     ep = draw(st.sampled_from([d for d in range(1, 28) if rest % d == 0]))
-    return {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}, tp * cp * dp * pp
+    order = "-".join([*draw(st.permutations(["tp", "cp", "ep", "dp"])), "pp"])
+    degrees = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, "rank_order": order}
+    return degrees, tp * cp * dp * pp
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

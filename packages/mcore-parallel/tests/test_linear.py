@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.overlapped import scattered_product
+from mcore_parallel.pipeline import WeightQueue
 from mcore_parallel.rng import fill_normal_
 from mcore_parallel.sharding import named_parameters, named_shards
 from mcore_parallel.testing import run_ranks
@@ -90,7 +93,7 @@ def axis_of(kind):
     return axis, SINGLE
 
 
-def check_column(kind, sequence_parallel, compiled):
+def check_column(kind, sequence_parallel, compiled, overlap=False):
     axis, replicas = axis_of(kind)
     outputs = (Output("q", 8), Output("k", 2, replicas), Output("v", 6, replicas))
     layer = ColumnParallelLinear(
@@ -99,6 +102,7 @@ def check_column(kind, sequence_parallel, compiled):
         bias=True,
         axis=axis,
         sequence_parallel=sequence_parallel,
+        overlap=overlap,
         dtype=torch.float64,
     )
     fill(layer)
@@ -137,7 +141,7 @@ def check_column(kind, sequence_parallel, compiled):
             )
 
 
-def check_row(kind, sequence_parallel, compiled):
+def check_row(kind, sequence_parallel, compiled, overlap=False):
     axis, _ = axis_of(kind)
     features = 3 * axis.size
     layer = RowParallelLinear(
@@ -146,6 +150,7 @@ def check_row(kind, sequence_parallel, compiled):
         bias=True,
         axis=axis,
         sequence_parallel=sequence_parallel,
+        overlap=overlap,
         dtype=torch.float64,
     )
     fill(layer)
@@ -173,15 +178,16 @@ def check_row(kind, sequence_parallel, compiled):
 
 def check_all():
     for kind in ("neighbours", "strided", "four"):
-        for sequence_parallel in (False, True):
-            check_column(kind, sequence_parallel, compiled=False)
-            check_row(kind, sequence_parallel, compiled=False)
+        for sequence_parallel, overlap in ((False, False), (True, False), (True, True)):
+            check_column(kind, sequence_parallel, compiled=False, overlap=overlap)
+            check_row(kind, sequence_parallel, compiled=False, overlap=overlap)
 
 
 def check_compiled():
     for kind, sequence_parallel in (("strided", True), ("four", False)):
-        check_column(kind, sequence_parallel, compiled=True)
-        check_row(kind, sequence_parallel, compiled=True)
+        # Compiled code gathers and scatters whole, whatever is asked for.
+        check_column(kind, sequence_parallel, compiled=True, overlap=True)
+        check_row(kind, sequence_parallel, compiled=True, overlap=True)
 
 
 def check_compiled_alone():
@@ -274,3 +280,58 @@ def test_the_weight_gradient_goes_into_main_grad_where_there_is_one(recomputed):
     # bf16 factors, float32 sums: only their order differs.
     torch.testing.assert_close(layer.weight.main_grad, 1 + twin.weight.grad, rtol=1e-5, atol=0)
     assert torch.equal(layer.bias.grad.float(), twin.bias.grad)
+
+
+def deferred_gradients(sequence_parallel, overlap):
+    """Gradients of a column and a row made at once and made later, and when they come."""
+    axis = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2)).tp
+    made = []
+    for queue in (None, WeightQueue()):
+        options = {
+            "axis": axis,
+            "sequence_parallel": sequence_parallel,
+            "overlap": overlap,
+            "dtype": torch.float64,
+        }
+        column = ColumnParallelLinear(D, 8, bias=True, **options)
+        row = RowParallelLinear(8, D, bias=True, **options)
+        for layer in (column, row):
+            fill(layer)
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+        if queue is not None:
+            queue.serve(nn.Sequential(column, row))
+        x = cut(normal("x", S, B, D), axis, sequence_parallel).clone().requires_grad_()
+        y = row(column(x))
+        y.backward(cut(normal("y", S, B, D), axis, sequence_parallel))
+        if queue is not None:
+            assert not column.weight.main_grad.any()
+            assert not row.weight.main_grad.any()
+            for work, prepare in queue.take():
+                prepare()
+                work()
+        made.append(
+            [
+                x.grad,
+                column.weight.main_grad,
+                row.weight.main_grad,
+                column.bias.grad,
+                row.bias.grad,
+            ]
+        )
+        assert column.weight.grad is None
+    for later, at_once in zip(*made, strict=True):
+        assert at_once.any()
+        assert torch.equal(later, at_once)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "overlap"), [(False, False), (True, False), (True, True)]
+)
+def test_weight_gradients_put_off_are_those_made_at_once(sequence_parallel, overlap):
+    run_ranks(deferred_gradients, 2, sequence_parallel, overlap)
+
+
+def test_rows_that_do_not_divide_are_refused_before_any_product():
+    axis = Axis("tp", 2, 0, None, (0, 1))
+    with pytest.raises(ValueError, match="3 rows do not divide over axis tp of 2 ranks"):
+        scattered_product(torch.ones(3, 1, 4), torch.ones(4, 5), axis)

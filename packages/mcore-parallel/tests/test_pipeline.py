@@ -15,6 +15,7 @@ from torch import nn
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.linear import ColumnParallelLinear
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline import StageOutput, WeightQueue, run_schedule
 from mcore_parallel.schedule import forward_only, interleaved, one_f_one_b, zero_bubble_h1
@@ -28,45 +29,25 @@ MICROBATCHES, DATA = 2, 6  # data ranks of the batch; a layout's dp divides them
 EXACT = 1e-10
 
 
-class DeferredLinear(torch.autograd.Function):
-    """``x @ weight.T`` whose weight gradient goes into a queue, if there is one."""
-
-    @staticmethod
-    def forward(ctx, x, weight, queue):
-        ctx.save_for_backward(x, weight)
-        ctx.queue = queue
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        wgrad = lambda: grad.flatten(0, 1).T @ x.flatten(0, 1)  # noqa: E731
-        if ctx.queue is None:
-            return grad @ weight, wgrad(), None
-        ctx.queue.put(lambda: weight.main_grad.add_(wgrad()))
-        return grad @ weight, None, None
-
-
 class Block(nn.Module):
-    def __init__(self, queue):
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64))
+        self.linear = ColumnParallelLinear(HIDDEN, HIDDEN, init_std=0.0, dtype=torch.float64)
         self.scale = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.float64))
-        self.queue = queue
 
     def forward(self, x):
-        return x + torch.tanh(DeferredLinear.apply(x * self.scale, self.weight, self.queue))
+        return x + torch.tanh(self.linear(x * self.scale))
 
 
 class Chunk(nn.Module):
     """One stage of a toy model with a tied embedding."""
 
-    def __init__(self, stage, ctx, queue=None):
+    def __init__(self, stage, ctx):
         super().__init__()
         self.stage, self.ends = stage, ctx.embedding_ends
         if stage.has_embedding or stage.has_loss:
             self.embedding = nn.Parameter(torch.zeros(VOCAB, HIDDEN, dtype=torch.float64))
-        self.blocks = nn.ModuleDict({str(i): Block(queue) for i in stage.layers})
+        self.blocks = nn.ModuleDict({str(i): Block() for i in stage.layers})
 
     def layouts(self):
         return {"embedding": Layout(whole("embedding", (VOCAB, HIDDEN)).parts, tied=self.ends)}
@@ -110,6 +91,8 @@ class Case:
     schedule: str = "1f1b"
     vpp: int = 1
     data: DataParallelConfig | None = None
+    overlap: bool = True
+    batched: bool = True
 
 
 def schedule_of(case, num_microbatches):
@@ -141,9 +124,11 @@ def train(case):
     ctx = ParallelContext.build(ParallelConfig(pipeline_model_parallel_size=case.pp))
     queue = WeightQueue() if case.schedule == "zb-h1" else None
     stages = stages_of_rank(split_layers(LAYERS, case.pp, vpp=case.vpp), case.pp, ctx.pp.rank)
-    chunks = [Chunk(stage, ctx, queue) for stage in stages]
+    chunks = [Chunk(stage, ctx) for stage in stages]
     for chunk in chunks:
         fill(chunk)
+    if queue is not None:
+        queue.serve(*chunks)
     data_parallel = DataParallel(chunks, ctx, case.data or DataParallelConfig())
     optimizer = ShardedAdamW(data_parallel, AdamConfig())
     share = DATA // ctx.dp.size
@@ -166,7 +151,10 @@ def train(case):
                 shape=(SEQUENCE, BATCH, HIDDEN),
                 dtype=torch.float64,
                 before_last_backward=data_parallel.start_sync,
+                before_last_weights=data_parallel.start_weight_sync,
                 weight_queue=queue,
+                overlap=case.overlap,
+                batched=case.batched,
             )
         data_parallel.finish()
         losses.append(all_reduce(total, ctx.world).item())
@@ -204,6 +192,11 @@ CASES = {
     "pp4 zb-h1": Case(4, 4, "zb-h1"),
     "pp2 dp2": Case(4, 2),
     "pp2 dp3 zero overlapped": Case(6, 2, data=OVERLAPPED),
+    "pp2 two chunks, one by one": Case(2, 2, "interleaved", 2, batched=False),
+    "pp4, one by one": Case(4, 4, batched=False),
+    "pp4, one by one, waited for": Case(4, 4, overlap=False, batched=False),
+    "pp2 zb-h1, waited for": Case(2, 2, "zb-h1", overlap=False),
+    "pp2 dp2 zb-h1 zero overlapped": Case(4, 2, "zb-h1", data=OVERLAPPED),
     "pp2 dp2 zero two chunks overlapped": Case(4, 2, "interleaved", 2, OVERLAPPED),
 }
 
@@ -305,3 +298,38 @@ def test_chunks_that_do_not_fit_the_schedule_are_refused():
 def test_a_split_backward_without_a_queue_is_refused():
     with pytest.raises(ValueError, match="needs linears that put their weight gradients"):
         run_schedule(zero_bubble_h1(1, 1)[0], {0: lambda x, microbatch: None})
+
+
+def test_what_a_queue_holds_is_prepared_under_the_work_before_and_then_let_go():
+    seen, queue = [], WeightQueue()
+    weight = nn.Parameter(torch.ones(2))
+
+    class Split(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            for name in "abc":
+                begin = None if name == "b" else lambda name=name: seen.append(f"begin {name}")
+                queue.put(lambda name=name: seen.append(f"make {name}"), begin)
+            return grad.expand(2)
+
+    run_schedule(
+        zero_bubble_h1(1, 1)[0],
+        {0: lambda x, microbatch: StageOutput(Split.apply(weight))},
+        before_last_backward=lambda chunk: seen.append(f"last input {chunk}"),
+        before_last_weights=lambda chunk: seen.append(f"last weights {chunk}"),
+        weight_queue=queue,
+    )
+    assert seen == [
+        "last input 0",
+        "last weights 0",
+        "begin a",
+        "make a",
+        "begin c",
+        "make b",
+        "make c",
+    ]
+    assert queue.take() == []

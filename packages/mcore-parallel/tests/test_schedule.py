@@ -11,6 +11,7 @@ from mcore_parallel.schedule import (
     build_schedule,
     forward_only,
     interleaved,
+    message_peer,
     one_f_one_b,
     with_messages,
     zero_bubble_h1,
@@ -84,7 +85,7 @@ def test_1f1b_has_the_bubble_and_the_memory_of_theory(pp, num_microbatches):
 
 @settings(max_examples=40, deadline=None)
 @given(pp=st.integers(2, 6), groups=st.integers(1, 4), vpp=st.integers(1, 4))
-def test_interleaving_divides_the_bubble_by_the_chunks(pp, groups, vpp):
+def test_interleaving_divides_the_bubble_and_holds_a_warm_up_more(pp, groups, vpp):
     num_microbatches = groups * pp
     found = simulate(
         interleaved(pp, num_microbatches, vpp),
@@ -92,6 +93,8 @@ def test_interleaving_divides_the_bubble_by_the_chunks(pp, groups, vpp):
         num_chunks=vpp,
     )
     assert found.bubble_fraction == pytest.approx((pp - 1) / (num_microbatches * vpp))
+    warmup = [2 * (pp - rank - 1) + (vpp - 1) * pp for rank in range(pp)]
+    assert found.peak_activations == [min(n + 1, num_microbatches * vpp) for n in warmup]
 
 
 @settings(max_examples=40, deadline=None)
@@ -115,13 +118,64 @@ def test_zero_bubble_h1_keeps_a_third_of_the_bubble_and_the_memory_of_1f1b(pp, m
     num_microbatches = 2 * pp + more
     found = simulate(zero_bubble_h1(pp, num_microbatches), num_microbatches=num_microbatches)
     assert found.bubble_fraction == pytest.approx((pp - 1) / (3 * num_microbatches))
-    assert max(found.peak_activations) == pp
+    assert found.peak_activations == [pp] * pp
 
 
 @settings(max_examples=20, deadline=None)
 @given(pp=st.integers(1, 6), num_microbatches=st.integers(1, 5))
 def test_zero_bubble_h1_is_sound_with_few_microbatches(pp, num_microbatches):
     simulate(zero_bubble_h1(pp, num_microbatches), num_microbatches=num_microbatches)
+
+
+def messages_meet_one_by_one(schedule):
+    """Whether every message is met where each rank waits for one before it posts the next."""
+    pp = len(schedule)
+    left = [[a for a in reversed(actions) if a.kind.is_message] for actions in schedule]
+    other = {
+        Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD,
+        Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD,
+        Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
+        Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD,
+    }
+    met = True
+    while met:
+        met = False
+        for rank, actions in enumerate(left):
+            if not actions:
+                continue
+            peer = message_peer(actions[-1].kind, rank, pp)
+            theirs = left[peer][-1] if left[peer] else None
+            if theirs is not None and (theirs.kind, theirs.microbatch) == (
+                other[actions[-1].kind],
+                actions[-1].microbatch,
+            ):
+                actions.pop()
+                left[peer].pop()
+                met = True
+    return not any(left)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pp=st.integers(2, 5),
+    groups=st.integers(1, 3),
+    vpp=st.integers(1, 3),
+    build=st.sampled_from(["1f1b", "interleaved", "zb-h1", "forward only"]),
+)
+def test_messages_may_be_posted_one_by_one(pp, groups, vpp, build):
+    schedule = {
+        "1f1b": lambda: one_f_one_b(pp, groups * pp),
+        "interleaved": lambda: interleaved(pp, groups * pp, vpp),
+        "zb-h1": lambda: zero_bubble_h1(pp, groups * pp),
+        "forward only": lambda: forward_only(pp, groups * pp, vpp),
+    }[build]()
+    assert messages_meet_one_by_one(schedule)
+
+
+def test_messages_that_cross_cannot_be_posted_one_by_one():
+    first, last = one_f_one_b(2, 3)
+    sends_first = [*first[:3], first[4], first[3], *first[5:]]
+    assert not messages_meet_one_by_one([sends_first, last])
 
 
 @settings(max_examples=20, deadline=None)

@@ -31,8 +31,8 @@ class GPTDataset:
     """Map-style dataset of fixed-length samples as numpy arrays.
 
     A sample has ``tokens``, ``labels`` and ``position_ids`` (int64 [S]) and ``loss_mask``
-    (float32 [S], 1 where the label counts); with ``create_attention_mask`` or
-    ``reset_attention_mask`` also ``attention_mask`` (bool [1, S, S], True = hidden), with
+    (float32 [S], 1 where the label counts); with ``create_attention_mask`` also
+    ``attention_mask`` (bool [1, S, S], True = hidden), with ``reset_attention_mask`` or
     ``inter_document_masking`` also ``cu_seqlens`` (int32 [S + 1], borders of the documents,
     filled up with S) and ``max_seqlen`` (int32 scalar).
 
@@ -48,7 +48,8 @@ class GPTDataset:
             add_extra_token_to_sequence). False masks the last position instead.
         drop_last_partial: leave out the last tokens if they fill no sample; False pads.
         reset_position_ids: count positions from 0 again after each end of document.
-        reset_attention_mask: let no token see behind an end of document.
+        reset_attention_mask: let no token see behind an end of document: gives the borders,
+            at the tokens ``eod``.
         eod_mask_loss: no loss where the input token is an end of document.
         create_attention_mask: give the causal mask even when nothing is reset.
         inter_document_masking: give document borders for packed attention; they are the
@@ -138,11 +139,11 @@ class GPTDataset:
                 else np.arange(S, dtype=np.int64)
             ),
         }
-        if self.create_attention_mask or self.reset_attention_mask:
+        if self.create_attention_mask:
             result["attention_mask"] = causal_mask(
                 starts if self.reset_attention_mask else starts[:0], S
             )
-        if self.inter_document_masking:
+        if self.inter_document_masking or self.reset_attention_mask:
             result |= packed_borders(starts, S)
         return result
 

@@ -2,11 +2,11 @@
 
 Queries, keys and values are one product. Where there are fewer key/value heads than tensor
 ranks, neighbouring ranks hold the same ones and each sees its own queries' share of their
-gradient. Under context parallelism the keys of other ranks come through
-``context_attention``.
+gradient. Under context parallelism the keys of other ranks come as ``--cp-comm-type`` says.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +23,18 @@ from mcore_models.config import (
     rotary_size,
     window,
 )
+from mcore_models.fused_blocks import blocks_for
 from mcore_models.norm import build_norm
 from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables, rotate
-from mcore_parallel.context_parallel import context_attention
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.context_parallel import context_attention, ulysses_attention
+from mcore_parallel.documents import Documents
+from mcore_parallel.key_gathering import gathered_attention
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.recomputing import recompute
+from mcore_parallel.ring import ring_attention
 from mcore_parallel.rng import RngStreams
 
 _ANY_KERNELS = KernelConfig()
@@ -71,6 +76,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
+        self.comm_type = cp_comm_type(config, ctx.config, layer)
         check_backend(kernels.attention_backend)
         self.backend = kernels.attention_backend
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
@@ -80,6 +86,7 @@ class Attention(nn.Module):
         linear: dict[str, Any] = {
             "axis": tp,
             "sequence_parallel": ctx.config.sequence_parallel,
+            "overlap": ctx.config.tp_comm_overlap,
             "init_std": 0.0,
             **placed,
         }
@@ -102,6 +109,7 @@ class Attention(nn.Module):
         x: Float[Tensor, "s B D"],
         rotary: RotaryTables | None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "s B D"]:
         """Let every token gather from itself and earlier ones.
 
@@ -111,27 +119,42 @@ class Attention(nn.Module):
             x: this rank's tokens.
             rotary: tables of ``rope.rotary_tables``; None: positions are not rotated.
             cache: keys and values of earlier tokens, extended by these.
+            documents: packed in the rows; none sees another.
         """
         qkv = self.qkv(x)
         if self.recompute_core and self.training and cache is None:
-            mixed = recompute(self._core, qkv, rotary, None, streams=self.streams)
+            mixed = recompute(self._core, qkv, rotary, None, documents, streams=self.streams)
         else:
-            mixed = self._core(qkv, rotary, cache)
+            mixed = self._core(qkv, rotary, cache, documents)
         return self.proj(mixed)
 
     def _core(
-        self, qkv: Tensor, rotary: RotaryTables | None, cache: KVCache | None
+        self,
+        qkv: Tensor,
+        rotary: RotaryTables | None,
+        cache: KVCache | None,
+        documents: Documents | None,
     ) -> Float[Tensor, "S B X"]:
         q, k, v = self._heads(qkv, rotary)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        if self.cp.size > 1:
-            mixed = context_attention(q, k, v, self.cp, self._attend)
-        else:
-            mixed = self._attend(q, k, v)
+        mixed = self._mix(q, k, v, documents)
         return mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        """Attend over the whole sequence, wherever its keys are."""
+        on_rank = partial(self._attend, documents=documents)
+        if self.cp.size == 1:
+            return on_rank(q, k, v)
+        if self.comm_type == "a2a":
+            return ulysses_attention(q, k, v, self.cp, on_rank)
+        if self.comm_type == "p2p":
+            return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
+        if has_window_or_dropout(self.config, self.layer):
+            return context_attention(q, k, v, self.cp, on_rank)
+        return gathered_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
         # Heads are split over the tensor ranks, so each rank drops its own weights.
         stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
@@ -142,6 +165,7 @@ class Attention(nn.Module):
                 v,
                 window=window(self.config, self.layer),
                 dropout_prob=prob,
+                documents=documents,
                 backend=self.backend,
             )
 
@@ -175,3 +199,15 @@ class Attention(nn.Module):
             and not config.qk_layernorm
             and not config.rotary_interleaved
         )
+
+
+def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int) -> str:
+    """Say how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
+    if parallel.cp_comm_type:
+        return parallel.cp_comm_type
+    return "all_gather" if has_window_or_dropout(config, layer) else "p2p"
+
+
+def has_window_or_dropout(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer attends in a way that cannot be cut into blocks."""
+    return window(config, layer) >= 0 or config.attention_dropout > 0

@@ -3,7 +3,8 @@
 Tensors come sequence first and are handed on as strided views. On a GPU flash-attn-4 is
 used where it is installed and takes the shapes; else torch's scaled_dot_product_attention
 is told to try cuDNN before its own flash kernel: on an H200 with heads of 128 channels
-cuDNN is 1.7 times as fast. Key/value heads are never repeated in memory.
+cuDNN is 1.7 times as fast. Key/value heads are never repeated in memory. Packed documents go
+through torch's variable-length kernel on a GPU, and through a mask elsewhere.
 """
 
 import torch
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from mcore_models import flash4_attention as flash4
 from mcore_models.config import AttentionBackend
+from mcore_parallel.documents import Documents
 
 GPU_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -41,6 +44,7 @@ def attend(
     scale: float | None = None,
     window: int = -1,
     dropout_prob: float = 0.0,
+    documents: Documents | None = None,
     backend: AttentionBackend = "auto",
 ) -> Float[Tensor, "S B N H"]:
     """Mix values by softmax(q·k) over the keys that each query may see.
@@ -57,11 +61,14 @@ def attend(
         scale: of the scores; None: 1/sqrt(H).
         window: earlier keys that a query sees besides its own; -1: all. Only if causal.
         dropout_prob: of dropping an attention weight, drawn from the default generator.
+        documents: packed in the rows, of which the keys are the first Z tokens; none sees
+            another. Only if causal. On a GPU they have one kernel of their own.
         backend: kernels to use; ``auto`` takes the fastest that takes the shapes.
 
     Raises:
-        ValueError: if there are more queries than keys, or a window without causality, or
-            ``flash4`` cannot be used for these tensors.
+        ValueError: if there are more queries than keys, a window or documents without
+            causality, documents of another batch, or ``flash4`` cannot be used for these
+            tensors.
         RuntimeError: if another backend that was named does not take the shapes.
     """
     num_queries, num_keys = q.shape[0], k.shape[0]
@@ -69,11 +76,19 @@ def attend(
         raise ValueError(f"{num_queries} causal queries need as many keys, not {num_keys}")
     if window >= 0 and not causal:
         raise ValueError("an attention window needs causal attention")
-    if _uses_flash4(q, k, v, dropout_prob, backend):
+    if documents is not None:
+        _check_documents(documents, k, causal)
+        if num_queries == documents.length and _has_varlen(q, dropout_prob, backend):
+            return _varlen(q, k, v, documents, scale, window)
+    elif _uses_flash4(q, k, v, dropout_prob, backend):
         return flash4.flash4_attention(q, k, v, causal=causal, scale=scale, window=window)
     mask = None
     if causal and (window >= 0 or 1 < num_queries < num_keys):
         mask = visible_keys(num_queries, num_keys, window, q.device)
+    if documents is not None:
+        mask = same_document(documents, num_queries, num_keys, q.device) & visible_keys(
+            num_queries, num_keys, window, q.device
+        )
     arguments = {
         "attn_mask": mask,
         "dropout_p": dropout_prob,
@@ -131,3 +146,49 @@ def visible_keys(
     key = torch.arange(num_keys, device=device)
     seen = key <= place
     return seen if window < 0 else seen & (key >= place - window)
+
+
+def same_document(
+    documents: Documents,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device | None = None,
+) -> Bool[Tensor, "B 1 S Z"]:
+    """Say which of the keys before a query belong to its document, for masks.
+
+    Args:
+        documents: of whole rows.
+        num_queries: S; the last query stands at the last key.
+        num_keys: Z, the first tokens of the rows.
+        device: of the result.
+    """
+    first = torch.stack([pieces.first_seen(device) for pieces in documents.rows])
+    first = first[:, num_keys - num_queries : num_keys]
+    return (torch.arange(num_keys, device=device) >= first.unsqueeze(2)).unsqueeze(1)
+
+
+def _check_documents(documents: Documents, k: Tensor, causal: bool) -> None:
+    if not causal:
+        raise ValueError("packed documents need causal attention")
+    if len(documents.rows) != k.shape[1] or k.shape[0] > documents.length:
+        documents.check(k.shape[1], k.shape[0])
+
+
+def _has_varlen(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> bool:
+    """Whether torch's variable-length kernel takes these queries: 16-bit, on a GPU."""
+    is_short = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and is_short and not dropout_prob and backend != "unfused"
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: int
+) -> Tensor:
+    """Attend within documents by the kernel that knows their borders, without any mask."""
+    pieces = documents.flat()
+    borders, longest = pieces.cu_seqlens(q.device), pieces.longest
+    # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H], free of copies for one row.
+    flat = [t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)]
+    out = varlen_attn(
+        *flat, borders, borders, longest, longest, scale=scale, window_size=(window, 0)
+    )
+    return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)

@@ -5,6 +5,7 @@ Each half norms its input, transforms it and adds the result to the residual str
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables
 from mcore_moe.config import MoEConfig, moe_layers
 from mcore_moe.layer import MoELayer
+from mcore_parallel.documents import Documents
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout
 
 
@@ -94,6 +96,7 @@ class TransformerBlock(nn.Module):
             "activation": activation(config),
             "bias": config.add_bias_linear,
             "sequence_parallel": sequence_parallel,
+            "overlap": ctx.config.tp_comm_overlap,
             "init_std": 0.0,
             **placed,
         }
@@ -109,6 +112,8 @@ class TransformerBlock(nn.Module):
                 dp_cp_tp=ctx.axis("dp", "cp", "tp"),
                 ep=ctx.ep,
                 expert_tp=ctx.expert_tp,
+                recompute_activation="moe_act" in self.recomputed,
+                recompute_shared="shared_experts" in self.recomputed,
                 **feed_forward,
             )
         else:
@@ -116,6 +121,7 @@ class TransformerBlock(nn.Module):
                 config.hidden_size,
                 ffn_size(config),
                 axis=ctx.tp,
+                recompute_activation="mlp_act" in self.recomputed,
                 **feed_forward,
             )
         stream = "tensor_parallel" if sequence_parallel else "replicated"
@@ -128,6 +134,7 @@ class TransformerBlock(nn.Module):
         aux: Float[Tensor, ""],
         rotary: RotaryTables | None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, "s B D"], Float[Tensor, ""]]:
         """Transform the residual stream; communicates as attention and feed-forward do.
 
@@ -140,37 +147,49 @@ class TransformerBlock(nn.Module):
             aux: auxiliary losses of earlier layers.
             rotary: see ``Attention``.
             cache: see ``Attention``.
+            documents: see ``Attention``.
 
         Returns:
             The new stream, what is still to be added to it, and ``aux`` with this layer's
             share.
         """
-        normed, x = self._add_and_norm(self.attention_norm, x, branch)
-        attended = self.dropout(self.attention(normed, rotary, cache))
-        normed, x = self._add_and_norm(self.mlp_norm, x, attended)
+        attend = partial(self.attention, rotary=rotary, cache=cache, documents=documents)
+        attended, x = self._normed(self.attention_norm, attend, x, branch)
+        attended = self.dropout(attended)
         if self.mlp is not None:
-            return x, self.dropout(self._run("mlp", self.mlp, normed)), aux
-        y, own_aux = self._run("moe", self._experts, normed)
+            y, x = self._normed(self.mlp_norm, self.mlp, x, attended, "mlp")
+            return x, self.dropout(y), aux
+        (y, own_aux), x = self._normed(self.mlp_norm, self._experts, x, attended, "moe")
         return x, self.dropout(y), aux + own_aux
 
-    def _add_and_norm(
-        self, norm: RMSNorm | LayerNorm, x: Tensor, branch: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if branch is not None and not self._is_recomputed("norm"):
-            return norm.add_and_norm(x, branch)
-        x = x if branch is None else x + branch  # kept once, whatever is recomputed
-        return self._run("norm", norm, x), x
+    def _normed(
+        self,
+        norm: RMSNorm | LayerNorm,
+        part: Callable[[Tensor], Any],
+        x: Tensor,
+        branch: Tensor | None,
+        name: str = "",
+    ) -> tuple[Any, Tensor]:
+        """Add what is still to be added to x, norm the sum and call a part on it.
+
+        Keeps for backward what the flags say.
+
+        Returns:
+            What the part returns, and the sum.
+        """
+        forgets_norm = "layernorm" in self.recomputed and self.training
+        if forgets_norm or branch is None:
+            x = x if branch is None else x + branch  # kept, whatever is made again
+            normed = None if forgets_norm else norm(x)
+        else:
+            normed, x = norm.add_and_norm(x, branch)
+        if name in self.recomputed and self.training:
+            if normed is None:
+                return recompute(lambda x: part(norm(x)), x, streams=self.streams), x
+            return recompute(part, normed, streams=self.streams), x
+        return recompute_between(norm, part, x) if normed is None else part(normed), x
 
     def _experts(self, x: Float[Tensor, "s B D"]) -> tuple[Tensor, Tensor]:
         assert self.moe is not None
         y, aux = self.moe(x.flatten(0, 1), num_sequences=x.shape[1])  # [S, B, D] -> [T, D]
         return y.view(x.shape), aux
-
-    def _run(self, name: str, part: Callable[[Tensor], Any], x: Tensor) -> Any:
-        """Call a part, keeping only its input for backward if it is to be recomputed."""
-        if self._is_recomputed(name):
-            return recompute(part, x, streams=self.streams)
-        return part(x)
-
-    def _is_recomputed(self, name: str) -> bool:
-        return name in self.recomputed and self.training

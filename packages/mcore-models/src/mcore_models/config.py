@@ -223,6 +223,18 @@ class TransformerConfig:
             raise ValueError("--window-attn-skip-freq has no effect without --window-size.")
 
 
+RECOMPUTE_MODULES = (
+    "core_attn",
+    "layernorm",
+    "mlp",
+    "mlp_act",
+    "moe",
+    "moe_act",
+    "shared_experts",
+)
+"""What --recompute-modules may name; all but mlp_act are Megatron's words."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeConfig:
     """What is computed again in backward instead of being kept."""
@@ -238,7 +250,12 @@ class RecomputeConfig:
     """Layers recomputed together (uniform), or layers of a stage that are (block)."""
 
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """With selective: core_attn (attention without its projections), mlp, moe, norm."""
+    """With selective: core_attn (attention without its projections), mlp, moe, shared_experts;
+    and, whose outputs are forgotten: layernorm, mlp_act and moe_act (activations)."""
+
+    distribute_saved_activations: bool = False
+    """With full: each tensor rank keeps a piece of what a recomputed layer begins from, and
+    gathers the others' in backward."""
 
     def __post_init__(self) -> None:
         """Check the fields against each other.
@@ -253,7 +270,7 @@ class RecomputeConfig:
                 "--recompute-method and --recompute-num-layers have no effect without "
                 "--recompute-granularity full."
             )
-        known = ("core_attn", "mlp", "moe", "norm")
+        known = RECOMPUTE_MODULES
         for module in self.recompute_modules:
             if module not in known:
                 raise ValueError(
@@ -262,6 +279,11 @@ class RecomputeConfig:
         if self.recompute_granularity != "selective" and self.recompute_modules != known[:1]:
             raise ValueError(
                 "--recompute-modules has no effect without --recompute-granularity selective."
+            )
+        if self.distribute_saved_activations and not full:
+            raise ValueError(
+                "--distribute-saved-activations has no effect without --recompute-granularity "
+                "full."
             )
 
 

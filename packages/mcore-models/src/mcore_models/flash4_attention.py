@@ -5,7 +5,7 @@ backward, where cuDNN gives 564 and 487. The package compiles its kernels at the
 of a kind of shape, some seconds each. Tensors stay sequence first: results are written
 through strided views.
 
-``blocks`` are the same kernels as a backend of ring attention.
+``forward_block`` and ``backward_block`` are the same kernels for blocks of context parallelism.
 """
 
 import warnings
@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from mcore_parallel.ring import BlockAttention
 
 EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
 _SIZES = (64, 128)
@@ -165,19 +163,17 @@ def _without_compiler_noise() -> Iterator[None]:
         yield
 
 
-def _forward_block(
+def forward_block(
     q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B N"]]:
+    """Attend, for ``fused_blocks``; see ``mcore_parallel.block_attention.BlockAttention``."""
     out, lse = _forward(q, k, v, causal)
     return out, lse.permute(2, 0, 1)  # [B, N, S] -> [S, B, N]
 
 
-def _backward_block(
+def backward_block(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Make the gradients of ``forward_block``; see there."""
     lse = lse.permute(1, 2, 0).contiguous()  # [S, B, N] -> [B, N, S]
     return _backward(grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, causal)
-
-
-blocks = BlockAttention(_forward_block, _backward_block)
-"""A backend of ``mcore_parallel.ring.ring_attention`` for what ``refusal`` does not refuse."""

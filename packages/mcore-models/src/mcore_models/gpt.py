@@ -23,17 +23,18 @@ from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables, rotary_frequencies, rotary_tables
 from mcore_moe.config import MoEConfig
 from mcore_parallel.context_parallel import zigzag_positions
+from mcore_parallel.documents import Documents
 from mcore_parallel.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
     padded_vocab,
 )
 from mcore_parallel.fused_head import head_loss
-from mcore_parallel.linear import column_parallel
-from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_parallel.stages import Stage
+from mcore_parallel.tensor_products import column_parallel
 from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
 
 _NO_EXPERTS = MoEConfig()
@@ -174,6 +175,7 @@ class GPT(nn.Module):
         x: Shaped[Tensor, "..."],
         positions: Int[Tensor, "*B S"] | None = None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
         """Run this stage's layers.
 
@@ -184,14 +186,17 @@ class GPT(nn.Module):
                 from the cache's length, in the zigzag order of ``cp``. Give them only where
                 sequences begin anew inside a sample.
             cache: keys and values of earlier tokens.
+            documents: packed in the rows, which are cut over ``cp`` as any others; none sees
+                another. Their ``positions`` go on from one to the next unless given.
 
         Returns:
             The hidden state, normed on the last stage, and this stage's auxiliary losses
             (their coefficients included; 0 without experts).
 
         Raises:
-            ValueError: if the sequence is longer than the model's positions, or a cache is
-                given under context parallelism.
+            ValueError: if the sequence is longer than the model's positions, a cache is given
+                under context parallelism or with documents, or the documents are of other
+                rows.
         """
         if cache is not None and self.cp.size > 1:
             raise ValueError(
@@ -200,9 +205,18 @@ class GPT(nn.Module):
             )
         num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
         self._check_length(num_tokens, 0 if cache is None else cache.length)
+        if documents is not None:
+            if cache is not None:
+                raise ValueError("a cache holds one document a row: generate without packing.")
+            num_rows = x.shape[0] if self.stage.has_embedding else x.shape[1]
+            documents.check(num_rows, num_tokens * self.cp.size)
         device = x.device
         if positions is None:
             positions = self._positions(num_tokens, cache, device)
+        elif positions.dim() == 2 and positions.shape[0] == 1:
+            positions = positions[
+                0
+            ]  # tables without a batch are smaller, and fused kernels' own
         if self.stage.has_embedding:
             x = self._embed(x, positions)
         rotary = None
@@ -215,10 +229,19 @@ class GPT(nn.Module):
             if is_recomputed and self.training and cache is None:
                 x = _added(x, branch)  # so that one tensor is kept, not two
                 x, branch, aux = recompute(
-                    _run, blocks, x, None, aux, rotary, None, streams=self.streams
+                    _run,
+                    blocks,
+                    x,
+                    None,
+                    aux,
+                    rotary,
+                    None,
+                    documents,
+                    streams=self.streams,
+                    shared_by=self._saved_by(),
                 )
             else:
-                x, branch, aux = _run(blocks, x, branch, aux, rotary, cache)
+                x, branch, aux = _run(blocks, x, branch, aux, rotary, cache, documents)
         if not self.stage.has_loss:
             return _added(x, branch), aux
         if branch is None:
@@ -317,6 +340,12 @@ class GPT(nn.Module):
         for begin in range(0, len(blocks), count):
             yield blocks[begin : begin + count], True
 
+    def _saved_by(self) -> Axis:
+        """Return the ranks that each keep a piece of what a recomputed layer begins from."""
+        is_whole_everywhere = not self.sequence_parallel
+        is_cut = self.recomputing.distribute_saved_activations and is_whole_everywhere
+        return self.tp if is_cut else SINGLE
+
     def _num_tokens(self, hidden: Tensor) -> int:
         """Tokens of this context rank's slice, from a hidden state."""
         return hidden.shape[0] * (self.tp.size if self.sequence_parallel else 1)
@@ -350,9 +379,10 @@ def _run(
     aux: Tensor,
     rotary: RotaryTables | None,
     cache: KVCache | None,
+    documents: Documents | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     for block in blocks:
-        x, branch, aux = block(x, branch, aux, rotary, cache)
+        x, branch, aux = block(x, branch, aux, rotary, cache, documents)
     return x, branch, aux
 
 

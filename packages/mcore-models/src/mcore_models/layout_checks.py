@@ -47,6 +47,7 @@ def layout_problems(
         seq_length: tokens of a training sequence; 0: not known, sequences are not checked.
     """
     problems = _head_problems(config, parallel)
+    problems += _context_problems(config, parallel)
     problems += _width_problems(config, parallel, moe)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
@@ -77,6 +78,30 @@ def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[
         )
         return [problem]
     return []
+
+
+def _context_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    kind, heads = parallel.cp_comm_type, config.num_attention_heads
+    if cp == 1:
+        return []
+    problems = []
+    if kind == "a2a" and heads % (tp * cp):
+        problems.append(
+            f"--cp-comm-type a2a cannot exchange --num-attention-heads {heads} over "
+            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp}: heads must be "
+            f"a multiple of {tp * cp}. Use p2p or all_gather."
+        )
+    if kind == "p2p":
+        problems += [
+            f"--cp-comm-type p2p has no {what} ({flag}): use all_gather or a2a."
+            for what, flag, used in (
+                ("windows", "--window-size", config.window_size[0] >= 0),
+                ("dropout", "--attention-dropout", config.attention_dropout > 0),
+            )
+            if used
+        ]
+    return problems
 
 
 def _width_problems(

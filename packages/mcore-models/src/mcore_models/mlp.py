@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.recomputing import recompute_between
 
 
 def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -78,7 +79,9 @@ class MLP(nn.Module):
         bias: bool = False,
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
+        overlap: bool = False,
         init_std: float = 0.02,
+        recompute_activation: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -92,7 +95,9 @@ class MLP(nn.Module):
             bias: whether both products have one.
             axis: ranks that share the width.
             sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
+            overlap: see ``ColumnParallelLinear``.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
+            recompute_activation: forget what goes into fc2, make it again in backward.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -101,11 +106,13 @@ class MLP(nn.Module):
         """
         super().__init__()
         self.gated, self.activation = gated, activation
+        self.recompute_activation = recompute_activation
         F_ = ffn_hidden_size
         placed: dict[str, Any] = {
             "bias": bias,
             "axis": axis,
             "sequence_parallel": sequence_parallel,
+            "overlap": overlap,
         }
         placed |= {"init_std": init_std, "device": device, "dtype": dtype}
         outputs = [Output("gate", F_), Output("up", F_)] if gated else F_
@@ -115,6 +122,11 @@ class MLP(nn.Module):
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
         hidden = self.fc1(x)
+        if self.recompute_activation and self.training:
+            return recompute_between(self._activate, self.fc2, hidden)
+        return self.fc2(self._activate(hidden))
+
+    def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:
-            return self.fc2(gated(hidden, self.activation))
-        return self.fc2(ACTIVATIONS[self.activation](hidden))
+            return gated(hidden, self.activation)
+        return ACTIVATIONS[self.activation](hidden)

@@ -1,24 +1,28 @@
-"""The experts of a rank: stacked weights, and two ways to multiply rows with them.
+"""The experts of a rank: stacked weights, and what becomes of the rows that they serve.
 
-Rows come sorted by expert, ``counts`` says how many each has. The sequential product loops
-over the experts; the grouped one is a single kernel. They are the same function, and which
-one runs is a matter of device and dtype only. The weight of a choice multiplies the
-activation before the second product (and the second bias), so that the sum over a token's
-rows is all that is left to do.
+Rows come sorted by expert, ``counts`` says how many each has; ``grouped_products`` multiplies
+them. The weight of a choice multiplies the activation before the second product (and the
+second bias), so that the sum over a token's rows is all that is left to do.
 
 Each expert is a logical tensor of its own: ``{e}.fc1.gate.weight`` with e counted over all
 ranks.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from mcore_moe.grouped_products import (
+    deferred_linear,
+    grouped_linear,
+    sequential_linear,
+)
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Layout, Part, named_parameters
 
@@ -60,49 +64,6 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not one of {sorted(ACTIVATIONS)}.")
     return ACTIVATIONS[name]
-
-
-def sequential_linear(
-    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], counts: Int[Tensor, " e"]
-) -> Float[Tensor, "R N"]:
-    """Multiply each expert's rows with its weight, one expert after the other.
-
-    The host waits for the device to learn ``counts``.
-
-    Args:
-        x: rows sorted by expert.
-        weight: of all experts of this rank.
-        counts: rows of each; their sum is R.
-    """
-    parts = x.split(counts.tolist())
-    return torch.cat([F.linear(rows, w) for rows, w in zip(parts, weight, strict=True)])
-
-
-def grouped_linear(
-    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], counts: Int[Tensor, " e"]
-) -> Float[Tensor, "R N"]:
-    """Multiply each expert's rows with its weight in one kernel; no wait for the device.
-
-    Same arguments as ``sequential_linear``, which also computes what the kernel cannot:
-    see ``has_grouped_kernel``.
-    """
-    if not has_grouped_kernel(x, weight):
-        return sequential_linear(x, weight, counts)
-    if x.shape[0] == 0:
-        return F.linear(x, weight[0])  # the kernel refuses tensors without rows
-    return _GroupedLinear.apply(x, weight, counts.cumsum(0).to(torch.int32))
-
-
-def has_grouped_kernel(x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"]) -> bool:
-    """Say whether torch's grouped product takes these tensors, eager and compiled alike.
-
-    On torch 2.11: bfloat16 with rows of a multiple of 16 bytes; on CUDA from compute
-    capability 8.0.
-    """
-    aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return False
-    return aligned and x.dtype == torch.bfloat16
 
 
 def weighted_gated(
@@ -156,6 +117,7 @@ class Experts(nn.Module):
         grouped: bool = True,
         init_std: float = 0.02,
         output_std: float | None = None,
+        recompute_activation: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -173,6 +135,7 @@ class Experts(nn.Module):
             grouped: use the grouped product where the device has it.
             init_std: of fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.
+            recompute_activation: forget what goes into fc2, make it again in backward.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -187,6 +150,7 @@ class Experts(nn.Module):
         self.num_experts, self.num_local_experts = num_experts, num_experts // ep.size
         self.ep, self.expert_tp = ep, expert_tp
         self.gated, self.grouped = gated, grouped
+        self.recompute_activation = recompute_activation
         activation_function(activation)  # raises if it is not known
         self.activation = activation
         self.init_std = init_std
@@ -242,21 +206,33 @@ class Experts(nn.Module):
             counts: rows of each of this rank's experts.
         """
         linear = grouped_linear if self.grouped else sequential_linear
+        if hasattr(self.fc1_weight, "weight_queue"):
+            linear = partial(deferred_linear, linear=linear)
         hidden = linear(rows, self.fc1_weight, counts)
         if self.fc1_bias is not None:
             hidden = hidden + self._of_rows(self.fc1_bias, rows, counts)
-        if self.gated:
-            hidden = weighted_gated(hidden, probs, self.activation)
+        activate = partial(self._activate, probs=probs)
+        project = partial(linear, weight=self.fc2_weight, counts=counts)
+        if self.recompute_activation and self.training:
+            out = recompute_between(activate, project, hidden)
         else:
-            active = activation_function(self.activation)(hidden)
-            hidden = (active * probs[:, None]).to(rows.dtype)
-        out = linear(hidden, self.fc2_weight, counts)
+            out = project(activate(hidden))
         if self.fc2_bias is not None:
             # Weighed like the rest, and once in the sum over expert_tp: by its first rank.
             bias_probs = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
             bias = self._of_rows(self.fc2_bias, rows, counts)
             out = out + (bias * bias_probs[:, None]).to(out.dtype)
         return out
+
+    def _activate(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        if self.gated:
+            return weighted_gated(hidden, probs, self.activation)
+        active = activation_function(self.activation)(hidden)
+        return (active * probs[:, None]).to(hidden.dtype)
+
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``mcore_parallel.WeightQueue`` may serve."""
+        return [self.fc1_weight, self.fc2_weight]
 
     def layouts(self) -> dict[str, Layout]:
         """Describe the stacked parameters expert by expert, see ``mcore_parallel.sharding``."""
@@ -311,24 +287,6 @@ class Experts(nn.Module):
             f"{self.num_local_experts} of {self.num_experts}, D={self.hidden_size}, "
             f"F={self.ffn_hidden_size}, gated={self.gated}, grouped={self.grouped}"
         )
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """The grouped product with its own backward, which takes gradients of any strides."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, offsets = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        grad_x = F.grouped_mm(grad, weight, offs=offsets) if needs_x else None
-        grad_weight = F.grouped_mm(grad.t(), x, offs=offsets) if needs_weight else None
-        return grad_x, grad_weight, None
 
 
 def _check_divides(what: str, number: int, flag: str, axis: Axis) -> None:

@@ -18,6 +18,7 @@ from mcore_moe.router import Router
 from mcore_moe.shared import SharedExpert
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.recomputing import recompute
 
 
 class MoELayer(nn.Module):
@@ -41,11 +42,14 @@ class MoELayer(nn.Module):
         ep: Axis = SINGLE,
         expert_tp: Axis = SINGLE,
         sequence_parallel: bool = False,
+        overlap: bool = False,
         gated: bool = True,
         activation: str = "silu",
         bias: bool = False,
         init_std: float = 0.02,
         output_std: float | None = None,
+        recompute_activation: bool = False,
+        recompute_shared: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -61,11 +65,15 @@ class MoELayer(nn.Module):
             ep: ranks that share the experts.
             expert_tp: ranks that share each expert's matrices.
             sequence_parallel: whether tokens are cut over ``tp``.
+            overlap: of the shared expert's linears, see ``ColumnParallelLinear``.
             gated: whether experts have a gate and an up-projection.
             activation: see ``experts.ACTIVATIONS``.
             bias: whether the experts' products have one (router and shared expert have none).
             init_std: of router and fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.
+            recompute_activation: forget what goes into the experts' fc2, make it again in
+                backward.
+            recompute_shared: compute the shared expert again in backward.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -77,6 +85,7 @@ class MoELayer(nn.Module):
             raise ValueError("--num-experts 0 asks for no experts: set it to 1 or more.")
         placed = {"device": device, "dtype": dtype}
         self.tp = tp
+        self.recompute_shared = recompute_shared
         self.splits_tokens = tp.size > 1 and not sequence_parallel
         self.router = Router(
             hidden_size,
@@ -102,6 +111,7 @@ class MoELayer(nn.Module):
             expert_tp=expert_tp,
             bias=bias,
             grouped=config.moe_grouped_gemm,
+            recompute_activation=recompute_activation,
             **feed_forward,
         )
         self.shared = (
@@ -110,6 +120,7 @@ class MoELayer(nn.Module):
                 config.moe_shared_expert_intermediate_size,
                 tp=tp,
                 sequence_parallel=sequence_parallel,
+                overlap=overlap,
                 has_token_gate=config.moe_shared_expert_gate,
                 **feed_forward,
             )
@@ -153,7 +164,8 @@ class MoELayer(nn.Module):
         if self.splits_tokens:
             y = reduce_from(F.pad(y, (0, 0, begin, x.shape[0] - end)), self.tp)
         if self.shared is not None:
-            y = y + self.shared(x)
+            again = self.recompute_shared and self.training
+            y = y + (recompute(self.shared, x) if again else self.shared(x))
         return y, aux
 
     def _own_tokens(self, num_tokens: int) -> tuple[int, int]:

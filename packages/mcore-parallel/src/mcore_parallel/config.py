@@ -8,6 +8,9 @@ text. Nothing here needs the world or the hardware: what does is checked by
 from dataclasses import dataclass
 from typing import Literal
 
+AXES = ("tp", "cp", "ep", "dp", "pp")
+"""What --rank-order is made of, in the usual order."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
@@ -22,6 +25,11 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks that split each sequence."""
 
+    cp_comm_type: str = ""
+    """How attention reaches the keys of other context ranks: p2p passes them round a ring,
+    all_gather collects them, a2a exchanges heads for sequence. Empty: p2p, or all_gather for
+    layers with a window or with attention dropout. Megatron's default: p2p."""
+
     expert_model_parallel_size: int = 1
     """Ranks that split the experts; folded over data, context and tensor ranks."""
 
@@ -31,8 +39,16 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split norms, dropout and residuals along the sequence over the tensor ranks."""
 
+    tp_comm_overlap: bool = False
+    """Gather and scatter tokens piece by piece under the products that they stand before and
+    behind, with --sequence-parallel."""
+
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
+
+    rank_order: str = ""
+    """Order of the axes over the ranks, the first varying fastest, such as tp-cp-ep-dp-pp;
+    empty: that one, or what --use-tp-pp-dp-mapping says."""
 
     num_distributed_optimizer_instances: int = 1
     """Replicated groups of optimizer shards: each holds a whole optimizer state."""
@@ -63,6 +79,24 @@ class ParallelConfig:
             )
         if self.distributed_timeout_minutes <= 0:
             raise ValueError("--distributed-timeout-minutes must be above 0.")
+        if self.rank_order and sorted(self.rank_order.split("-")) != sorted(AXES):
+            raise ValueError(
+                f"--rank-order {self.rank_order} must name each of {', '.join(AXES)} once, "
+                "with dashes between."
+            )
+        if self.rank_order and self.use_tp_pp_dp_mapping:
+            raise ValueError(
+                "--rank-order and --use-tp-pp-dp-mapping contradict: leave one out."
+            )
+        if self.cp_comm_type not in ("", "p2p", "all_gather", "a2a"):
+            raise ValueError(
+                f"--cp-comm-type {self.cp_comm_type} is not known: use p2p, all_gather or a2a."
+            )
+        if self.cp_comm_type and self.context_parallel_size == 1:
+            raise ValueError(
+                f"--cp-comm-type {self.cp_comm_type} has no effect with "
+                "--context-parallel-size 1: leave it out, or raise the context-parallel size."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +195,14 @@ class PipelineConfig:
     microbatch_group_size_per_virtual_pipeline_stage: int = 0
     """Micro-batches that run through one chunk before the next chunk's turn; 0: the
     pipeline-parallel size."""
+
+    overlap_p2p_communication: bool = True
+    """Let messages between stages travel under computation; off: wait for each where it is
+    posted."""
+
+    batch_p2p_communication: bool = True
+    """Post messages between stages that stand together as one operation; off: one by one, so
+    that a stage waits for its own input alone."""
 
     pipeline_model_parallel_layout: str = ""
     """Stages spelled out, such as ``Et*3|(tt|)*2,L``: E embedding, t layer, m

@@ -3,13 +3,15 @@
 Causal attention costs more towards the end of a sequence, so each of C ranks holds two of
 2C chunks, one from either end: rank r has chunks r and 2C-1-r, in that order ("zigzag").
 Tokens, labels, loss mask and positions are cut alike before the model; only attention then
-talks. Two exact forms are here: keys and values gathered (any number of heads), or heads
-exchanged for sequence (heads divisible by C); a third is in ``ring``.
+talks. Two exact forms are here, for any kind of causal attention on a rank (windows,
+dropout): keys and values gathered, or heads exchanged for sequence (query heads divisible
+by C). Two faster ones, by blocks, are in ``ring`` and ``key_gathering``.
 
 Zigzag order: Llama 3, Dubey et al. 2024, arXiv:2407.21783, section 3.3.2. Exchange of heads:
 DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -41,7 +43,7 @@ def zigzag_split(
     if axis.size == 1:
         return x
     chunk = chunk_length(x.shape[dim], axis)
-    first, second = (x.narrow(dim, i * chunk, chunk) for i in _own_chunks(axis))
+    first, second = (x.narrow(dim, i * chunk, chunk) for i in own_chunks(axis.rank, axis.size))
     return torch.cat([first, second], dim)
 
 
@@ -60,7 +62,7 @@ def zigzag_join(
     if axis.size == 1:
         return x
     dim %= x.dim()
-    return _natural_order(gather_partial_from(x, axis, dim), axis, dim)
+    return natural_order(gather_partial_from(x, axis, dim), axis, dim)
 
 
 def zigzag_positions(
@@ -106,7 +108,7 @@ def context_attention(
     chunk = chunk_length(q.shape[0] * axis.size, axis)
     k, v = zigzag_join(k, axis), zigzag_join(v, axis)
     outputs = []
-    for local, index in enumerate(_own_chunks(axis)):
+    for local, index in enumerate(own_chunks(axis.rank, axis.size)):
         end = (index + 1) * chunk
         outputs.append(attention(q[local * chunk : (local + 1) * chunk], k[:end], v[:end]))
     return torch.cat(outputs)
@@ -122,7 +124,8 @@ def ulysses_attention(
     """Attend causally over the whole sequence, with heads exchanged for sequence.
 
     Four all-to-alls in forward and four in backward; each rank attends once, over the whole
-    sequence, for its share of the heads. J is the head dimension of v.
+    sequence, for its share of the heads. Key/value heads that do not divide over the ranks
+    are sent to several. J is the head dimension of v.
 
     Args:
         q: queries of this rank's tokens, positions already applied.
@@ -132,21 +135,23 @@ def ulysses_attention(
         attention: causal attention on this rank, see ``Attention``.
 
     Raises:
-        ValueError: if the ranks do not divide the query or the key/value heads, or this
-            rank's tokens are not two equal chunks.
+        ValueError: if the ranks do not divide the query heads, or this rank's tokens are not
+            two equal chunks.
     """
     if axis.size == 1:
         return attention(q, k, v)
     chunk_length(q.shape[0] * axis.size, axis)
-    for what, num_heads in (("query", q.shape[2]), ("key/value", k.shape[2])):
-        if num_heads % axis.size:
-            raise ValueError(
-                f"{num_heads} {what} heads on this rank cannot be exchanged over "
-                f"--context-parallel-size {axis.size}: heads must divide evenly. Use "
-                "--cp-comm-type all_gather, which works with any number of heads."
-            )
-    q, k, v = (_natural_order(_heads_to_sequence(x, axis), axis, 0) for x in (q, k, v))
-    return _sequence_to_heads(_zigzag_order(attention(q, k, v), axis), axis)
+    if q.shape[2] % axis.size:
+        raise ValueError(
+            f"{q.shape[2]} query heads on this rank cannot be exchanged over "
+            f"--context-parallel-size {axis.size}: heads must divide evenly. Use "
+            "--cp-comm-type all_gather, which works with any number of heads."
+        )
+    # Few key/value heads go to several ranks each: the gradients of the copies are summed.
+    copies = axis.size // math.gcd(axis.size, k.shape[2])
+    k, v = (x if copies == 1 else x.repeat_interleave(copies, 2) for x in (k, v))
+    q, k, v = (natural_order(_heads_to_sequence(x, axis), axis, 0) for x in (q, k, v))
+    return _sequence_to_heads(zigzag_order(attention(q, k, v), axis), axis)
 
 
 def chunk_length(seq_length: int, axis: Axis) -> int:
@@ -164,18 +169,19 @@ def chunk_length(seq_length: int, axis: Axis) -> int:
     return seq_length // num_chunks
 
 
-def _own_chunks(axis: Axis) -> tuple[int, int]:
-    return axis.rank, 2 * axis.size - 1 - axis.rank
+def own_chunks(rank: int, size: int) -> tuple[int, int]:
+    """Return which of 2C chunks a rank of C holds, in order."""
+    return rank, 2 * size - 1 - rank
 
 
-def _natural_order(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Reorder chunks 0, 2C-1, 1, 2C-2, ... (rank after rank) to 0, 1, 2, ..."""
+def natural_order(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Reorder chunks 0, 2C-1, 1, 2C-2, ... (as gathered, rank after rank) to 0, 1, 2, ..."""
     first, second = x.unflatten(dim, (axis.size, 2, -1)).unbind(dim + 1)
     return torch.cat([first, second.flip(dim)], dim).flatten(dim, dim + 1)
 
 
-def _zigzag_order(x: Tensor, axis: Axis) -> Tensor:
-    """Undo ``_natural_order`` along dimension 0."""
+def zigzag_order(x: Tensor, axis: Axis) -> Tensor:
+    """Undo ``natural_order`` along dimension 0."""
     first, second = x.unflatten(0, (2, axis.size, -1)).unbind(0)
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 

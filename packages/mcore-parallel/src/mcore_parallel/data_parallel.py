@@ -56,6 +56,7 @@ class DataParallel:
         self.config = config
         self.buckets = build_buckets(_trainable(chunks), ctx, config)
         self._is_syncing = [True] * len(chunks)
+        self._is_syncing_weights = [True] * len(chunks)
         self._is_finished = False
         self._missing: dict[Bucket, set[int]] = {}
         self._handles = [
@@ -92,20 +93,31 @@ class DataParallel:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate inside: for every micro-batch but the last."""
-        before = self._is_syncing
-        self._is_syncing = [False] * len(before)
+        before = self._is_syncing, self._is_syncing_weights
+        self._is_syncing = [False] * len(self._is_syncing)
+        self._is_syncing_weights = [False] * len(self._is_syncing)
         try:
             yield
         finally:
-            self._is_syncing = before
+            self._is_syncing, self._is_syncing_weights = before
 
     def start_sync(self, chunk: int) -> None:
         """Let one chunk's buckets start under the backward that comes: its last.
 
         For pipelines, whose chunks meet their last micro-batch at different times; called
-        inside ``no_sync``, and lasts until its end.
+        inside ``no_sync``, and lasts until its end. Weights that a ``WeightQueue`` serves
+        wait for ``start_weight_sync``.
         """
         self._is_syncing = [s or i == chunk for i, s in enumerate(self._is_syncing)]
+
+    def start_weight_sync(self, chunk: int) -> None:
+        """Do as ``start_sync`` for weights whose gradients a ``WeightQueue`` puts off.
+
+        Called before the last of them are made: what was put off by earlier micro-batches
+        may still come after ``start_sync``.
+        """
+        syncing = self._is_syncing_weights
+        self._is_syncing_weights = [s or i == chunk for i, s in enumerate(syncing)]
 
     def finish(self) -> None:
         """Complete all sums; every rank calls it once after the last backward.
@@ -200,6 +212,8 @@ class DataParallel:
             for slot in bucket.slots:
                 take_stale(slot.named.parameter)
                 delattr(slot.named.parameter, "main_grad")
+                if hasattr(slot.named.parameter, "weight_queue"):
+                    delattr(slot.named.parameter, "main_grad_ready")
 
     def _restart(self) -> None:
         self._is_finished = False
@@ -208,25 +222,42 @@ class DataParallel:
             self._missing[bucket] = set(range(len(bucket.slots)))
 
     def _hook(self, bucket: Bucket, slot: Slot, index: int) -> Callable[[Tensor], None]:
-        main_grad = bucket.main_grad(slot)
+        """Make what autograd calls once a parameter has its gradient of a micro-batch."""
+        main_grad, parameter = bucket.main_grad(slot), slot.named.parameter
+        is_deferred = hasattr(parameter, "weight_queue")
 
-        def accumulate(parameter: Tensor) -> None:
+        def check() -> None:
             if bucket.is_reducing or self._is_finished:
                 raise RuntimeError(
                     f"{slot.named.name} received a gradient after its sum over data began: run "
                     "all micro-batches but the last under no_sync(), and zero_grad() between "
                     "steps."
                 )
+
+        def complete() -> None:
+            self._missing[bucket].discard(index)
+            if self.config.overlap_grad_reduce and not self._missing[bucket]:
+                self._start_in_order()
+
+        def accumulate(parameter: Tensor) -> None:
+            check()
+            if parameter.grad is None and is_deferred:
+                return  # its operation adds to main_grad itself, later
             if take_stale(parameter):  # nothing was added: its operation had no gradient
                 main_grad.zero_()
             if parameter.grad is not None:  # None: its operation added to main_grad itself
                 main_grad.add_(parameter.grad)
                 parameter.grad = None
             if self._is_syncing[slot.chunk]:
-                self._missing[bucket].discard(index)
-                if self.config.overlap_grad_reduce and not self._missing[bucket]:
-                    self._start_in_order()
+                complete()
 
+        def accumulated_later() -> None:
+            check()
+            if self._is_syncing_weights[slot.chunk]:
+                complete()
+
+        if is_deferred:
+            parameter.main_grad_ready = accumulated_later  # pyrefly: ignore
         return accumulate
 
     def _start_in_order(self) -> None:

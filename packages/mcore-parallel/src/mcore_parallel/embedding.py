@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from mcore_parallel.accumulation import main_grad_of, overwrites, tell_ready
 from mcore_parallel.collectives import reduce_from, reduce_scatter_to
-from mcore_parallel.linear import column_parallel
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.tensor_products import column_parallel
 
 
 def padded_vocab(vocab_size: int, divisor: int, tp: int) -> int:

@@ -24,6 +24,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int = 0,
+    order: str = "",
     device_type: str = "auto",
 ) -> None:
     """Join the world that a launcher describes, if not done yet, and lay it out.
@@ -36,6 +37,7 @@ def initialize_model_parallel(
         context_parallel_size: ranks that split each sequence.
         expert_model_parallel_size: ranks that split the experts.
         expert_tensor_parallel_size: ranks that split each expert; 0: as the tensor ranks.
+        order: of the axes over the ranks, the first varying fastest; empty: tp-cp-ep-dp-pp.
         device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
 
     Raises:
@@ -52,6 +54,7 @@ def initialize_model_parallel(
         context_parallel_size=context_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
+        rank_order=order,
     )
     device = launching.initialize(device_type)
     _CONTEXT.set(ParallelContext.build(config, device))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from mcore_parallel.config import ParallelConfig
+from mcore_parallel.config import AXES, ParallelConfig
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("expert_tp", "ep", "expert_dp", "pp")
@@ -96,17 +96,21 @@ def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
     )
     dp = world_size // (tp * cp * pp)
     expert_dp = world_size // (expert_tp * ep * pp)
-    if config.use_tp_pp_dp_mapping:
-        dense = Grid(("tp", "cp", "pp", "dp"), (tp, cp, pp, dp))
-        expert = Grid(("expert_tp", "ep", "pp", "expert_dp"), (expert_tp, ep, pp, expert_dp))
-    else:
-        dense = Grid(("tp", "cp", "dp", "pp"), (tp, cp, dp, pp))
-        expert = Grid(("expert_tp", "ep", "expert_dp", "pp"), (expert_tp, ep, expert_dp, pp))
+    order = _rank_order(config)
+    sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+    names = tuple(name for name in order if name in sizes)
+    dense = Grid(names, tuple(sizes[name] for name in names))
+    # The same order, each dense axis that has one replaced by the experts' own.
+    expert_sizes = {"expert_tp": expert_tp, "ep": ep, "expert_dp": expert_dp, "pp": pp}
+    own = {"tp": "expert_tp", "dp": "expert_dp"}
+    names = tuple(own.get(name, name) for name in order if name != "cp")
+    expert = Grid(names, tuple(expert_sizes[name] for name in names))
     if set(dense.groups(("pp",))) != set(expert.groups(("pp",))):
         raise ValueError(
-            "--use-tp-pp-dp-mapping gives dense and expert layers different pipelines here: "
-            f"TP*CP is {tp * cp} and expert TP*EP is {expert_tp * ep}. Make the two products "
-            "equal, use --pipeline-model-parallel-size 1, or drop --use-tp-pp-dp-mapping."
+            f"rank order {'-'.join(order)} gives dense and expert layers different pipelines "
+            f"here: TP*CP is {tp * cp} and expert TP*EP is {expert_tp * ep}. Make the two "
+            "products equal, use --pipeline-model-parallel-size 1, or an order that ends in pp "
+            "(--rank-order, --use-tp-pp-dp-mapping)."
         )
     instances = config.num_distributed_optimizer_instances
     for name, size in (("DP*CP", dp * cp), ("expert DP", expert_dp)):
@@ -116,6 +120,12 @@ def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
                 f"{name} = {size}."
             )
     return dense, expert
+
+
+def _rank_order(config: ParallelConfig) -> tuple[str, ...]:
+    if config.rank_order:
+        return tuple(config.rank_order.split("-"))
+    return ("tp", "cp", "ep", "pp", "dp") if config.use_tp_pp_dp_mapping else AXES
 
 
 def _check_divides(world_size: int, degrees: dict[str, int]) -> None:

@@ -5,33 +5,23 @@ columns (input features); a column followed by a row needs one reduction. Under 
 parallelism the activations outside the pair are cut along dimension 0, so the all-reduces
 become all-gather and reduce-scatter. Over an axis of one rank both are plain linears.
 
-Every weight gradient of this room is made in ``_weight_gradient``: into ``main_grad`` by the
-GEMM itself where the data-parallel wrapper set one, else handed to autograd.
+The products themselves, and how weight gradients are made, are in ``tensor_products``.
 
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_parallel.accumulation import add_product, main_grad_of, overwrites, tell_ready
-from mcore_parallel.collectives import (
-    reduce_from,
-    reduce_scatter_to,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-    wait,
-)
+from mcore_parallel.accumulation import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, Part, sliced, whole
+from mcore_parallel.tensor_products import column_parallel, row_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +77,7 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = False,
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
+        overlap: bool = False,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -99,6 +90,7 @@ class ColumnParallelLinear(nn.Module):
             bias: whether to add one.
             axis: ranks that share the rows.
             sequence_parallel: whether the input is cut along dimension 0 over ``axis``.
+            overlap: gather it piece by piece, under the product (``--tp-comm-overlap``).
             init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
             device: of the parameters.
             dtype: of the parameters.
@@ -112,6 +104,7 @@ class ColumnParallelLinear(nn.Module):
         self.output_sizes = tuple(output.local_size(axis) for output in self.outputs)
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.overlap = overlap
         self.init_std = init_std
         rows = sum(self.output_sizes)
         self.weight = overwrites(
@@ -139,7 +132,13 @@ class ColumnParallelLinear(nn.Module):
         Forward all-gathers x under sequence parallelism. Backward reduce-scatters (sequence
         parallelism) or all-reduces the gradient of x.
         """
-        return column_parallel(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        return column_parallel(
+            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.overlap
+        )
+
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``WeightQueue`` may serve."""
+        return [self.weight]
 
     def layouts(self) -> dict[str, Layout]:
         """Describe the local parameters, see ``sharding``."""
@@ -189,6 +188,7 @@ class RowParallelLinear(nn.Module):
         bias: bool = False,
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
+        overlap: bool = False,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -201,6 +201,7 @@ class RowParallelLinear(nn.Module):
             bias: whether to add one.
             axis: ranks that share the columns.
             sequence_parallel: whether to cut the output along dimension 0 over ``axis``.
+            overlap: scatter it piece by piece, under the product (``--tp-comm-overlap``).
             init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
             device: of the parameters.
             dtype: of the parameters.
@@ -217,6 +218,7 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.overlap = overlap
         self.init_std = init_std
         columns = in_features // axis.size
         self.weight = overwrites(
@@ -247,12 +249,12 @@ class RowParallelLinear(nn.Module):
         Backward all-gathers the gradient of the output under sequence parallelism; the
         gradient of the bias is then that of this rank's tokens, a partial sum.
         """
-        partial = column_parallel(x, self.weight, None, SINGLE, sequence_parallel=False)
-        if self.sequence_parallel:
-            y = reduce_scatter_to(partial, self.axis)
-        else:
-            y = reduce_from(partial, self.axis)
+        y = row_parallel(x, self.weight, self.axis, self.sequence_parallel, self.overlap)
         return y if self.bias is None else y + self.bias
+
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``WeightQueue`` may serve."""
+        return [self.weight]
 
     def layouts(self) -> dict[str, Layout]:
         """Describe the local parameters, see ``sharding``."""
@@ -266,85 +268,6 @@ class RowParallelLinear(nn.Module):
     def extra_repr(self) -> str:
         """Describe the layer for ``print(model)``."""
         return f"{self.weight.shape[1]}, {self.out_features}, {_describe(self)}"
-
-
-def column_parallel(
-    x: Float[Tensor, "s *B D"],
-    weight: Float[Tensor, "F D"],
-    bias: Float[Tensor, " F"] | None,
-    axis: Axis,
-    sequence_parallel: bool,
-) -> Float[Tensor, "S *B F"]:
-    """Multiply by this rank's rows of a weight; the functional core of this room.
-
-    Under sequence parallelism x is all-gathered along dimension 0 in forward, and gathered
-    again in backward instead of being kept: the gather runs under the product that gives the
-    gradient of x, and the reduction of that gradient under the weight's.
-
-    Args:
-        x: whole input, or this rank's cut of dimension 0 under sequence parallelism.
-        weight: this rank's rows.
-        bias: this rank's entries, or None.
-        axis: ranks that share the rows.
-        sequence_parallel: whether x is cut along dimension 0 over ``axis``.
-    """
-    return _ColumnParallel.apply(x, weight, bias, axis, sequence_parallel and axis.size > 1)
-
-
-class _ColumnParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        sequence_parallel: bool,
-    ) -> Tensor:
-        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        ctx.save_for_backward(x, weight)
-        # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
-        ctx.parameter = None if main_grad_of(weight) is None else weight
-        gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
-        return F.linear(gathered, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
-        axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
-        if needs_weight and sequence_parallel:
-            x = start_all_gather(x, axis)  # runs under the next product
-        grad_x = grad @ weight if needs_x else None
-        if needs_weight and sequence_parallel:
-            x = wait(x)
-        if grad_x is not None:  # runs under the weight's product
-            reduce = start_reduce_scatter if sequence_parallel else start_all_reduce
-            grad_x = reduce(grad_x, axis)
-        grad_weight = _weight_gradient(ctx.parameter, grad, x) if needs_weight else None
-        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        if grad_x is not None:
-            grad_x = wait(grad_x)
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-def _weight_gradient(
-    parameter: Any, grad: Float[Tensor, "S *B F"], x: Float[Tensor, "S *B D"]
-) -> Float[Tensor, "F D"] | None:
-    """Make the gradient of a weight from those of its output and its input.
-
-    Args:
-        parameter: the weight where it carries ``main_grad``, else None. The gradient is added
-            to that, ``main_grad_ready`` is called if it is there too, and None is returned.
-        grad: gradient of the output.
-        x: the input, gathered.
-    """
-    rows, x = grad.flatten(0, -2).t(), x.flatten(0, -2)
-    if parameter is None:
-        return rows @ x
-    add_product(parameter, rows, x)
-    tell_ready(parameter)
-    return None
 
 
 def _describe(layer: ColumnParallelLinear | RowParallelLinear) -> str:

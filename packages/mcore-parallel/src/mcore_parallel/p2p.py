@@ -1,7 +1,9 @@
-"""Messages between neighbours on the pipeline axis, posted in batches.
+"""Messages between neighbours on the pipeline axis, posted in batches or one by one.
 
-``post`` starts the messages of a batch together and returns at once; gloo and nccl alike.
-Messages carry no tags: between two ranks they are met in the order in which both post them.
+``post`` starts messages and returns at once; gloo and nccl alike. Messages carry no tags:
+between two ranks they are met in the order in which both post them. A batch is one operation
+of nccl: it ends when all of its messages have. Messages posted one by one are waited for
+alone, but both ranks must then post sends and receives in one and the same order.
 """
 
 from collections.abc import Sequence
@@ -38,6 +40,27 @@ class Posted:
         for work in self._works:
             work.wait()
         self._works, self._messages = [], []
+
+
+def post_each(messages: Sequence[Message], axis: Axis) -> list[Posted]:
+    """Start to send and receive messages one by one, in their order.
+
+    Args:
+        messages: in an order that the ranks at the other ends share: a send here stands where
+            the receive stands there.
+        axis: ranks that take part; its group is used for nothing else meanwhile.
+    """
+    return [
+        Posted(
+            [message],
+            [
+                (dist.isend if message.is_send else dist.irecv)(
+                    message.tensor, axis.ranks[message.peer], group=axis.group
+                )
+            ],
+        )
+        for message in messages
+    ]
 
 
 def post(messages: Sequence[Message], axis: Axis) -> Posted:

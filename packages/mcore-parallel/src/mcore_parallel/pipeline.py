@@ -13,11 +13,11 @@ from itertools import groupby
 
 import torch
 from jaxtyping import Shaped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.p2p import Message, Posted, post
+from mcore_parallel.p2p import Message, Posted, post, post_each
 from mcore_parallel.schedule import Action, Kind, message_peer
 
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -43,23 +43,47 @@ StageFunction = Callable[[Tensor | None, int], StageOutput]
 class WeightQueue:
     """Weight-gradient work that linears put off until ``BACKWARD_WEIGHT``.
 
-    A linear that is given the queue computes only the input's gradient in backward, returns
-    None for its weight, and puts a function here that adds to ``weight.main_grad``. What is
-    not put off is done at once, and the sums are the same.
+    A linear whose weight has the queue (``serve``) computes only the input's gradient in
+    backward, returns None for its weight, and puts a function here that adds to
+    ``weight.main_grad``. What is not put off (norms, biases, embedding, head) is done at
+    once, and the sums are the same, in the same order.
     """
 
     def __init__(self) -> None:
         """Start empty."""
-        self._work: list[Callable[[], None]] = []
+        self._work: list[Work] = []
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Add a function that adds one weight's gradient to it."""
-        self._work.append(work)
+    def serve(self, *modules: nn.Module) -> None:
+        """Become the ``weight_queue`` of all weights whose layers can put work off.
 
-    def take(self) -> list[Callable[[], None]]:
+        Comes before ``DataParallel``, which learns so when these weights' gradients are
+        complete. A weight may be used once in a forward pass.
+
+        Args:
+            modules: their layers say what can wait by ``deferrable_weights()``.
+        """
+        for module in modules:
+            for layer in module.modules():
+                for weight in getattr(layer, "deferrable_weights", list)():
+                    weight.weight_queue = self
+
+    def put(self, work: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
+        """Add a function that adds one weight's gradient to it.
+
+        Args:
+            work: called once, without gradient.
+            prepare: called before it, under the work before: begins what it waits for.
+        """
+        self._work.append((work, prepare))
+
+    def take(self) -> list["Work"]:
         """Remove and return what came since the last call."""
         work, self._work = self._work, []
         return work
+
+
+Work = tuple[Callable[[], None], Callable[[], None] | None]
+"""A function that makes a weight's gradient, and one that begins what it needs."""
 
 
 def run_schedule(
@@ -71,8 +95,11 @@ def run_schedule(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     before_last_backward: Callable[[int], None] | None = None,
+    before_last_weights: Callable[[int], None] | None = None,
     weight_queue: WeightQueue | None = None,
     rendezvous: bool = False,
+    overlap: bool = True,
+    batched: bool = True,
 ) -> None:
     """Run this rank's part of a schedule: gradients accumulate in the parameters.
 
@@ -84,15 +111,20 @@ def run_schedule(
         shape: of every hidden state, or a function from micro-batch to it.
         dtype: of every hidden state.
         device: where hidden states live.
-        before_last_backward: called with the chunk just before its last backward here, such
-            as ``DataParallel.start_sync``; not with a split backward, whose gradients end
-            in the queue.
+        before_last_backward: called with the chunk just before its last backward (or input
+            half of one) here, such as ``DataParallel.start_sync``.
+        before_last_weights: likewise before its last weight half, such as
+            ``DataParallel.start_weight_sync``.
         weight_queue: needed by schedules that split backward: what the linears fill.
         rendezvous: let the host wait for each batch of messages before it goes on. Needed
             the first time that stages run on CUDA: loading a kernel waits for the device,
             and a device that already waits for a neighbour's message makes a circle. The
             order of messages is such that waiting for each cannot deadlock. Connections to
             the neighbours are opened first. No effect on CPU.
+        overlap: let messages travel under computation; else each is waited for where it is
+            posted.
+        batched: post messages that stand together as one; else one by one, so that a stage
+            waits for its own input alone. Schedules of ``with_messages`` allow either.
 
     Raises:
         ValueError: if chunks and actions do not fit, before any message; or if a stage's
@@ -102,10 +134,12 @@ def run_schedule(
     runner = _Runner(actions, chunks, axis, shape, dtype, device)
     if weight_queue is not None:
         runner.weight_queue = weight_queue
+    runner.overlap, runner.batched = overlap, batched
     runner.rendezvous = rendezvous and torch.device(device).type == "cuda"
     if runner.rendezvous and axis.size > 1:
         runner.open_connections()
-    last_backward = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD}
+    last_backward = {a.chunk: a for a in actions if a.kind in BACKWARDS}
+    last_weights = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD_WEIGHT}
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
             runner.exchange(list(run))
@@ -113,6 +147,8 @@ def run_schedule(
         for action in run:
             if before_last_backward is not None and action is last_backward.get(action.chunk):
                 before_last_backward(action.chunk)
+            if before_last_weights is not None and action is last_weights.get(action.chunk):
+                before_last_weights(action.chunk)
             runner.compute(action)
     runner.finish()
 
@@ -155,13 +191,14 @@ class _Runner:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weight_queue = WeightQueue()
         self.rendezvous = False
+        self.overlap = self.batched = True
         self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
-        self.posted: deque[Posted] = deque()
+        self.posted: deque[list[Posted]] = deque()
         self.arriving: dict[tuple[Kind, Key], tuple[Tensor, Posted]] = {}
         self.leaving: dict[tuple[Kind, Key], Tensor] = {}
         self.inputs: dict[Key, Tensor] = {}
         self.roots: dict[Key, list[tuple[GradientEdge, bool]]] = {}
-        self.deferred: dict[Key, list[Callable[[], None]]] = {}
+        self.deferred: dict[Key, list[Work]] = {}
 
     def open_connections(self) -> None:
         """Exchange a hidden state with each neighbour, both ways at once.
@@ -181,7 +218,7 @@ class _Runner:
     def exchange(self, actions: Sequence[Action]) -> None:
         """Post messages that stand together, and let go of old ones."""
         while len(self.posted) >= MAX_POSTED:
-            self.posted.popleft().wait()
+            _wait(self.posted.popleft())
         messages = []
         for action in actions:
             key = (action.kind, (action.chunk, action.microbatch))
@@ -193,15 +230,19 @@ class _Runner:
                     self.shape_of(action.microbatch), dtype=self.dtype, device=self.device
                 )
                 messages.append(Message(tensor, peer, is_send=False))
-        posted = post(messages, self.axis)
+        if self.batched:
+            posted = [post(messages, self.axis)] * len(messages)
+        else:
+            posted = post_each(messages, self.axis)
         self.posted.append(posted)
+        if self.rendezvous or not self.overlap:
+            _wait(posted)
         if self.rendezvous:
-            posted.wait()
             torch.cuda.synchronize(self.device)
-        for action, message in zip(actions, messages, strict=True):
+        for action, message, on_its_way in zip(actions, messages, posted, strict=True):
             if not message.is_send:
                 key = (action.kind, (action.chunk, action.microbatch))
-                self.arriving[key] = (message.tensor, posted)
+                self.arriving[key] = (message.tensor, on_its_way)
 
     def compute(self, action: Action) -> None:
         """Do one forward, backward or half of a backward."""
@@ -210,9 +251,7 @@ class _Runner:
             with torch.set_grad_enabled(key in self.with_backward):
                 self.forward(key)
         elif action.kind is Kind.BACKWARD_WEIGHT:
-            with torch.no_grad():
-                for work in self.deferred.pop(key):
-                    work()
+            self.make_weights(self.deferred.pop(key))
         else:
             self.backward(key)
             if action.kind is Kind.BACKWARD_INPUT:
@@ -259,6 +298,17 @@ class _Runner:
             gradient = torch.zeros_like(x) if x.grad is None else x.grad
             self.leaving[Kind.SEND_BACKWARD, key] = gradient.contiguous()
 
+    def make_weights(self, works: list[Work]) -> None:
+        """Do what linears put off, each prepared under the one before."""
+        left = deque(works)
+        works.clear()  # each lets go of its factors once done
+        with torch.no_grad():
+            _prepare(left)
+            while left:
+                work, _ = left.popleft()
+                _prepare(left)
+                work()
+
     def received(self, kind: Kind, key: Key) -> Tensor:
         """Return a tensor that a neighbour sent, waiting for it if need be."""
         tensor, posted = self.arriving.pop((kind, key))
@@ -268,7 +318,7 @@ class _Runner:
     def finish(self) -> None:
         """Wait for the last messages to leave."""
         for posted in self.posted:
-            posted.wait()
+            _wait(posted)
 
     def shape_of(self, microbatch: int) -> tuple[int, ...]:
         """Return the shape of a micro-batch's hidden state."""
@@ -282,3 +332,14 @@ class _Runner:
                 f"a stage returned {tuple(output.shape)} {output.dtype} where the pipeline "
                 f"expects {wanted}"
             )
+
+
+def _prepare(works: deque[Work]) -> None:
+    """Begin what the next work waits for."""
+    if works and works[0][1] is not None:
+        works[0][1]()
+
+
+def _wait(posted: list[Posted]) -> None:
+    for messages in posted:
+        messages.wait()

@@ -268,11 +268,12 @@ def _load(address: tuple[str, str, str]) -> Callable[..., Any]:
     # the name that it has there, so that its classes travel both ways.
     module = sys.modules.get(module_name)
     if module is None:
-        # Unpickling a class of ``a.b.c`` asks for ``a`` first, folder or not.
+        # Unpickling a class of ``a.b.c`` asks for ``a`` first; its neighbours may be imported.
         parents = module_name.split(".")[:-1]
         for count in range(1, len(parents) + 1):
-            parent = ".".join(parents[:count])
-            sys.modules.setdefault(parent, ModuleType(parent))
+            parent = ModuleType(".".join(parents[:count]))
+            parent.__path__ = [str(Path(file).parents[len(parents) - count])]
+            sys.modules.setdefault(parent.__name__, parent)
         sys.path.insert(0, str(Path(file).parent))
         spec = importlib.util.spec_from_file_location(module_name, file)
         if spec is None or spec.loader is None:

@@ -12,6 +12,7 @@ from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_models.gpt import GPT
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline import WeightQueue
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.schedule import Action, build_schedule
 from mcore_parallel.stages import stages_of_rank
@@ -50,6 +51,8 @@ class Run:
     dtype: torch.dtype
     """Of parameters and activations."""
     tokenizer: Tokenizer | None = None
+    weight_queue: WeightQueue | None = None
+    """Where linears put their weight gradients off; None where backward is whole."""
     warmed_up: set[str] = field(default_factory=set)
     """Passes that have run once in this process, ``train`` and ``evaluate``: a pipeline's
     first pass waits for each message on the host (see ``run_schedule``)."""
@@ -102,6 +105,10 @@ def assemble(
         )
         for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
     ]
+    weight_queue = None
+    if config.pipeline.pipeline_schedule == "zb-h1":
+        weight_queue = WeightQueue()
+        weight_queue.serve(*chunks)
     data_parallel = DataParallel(chunks, ctx, config.data_parallelism)
     return Run(
         plan=plan,
@@ -116,6 +123,7 @@ def assemble(
         datasets=datasets,
         dtype=dtype,
         tokenizer=tokenizer,
+        weight_queue=weight_queue,
     )
 
 

@@ -42,6 +42,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--no-bias-gelu-fusion": Spelling(note="the compiler decides"),
     "--no-bias-swiglu-fusion": Spelling(note="the compiler decides"),
     "--no-bias-dropout-fusion": Spelling(note="the compiler decides"),
+    "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
     "--ckpt-format": Spelling(num_values=1, note="one native format loads under any layout"),
     "--verify-integrity": Spelling(("--load-checksums",)),
     "--ckpt-fully-parallel-save": Spelling(note="every rank writes its share"),

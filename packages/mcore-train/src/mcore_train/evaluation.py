@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from mcore_parallel.schedule import forward_only
 from mcore_train.assembly import Run
-from mcore_train.losses import MicroBatch, place
+from mcore_train.losses import MicroBatch, has_own_positions, place
 from mcore_train.step import hidden_shape
 
 
@@ -47,7 +48,7 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
         batches: micro-batches of this data rank.
         num_batches: how many to take, the same on all ranks; must not exceed what there is.
     """
-    own_positions = run.plan.config.data.reset_position_ids
+    own_positions = has_own_positions(run.plan.config.data)
     iterator = iter(batches)
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
     for chunk in run.chunks:
@@ -73,7 +74,8 @@ def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None
 
         def forward(x: Tensor | None, microbatch: int) -> StageOutput:
             batch = batches[microbatch]
-            hidden, _ = model(batch.tokens if x is None else x, batch.positions)
+            x = batch.tokens if x is None else x
+            hidden, _ = model(x, batch.positions, documents=batch.documents)
             if not model.stage.has_loss:
                 return StageOutput(hidden, None)
             losses = model.token_losses(hidden, batch.labels)
@@ -89,9 +91,11 @@ def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None
         actions[run.ctx.pp.rank],
         {number: build(number) for number in range(len(run.chunks))},
         axis=run.ctx.pp,
-        shape=hidden_shape(run),
+        shape=partial(hidden_shape, run, batches),
         dtype=run.dtype,
         device=run.ctx.device,
         rendezvous="evaluate" not in run.warmed_up,
+        overlap=run.plan.config.pipeline.overlap_p2p_communication,
+        batched=run.plan.config.pipeline.batch_p2p_communication,
     )
     run.warmed_up.add("evaluate")

@@ -12,8 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_data.config import DataConfig
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.context_parallel import zigzag_split
+from mcore_parallel.documents import Documents
 from mcore_parallel.mesh import ParallelContext
 
 
@@ -26,6 +28,8 @@ class MicroBatch:
     loss_mask: Float[Tensor, "B Q"]
     positions: Int[Tensor, "B Q"] | None
     """Places of the tokens where rows count them themselves; None: from 0 to S-1."""
+    documents: Documents | None = None
+    """Documents that the whole rows pack and that do not see each other."""
 
 
 def place(
@@ -34,11 +38,15 @@ def place(
     """Move a batch to this rank's device and keep its context rank's part; talks to nobody.
 
     Args:
-        batch: tokens, labels, loss_mask and, if they are used, position_ids, each [B, S].
+        batch: tokens, labels, loss_mask and, if they are used, position_ids, each [B, S];
+            with cu_seqlens, [B, n] and on the CPU, rows are packed (``Documents``).
         ctx: the layout.
         has_own_positions: whether rows count their positions themselves
             (``--reset-position-ids``).
     """
+    documents = None
+    if "cu_seqlens" in batch:
+        documents = Documents.from_cu_seqlens(batch["cu_seqlens"])
 
     def part(name: str) -> Tensor:
         return zigzag_split(batch[name].to(ctx.device, non_blocking=True), ctx.cp, 1)
@@ -48,7 +56,13 @@ def place(
         part("labels"),
         part("loss_mask"),
         part("position_ids") if has_own_positions else None,
+        None if documents is None or documents.are_whole_rows else documents,
     )
+
+
+def has_own_positions(config: DataConfig) -> bool:
+    """Whether rows count positions from 0 again at each document."""
+    return config.reset_position_ids or config.dataloader_inter_document_masking
 
 
 def count_valid_tokens(

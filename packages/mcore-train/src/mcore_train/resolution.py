@@ -123,6 +123,11 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it "
             "out, or raise the tensor-parallel size."
         )
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        yield (
+            "--tp-comm-overlap has no effect without --sequence-parallel: nothing is gathered "
+            "or scattered around products."
+        )
 
 
 def _model_conflicts(config: TrainConfig) -> Iterator[str]:
@@ -199,25 +204,66 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
     )
     if not any(sources):
         yield "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens."
-    for switched, name in (
-        (data.reset_attention_mask, "--reset-attention-mask"),
-        (data.create_attention_mask_in_dataloader, "--create-attention-mask-in-dataloader"),
-        (data.dataloader_inter_document_masking, "--dataloader-inter-document-masking"),
-        (data.dataloader_type == "external", "--dataloader-type external"),
-    ):
-        if switched:
-            yield f"{name} is not built into training yet: leave it out."
-    if config.pipeline.pipeline_schedule == "zb-h1":
+    if data.create_attention_mask_in_dataloader:
         yield (
-            "--pipeline-schedule zb-h1 is not built into training yet: use 1f1b or interleaved "
-            "(mcore-train schedule show draws it)."
+            "--create-attention-mask-in-dataloader makes masks that training has no use for: "
+            "leave it out (--reset-attention-mask works by the borders of documents)."
         )
+    if data.reset_attention_mask and data.dataloader_inter_document_masking:
+        yield (
+            "--reset-attention-mask (borders at end-of-document tokens) and "
+            "--dataloader-inter-document-masking (borders of the stored documents) contradict: "
+            "leave one out."
+        )
+    if data.dataloader_type == "external":
+        yield "--dataloader-type external is not built into training yet: leave it out."
+    if (
+        config.pipeline.pipeline_schedule == "zb-h1"
+        and config.recomputation.recompute_granularity == "full"
+    ):
+        yield (
+            "--pipeline-schedule zb-h1 keeps what a layer computes until its weight gradients "
+            "are made, which --recompute-granularity full exists to avoid: use 1f1b, or "
+            "selective recomputation."
+        )
+    pipeline = config.pipeline
+    if "m" in pipeline.pipeline_model_parallel_layout:
+        yield (
+            "--pipeline-model-parallel-layout places layers m, but multi-token prediction is "
+            "not built into training yet: leave m out."
+        )
+    if config.parallelism.pipeline_model_parallel_size == 1:
+        for is_on, name in (
+            (pipeline.overlap_p2p_communication, "--no-overlap-p2p-communication"),
+            (pipeline.batch_p2p_communication, "--no-batch-p2p-communication"),
+        ):
+            if not is_on:
+                yield (
+                    f"{name} has no effect with --pipeline-model-parallel-size 1: leave it out."
+                )
+    yield from _recompute_conflicts(config)
     if config.logging.tensorboard and not config.saving.save:
         yield "--tensorboard has nowhere to write: give --save DIR."
     if config.logging.tensorboard and "://" in config.saving.save:
         yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
     if config.retention.save_retain_last and not config.saving.save:
         yield "--save-retain-last has no effect without --save DIR."
+
+
+def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:
+    options, parallel = config.recomputation, config.parallelism
+    if options.distribute_saved_activations and (
+        parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel
+    ):
+        yield (
+            "--distribute-saved-activations has no effect with --tensor-model-parallel-size 1, "
+            "nor with --sequence-parallel, which cuts them already: leave it out."
+        )
+    if options.recompute_granularity != "selective" or config.experts.num_experts:
+        return
+    for module in options.recompute_modules:
+        if module in ("moe", "moe_act", "shared_experts"):
+            yield f"--recompute-modules {module} has no effect without --num-experts."
 
 
 def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) -> Any:

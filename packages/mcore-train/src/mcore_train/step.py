@@ -5,6 +5,7 @@ Nothing here waits for the device: what is reported stays a tensor until somebod
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -77,11 +78,15 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
             run.actions,
             stage_functions(run, batches, num_valid, losses),
             axis=run.ctx.pp,
-            shape=hidden_shape(run),
+            shape=partial(hidden_shape, run, batches),
             dtype=run.dtype,
             device=run.ctx.device,
             before_last_backward=run.data_parallel.start_sync,
+            before_last_weights=run.data_parallel.start_weight_sync,
+            weight_queue=run.weight_queue,
             rendezvous="train" not in run.warmed_up,
+            overlap=run.plan.config.pipeline.overlap_p2p_communication,
+            batched=run.plan.config.pipeline.batch_p2p_communication,
         )
     run.warmed_up.add("train")
     run.data_parallel.finish()
@@ -103,7 +108,8 @@ def stage_functions(
 
         def forward(x: Tensor | None, microbatch: int) -> StageOutput:
             batch = batches[microbatch]
-            hidden, aux = model(batch.tokens if x is None else x, batch.positions)
+            x = batch.tokens if x is None else x
+            hidden, aux = model(x, batch.positions, documents=batch.documents)
             extra = aux * aux_weight if has_aux else None
             if extra is not None:
                 losses.aux_loss += extra.detach()
@@ -119,10 +125,15 @@ def stage_functions(
     return {number: build(number) for number in range(len(run.chunks))}
 
 
-def hidden_shape(run: Run) -> tuple[int, int, int]:
-    """Shape of what stages send on: sequence, micro-batch and hidden size on this rank."""
-    config, ctx = run.plan.config, run.ctx
-    length = config.batch.seq_length // ctx.cp.size
-    if config.parallelism.sequence_parallel:
-        length //= ctx.tp.size
-    return length, config.batch.micro_batch_size, config.model.hidden_size
+def hidden_shape(
+    run: Run, batches: Sequence[MicroBatch], microbatch: int
+) -> tuple[int, int, int]:
+    """Shape of what stages send on: sequence, micro-batch and hidden size on this rank.
+
+    Read off the micro-batch itself, which every stage has: lengths may differ from one to
+    the next, and nobody needs to be told.
+    """
+    num_rows, length = batches[microbatch].tokens.shape
+    if run.plan.config.parallelism.sequence_parallel:
+        length //= run.ctx.tp.size
+    return length, num_rows, run.plan.config.model.hidden_size

@@ -1,0 +1,86 @@
+"""A shorter look at a layout than ``case.train_case``: no checkpoint, three steps.
+
+For what changes how a step is computed but nothing of what is saved. Rows may be packed, of
+documents whose borders fall on, beside and inside the chunks of context ranks, or ragged:
+micro-batches of different lengths.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from parity.case import EXPERTS, SEQ_LENGTH, LayoutCase, Rows, build_run, one_step, weights
+
+from mcore_parallel.testing import gather_logical
+from mcore_train.assembly import Datasets
+from mcore_train.loop import train_batches
+from mcore_train.step import backward
+
+NUM_BRIEF_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Brief:
+    """A layout, and the model and data that it trains."""
+
+    world_size: int
+    flags: dict[str, Any] = field(default_factory=dict)
+    num_layers: int = 2
+    micro_batch_size: int = 4
+    sparse: bool = False
+    rows: str = "plain"
+    """plain, packed or ragged."""
+
+
+class PackedRows(Rows):
+    """Rows of several documents each, as ``--dataloader-inter-document-masking`` gives."""
+
+    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
+        row = super().__getitem__(sample)
+        inner = np.flatnonzero(np.random.default_rng(900 + sample).random(SEQ_LENGTH) < 0.25)
+        borders = np.unique([0, *inner, SEQ_LENGTH])
+        cu_seqlens = np.full(SEQ_LENGTH + 1, SEQ_LENGTH, np.int32)
+        cu_seqlens[: len(borders)] = borders
+        positions = [np.arange(n) for n in np.diff(borders)]
+        return row | {"cu_seqlens": cu_seqlens, "position_ids": np.concatenate(positions)}
+
+
+class RaggedRows(Rows):
+    """Rows of 16, 12 or 8 tokens, four neighbours alike."""
+
+    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
+        length = SEQ_LENGTH - 4 * (sample // 4 % 3)
+        return {name: values[:length] for name, values in super().__getitem__(sample).items()}
+
+
+ROWS = {"plain": Rows, "packed": PackedRows, "ragged": RaggedRows}
+
+
+def train_briefly(case: Brief) -> dict[str, Any]:
+    """Train three steps: losses, the first step's norm and gradients, the weights' change."""
+    flags = {"num_layers": case.num_layers, **(EXPERTS if case.sparse else {}), **case.flags}
+    if case.rows == "packed":
+        flags = {**flags, "dataloader_inter_document_masking": True}
+    run = build_run(LayoutCase(case.world_size, case.micro_batch_size, flags))
+    run.datasets = Datasets(train=ROWS[case.rows]())
+    before = weights(run)
+    batches = train_batches(run)
+    backward(run, first := next(batches))
+    found = {
+        "gradients": gather_logical(run.data_parallel.grad_shards(), run.ctx.world),
+        "grad_norm": float(run.optimizer.grad_norm()),
+    }
+    found["losses"] = [one_step(run, iter([first]))]
+    found["losses"] += [one_step(run, batches) for _ in range(NUM_BRIEF_STEPS - 1)]
+    after = weights(run)
+    found["updates"] = {name: after[name] - before[name] for name in after}
+    run.ctx.destroy()
+    return found
+
+
+def train_all(cases: list[Brief]) -> list[dict[str, Any]] | None:
+    """Train one case after the other; rank 0 alone returns."""
+    found = [train_briefly(case) for case in cases]
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    return found if is_first else None

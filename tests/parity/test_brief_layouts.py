@@ -1,0 +1,148 @@
+"""Context parallelism of every kind, packed and ragged rows, split backwards: as one rank.
+
+Held to the same tolerances as ``test_layouts``; a world of each size serves all its rows.
+"""
+
+from functools import cache
+
+import pytest
+from parity.brief import Brief, train_all
+from parity.test_layouts import TOLERANCE, error
+
+from mcore_parallel.testing import run_ranks
+
+
+def cp(size, kind="", **flags):
+    return {"context_parallel_size": size, "cp_comm_type": kind, **flags}
+
+
+def zb(pp, **flags):
+    return {"pipeline_model_parallel_size": pp, "pipeline_schedule": "zb-h1", **flags}
+
+
+EXPERTS = {"sparse": True, "micro_batch_size": 2}
+CASES = {
+    "cp2 p2p": Brief(2, cp(2, "p2p")),
+    "cp2 all_gather": Brief(2, cp(2, "all_gather")),
+    "cp2 a2a": Brief(2, cp(2, "a2a")),
+    "cp2 p2p packed": Brief(2, cp(2, "p2p"), rows="packed"),
+    "cp2 all_gather packed": Brief(2, cp(2, "all_gather"), rows="packed"),
+    "cp2 a2a packed": Brief(2, cp(2, "a2a"), rows="packed"),
+    "pp2 zb-h1": Brief(2, zb(2)),
+    "pp2 zb-h1 experts": Brief(2, zb(2), **EXPERTS),
+    "cp4 a2a, two kv heads": Brief(4, cp(4, "a2a")),
+    "cp2 pp2 p2p packed": Brief(4, cp(2, "p2p", pipeline_model_parallel_size=2), rows="packed"),
+    "tp2 sp overlapped pp2, lengths vary": Brief(
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "tp_comm_overlap": True,
+            "pipeline_model_parallel_size": 2,
+        },
+        rows="ragged",
+    ),
+    "cp2 pp2 lengths vary, one by one": Brief(
+        4,
+        cp(2, pipeline_model_parallel_size=2, batch_p2p_communication=False),
+        rows="ragged",
+    ),
+    "pipeline ranks first": Brief(
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "rank_order": "pp-cp-tp-ep-dp",
+        },
+    ),
+    "experts over data ranks first": Brief(
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 2,
+            "use_distributed_optimizer": True,
+            "rank_order": "dp-ep-cp-tp-pp",
+        },
+        **EXPERTS,
+    ),
+    "pp4 zb-h1": Brief(4, zb(4), num_layers=4, micro_batch_size=2),
+    "tp2 sp overlapped pp2 zb-h1": Brief(
+        4,
+        zb(2, tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True),
+    ),
+    "pp2 dp2 zb-h1 zero, overlapped, experts": Brief(
+        4,
+        zb(
+            2,
+            expert_model_parallel_size=2,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            ddp_bucket_size=2000,
+        ),
+        **EXPERTS,
+    ),
+}
+
+
+@cache
+def outcomes(world_size):
+    """All rows of one world size, by name."""
+    names = [name for name, case in CASES.items() if case.world_size == world_size]
+    ranks = run_ranks(train_all, world_size, [CASES[name] for name in names])
+    return dict(zip(names, ranks[0], strict=True))
+
+
+@cache
+def one_rank(num_layers, sparse, rows):
+    return train_all([Brief(1, {}, num_layers, 2 if sparse else 4, sparse, rows)])[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_trains_as_one_rank_does(name):
+    case, found = CASES[name], outcomes(CASES[name].world_size)[name]
+    oracle = one_rank(case.num_layers, case.sparse, case.rows)
+    assert found["losses"] == pytest.approx(oracle["losses"], rel=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(oracle["grad_norm"], rel=TOLERANCE)
+    for kind in ("gradients", "updates"):
+        worst, by = error(found[kind], oracle[kind])
+        assert by < TOLERANCE, f"{kind} of {worst}"
+
+
+def test_packing_and_lengths_change_what_is_learned():
+    plain, packed, ragged = (one_rank(2, False, r) for r in ("plain", "packed", "ragged"))
+    assert len({*plain["losses"], *packed["losses"], *ragged["losses"]}) == 9
+
+
+def test_a_split_backward_has_every_bit_of_a_whole_one():
+    whole = run_ranks(train_all, 2, [Brief(2, {"pipeline_model_parallel_size": 2})])[0][0]
+    split = outcomes(2)["pp2 zb-h1"]
+    assert split["losses"] == whole["losses"]
+    assert all((split["updates"][n] == t).all() for n, t in whole["updates"].items())
+
+
+TP2 = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+SP2 = {**TP2, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 16}
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective"}
+RECOMPUTED = [
+    Brief(2, {**TP2}),
+    Brief(2, {**TP2, **FULL, "distribute_saved_activations": True}),
+    Brief(2, {**TP2, **SELECTIVE, "recompute_modules": ("layernorm", "mlp_act", "core_attn")}),
+    Brief(2, {**TP2, **SELECTIVE, "recompute_modules": ("layernorm", "mlp")}),
+    Brief(2, {**SP2}, **EXPERTS),
+    Brief(
+        2,
+        {**SP2, **SELECTIVE, "recompute_modules": ("layernorm", "moe_act", "shared_experts")},
+        **EXPERTS,
+    ),
+]
+
+
+def test_recomputing_under_tensor_parallelism_and_dropout_changes_no_bit():
+    found = run_ranks(train_all, 2, RECOMPUTED)[0]
+    for outcome, oracle in [(o, found[0]) for o in found[1:4]] + [(found[5], found[4])]:
+        assert outcome["losses"] == oracle["losses"]
+        for kind in ("gradients", "updates"):
+            assert all((outcome[kind][n] == t).all() for n, t in oracle[kind].items())
