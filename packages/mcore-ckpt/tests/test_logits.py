@@ -51,6 +51,11 @@ MODELS = {
     "mistral": ("Mistral", {**ODD, **HEADS, "sliding_window": 5}),
     "qwen2": ("Qwen2", {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3", {**ODD, **HEADS}),
+    "phi3": (
+        "Phi3",
+        {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0},
+    ),
+    "nemotron": ("Nemotron", {**ODD, **HEADS, "head_dim": 8, "norm_eps": 1e-4}),
     "gpt2": (
         "GPT2",
         {

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mcore_ckpt.families import MODEL_TYPES, decoder, family_of, mixtral
+from mcore_ckpt.families import MODEL_TYPES, decoder, experts, family_of, fields
 from mcore_ckpt.index import TensorEntry
 from mcore_ckpt.rules import Link, Rule, Table, expand, match_ours, match_theirs
 
@@ -79,8 +79,8 @@ def test_our_defaults_are_the_configs_own():
     models = pytest.importorskip("mcore_models.config")
     moe = pytest.importorskip("mcore_moe.config")
     for ours, config in (
-        (decoder._DEFAULTS, models.TransformerConfig),
-        (mixtral._MOE_DEFAULTS, moe.MoEConfig),
+        (fields.DEFAULTS, models.TransformerConfig),
+        (experts.MOE_DEFAULTS, moe.MoEConfig),
     ):
         theirs = {field.name: field.default for field in dataclasses.fields(config)}
         assert ours == {name: theirs[name] for name in ours}
@@ -98,7 +98,7 @@ def test_derived_widths_and_expert_layers_are_the_configs_own():
     for freq in ("1", "2", "3", "[0]*2+[1]*4", "[0,1]*3", "[1,0,0,1,1,1]"):
         config = moe.MoEConfig(num_experts=2, moe_layer_freq=freq)
         described = {"config": {"num_layers": 6}, "moe": {"moe_layer_freq": freq}}
-        found = [bool(one) for one in mixtral.expert_layers(described)]
+        found = [bool(one) for one in experts.expert_layers(described)]
         assert found == list(moe.moe_layers(config, 6)), freq
 
 
@@ -106,7 +106,7 @@ def test_a_pattern_of_expert_layers_that_does_not_fit_is_an_error():
     for freq, message in (("[0,1]", "lists 2 of 6 layers"), ("[2]*6", "no list of 0 and 1")):
         described = {"config": {"num_layers": 6}, "moe": {"moe_layer_freq": freq}}
         with pytest.raises(ValueError, match=message):
-            mixtral.expert_layers(described)
+            experts.expert_layers(described)
 
 
 def test_each_family_refuses_flags_that_it_cannot_say():
@@ -115,15 +115,20 @@ def test_each_family_refuses_flags_that_it_cannot_say():
         described = {
             "family": "gpt",
             "vocab_size": 9,
-            "config": plain | {"apply_layernorm_1p": True},
+            "config": plain | {"rotary_interleaved": True},
             "moe": {"num_experts": 2} if "moe" in name or name == "mixtral" else {},
         }
-        if name == "gpt2":
-            described["config"] |= {"position_embedding_type": "learned_absolute"}
-            described["config"] |= {"normalization": "LayerNorm", "swiglu": False}
+        message = "cannot say --rotary-interleaved True"
         if name in ("qwen3", "qwen3_moe"):
             described["config"] |= {"qk_layernorm": True}
         if name == "qwen2":
             described["config"] |= {"add_qkv_bias": True}
-        with pytest.raises(ValueError, match=r"cannot say --apply-layernorm-1p True"):
+        if name == "gpt2":
+            message = "cannot say --position-embedding-type rope"
+        if name == "nemotron":
+            described["config"] |= {"normalization": "LayerNorm", "apply_layernorm_1p": True}
+            described["config"] |= {"swiglu": False, "squared_relu": True}
+        if MODEL_TYPES.index(name) > MODEL_TYPES.index("phi3"):
+            message = "cannot say a model of the family 'gpt'"
+        with pytest.raises(ValueError, match=message):
             family_of(name).to_theirs(described)

@@ -1,51 +1,33 @@
-"""Convert between Hugging Face folders and ours, tensor by tensor in constant memory.
+"""Convert between Hugging Face, ours, Megatron and torch.distributed.checkpoint, each to each.
 
-Rows stream from file to file in slabs; only transposed matrices are held whole, one at a
-time. A conversion ends with its proof: the result is read back, turned the other way and
-compared with the source, bit by bit.
+Every format is read as our logical tensors and written from them, rows at a time, so memory
+does not grow with the model; only transposed matrices are held whole, one at a time. A
+conversion ends with its proof: the result is opened like any other input, turned back into
+what was read, and compared with it bit by bit.
 """
 
-import json
-import logging
-import os
-import shutil
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from mcore_ckpt.families import family_for, family_of
-from mcore_ckpt.families.decoder import CARRIED
-from mcore_ckpt.files import Item, Reader
-from mcore_ckpt.hf_folder import read_hf_folder, small_files, write_hf_folder
-from mcore_ckpt.index import Index, TensorEntry, read_index
+from mcore_ckpt.files import Checksums, Item, Reader, memory
 from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.paths import (
-    RELEASE,
-    commit,
-    make_fresh,
-    resolve_folder,
-    step_folder,
-    sync_folder,
-    write_durably,
-)
+from mcore_ckpt.paths import RELEASE, commit, make_fresh, step_folder
 from mcore_ckpt.rewriting import write_whole
-from mcore_ckpt.rules import Link, expand, match_ours, match_theirs, our_shape
-from mcore_ckpt.streams import Source, compare_copy, our_slabs, prove, their_slabs
-
-log = logging.getLogger(__name__)
+from mcore_ckpt.sources import FORMATS, PREFIX, Asked, Opened, opened
+from mcore_ckpt.streams import Rows, Source, same_bits, slabs
+from mcore_ckpt.targets import WRITERS, Wanted, appearing, our_items, write_small_files
+from mcore_ckpt.views import Resized, their_slabs
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
     "bf16": "BF16",
     "bfloat16": "BF16",
 }
 """Dtypes to cast to, by the words that users write."""
-
-_PREFIX = "model."
-_TORCH_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Progress = Callable[[int, int, str], None]
 """Told bytes done, bytes in all, and the tensor at hand."""
@@ -56,15 +38,101 @@ class Report:
     """What a conversion did."""
 
     output: Path
-    """The folder to open: a run folder, or a Hugging Face folder."""
+    """The folder to open: a run folder, or a folder of the format."""
     family: str
-    """``model_type``."""
+    """``model_type``, or the format's own word where there is none."""
     num_tensors: int
-    """Tensors of the Hugging Face side, each used exactly once."""
+    """Logical tensors, each used exactly once."""
     num_bytes: int
     """Bytes of weights written."""
     is_proven: bool
     """Whether the result was read back and compared with the source."""
+    fingerprint: str = ""
+    """Hash of all logical tensors as read back; the same in every format. Empty: not read."""
+    left_behind: int = 0
+    """Entries of the source that are no weights: optimizer, random state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """What may be said about a conversion."""
+
+    dtype: str = ""
+    """One of ``DTYPE_WORDS`` to cast to; empty: as in the source."""
+    config: str = ""
+    """config.json of the model, for inputs that do not say which they are."""
+    vocab_size: int = 0
+    """Rows of vocabulary to keep, or to fill up to with zeros; 0: as in the source."""
+    wanted: Wanted = field(default_factory=Wanted)
+    """How the output is written."""
+    check: bool = True
+    """Read the result back and compare."""
+
+    def __post_init__(self) -> None:
+        """Check what this object alone decides.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self.dtype and self.dtype not in DTYPE_WORDS:
+            raise ValueError(
+                f"--dtype {self.dtype} is not known: use {', '.join(DTYPE_WORDS)}."
+            )
+        if self.vocab_size < 0:
+            raise ValueError(f"--vocab-size {self.vocab_size} must be 0 or more.")
+
+
+def convert(
+    source_format: str,
+    source: str | Path,
+    target_format: str,
+    output: str | Path,
+    options: ConvertOptions | None = None,
+    *,
+    on_progress: Progress | None = None,
+) -> Report:
+    """Convert a checkpoint of one format to another, or to itself (cast, cut, reshard).
+
+    Args:
+        source_format: ``hf``, ``mcore``, ``megatron`` or ``dcp``.
+        source: its folder.
+        target_format: one of the same.
+        output: folder to make; a run folder of ours may exist and gets a release.
+        options: what else is asked.
+        on_progress: told about each slab written.
+
+    Raises:
+        ValueError: if a format is not known, or one side cannot say the model; names what.
+        RuntimeError: if files are damaged, the output is in the way, or the proof fails.
+    """
+    options = options or ConvertOptions()
+    for form in (source_format, target_format):
+        if form not in FORMATS:
+            raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
+    asked = Asked(DTYPE_WORDS.get(options.dtype, ""), options.config, options.vocab_size)
+    output = Path(output)
+    watched: list[Item] = []
+
+    def watch(items: Sequence[Item]) -> list[Item]:
+        watched.extend(items)
+        return _with_progress(items, on_progress)
+
+    with opened(source_format, source, asked) as found:
+        if target_format == "mcore":
+            word, print_ = _write_native(found, output, watch, options.check)
+        else:
+            with appearing(output) as folder:
+                word = WRITERS[target_format](folder, found, options.wanted, watch)
+                print_ = _proven(found, target_format, folder) if options.check else ""
+        return Report(
+            output,
+            word,
+            len(found.ours.entries),
+            sum(item.num_bytes for item in watched),
+            options.check,
+            print_,
+            found.left_behind,
+        )
 
 
 def hf_to_mcore(
@@ -88,39 +156,8 @@ def hf_to_mcore(
         ValueError: if the source cannot be represented; names what.
         RuntimeError: if files are damaged, the output exists, or the proof fails.
     """
-    folder = read_hf_folder(source)
-    model_type = folder.config.get("model_type", "")
-    family = family_of(model_type)
-    description = family.to_ours(folder.config)
-    table = family.table(description)
-    links = expand(table)
-    copies = match_theirs(table, links, folder.tensors)
-    tokenizer, generation = small_files(folder.path)
-    cast = _dtype(dtype)
-    extra = {
-        "model": description,
-        "hf": {
-            "model_type": model_type,
-            "config": {n: folder.config[n] for n in CARRIED if n in folder.config},
-        },
-    }
-    with Reader(folder.path) as reader, FolderLock(output):
-        theirs = Source(reader, folder.tensors, cast)
-        for name in copies:
-            compare_copy(theirs, name, table.copies[name])
-        items = _with_progress(_our_items(links, theirs), on_progress)
-        target = make_fresh(step_folder(output, RELEASE))
-        index = write_whole(target, items, extra)
-        for name, content in tokenizer.items():
-            (target / "tokenizer").mkdir(exist_ok=True)
-            write_durably(target / "tokenizer" / name, content)
-        for name, content in generation.items():
-            write_durably(target / name, content)
-        if check:
-            with Reader(target) as written:
-                prove(links, theirs, Source(written, _weights(index)))
-        commit(target, Path(output), RELEASE, index.to_bytes())
-    return _report(Path(output), model_type, links, items, check)
+    options = ConvertOptions(dtype=dtype, check=check)
+    return convert("hf", source, "mcore", output, options, on_progress=on_progress)
 
 
 def mcore_to_hf(
@@ -149,75 +186,101 @@ def mcore_to_hf(
         ValueError: if the family cannot say the model, or the output is in the way.
         RuntimeError: if files are damaged, or the proof fails.
     """
-    output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is not empty: give a new folder.")
-    step = resolve_folder(source)
-    index = read_index(step)
-    description = _description(step, index)
-    kept = index.extra.get("hf", {})
-    model_type = model_type or kept.get("model_type") or family_for(description)
-    family = family_of(model_type)
-    config = {**kept.get("config", {}), **family.to_theirs(description)}
-    links = expand(family.table(description))
-    tensors = _weights(index)
-    match_ours(links, tensors)
-    unfinished = output.with_name(f".{output.name}.partial.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        with Reader(step) as reader:
-            ours = Source(reader, tensors, _dtype(dtype))
-            items = _with_progress(_their_items(links, ours), on_progress)
-            config |= _dtype_fields(items)
-            write_hf_folder(unfinished, config, items, max_shard_bytes)
-            _carry_back(step, unfinished)
-            if check:
-                folder = read_hf_folder(unfinished)
-                with Reader(unfinished) as written:
-                    prove(links, Source(written, folder.tensors), ours)
-        if output.exists():
-            output.rmdir()
-        unfinished.rename(output)
-        sync_folder(output.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return _report(output, model_type, links, items, check)
+    wanted = Wanted(max_shard_bytes=max_shard_bytes, model_type=model_type)
+    options = ConvertOptions(dtype=dtype, check=check, wanted=wanted)
+    return convert("mcore", source, "hf", output, options, on_progress=on_progress)
 
 
-def _our_items(links: Sequence[Link], theirs: Source) -> list[Item]:
-    items = []
-    for link in links:
-        their_shape = theirs.entries[link.theirs].shape
-        shape = our_shape(their_shape, link.transposed)
-        for number, (name, (first, stop)) in enumerate(
-            zip(link.ours, link.rows(their_shape), strict=True)
-        ):
-            items.append(
-                Item(
-                    _PREFIX + name,
-                    theirs.dtype(link.theirs),
-                    (stop - first, *shape[1:]) if shape else (),
-                    partial(our_slabs, link, number, theirs),
-                )
+def fingerprint(tensors: Rows) -> str:
+    """Hash tensors: names, dtypes, shapes and content, in the order of names.
+
+    The content counts by the CRC32 of each block, which files of ours have already.
+    """
+    total = hashlib.sha256()
+    for name in sorted(tensors.entries):
+        entry = tensors.entries[name]
+        sums: tuple[int, ...] = ()
+        if len(entry.chunks) == 1 and tensors.dtype(name) == entry.dtype:
+            sums = entry.chunks[0].checksums
+        if not sums:
+            checksums = Checksums()
+            for slab in slabs(tensors, name):
+                checksums.update(memory(slab))
+            sums = checksums.finish()
+        shape = list(entry.shape)
+        total.update(f"{name} {tensors.dtype(name)} {shape} {list(sums)}\n".encode())
+    return total.hexdigest()[:32]
+
+
+def prove(source: Opened, again: Rows) -> None:
+    """Turn tensors that were written and read back into the source's, and compare.
+
+    Raises:
+        RuntimeError: naming the first tensor that differs.
+    """
+    if again.entries.keys() != source.ours.entries.keys():
+        odd = sorted(again.entries.keys() ^ source.ours.entries.keys())
+        raise RuntimeError(f"proof failed: {odd[0]} is on one side only. It was not kept.")
+    before: dict[str, int] = {}
+    for link in source.links:
+        shape = source.theirs.entries[link.theirs].shape
+        before |= dict(zip(link.ours, link.shares(shape), strict=True)) if shape else {}
+    back = Resized(again, before)
+    for link in source.links:
+        shape = source.theirs.entries[link.theirs].shape
+        rows = shape[0] if shape else 1
+        if not link.transposed and shape:
+            # Padding means nothing; rows that were cut off cannot come back.
+            kept = [min(again.entries[name].shape[0], before[name]) for name in link.ours]
+            rows = sum(kept)
+        _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
+
+
+def _compare(name: str, written: Iterator[Tensor], source: Rows, rows: int) -> None:
+    done = 0
+    for slab in written:
+        count = min(slab.shape[0] if slab.dim() else 1, rows - done)
+        if count <= 0:
+            return
+        there = source.rows(name, done, done + count)
+        if not same_bits(slab[:count] if slab.dim() else slab, there):
+            raise RuntimeError(
+                f"proof failed: {name} is not what the output gives on the way back. It was "
+                "not kept."
             )
-    return items
+        done += count
+    if done != rows:
+        raise RuntimeError(f"proof failed: {name} came back with {done} of {rows} rows")
 
 
-def _their_items(links: Sequence[Link], ours: Source) -> list[Item]:
-    items = []
-    for link in links:
-        shapes = [ours.entries[name].shape for name in link.ours]
-        stacked = (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()
-        items.append(
-            Item(
-                link.theirs,
-                ours.dtype(link.ours[0]),
-                our_shape(stacked, link.transposed),
-                partial(their_slabs, link, ours),
-            )
-        )
-    return items
+def _proven(source: Opened, form: str, folder: Path) -> str:
+    """Open what was written as if it were an input, compare, and return its fingerprint."""
+    asked = Asked()
+    if form == "megatron":
+        asked = Asked(vocab_size=source.description["vocab_size"])
+    with opened(form, folder, asked) as again:
+        prove(source, again.ours)
+        return fingerprint(again.ours)
+
+
+def _write_native(
+    source: Opened, output: Path, watch: Callable[[Sequence[Item]], list[Item]], check: bool
+) -> tuple[str, str]:
+    """Write a release of a run folder; return ``model_type`` and the fingerprint."""
+    extra = {"model": source.description, "hf": source.hf}
+    with FolderLock(output):
+        target = make_fresh(step_folder(output, RELEASE))
+        index = write_whole(target, watch(our_items(source)), extra)
+        write_small_files(target, source)
+        print_ = ""
+        if check:
+            weights = {name.removeprefix(PREFIX): e for name, e in index.tensors.items()}
+            with Reader(target) as reader:
+                again = Source(reader, weights)
+                prove(source, again)
+                print_ = fingerprint(again)
+        commit(target, output, RELEASE, index.to_bytes())
+    return source.hf.get("model_type") or source.description["family"], print_
 
 
 def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:
@@ -234,53 +297,3 @@ def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[
             on_progress(done, total, item.name)
 
     return [Item(item.name, item.dtype, item.shape, partial(watched, item)) for item in items]
-
-
-def _weights(index: Index) -> dict[str, TensorEntry]:
-    """Return the entries of a checkpoint's weights by logical name."""
-    return {
-        name.removeprefix(_PREFIX): entry
-        for name, entry in index.tensors.items()
-        if name.startswith(_PREFIX)
-    }
-
-
-def _description(step: Path, index: Index) -> dict[str, Any]:
-    description = index.extra.get("model")
-    if not isinstance(description, dict) or description.get("family") != "gpt":
-        raise ValueError(
-            f"{step} does not say which model it holds (extra.model in its index): it was "
-            "not saved by mcore-train or mcore-ckpt convert."
-        )
-    return description
-
-
-def _dtype(word: str) -> str:
-    if word and word not in DTYPE_WORDS:
-        raise ValueError(f"--dtype {word} is not known: use {', '.join(DTYPE_WORDS)}.")
-    return DTYPE_WORDS.get(word, "")
-
-
-def _dtype_fields(items: Sequence[Item]) -> dict[str, str]:
-    sizes: dict[str, int] = {}
-    for item in items:
-        sizes[item.dtype] = sizes.get(item.dtype, 0) + item.num_bytes
-    word = _TORCH_WORDS.get(max(sizes, key=lambda name: sizes[name]), "float32")
-    return {"torch_dtype": word, "dtype": word}
-
-
-def _carry_back(step: Path, output: Path) -> None:
-    tokenizer, _ = small_files(step / "tokenizer")
-    _, generation = small_files(step)
-    if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
-        # Enough for AutoTokenizer to open a tokenizer that was trained here.
-        plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        tokenizer["tokenizer_config.json"] = json.dumps(plain, indent=2).encode() + b"\n"
-    for name, content in {**tokenizer, **generation}.items():
-        write_durably(output / name, content)
-
-
-def _report(
-    output: Path, family: str, links: Sequence[Link], items: Sequence[Item], proven: bool
-) -> Report:
-    return Report(output, family, len(links), sum(i.num_bytes for i in items), proven)

@@ -1,16 +1,24 @@
 """A small language for renaming, fusing, splitting and transposing tensors, both ways.
 
 A ``Rule`` pairs our logical names with one foreign name. ``*`` stands for a number: the first
-is the layer, the second the expert. A ``Table`` of rules, expanded for a model's size, lists
-every tensor of both sides, so a missing or an unused tensor is an error that names it and no
-tensor can be taken twice.
+is the layer, the second the expert. Where a foreign tensor holds all layers or experts along
+leading dimensions, the number stands in brackets: ``fc1.weight[*,*]``. A ``Table`` of rules,
+expanded for a model's size, lists every tensor of both sides, so a missing or an unused tensor
+is an error that names it and no tensor can be taken twice.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import product
+from math import prod
 
-from mcore_ckpt.index import TensorEntry
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mcore_ckpt.index import DTYPE_BYTES, Chunk, TensorEntry
 from mcore_ckpt.planning import listed, name_problems
 
 
@@ -28,6 +36,12 @@ class Rule:
     """Rows of each of ours within the foreign tensor; empty: equal shares."""
     layers: tuple[int, ...] | None = None
     """Layers that the first ``*`` stands for; None: all."""
+    groups: int = 1
+    """Equal blocks of the foreign rows, each with a share of every one of ours in turn."""
+    paired: bool = False
+    """Within a block the foreign rows are halves of ours, interleaved: rotary pairs."""
+    padding: int = 0
+    """Rows of zeros that the foreign tensor has after ours (a padded vocabulary)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +72,105 @@ class Link:
     """As in the rule."""
     sizes: tuple[int, ...] = ()
     """As in the rule."""
+    groups: int = 1
+    """As in the rule."""
+    paired: bool = False
+    """As in the rule."""
+    padding: int = 0
+    """As in the rule."""
 
-    def rows(self, their_shape: Sequence[int]) -> list[tuple[int, int]]:
-        """First and one-past-last row of each of ours within the foreign tensor.
+    @property
+    def is_plain(self) -> bool:
+        """Whether each of ours is a range of the foreign rows, in order."""
+        return not self.transposed and self.groups == 1 and not self.paired
+
+    def shares(self, their_shape: Sequence[int]) -> tuple[int, ...]:
+        """Rows of each of ours.
 
         Raises:
             ValueError: if the foreign tensor does not hold them.
         """
-        if len(self.ours) == 1:
-            return [(0, our_shape(their_shape, self.transposed)[0] if their_shape else 1)]
-        total = our_shape(their_shape, self.transposed)[0]
+        if not their_shape:
+            return (1,)
+        total = our_shape(their_shape, self.transposed)[0] - self.padding
         sizes = self.sizes or (total // len(self.ours),) * len(self.ours)
-        if sum(sizes) != total:
+        if sum(sizes) != total or any(n % (self.groups * (1 + self.paired)) for n in sizes):
+            blocks = f" in {self.groups} blocks" if self.groups > 1 else ""
             raise ValueError(
                 f"{self.theirs} of shape {list(their_shape)} does not hold {list(sizes)} "
-                f"rows of {', '.join(self.ours)}"
+                f"rows of {', '.join(self.ours)}{blocks}"
             )
+        return sizes
+
+    def rows(self, their_shape: Sequence[int]) -> list[tuple[int, int]]:
+        """First and one-past-last row of each of ours within the foreign tensor.
+
+        Of a link that is not plain, they are the rows of the stack before it is interleaved.
+
+        Raises:
+            ValueError: if the foreign tensor does not hold them.
+        """
+        sizes = self.shares(their_shape)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def cut(
+        self, blocks: Shaped[Tensor, "b r ..."], shares: Sequence[int]
+    ) -> list[Shaped[Tensor, "b _ ..."]]:
+        """Take ours out of blocks of foreign rows; ``shares`` are rows a block."""
+        parts = list(blocks.split(tuple(shares), dim=1))
+        if self.paired:  # [b, pair, 2, ...] -> [b, 2, pair, ...]
+            parts = [p.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for p in parts]
+        return parts
+
+    def join(self, parts: Sequence[Shaped[Tensor, "b _ ..."]]) -> Shaped[Tensor, "b r ..."]:
+        """Undo ``cut``."""
+        if self.paired:
+            parts = [p.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for p in parts]
+        return torch.cat(tuple(parts), dim=1)
+
+
+def split_index(name: str) -> tuple[str, tuple[int, ...]]:
+    """Take the leading indices off a name: ``("X", (3, 7))`` for ``X[3,7]``."""
+    stem, bracket, numbers = name.partition("[")
+    return stem, tuple(map(int, numbers[:-1].split(","))) if bracket else ()
+
+
+def unstacked(
+    entries: Mapping[str, TensorEntry], links: Iterable[Link]
+) -> dict[str, TensorEntry]:
+    """List tensors that links take by leading indices as one entry an index.
+
+    Args:
+        entries: whole tensors; chunks are row-major, so a part of one lies in order too.
+        links: of the table; say how many leading dimensions are indices.
+
+    Raises:
+        ValueError: if a tensor has fewer dimensions than its table wants.
+    """
+    depths = {name: len(index) for name, index in (split_index(k.theirs) for k in links)}
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        depth = depths.get(name, 0)
+        if not depth:
+            found[name] = entry
+            continue
+        if len(entry.shape) < depth:
+            raise ValueError(f"{name} of shape {list(entry.shape)} has no {depth} indices")
+        parts: dict[tuple[int, ...], list[Chunk]] = {
+            index: [] for index in product(*map(range, entry.shape[:depth]))
+        }
+        for chunk in entry.chunks:
+            size = prod(chunk.lengths[depth:]) * DTYPE_BYTES[entry.dtype]
+            inside = product(*map(range, chunk.lengths[:depth]))
+            for number, index in enumerate(inside):
+                where = tuple(o + i for o, i in zip(chunk.offsets, index, strict=False))
+                rest = (chunk.offsets[depth:], chunk.lengths[depth:])
+                parts[where].append(Chunk(chunk.file, chunk.offset + number * size, *rest))
+        for index, chunks in parts.items():
+            view = f"{name}[{','.join(map(str, index))}]"
+            found[view] = TensorEntry(entry.shape[depth:], entry.dtype, tuple(chunks))
+    return found
 
 
 def our_shape(their_shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
@@ -103,13 +198,9 @@ def expand(table: Table) -> list[Link]:
             links += [link for r in waiting for link in _of_layer(r, layer, table.num_experts)]
         waiting = []
         if rule is not None:
-            links.append(Link(_names(rule), rule.theirs, rule.transposed, rule.sizes))
+            links.append(_link(rule, _names(rule), rule.theirs))
     for names in ([n for link in links for n in link.ours], [link.theirs for link in links]):
-        twice = (
-            sorted({name for name in names if names.count(name) > 1})
-            if len(set(names)) < len(names)
-            else []
-        )
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise ValueError(f"two rules speak of {', '.join(twice)}")
     return links
@@ -169,14 +260,18 @@ def _of_layer(rule: Rule, layer: int, num_experts: int) -> list[Link]:
         return []
     experts = range(num_experts) if rule.theirs.count("*") > 1 else (0,)
     return [
-        Link(
+        _link(
+            rule,
             tuple(_filled(name, layer, expert) for name in _names(rule)),
             _filled(rule.theirs, layer, expert),
-            rule.transposed,
-            rule.sizes,
         )
         for expert in experts
     ]
+
+
+def _link(rule: Rule, ours: tuple[str, ...], theirs: str) -> Link:
+    alike = (rule.transposed, rule.sizes, rule.groups, rule.paired, rule.padding)
+    return Link(ours, theirs, *alike)
 
 
 def _filled(name: str, layer: int, expert: int) -> str:

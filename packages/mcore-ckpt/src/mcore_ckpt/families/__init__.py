@@ -1,17 +1,24 @@
 """Families of Hugging Face models: one short file each, weights and config.json together.
 
 A family is a module with ``to_ours(config) -> description``, ``to_theirs(description) ->
-config`` and ``table(description) -> Table``. A description is what our checkpoints keep:
-``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with the fields of
-mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have their defaults.
-Each direction refuses, by name, what the other side cannot say.
+config`` and ``table(description) -> Table``; where config.json may promise more than a folder
+has, also ``as_stored(description, names) -> description``. A description is what our
+checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with
+the fields of mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have
+their defaults. Families whose model does not run here yet have a name of their own in
+``family``, and weights and config survive the way there and back all the same. Each direction
+refuses, by name, what the other side cannot say.
 """
 
 from importlib import import_module
 from typing import Any
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2")
-"""``model_type`` of each family; also its module's name. The first that fits is exported."""
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "nemotron", "phi3"),
+    *("olmo2", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3", "mamba2", "t5", "bert"),
+    "megatron-bert",
+)
+"""``model_type`` of each family; with ``_`` its module. The first that fits is exported."""
 
 
 def family_of(model_type: str) -> Any:
@@ -24,7 +31,7 @@ def family_of(model_type: str) -> Any:
         raise ValueError(
             f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
         )
-    return import_module(f"{__name__}.{model_type}")
+    return import_module(f"{__name__}.{model_type.replace('-', '_')}")
 
 
 def family_for(description: dict[str, Any]) -> str:

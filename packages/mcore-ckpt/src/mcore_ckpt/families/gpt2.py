@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import Fields, ffn_size, require, setting
-from mcore_ckpt.families.llama import no_experts
+from mcore_ckpt.families.decoder import ffn_size, gpt
+from mcore_ckpt.families.experts import no_experts
+from mcore_ckpt.families.fields import Fields, require, require_family, setting
 from mcore_ckpt.rules import Rule, Table
 
 _LAYER = "transformer.h.*."
@@ -46,7 +47,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     vocab_size = fields.take("vocab_size")
     fields.finish()
-    return {"family": "gpt", "vocab_size": vocab_size, "config": ours, "moe": {}}
+    return gpt(ours, vocab_size)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a flag that the family cannot say.
     """
+    require_family(description, "gpt")
     no_experts(description)
     require(
         description,

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families import llama
-from mcore_ckpt.families.decoder import Fields, read_common, require, setting, write_common
-from mcore_ckpt.rules import Table
+from mcore_ckpt.families.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.experts import no_experts
+from mcore_ckpt.families.fields import Fields, require, setting
+
+table = decoder_table
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -15,11 +17,10 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: naming a field that we cannot represent.
     """
     fields = Fields(config)
-    # A window of w tokens counts the token itself; ours counts those before it.
-    ours = read_common(fields) | {"window_size": [fields.take("sliding_window", 0) - 1, 0]}
+    ours = read_rms_silu(fields) | {"window_size": read_window(fields)}
     vocab_size = fields.take("vocab_size")
     fields.finish()
-    return {"family": "gpt", "vocab_size": vocab_size, "config": ours, "moe": {}}
+    return gpt(ours, vocab_size)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,13 +29,17 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a flag that the family cannot say.
     """
-    llama.no_experts(description)
+    no_experts(description)
     require(description, qk_layernorm=False, add_bias_linear=False, add_qkv_bias=False)
-    before = setting(description, "window_size")[0]
-    theirs = {"model_type": "mistral", **write_common(description, "MistralForCausalLM")}
-    return theirs | {"sliding_window": before + 1 or None}
+    theirs = {"model_type": "mistral", **write_rms_silu(description, "MistralForCausalLM")}
+    return theirs | write_window(description)
 
 
-def table(description: Mapping[str, Any]) -> Table:
-    """List the weights."""
-    return llama.table(description)
+def read_window(fields: Fields) -> list[int]:
+    """Read a sliding window: theirs of w tokens counts the token itself, ours those before."""
+    return [fields.take("sliding_window", 0) - 1, 0]
+
+
+def write_window(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a sliding window; null is none."""
+    return {"sliding_window": setting(description, "window_size")[0] + 1 or None}

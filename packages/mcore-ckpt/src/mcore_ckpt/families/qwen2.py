@@ -3,20 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import (
-    ANGLES,
-    Fields,
-    around,
-    attention_rules,
-    mlp_rules,
-    read_common,
-    require,
-    setting,
-    tied_copies,
-    write_common,
-)
-from mcore_ckpt.families.llama import no_experts
-from mcore_ckpt.rules import Table
+from mcore_ckpt.families.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.experts import no_experts
+from mcore_ckpt.families.fields import Fields, require
+
+table = decoder_table
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,10 +18,10 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = Fields(config)
     no_window(fields)
-    ours = read_common(fields) | {"add_qkv_bias": True}
+    ours = read_rms_silu(fields) | {"add_qkv_bias": True}
     vocab_size = fields.take("vocab_size")
     fields.finish()
-    return {"family": "gpt", "vocab_size": vocab_size, "config": ours, "moe": {}}
+    return gpt(ours, vocab_size)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,18 +33,8 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     no_experts(description)
     require(description, qk_layernorm=False, add_bias_linear=False, add_qkv_bias=True)
     require(description, window_size=(-1, 0))
-    theirs = {"model_type": "qwen2", **write_common(description, "Qwen2ForCausalLM")}
+    theirs = {"model_type": "qwen2", **write_rms_silu(description, "Qwen2ForCausalLM")}
     return theirs | {"use_sliding_window": False}
-
-
-def table(description: Mapping[str, Any]) -> Table:
-    """List the weights."""
-    return Table(
-        around(description, [*attention_rules(("weight", "bias")), *mlp_rules()]),
-        setting(description, "num_layers"),
-        droppable=ANGLES,
-        copies=tied_copies(description),
-    )
 
 
 def no_window(fields: Fields) -> None:

@@ -4,24 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.decoder import (
-    ANGLES,
-    Fields,
-    around,
-    attention_rules,
+    decoder_table,
+    gpt,
     mlp_rules,
-    qk_norm_rules,
-    read_common,
-    require,
-    setting,
-    tied_copies,
-    write_common,
+    read_rms_silu,
+    write_rms_silu,
 )
-from mcore_ckpt.families.mixtral import (
+from mcore_ckpt.families.experts import (
     expert_layers,
     expert_rules,
     expert_setting,
     require_experts,
 )
+from mcore_ckpt.families.fields import Fields, require
 from mcore_ckpt.families.qwen2 import no_window
 from mcore_ckpt.rules import Rule, Table
 
@@ -35,7 +30,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = Fields(config)
     no_window(fields)
     fields.must_be("attention_bias", False)
-    ours = read_common(fields) | {"qk_layernorm": True}
+    ours = read_rms_silu(fields) | {"qk_layernorm": True}
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     pattern = [
         int(layer not in dense and (layer + 1) % step == 0)
@@ -54,7 +49,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     vocab_size = fields.take("vocab_size")
     fields.finish()
-    return {"family": "gpt", "vocab_size": vocab_size, "config": ours, "moe": moe}
+    return gpt(ours, vocab_size, moe)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +63,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     require(description, window_size=(-1, 0))
     if expert_setting(description, "moe_input_jitter_eps"):
         raise ValueError("it cannot say --moe-input-jitter-eps")
-    theirs = {"model_type": "qwen3_moe", **write_common(description, "Qwen3MoeForCausalLM")}
+    theirs = {"model_type": "qwen3_moe", **write_rms_silu(description, "Qwen3MoeForCausalLM")}
     experts = expert_setting(description, "num_experts")
     width = expert_setting(description, "moe_ffn_hidden_size") or theirs["intermediate_size"]
     pattern = expert_layers(description)
@@ -93,16 +88,9 @@ def table(description: Mapping[str, Any]) -> Table:
     sparse = tuple(layer for layer, has in enumerate(pattern) if has)
     dense = tuple(layer for layer, has in enumerate(pattern) if not has)
     rules = [
-        *attention_rules(),
-        *qk_norm_rules(),
-        *mlp_rules(layers=dense),
+        *mlp_rules(description, dense),
         Rule("blocks.*.moe.router.weight", f"{mlp}gate.weight", layers=sparse),
         *expert_rules(f"{mlp}experts.*.", ("gate_proj", "up_proj", "down_proj"), sparse),
     ]
-    return Table(
-        around(description, rules),
-        setting(description, "num_layers"),
-        expert_setting(description, "num_experts"),
-        droppable=ANGLES,
-        copies=tied_copies(description),
-    )
+    num_experts = expert_setting(description, "num_experts")
+    return decoder_table(description, rules, num_experts=num_experts)

@@ -1,0 +1,44 @@
+"""BERT as published: norms after each half, and one on the embeddings.
+
+No model here runs it yet; Megatron's own, with norms before, is ``megatron_bert``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families.megatron_bert import list_weights, read, write
+from mcore_ckpt.rules import Table
+
+_POST = {
+    "attention.qkv.q": "attention.self.query",
+    "attention.qkv.k": "attention.self.key",
+    "attention.qkv.v": "attention.self.value",
+    "attention.proj": "attention.output.dense",
+    "attention_post_norm": "attention.output.LayerNorm",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+    "mlp_post_norm": "output.LayerNorm",
+}
+
+
+def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a config.json as a description.
+
+    Raises:
+        ValueError: naming a field that we cannot represent.
+    """
+    return read(config, "bert", "Bert")
+
+
+def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a description as a config.json.
+
+    Raises:
+        ValueError: if it is of another family.
+    """
+    return write(description, "bert", "bert", "Bert")
+
+
+def table(description: Mapping[str, Any]) -> Table:
+    """List the weights."""
+    return list_weights(description, _POST, {"embedding_norm": "bert.embeddings.LayerNorm"})

@@ -1,0 +1,99 @@
+"""What families with experts share: settings of the router, which layers, their rules."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families.fields import setting
+from mcore_ckpt.rules import Rule
+
+MOE_DEFAULTS: dict[str, Any] = {
+    "num_experts": 0,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 0,
+    "moe_layer_freq": "1",
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": 0.0,
+    "moe_router_num_groups": 0,
+    "moe_router_group_topk": 0,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_dtype": "",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.0,
+    "moe_input_jitter_eps": 0.0,
+    "moe_shared_expert_intermediate_size": 0,
+    "moe_shared_expert_gate": False,
+    "moe_expert_capacity_factor": 0.0,
+}
+"""MoEConfig's defaults; a test holds them equal to mcore-moe's."""
+
+
+def expert_rules(
+    theirs: str, names: tuple[str, str, str], layers: tuple[int, ...] | None = None
+) -> list[Rule]:
+    """Rules of gated experts; ``names`` are gate, up and down of the family."""
+    ours = ("fc1.gate", "fc1.up", "fc2")
+    return [
+        Rule(f"blocks.*.moe.experts.*.{mine}.weight", f"{theirs}{name}.weight", layers=layers)
+        for mine, name in zip(ours, names, strict=True)
+    ]
+
+
+def expert_setting(description: Mapping[str, Any], name: str) -> Any:
+    """Return a MoEConfig field of a description, its default where it is left out."""
+    return description.get("moe", {}).get(name, MOE_DEFAULTS[name])
+
+
+def expert_layers(description: Mapping[str, Any]) -> list[int]:
+    """Say of each layer whether it has experts (1) or not (0).
+
+    Raises:
+        ValueError: if ``moe_layer_freq`` is neither a number nor a list of 0 and 1 as long as
+            the model is deep.
+    """
+    num_layers = setting(description, "num_layers")
+    text = str(expert_setting(description, "moe_layer_freq")).replace(" ", "")
+    if text.isdecimal() and int(text) > 0:
+        return [int(layer % int(text) == 0) for layer in range(num_layers)]
+    pattern: list[int] = []
+    for term in text.split("+"):
+        items, _, times = term.partition("*")
+        values = items.strip("[]").split(",")
+        if not set(values) <= {"0", "1"} or not (times or "1").isdecimal():
+            raise ValueError(f"--moe-layer-freq {text} is no number and no list of 0 and 1")
+        pattern += [int(value) for value in values] * int(times or 1)
+    if len(pattern) != num_layers:
+        raise ValueError(f"--moe-layer-freq {text} lists {len(pattern)} of {num_layers} layers")
+    return pattern
+
+
+def require_experts(description: Mapping[str, Any]) -> None:
+    """Refuse a dense model and routing that no family here can say.
+
+    Raises:
+        ValueError: with the flag.
+    """
+    if not expert_setting(description, "num_experts"):
+        raise ValueError("it cannot say a model without experts")
+    for name in (
+        "moe_router_score_function",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_enable_expert_bias",
+        "moe_shared_expert_intermediate_size",
+        "moe_expert_capacity_factor",
+    ):
+        value = expert_setting(description, name)
+        if value != MOE_DEFAULTS[name]:
+            raise ValueError(f"it cannot say --{name.replace('_', '-')} {value}")
+
+
+def no_experts(description: Mapping[str, Any]) -> None:
+    """Refuse a model with experts.
+
+    Raises:
+        ValueError: with their number.
+    """
+    experts = description.get("moe", {}).get("num_experts", 0)
+    if experts:
+        raise ValueError(f"it cannot say --num-experts {experts}: only 0")

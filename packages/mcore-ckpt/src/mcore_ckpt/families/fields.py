@@ -1,0 +1,175 @@
+"""Reading and writing config.json field by field, and the defaults of our own fields."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+CARRIED = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "unk_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "use_cache",
+    "keys_to_ignore_at_inference",
+    "task_specific_params",
+)
+"""Fields that say nothing about weights or logits and are carried along as they are."""
+
+_SILENT = {
+    *CARRIED,
+    *("_name_or_path", "architectures", "auto_map", "chunk_size_feed_forward", "dtype"),
+    *("id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions"),
+    *("output_hidden_states", "problem_type", "return_dict", "torch_dtype", "use_bfloat16"),
+    *("transformers_version", "pretraining_tp", "rope_interleaved", "output_router_logits"),
+    *("quantization_config", "layer_types", "max_window_layers", "add_cross_attention"),
+    *("cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task"),
+}
+
+DEFAULTS: dict[str, Any] = {
+    "num_query_groups": 0,
+    "kv_channels": 0,
+    "max_position_embeddings": 0,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": 1.0,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "rope_scaling_low_freq_factor": 1.0,
+    "rope_scaling_high_freq_factor": 4.0,
+    "rope_scaling_original_max_position_embeddings": 8192,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "apply_layernorm_1p": False,
+    "qk_layernorm": False,
+    "swiglu": True,
+    "quick_geglu": False,
+    "squared_relu": False,
+    "openai_gelu": False,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "untie_embeddings_and_output_weights": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "window_size": (-1, 0),
+    "window_attn_skip_freq": 0,
+    "init_method_std": 0.02,
+}
+"""TransformerConfig's defaults; a test holds them equal to mcore-models'."""
+
+
+class Fields:
+    """A config.json that is read field by field and must be used up."""
+
+    def __init__(self, config: Mapping[str, Any], keep: Iterable[str] = ()) -> None:
+        """Refuse what no family can represent.
+
+        Args:
+            config: the fields.
+            keep: those that say something in this family, though nothing in others.
+
+        Raises:
+            ValueError: for quantized weights.
+        """
+        if config.get("quantization_config"):
+            raise ValueError(
+                "config.json has quantization_config, which mcore cannot represent here: "
+                "convert understands fp8 in blocks; dequantize others with their own tool."
+            )
+        silent = _SILENT - set(keep)
+        self._left = {name: v for name, v in config.items() if name not in silent}
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return a field, which then counts as used; null counts as absent."""
+        value = self._left.pop(name, None)
+        if value is None and default is None:
+            raise ValueError(f"config.json lacks {name}.")
+        return default if value is None else value
+
+    def maybe(self, name: str) -> Any:
+        """Return a field or None, which then counts as used."""
+        return self._left.pop(name, None)
+
+    def must_be(self, name: str, *values: Any) -> None:
+        """Use a field up that may only have certain values, or be absent.
+
+        Raises:
+            ValueError: with the field and its value.
+        """
+        value = self._left.pop(name, None)
+        if value is not None and value not in values:
+            allowed = " or ".join(repr(v) for v in values)
+            raise ValueError(
+                f"config.json has {name}={value!r}, which mcore cannot represent here: only "
+                f"{allowed}."
+            )
+
+    def finish(self) -> None:
+        """Refuse fields that nobody asked for.
+
+        Raises:
+            ValueError: naming them.
+        """
+        # False, null, 0 and empty lists switch off features that we do not have.
+        unknown = sorted(name for name, value in self._left.items() if value)
+        if unknown:
+            raise ValueError(
+                "config.json has fields that mcore does not know: "
+                + ", ".join(f"{name}={self._left[name]!r}" for name in unknown)
+            )
+
+
+def setting(description: Mapping[str, Any], name: str) -> Any:
+    """Return a TransformerConfig field of a description, its default where it is left out."""
+    value = description["config"].get(name, DEFAULTS.get(name))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def require(description: Mapping[str, Any], **values: Any) -> None:
+    """Refuse a description whose fields a family cannot say.
+
+    Raises:
+        ValueError: with the flag, its value and what it would have to be.
+    """
+    for name, wanted in values.items():
+        value = setting(description, name)
+        if value != wanted:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"it cannot say {flag} {value}: only {wanted}")
+
+
+REQUIRED = object()
+"""Stands for the default of a field that has none."""
+
+Pairs = Iterable[tuple[str, str, Any]]
+"""Our field, theirs, and the value where theirs is absent; None stays None."""
+
+
+def read_pairs(fields: Fields, pairs: Pairs) -> dict[str, Any]:
+    """Read fields that differ in name only.
+
+    Raises:
+        ValueError: if a required one is absent.
+    """
+    ours = {}
+    for mine, there, default in pairs:
+        value = fields.take(there) if default is REQUIRED else fields.maybe(there)
+        ours[mine] = default if value is None else value
+    return ours
+
+
+def write_pairs(description: Mapping[str, Any], pairs: Pairs) -> dict[str, Any]:
+    """Write what ``read_pairs`` read."""
+    return {there: description["config"].get(mine) for mine, there, _ in pairs}
+
+
+def require_family(description: Mapping[str, Any], name: str) -> None:
+    """Refuse a model of another architecture.
+
+    Raises:
+        ValueError: with both names.
+    """
+    if description.get("family") != name:
+        raise ValueError(f"it cannot say a model of the family {description.get('family')!r}")

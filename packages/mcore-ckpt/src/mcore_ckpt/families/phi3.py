@@ -1,0 +1,77 @@
+"""Phi-3: Llama with queries, keys and values in one matrix, and gates and ups in another."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families.decoder import (
+    ANGLES,
+    around,
+    attention_rules,
+    gpt,
+    num_groups,
+    read_rms_silu,
+    tied_copies,
+    write_rms_silu,
+)
+from mcore_ckpt.families.experts import no_experts
+from mcore_ckpt.families.fields import Fields, require, setting
+from mcore_ckpt.families.mistral import read_window, write_window
+from mcore_ckpt.rules import Rule, Table
+
+
+def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a config.json as a description.
+
+    Raises:
+        ValueError: naming a field that we cannot represent; long-context variants
+            (``rope_type`` longrope) among them.
+    """
+    fields = Fields(config)
+    fields.must_be("attention_bias", False)
+    for name in ("embd_pdrop", "resid_pdrop"):
+        fields.must_be(name, 0.0)
+    fields.take("original_max_position_embeddings", 0)
+    ours = read_rms_silu(fields) | {"window_size": read_window(fields)}
+    vocab_size = fields.take("vocab_size")
+    fields.finish()
+    return gpt(ours, vocab_size)
+
+
+def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a description as a config.json.
+
+    Raises:
+        ValueError: naming a flag that the family cannot say.
+    """
+    no_experts(description)
+    require(description, qk_layernorm=False, add_bias_linear=False, add_qkv_bias=False)
+    theirs = write_rms_silu(description, "Phi3ForCausalLM", partial=True)
+    own = theirs["hidden_size"] // theirs["num_attention_heads"]
+    if theirs.pop("head_dim") != own:
+        raise ValueError(f"it cannot say --kv-channels: only {own}, hidden size / heads")
+    theirs |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False}
+    return {"model_type": "phi3", **theirs, **write_window(description)}
+
+
+def table(description: Mapping[str, Any]) -> Table:
+    """List the weights."""
+    at = "model.layers.*."
+    heads = setting(description, "num_attention_heads")
+    head = setting(description, "kv_channels") or setting(description, "hidden_size") // heads
+    groups = num_groups(description)
+    sizes = (heads * head, groups * head, groups * head)
+    qkv = tuple(f"blocks.*.attention.qkv.{part}.weight" for part in "qkv")
+    fc1 = ("blocks.*.mlp.fc1.gate.weight", "blocks.*.mlp.fc1.up.weight")
+    kept = [rule for rule in attention_rules(description) if ".qkv." not in rule.ours]
+    rules = [
+        *kept,
+        Rule(qkv, f"{at}self_attn.qkv_proj.weight", sizes=sizes),
+        Rule(fc1, f"{at}mlp.gate_up_proj.weight"),
+        Rule("blocks.*.mlp.fc2.weight", f"{at}mlp.down_proj.weight"),
+    ]
+    return Table(
+        around(description, rules),
+        setting(description, "num_layers"),
+        droppable=ANGLES,
+        copies=tied_copies(description),
+    )

@@ -1,0 +1,205 @@
+"""Pickles of foreign programs, read as data: nothing in them is ever called.
+
+An unpickler normally imports and calls whatever the file names. This one knows a short list of
+names, gives an inert record of our own for each, and refuses every other by its name, so a
+hostile file can at most be refused. What a record was built with can be looked at.
+"""
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from io import BufferedIOBase, BytesIO
+from typing import Any
+
+TORCH_DTYPES: dict[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "bool": "BOOL",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "complex64": "C64",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+}
+"""Safetensors' name of each dtype, by torch's."""
+
+STORAGE_DTYPES: dict[str, str] = {
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "BoolStorage": "BOOL",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "Float8_e4m3fnStorage": "F8_E4M3",
+    "Float8_e5m2Storage": "F8_E5M2",
+    "ComplexFloatStorage": "C64",
+    "UntypedStorage": "U8",
+}
+"""Safetensors' name of what each kind of torch's storages holds."""
+
+_KNOWN_MODULES = (
+    "torch.distributed.checkpoint.",
+    "torch.distributed.tensor.",
+    "megatron.",
+    "transformer_engine.",
+)
+"""Whatever is in them is kept as a record; none of it is imported."""
+
+_KNOWN_NAMES = {
+    *("argparse.Namespace", "types.SimpleNamespace", "torch.device", "torch.Generator"),
+    *("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2"),
+    *("torch._utils._rebuild_parameter", "torch.serialization._get_layout"),
+    *("torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter", "torch.Tensor"),
+    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+    *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    *("numpy.ndarray", "numpy.dtype", "_codecs.encode", "datetime.timedelta"),
+    *("collections.defaultdict", "collections.deque", "enum.Enum", "copyreg._reconstructor"),
+    *("pathlib.Path", "pathlib.PosixPath", "pathlib._local.PosixPath", "builtins.object"),
+    *("signal.Signals", "builtins.getattr", "__builtin__.getattr", "__builtin__.object"),
+}
+
+_PLAIN: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": tuple,
+    **{
+        f"{module}.{kind.__name__}": kind
+        for module in ("builtins", "__builtin__")
+        for kind in (set, frozenset, list, tuple, dict, bytearray, complex, int, float, str)
+    },
+}
+"""Containers and numbers, which are what they say."""
+
+
+class Record:
+    """Something foreign: its name, what it was called with and the state it was given."""
+
+    name = ""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        """Keep the arguments."""
+        self.args = args
+        self.state: Any = named
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep an item of a foreign dictionary."""
+        self.state = {**(self.state or {}), key: value}
+
+    def append(self, value: Any) -> None:
+        """Keep an item of a foreign list."""
+        self.args = (*self.args, value)
+
+    def extend(self, values: Any) -> None:
+        """Keep items of a foreign list."""
+        self.args = (*self.args, *values)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field of the state."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+    def fields(self) -> dict[str, Any]:
+        """Return the state where it is a dictionary."""
+        return dict(self.state) if isinstance(self.state, dict) else {}
+
+
+def record_class(full_name: str) -> type[Record]:
+    """Return the class of records of one foreign name."""
+    return type("Record", (Record,), {"name": full_name})
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Reads a pickle without calling anything in it."""
+
+    def __init__(
+        self,
+        file: BufferedIOBase,
+        where: str,
+        persistent: Callable[[Any], Any] | None = None,
+        special: dict[str, Any] | None = None,
+    ) -> None:
+        """Set up; ``load`` reads one pickle.
+
+        Args:
+            file: stands at the pickle.
+            where: for messages.
+            persistent: makes something of torch's references to storages.
+            special: what stands for certain full names, instead of a record.
+        """
+        super().__init__(file, encoding="latin1")
+        self._where = where
+        self._persistent = persistent
+        self._special = special or {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name in the pickle.
+
+        Raises:
+            RuntimeError: for a name that is not on the list.
+        """
+        full = f"{module}.{name}"
+        if full in self._special:
+            return self._special[full]
+        if full in _PLAIN:
+            return _PLAIN[full]
+        if module == "torch" and name in TORCH_DTYPES:
+            return TORCH_DTYPES[name]
+        if module in ("torch", "torch.storage") and name in STORAGE_DTYPES:
+            return STORAGE_DTYPES[name]
+        if full in _KNOWN_NAMES or module.startswith(_KNOWN_MODULES):
+            return record_class(full)
+        raise RuntimeError(
+            f"{self._where} holds a pickle that asks for {full}: it is not on the list of "
+            "names that checkpoints need, so the file is refused. Nothing in it was run."
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return what stands for a reference.
+
+        Raises:
+            RuntimeError: if the pickle should have none.
+        """
+        if self._persistent is None:
+            raise RuntimeError(f"{self._where} holds a pickle with references to nothing.")
+        return self._persistent(pid)
+
+
+def load_inert(
+    content: bytes | BufferedIOBase,
+    where: str,
+    persistent: Callable[[Any], Any] | None = None,
+    special: dict[str, Any] | None = None,
+) -> Any:
+    """Read one pickle as data.
+
+    Args:
+        content: the bytes, or a file that stands at them.
+        where: for messages.
+        persistent: makes something of torch's references to storages.
+        special: what stands for certain full names, instead of a record.
+
+    Raises:
+        RuntimeError: if it asks for a name that is not known, or is damaged.
+    """
+    file = BytesIO(content) if isinstance(content, bytes) else content
+    try:
+        return InertUnpickler(file, where, persistent, special).load()
+    except RuntimeError:
+        raise
+    except Exception as error:
+        # A damaged pickle fails in as many ways as there are opcodes.
+        raise RuntimeError(f"{where} holds a damaged pickle: {error!r}") from error

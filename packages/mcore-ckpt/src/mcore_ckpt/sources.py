@@ -1,0 +1,349 @@
+"""Checkpoints of every format, opened: which model it is, and its tensors under our names.
+
+Nothing is read but what says where things are; tensors come by rows when they are asked for.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt import megatron, torchtitan
+from mcore_ckpt.dcp import METADATA, DcpFolder, read_dcp_folder
+from mcore_ckpt.families import family_for, family_of
+from mcore_ckpt.families.fields import CARRIED
+from mcore_ckpt.files import Reader
+from mcore_ckpt.hf_folder import read_hf_folder, small_files
+from mcore_ckpt.index import Index, read_index
+from mcore_ckpt.megatron_legacy import is_legacy, read_legacy_folder
+from mcore_ckpt.paths import latest_step, resolve_folder, step_folder
+from mcore_ckpt.rules import Link, Rule, Table, expand, match_theirs, split_index, unstacked
+from mcore_ckpt.streams import Rows, Source, compare_copy
+from mcore_ckpt.torch_files import read_torch_file
+from mcore_ckpt.views import Cast, Dequantized, Resized, Turned
+
+FORMATS = ("hf", "mcore", "megatron", "dcp")
+"""Words for what a conversion reads and writes."""
+
+PREFIX = "model."
+"""What weights are called by in a checkpoint of ours, before their logical names."""
+
+EXTRA = "mcore"
+"""Entry of foreign checkpoints that we wrote: JSON that says which model it is."""
+
+_PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
+_STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user says about an input that the input does not say itself."""
+
+    dtype: str = ""
+    """Safetensors' name to cast floating-point weights to; empty: as they are."""
+    config: str = ""
+    """config.json, or folder with one, of the model; or JSON of one of our descriptions."""
+    vocab_size: int = 0
+    """Rows of vocabulary to keep; beyond the input's, rows of zeros. 0: as in the input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint whose tensors can be read."""
+
+    description: dict[str, Any]
+    """The model, in our fields."""
+    links: Sequence[Link]
+    """How its tensors are ours."""
+    theirs: Rows
+    """Its tensors under its own names."""
+    ours: Rows
+    """Its tensors under logical names, resized as asked."""
+    hf: dict[str, Any] = field(default_factory=dict)
+    """``model_type`` and carried fields of the Hugging Face model that it came from."""
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the tokenizer."""
+    generation: Mapping[str, bytes] = field(default_factory=dict)
+    """generation_config.json, if there is one."""
+    left_behind: int = 0
+    """Entries that are no weights (optimizer, random state) and are not converted."""
+
+
+@contextmanager
+def opened(form: str, path: str | Path, asked: Asked | None = None) -> Iterator[Opened]:
+    """Open a checkpoint of a format; its files are closed at the end.
+
+    Args:
+        form: one of ``FORMATS``.
+        path: its folder, or a run folder with a pointer to it.
+        asked: what the user says about it.
+
+    Raises:
+        ValueError: if it cannot be represented, or does not say which model it is.
+        RuntimeError: if files are damaged, or hold a pickle that asks for unknown names.
+    """
+    read = {"hf": _open_hf, "mcore": _open_mcore, "dcp": _open_dcp, "megatron": _open_megatron}
+    with read[form](Path(path), asked or Asked()) as found:
+        yield found
+
+
+@contextmanager
+def _open_hf(path: Path, asked: Asked) -> Iterator[Opened]:
+    folder = read_hf_folder(path)
+    config = dict(folder.config)
+    block = _fp8_block(config)
+    model_type = config.get("model_type", "")
+    family = family_of(model_type)
+    description = family.to_ours(config)
+    if hasattr(family, "as_stored"):
+        description = family.as_stored(description, folder.tensors.keys())
+    table = family.table(description)
+    tokenizer, generation = small_files(folder.path)
+    hf = {
+        "model_type": model_type,
+        "config": {name: config[name] for name in CARRIED if name in config},
+    }
+    with Reader(folder.path) as reader:
+        theirs: Rows = Source(reader, folder.tensors)
+        if block is not None:
+            theirs = Dequantized(theirs, block)
+        yield _link(
+            table, theirs, description, asked, hf=hf, tokenizer=tokenizer, generation=generation
+        )
+
+
+@contextmanager
+def _open_mcore(path: Path, asked: Asked) -> Iterator[Opened]:
+    step = resolve_folder(path)
+    index = read_index(step)
+    description = describe_native(step, index)
+    tensors = {
+        name.removeprefix(PREFIX): entry
+        for name, entry in index.tensors.items()
+        if name.startswith(PREFIX)
+    }
+    tokenizer, _ = small_files(step / "tokenizer")
+    _, generation = small_files(step)
+    links = [Link((name,), name) for name in tensors]
+    with Reader(step) as reader:
+        theirs = _cast(Source(reader, tensors), asked)
+        yield Opened(
+            *_described(description, links, theirs, asked),
+            hf=dict(index.extra.get("hf", {})),
+            tokenizer=tokenizer,
+            generation=generation,
+            left_behind=len(index.tensors) - len(tensors),
+        )
+
+
+@contextmanager
+def _open_dcp(path: Path, asked: Asked) -> Iterator[Opened]:
+    folder = read_dcp_folder(path)
+    extra = _our_extra(folder)
+    if extra is None and not asked.config:
+        raise ValueError(
+            f"{path} does not say which model it holds: give --config with the config.json of "
+            "the model, or a folder that has one."
+        )
+    description = extra["model"] if extra else _asked_description(asked.config)
+    table, prefix = _dialect(folder, description)
+    links = expand(table)
+    listed = {
+        name.removeprefix(prefix): name for name in folder.tensors if name.startswith(prefix)
+    }
+    weights = {mine: name for mine, name in listed.items() if not mine.startswith(_STATE)}
+    found = folder.locate(weights.values())
+    entries = unstacked({mine: found[name] for mine, name in weights.items()}, links)
+    tokenizer, _ = small_files(path / "tokenizer")
+    _, generation = small_files(path)
+    behind = len(folder.tensors) - len(weights) + len(folder.objects)
+    with Reader(path) as reader:
+        yield _link(
+            table,
+            Source(reader, entries),
+            description,
+            asked,
+            hf=dict((extra or {}).get("hf", {})),
+            tokenizer=tokenizer,
+            generation=generation,
+            left_behind=behind,
+        )
+
+
+@contextmanager
+def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
+    step = _megatron_step(path)
+    tokenizer, _ = small_files(step / "tokenizer")
+    _, generation = small_files(step)
+    small = {"tokenizer": tokenizer, "generation": generation}
+    if is_legacy(step):
+        legacy = read_legacy_folder(step, asked.vocab_size, _asked_description(asked.config))
+        with Reader(step) as reader:
+            theirs = Source(reader, legacy.tensors)
+            yield _link(legacy.table, theirs, legacy.description, asked, **small)
+        return
+    folder = read_dcp_folder(step)
+    common = _common_state(step, folder)
+    extra = json.loads(common[EXTRA]) if EXTRA in common else {}
+    weights = [name for name in folder.tensors if not name.startswith(_STATE)]
+    word = "embedding.word_embeddings.weight"
+    if word not in folder.tensors:
+        raise ValueError(f"{step} holds no {word}: it is no GPT that Megatron saved.")
+    padded = folder.tensors[word].shape[0]
+    description = extra.get("model") or _asked_description(asked.config)
+    if not description:
+        arguments = common.get("args")
+        if arguments is None:
+            raise ValueError(
+                f"{step} holds no arguments of Megatron's: give --config with the config.json "
+                "of the model."
+            )
+        values = {"padded_vocab_size": padded, **arguments.fields()}
+        description = megatron.from_arguments(values, asked.vocab_size)
+    norm = ("decoder.layers.pre_mlp_layernorm.", ".pre_mlp_layernorm.")
+    is_local = not any(mark in name for name in weights for mark in norm)
+    impl = "local" if is_local else "transformer_engine"
+    table = megatron.table(description, padded, transformer_impl=impl)
+    entries = unstacked(folder.locate(weights), expand(table))
+    behind = len(folder.tensors) - len(weights)
+    with Reader(step) as reader:
+        theirs = Source(reader, entries)
+        hf = dict(extra.get("hf", {}))
+        yield _link(table, theirs, description, asked, hf=hf, left_behind=behind, **small)
+
+
+def describe_native(step: Path, index: Index) -> dict[str, Any]:
+    """Return which model a checkpoint of ours says that it holds.
+
+    Raises:
+        ValueError: if it says nothing.
+    """
+    description = index.extra.get("model")
+    if not isinstance(description, dict) or "family" not in description:
+        raise ValueError(
+            f"{step} does not say which model it holds (extra.model in its index): it was "
+            "not saved by mcore-train or mcore-ckpt convert."
+        )
+    return description
+
+
+def _link(
+    table: Table, theirs: Rows, description: dict[str, Any], asked: Asked, **more: Any
+) -> Opened:
+    """Match tensors with a table; every tensor must be used, and once."""
+    links = expand(table)
+    for name in match_theirs(table, links, theirs.entries):
+        compare_copy(theirs, name, table.copies[name])
+    return Opened(*_described(description, links, _cast(theirs, asked), asked), **more)
+
+
+def _described(
+    description: dict[str, Any], links: Sequence[Link], theirs: Rows, asked: Asked
+) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
+    ours: Rows = Turned(links, theirs)
+    if asked.vocab_size and asked.vocab_size != description["vocab_size"]:
+        ours = Resized(ours, dict.fromkeys(_PADDED, asked.vocab_size))
+        description = {**description, "vocab_size": asked.vocab_size}
+    return description, links, theirs, ours
+
+
+def _cast(theirs: Rows, asked: Asked) -> Rows:
+    return Cast(theirs, asked.dtype) if asked.dtype else theirs
+
+
+def _fp8_block(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Take fp8 in blocks out of a config.json; other quantizations are left for refusal."""
+    how = config.get("quantization_config") or {}
+    if how.get("quant_method") != "fp8" or not how.get("weight_block_size"):
+        return None
+    del config["quantization_config"]
+    tall, wide = how["weight_block_size"]
+    return tall, wide
+
+
+def _asked_description(config: str) -> dict[str, Any]:
+    """Read a description out of what ``--config`` names; empty if nothing is named."""
+    if not config:
+        return {}
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"--config {config}: there is no {path}.") from None
+    except ValueError as error:
+        raise ValueError(f"--config {config} is no JSON: {error}") from None
+    if "model_type" in found:
+        return family_of(found["model_type"]).to_ours(found)
+    if "family" in found and "config" in found:
+        return found
+    raise ValueError(f"--config {config} has neither model_type nor family: it names no model.")
+
+
+def _our_extra(folder: DcpFolder) -> dict[str, Any] | None:
+    if EXTRA not in folder.objects:
+        return None
+    text = folder.read_object(EXTRA)
+    return json.loads(text) if isinstance(text, str) else None
+
+
+def native_table(names: Iterable[str]) -> Table:
+    """Make a table of names that are ours already."""
+    return Table(tuple(Rule(name, name) for name in names), 0)
+
+
+def _hf_table(description: dict[str, Any]) -> Table:
+    return family_of(family_for(description)).table(description)
+
+
+def _common_state(step: Path, folder: DcpFolder) -> dict[str, Any]:
+    """Read what Megatron stores once: arguments, iteration. Its file, else its object."""
+    if (step / "common.pt").is_file():
+        found = read_torch_file(step / "common.pt")
+    elif "common_state/shard_0_1" in folder.objects:
+        found = folder.read_object("common_state/shard_0_1")
+        found = found[0] if isinstance(found, list) and found else found
+    else:
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+def _megatron_step(path: Path) -> Path:
+    """Find the step that a run folder of Megatron's points to."""
+    if (path / METADATA).is_file() or is_legacy(path):
+        return path
+    step = latest_step(path)
+    found = path if step is None else step_folder(path, step)
+    if step is None or not ((found / METADATA).is_file() or is_legacy(found)):
+        raise ValueError(
+            f"{found} holds neither {METADATA} nor mp_rank_00: it is no complete checkpoint "
+            "of Megatron's."
+        )
+    return found
+
+
+def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str]:
+    """Find whose names a directory has, and what stands before them all."""
+    names = set(folder.tensors)
+    for make in (_hf_table, torchtitan.table):
+        try:
+            table = make(description)
+        except ValueError:
+            continue
+        wanted = {split_index(link.theirs)[0] for link in expand(table)}
+        some = min(wanted, key=len)
+        for full in sorted(name for name in names if name.endswith(some)):
+            prefix = full.removesuffix(some)
+            if sum(prefix + name in names for name in wanted) * 2 > len(wanted):
+                return table, prefix
+    mine = [name for name in names if name.startswith(f"{PREFIX}embedding.")]
+    if mine:
+        logical = sorted(n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX))
+        return native_table(logical), PREFIX
+    shown = ", ".join(sorted(names)[:5])
+    raise ValueError(
+        f"{folder.path} holds tensors of names that no table has for this model ({shown}, "
+        "...): torchtitan's, Hugging Face's and ours are known."
+    )

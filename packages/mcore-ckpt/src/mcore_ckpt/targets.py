@@ -1,0 +1,200 @@
+"""Writing a checkpoint that was opened in any other format; each folder appears whole."""
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt import megatron, torchtitan
+from mcore_ckpt.dcp import write_dcp_folder
+from mcore_ckpt.families import family_for, family_of
+from mcore_ckpt.files import Item
+from mcore_ckpt.hf_folder import write_hf_folder
+from mcore_ckpt.paths import RELEASE, TRACKER, sync_folder, write_durably
+from mcore_ckpt.rules import Table, expand, match_ours
+from mcore_ckpt.sources import EXTRA, PREFIX, Opened, native_table
+from mcore_ckpt.views import their_items
+
+Watch = Callable[[Sequence[Item]], list[Item]]
+"""Wraps items, so that what passes can be seen."""
+
+_TORCH_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a user says about an output."""
+
+    max_shard_bytes: int = 5_000_000_000
+    """Most bytes of tensors in one file."""
+    model_type: str = ""
+    """Hugging Face family; empty: where the weights came from, or the first that fits."""
+    dcp_names: str = "mcore"
+    """Names in a torch.distributed.checkpoint directory: ``mcore``, ``hf``, ``torchtitan``."""
+    make_vocab_size_divisible_by: int = 128
+    """Megatron's vocabulary is padded to a multiple of this."""
+    transformer_impl: str = "transformer_engine"
+    """Megatron's layers that will load it: ``local`` names one norm otherwise."""
+
+
+def our_items(source: Opened) -> list[Item]:
+    """List a checkpoint's tensors under our names, ready to be written."""
+    table = native_table(source.ours.entries)
+    return [
+        Item(PREFIX + item.name, item.dtype, item.shape, item.slabs)
+        for item in their_items(expand(table), source.ours)
+    ]
+
+
+def model_type_of(source: Opened, wanted: str = "") -> str:
+    """Return the Hugging Face family to write.
+
+    Raises:
+        ValueError: if no family can say the model.
+    """
+    return wanted or source.hf.get("model_type") or family_for(source.description)
+
+
+def write_hf(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+    """Write a Hugging Face folder; return its ``model_type``."""
+    model_type = model_type_of(source, wanted.model_type)
+    family = family_of(model_type)
+    # Words that went along say nothing about weights; those of a family win.
+    config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
+    items = watch(_items(family.table(source.description), source))
+    config |= _dtype_fields(items)
+    write_hf_folder(folder, config, items, wanted.max_shard_bytes)
+    tokenizer = dict(source.tokenizer)
+    if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
+        # Enough for AutoTokenizer to open a tokenizer that was trained here.
+        plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        tokenizer["tokenizer_config.json"] = json.dumps(plain, indent=2).encode() + b"\n"
+    for name, content in {**tokenizer, **source.generation}.items():
+        write_durably(folder / name, content)
+    return model_type
+
+
+def write_dcp(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+    """Write a directory of torch.distributed.checkpoint; return whose names it has.
+
+    Raises:
+        ValueError: if the names asked for cannot say the model.
+    """
+    if wanted.dcp_names == "mcore":
+        items = our_items(source)
+    elif wanted.dcp_names == "torchtitan":
+        items = _items(torchtitan.table(source.description), source)
+    elif wanted.dcp_names == "hf":
+        model_type = model_type_of(source, wanted.model_type)
+        items = _items(family_of(model_type).table(source.description), source)
+    else:
+        raise ValueError(
+            f"--dcp-names {wanted.dcp_names} is not known: use mcore, hf or torchtitan."
+        )
+    write_dcp_folder(
+        folder, watch(items), {EXTRA: _extra(source)}, max_file_bytes=wanted.max_shard_bytes
+    )
+    write_small_files(folder, source)
+    return wanted.dcp_names
+
+
+def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+    """Write a run folder that megatron-core loads as a release; return ``torch_dist``.
+
+    Raises:
+        ValueError: if Megatron cannot say the model, or an option is out of range.
+    """
+    multiple = wanted.make_vocab_size_divisible_by
+    if multiple < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by {multiple} must be 1 or more.")
+    if wanted.transformer_impl not in ("transformer_engine", "local"):
+        raise ValueError(
+            f"--transformer-impl {wanted.transformer_impl} is not known: use "
+            "transformer_engine or local."
+        )
+    padded = -(-source.description["vocab_size"] // multiple) * multiple
+    table = megatron.table(source.description, padded, transformer_impl=wanted.transformer_impl)
+    items = watch(_items(table, source))
+    arguments = megatron.to_arguments(source.description, padded)
+    arguments["make_vocab_size_divisible_by"] = multiple
+    common = {
+        "args": Namespace(**arguments),
+        "checkpoint_version": megatron.CHECKPOINT_VERSION,
+        "iteration": 0,
+        EXTRA: _extra(source),
+    }
+    step = folder / RELEASE
+    step.mkdir()
+    write_dcp_folder(
+        step,
+        items,
+        {"common_state/shard_0_1": [common]},
+        max_file_bytes=wanted.max_shard_bytes,
+    )
+    write_small_files(step, source)
+    form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    write_durably(step / "metadata.json", json.dumps(form).encode())
+    write_durably(folder / TRACKER, RELEASE.encode())
+    return "torch_dist"
+
+
+def write_small_files(folder: Path, source: Opened) -> None:
+    """Write the tokenizer and the generation config that go along."""
+    for name, content in source.tokenizer.items():
+        (folder / "tokenizer").mkdir(exist_ok=True)
+        write_durably(folder / "tokenizer" / name, content)
+    for name, content in source.generation.items():
+        write_durably(folder / name, content)
+
+
+@contextmanager
+def appearing(output: Path) -> Iterator[Path]:
+    """Give a folder to write to, which becomes ``output`` if all goes well, else goes away.
+
+    Raises:
+        ValueError: if the output is in the way.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not empty: give a new folder.")
+    unfinished = output.with_name(f".{output.name}.partial.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if output.exists():
+            output.rmdir()
+        unfinished.rename(output)
+        sync_folder(output.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+WRITERS: Mapping[str, Callable[[Path, Opened, Wanted, Watch], str]] = {
+    "hf": write_hf,
+    "dcp": write_dcp,
+    "megatron": write_megatron,
+}
+"""Writers of folders that appear whole; ours has its own way."""
+
+
+def _items(table: Table, source: Opened) -> list[Item]:
+    links = expand(table)
+    match_ours(links, source.ours.entries)
+    return their_items(links, source.ours)
+
+
+def _extra(source: Opened) -> str:
+    return json.dumps({"model": source.description, "hf": source.hf})
+
+
+def _dtype_fields(items: Sequence[Item]) -> dict[str, Any]:
+    sizes: dict[str, int] = {}
+    for item in items:
+        sizes[item.dtype] = sizes.get(item.dtype, 0) + item.num_bytes
+    word = _TORCH_WORDS.get(max(sizes, key=lambda name: sizes[name]), "float32")
+    return {"torch_dtype": word, "dtype": word}
