@@ -106,6 +106,30 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
     return device
 
 
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Inside, the same work on the same number of devices gives the same bits in every run.
+
+    Enter it before ``initialize``: cuBLAS and NCCL read their part of it from the environment
+    when they start (one workspace for each stream, sums round a ring); what is set there
+    already is kept. Operations of torch that have no deterministic form raise.
+    """
+    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    added = [name for name in variables if name not in os.environ]
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    was_filled = torch.utils.deterministic.fill_uninitialized_memory
+    os.environ.update({name: variables[name] for name in added})
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory each
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_enabled)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filled
+        for name in added:
+            del os.environ[name]
+
+
 def world_size() -> int:
     """Ranks of the world that was joined, or else of the one that the launcher describes."""
     if dist.is_initialized():
