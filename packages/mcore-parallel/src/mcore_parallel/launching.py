@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,15 +118,16 @@ def deterministic_algorithms() -> Iterator[None]:
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
     added = [name for name in variables if name not in os.environ]
     was_enabled = torch.are_deterministic_algorithms_enabled()
-    was_filled = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # its attribute is made at run time
+    was_filled = memory.fill_uninitialized_memory
     os.environ.update({name: variables[name] for name in added})
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory each
+    memory.fill_uninitialized_memory = False  # it costs a pass over each new tensor
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was_enabled)
-        torch.utils.deterministic.fill_uninitialized_memory = was_filled
+        memory.fill_uninitialized_memory = was_filled
         for name in added:
             del os.environ[name]
 
