@@ -295,6 +295,9 @@ class RunConfig:
     """Save and end after a step that this divides; 0: never."""
     exit_duration_in_mins: float = 0.0
     """Save and end after this many minutes; 0: never."""
+    deterministic_mode: bool = False
+    """Use only algorithms that give the same bits in every run with the same number of ranks;
+    slower. On a CPU every run is repeatable anyway."""
     manual_gc_interval: int = 100
     """Steps after which all ranks collect Python's garbage together, and never else; 0: each
     rank whenever Python thinks fit. Megatron's default: 0."""
