@@ -191,8 +191,17 @@ def _varlen(
     pieces = documents.flat()
     borders, longest = pieces.cu_seqlens(q.device), pieces.longest
     # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H], free of copies for one row.
-    flat = [t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)]
+    flat_q, flat_k, flat_v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
     out = varlen_attn(
-        *flat, borders, borders, longest, longest, scale=scale, window_size=(window, 0)
+        flat_q,
+        flat_k,
+        flat_v,
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(window, 0),
     )
+    assert isinstance(out, Tensor)  # a pair where more was asked for
     return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)

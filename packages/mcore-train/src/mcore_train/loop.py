@@ -17,7 +17,7 @@ from mcore_train.evaluation import Score, evaluate
 from mcore_train.garbage import StillCollector
 from mcore_train.hardware import peak_flops
 from mcore_train.log import Reporter, StepReport
-from mcore_train.losses import MicroBatch, has_own_positions, place
+from mcore_train.losses import MicroBatch, place
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.signals import StopRequest
 from mcore_train.step import StepResult, train_step
@@ -81,7 +81,7 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches of one step after another, from where the run stands."""
     config = run.plan.config
     loader = _loader(run, run.datasets.train, run.consumed_train_samples)
-    own_positions = has_own_positions(config.data)
+    own_positions = config.data.reset_position_ids
     source = iter(loader)
     while True:
         yield [
