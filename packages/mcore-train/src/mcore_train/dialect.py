@@ -58,7 +58,13 @@ SPELLINGS: dict[str, Spelling] = {
 }
 """Flags that are taken and translated."""
 
+_NODE_LOCAL = "node-local checkpoints are not built yet; use --async-save."
+
 REFUSED: dict[str, str] = {
+    "--non-persistent-save-interval": _NODE_LOCAL,
+    "--non-persistent-ckpt-type": _NODE_LOCAL,
+    "--non-persistent-local-ckpt-dir": _NODE_LOCAL,
+    "--replication": _NODE_LOCAL,
     "--no-ckpt-fully-parallel-save": "all ranks always write together; use mcore-ckpt reshard "
     "to put their files together.",
     "--fp8-hybrid": "FP8 training is not built yet; use --bf16.",
