@@ -304,10 +304,14 @@ def _table(description: dict[str, Any], padded_vocab_size: int, version: float) 
             version=version,
         )
     config = description["config"]
-    like = {"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True}
-    as_gpt = {**description, "family": "gpt", "config": {**config, **like}}
-    as_gpt["config"]["position_embedding_type"] = "learned_absolute"
-    as_gpt["config"]["max_position_embeddings"] = config["max_position_embeddings"]
+    like = {
+        **config,
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "add_bias_linear": True,
+        "position_embedding_type": "learned_absolute",
+    }
+    as_gpt = {**description, "family": "gpt", "config": like}
     body = megatron.table(
         as_gpt, padded_vocab_size, transformer_impl="local", is_numbered=True, version=version
     )
