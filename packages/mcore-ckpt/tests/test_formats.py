@@ -678,3 +678,26 @@ def test_missing_ranks_of_old_files_are_named(tmp_path):
         torch.save(state, folder / "model_optim_rng.pt")
     with pytest.raises(RuntimeError, match="holds 2 ranks of 3 x 1 x 1"):
         convert("megatron", tmp_path / "old", "mcore", tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("dense", "decoder.layers.mlp.linear_fc1._extra_state/shard_2_3"),
+        ("experts", "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_2.3_3.4"),
+        (
+            "experts in some layers, one shared",
+            "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_4",
+        ),
+    ],
+)
+def test_megatrons_layers_find_the_state_that_they_ask_for_beside_weights(name, wanted):
+    from mcore_ckpt.megatron import extra_states, table
+
+    names = extra_states(table(describe(name), 128))
+    assert wanted in names
+    assert len(names) == len(set(names))
+    mixed = "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1"
+    alike = "decoder.layers.self_attention.linear_qkv._extra_state/shard_0_3"
+    assert (mixed if "some" in name else alike) in names
+    assert not any("output_layer" in one or "layer_norm" in one for one in names)

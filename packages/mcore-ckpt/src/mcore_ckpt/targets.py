@@ -133,12 +133,9 @@ def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -
 
     step = folder / RELEASE
     step.mkdir()
-    write_dcp_folder(
-        step,
-        items,
-        {"common_state/shard_0_1": [common]},
-        max_file_bytes=wanted.max_shard_bytes,
-    )
+    objects = {name: [None] for name in megatron.extra_states(table)}
+    objects["common_state/shard_0_1"] = [common]
+    write_dcp_folder(step, items, objects, max_file_bytes=wanted.max_shard_bytes)
     write_small_files(step, source)
     form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     write_durably(step / "metadata.json", json.dumps(form).encode())
