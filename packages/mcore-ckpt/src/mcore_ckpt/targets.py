@@ -133,7 +133,7 @@ def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -
 
     step = folder / RELEASE
     step.mkdir()
-    objects = {name: [None] for name in megatron.extra_states(table)}
+    objects: dict[str, Any] = {name: [None] for name in megatron.extra_states(table)}
     objects["common_state/shard_0_1"] = [common]
     write_dcp_folder(step, items, objects, max_file_bytes=wanted.max_shard_bytes)
     write_small_files(step, source)
