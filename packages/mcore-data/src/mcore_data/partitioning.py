@@ -12,7 +12,8 @@ from typing import Any
 from mcore_data.config import PreprocessConfig
 from mcore_data.manifest import has_files, read_manifest
 from mcore_data.merging import merge_pairs
-from mcore_data.preprocessing import (
+from mcore_data.sources import Source, divide
+from mcore_data.tokenizing import (
     PreprocessReport,
     Progress,
     Tools,
@@ -20,7 +21,6 @@ from mcore_data.preprocessing import (
     preprocess_sources,
     work_of,
 )
-from mcore_data.sources import Source, divide
 
 log = logging.getLogger(__name__)
 
