@@ -62,7 +62,7 @@ def place(
 
 def has_own_positions(config: DataConfig) -> bool:
     """Whether rows count positions from 0 again at each document."""
-    return config.reset_position_ids or config.dataloader_inter_document_masking
+    return config.reset_position_ids or config.dataloader_inter_document_masking or config.sft
 
 
 def count_valid_tokens(
