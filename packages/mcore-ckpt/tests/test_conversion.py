@@ -121,7 +121,11 @@ MODELS = {
         "Gemma3Text",
         {**ODD, **HEADS, "query_pre_attn_scalar": 5, "sliding_window": 4},
     ),
-    "deepseek_v2": ("DeepseekV2", {**ODD_MOE, **LATENT, "q_lora_rank": None}),
+    # Even: transformers views the rotated part of a head as complex numbers where it lies.
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**ODD_MOE, **LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6},
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {**ODD_MOE, **LATENT, "q_lora_rank": 7, "n_group": 2, "topk_group": 1},

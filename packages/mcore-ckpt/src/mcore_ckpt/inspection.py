@@ -18,6 +18,7 @@ from mcore_ckpt.megatron_legacy import is_legacy
 from mcore_ckpt.paths import is_complete, latest_step, resolve_folder, step_folder
 from mcore_ckpt.planning import name_problems
 from mcore_ckpt.sources import Asked, opened
+from mcore_ckpt.stores import as_path
 from mcore_ckpt.streams import Rows, Source, same_bits, slabs
 
 
@@ -46,7 +47,7 @@ def format_of(folder: str | Path) -> tuple[str, Path]:
     Raises:
         ValueError: if it holds no checkpoint that is known.
     """
-    path = Path(folder)
+    path = as_path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
     step = latest_step(path)
