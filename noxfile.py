@@ -94,7 +94,7 @@ def tests_newest(session: nox.Session) -> None:
 @nox.session(venv_backend="uv", python="3.12")
 def megatron(session: nox.Session) -> None:
     """Exchange files and numbers with megatron-core, which asks for Python 3.12."""
-    session.run("uv", "pip", "install", *_editables("test"), "megatron-core")
+    session.run("uv", "pip", "install", *_editables("test"), "megatron-core", "psutil")
     session.run("python", "-m", "pytest", "-m", "megatron", *session.posargs, env=THREADS)
 
 

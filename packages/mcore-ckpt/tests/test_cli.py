@@ -85,6 +85,15 @@ def test_an_output_called_as_the_eaten_name_becomes_a_folder(tmp_path):
     assert (tmp_path / "mcore" / "latest_checkpointed_iteration.txt").read_text() == "release"
 
 
+def test_an_unquoted_arrow_to_any_format_is_understood_by_the_file_it_made(tmp_path):
+    make_hf(tmp_path / "in")
+    done = shell(f"{COMMAND} convert hf->megatron --input in --output there", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "converting hf to megatron all the same" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "there"]
+    assert (tmp_path / "there" / "release" / "metadata.json").is_file()
+
+
 def test_a_file_that_is_not_standard_output_is_never_removed(tmp_path):
     make_hf(tmp_path / "in")
     # Both redirections make a file; the program's output is the second.
@@ -97,7 +106,7 @@ def test_a_file_that_is_not_standard_output_is_never_removed(tmp_path):
 def test_a_file_with_content_is_never_removed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mcore").write_text("precious")
-    explain_redirection("hf", "mcore")
+    assert explain_redirection("hf") == "mcore"
     assert (tmp_path / "mcore").read_text() == "precious"
     assert "redirection" in capsys.readouterr().err
 
@@ -120,8 +129,9 @@ def test_directions_have_three_spellings_and_their_cut_forms():
     assert parse_direction("hf->mcore") == ("hf", "mcore", False)
     assert parse_direction("hf-to-mcore") == ("hf", "mcore", False)
     assert parse_direction("mcore->hf") == ("mcore", "hf", False)
-    assert parse_direction("mcore-") == ("mcore", "hf", True)
-    with pytest.raises(ValueError, match="direction 'hf' is not known: use hf-to-mcore or"):
+    assert parse_direction("dcp2megatron") == ("dcp", "megatron", False)
+    assert parse_direction("mcore-") == ("mcore", "", True)
+    with pytest.raises(ValueError, match="direction 'hf' is not known: use FROM-to-TO"):
         parse_direction("hf")
 
 

@@ -446,3 +446,19 @@ def test_a_family_is_found_for_a_model_that_was_trained_here(tmp_path):
     description["config"] |= {"swiglu": False}
     with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
         family_for(description)
+
+
+def test_the_command_compares_logits_when_asked(tmp_path, capsys):
+    from mcore_ckpt.cli import main
+    from mcore_ckpt.logits import compare_logits
+
+    make(tmp_path / "hf", "llama")
+    words = ["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "there"), "--check"]
+    assert main(["convert", "hf->megatron", *words]) == 0
+    out = capsys.readouterr().out
+    assert "logits in transformers differ by 0.0e+00" in out
+    assert "fingerprint " in out
+    make(tmp_path / "other", "llama tied, llama3 scaling")
+    sides = (("hf", tmp_path / "hf"), ("hf", tmp_path / "other"))
+    with pytest.raises(RuntimeError, match="logits of the two sides differ by"):
+        compare_logits(*sides)

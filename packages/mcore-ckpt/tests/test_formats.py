@@ -185,6 +185,28 @@ def test_one_fingerprint_goes_round_through_all_formats_and_files_of_any_size(tm
     assert len(list((tmp_path / "hf3").glob("*.safetensors"))) > 3
 
 
+def test_checkpoints_of_any_format_are_shown_and_compared(tmp_path, capsys):
+    from mcore_ckpt.cli import main
+
+    make_run(tmp_path / "mcore", "dense")
+    for form in ("hf", "megatron", "dcp"):
+        convert("mcore", tmp_path / "mcore", form, tmp_path / form)
+        assert main(["inspect", str(tmp_path / form)]) == 0
+        assert f"({form})" in capsys.readouterr().out
+        words = [str(tmp_path / "mcore"), "--compare", str(tmp_path / form)]
+        assert main(["inspect", *words]) == 0
+        assert "no difference" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "megatron"), "--as-json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["decoder.layers.mlp.linear_fc2.weight"]["layout"] == f"{L} x 1 x 1"
+    make_run(tmp_path / "tied", "tied, biases on queries")
+    words = [str(tmp_path / "tied"), "--compare", str(tmp_path / "hf")]
+    assert main(["inspect", *words]) == 1
+    shown = capsys.readouterr().out
+    assert "blocks.0.attention.qkv.q.bias" in shown
+    assert "head.weight" in shown
+
+
 def loaded_by_torch(folder, dtype=torch.float32):
     listed = read_dcp_folder(folder).tensors
     state = {name: torch.empty(one.shape, dtype=dtype) for name, one in listed.items()}
@@ -656,3 +678,26 @@ def test_missing_ranks_of_old_files_are_named(tmp_path):
         torch.save(state, folder / "model_optim_rng.pt")
     with pytest.raises(RuntimeError, match="holds 2 ranks of 3 x 1 x 1"):
         convert("megatron", tmp_path / "old", "mcore", tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("dense", "decoder.layers.mlp.linear_fc1._extra_state/shard_2_3"),
+        ("experts", "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_2.3_3.4"),
+        (
+            "experts in some layers, one shared",
+            "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_4",
+        ),
+    ],
+)
+def test_megatrons_layers_find_the_state_that_they_ask_for_beside_weights(name, wanted):
+    from mcore_ckpt.megatron import extra_states, table
+
+    names = extra_states(table(describe(name), 128))
+    assert wanted in names
+    assert len(names) == len(set(names))
+    mixed = "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1"
+    alike = "decoder.layers.self_attention.linear_qkv._extra_state/shard_0_3"
+    assert (mixed if "some" in name else alike) in names
+    assert not any("output_layer" in one or "layer_norm" in one for one in names)

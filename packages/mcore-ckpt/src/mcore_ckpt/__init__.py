@@ -1,4 +1,4 @@
-"""Distributed checkpoints: save under one layout, load under any other, speak HF.
+"""Distributed checkpoints: save under one layout, load under any other, speak many formats.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.
@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 _ROOMS: dict[str, str] = {
     "AsyncSaver": "async_saving",
+    "ConvertOptions": "conversion",
     "FolderLock": "locking",
     "HFView": "hf_saving",
     "Index": "index",
@@ -17,6 +18,7 @@ _ROOMS: dict[str, str] = {
     "RetentionConfig": "config",
     "StrictnessConfig": "config",
     "average": "rewriting",
+    "convert": "conversion",
     "hf_to_mcore": "conversion",
     "hf_view": "hf_saving",
     "latest_step": "paths",

@@ -6,7 +6,7 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import tyro
 
@@ -20,14 +20,15 @@ commands:
 examples:
   mcore-ckpt convert hf-to-mcore --input Llama-3.2-1B --output runs/llama
   mcore-ckpt convert mcore-to-hf --input runs/llama --output Llama-again
+  mcore-ckpt convert hf-to-megatron --input Llama-3.2-1B --output megatron/llama
   mcore-ckpt inspect runs/llama
   mcore-ckpt verify runs/llama
   mcore-ckpt average runs/llama/iter_0000100 runs/llama/iter_0000200 --output runs/mean
 
 mcore-ckpt COMMAND --help tells a command's options."""
 
-DIRECTIONS = {"hf->mcore": ("hf", "mcore"), "mcore->hf": ("mcore", "hf")}
-"""What convert can do, and the words for its two sides."""
+FORMATS = ("hf", "mcore", "megatron", "dcp")
+"""What convert reads and writes; the two that users mean most come first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,39 +59,71 @@ def convert(
     dtype: str = "",
     max_shard_size: str = "5GB",
     model_type: str = "",
-    check: bool = True,
+    config: Annotated[str, tyro.conf.arg(metavar="FILE")] = "",
+    vocab_size: int = 0,
+    make_vocab_size_divisible_by: int = 128,
+    transformer_impl: str = "transformer_engine",
+    dcp_names: str = "mcore",
+    verify: bool = True,
+    check: bool = False,
 ) -> int:
-    """Convert a checkpoint between Hugging Face's format and ours.
+    """Convert a checkpoint between Hugging Face, ours, Megatron and PyTorch's distributed one.
 
     Args:
-        direction: hf-to-mcore or mcore-to-hf; also "hf->mcore" and "mcore->hf".
-        input: Folder to read: a Hugging Face folder, or a run or step folder of ours.
-        output: Folder to make: a run folder with a release, or a Hugging Face folder.
+        direction: FROM-to-TO or "FROM->TO", of hf, mcore, megatron and dcp.
+        input: Folder to read: a Hugging Face folder, a run or step folder of ours or of
+            Megatron's (torch_dist, or mp_rank_00), or a torch.distributed.checkpoint directory.
+        output: Folder to make; for mcore a run folder with a release, which may exist.
         dtype: Cast weights to bf16, fp16 or fp32; empty: as they are.
-        max_shard_size: Largest weight file of a Hugging Face folder, such as 500MB or 5GB.
+        max_shard_size: Largest weight file of an output, such as 500MB or 5GB.
         model_type: Hugging Face family to write; empty: where the weights came from, or the
             first that fits.
-        check: Read the result back and compare it with the source, bit by bit.
+        config: config.json of the model, for inputs that do not say which they are.
+        vocab_size: Rows of vocabulary to keep, or to fill up to with zeros; 0: as they are.
+        make_vocab_size_divisible_by: Megatron's vocabulary is padded to a multiple of this.
+        transformer_impl: Megatron's layers that will load it: transformer_engine or local.
+        dcp_names: Names in a directory of PyTorch's: mcore, hf or torchtitan.
+        verify: Read the result back and compare it with the source, bit by bit.
+        check: Compute logits of the source and of the result with transformers, on the CPU.
     """
     source, target, was_cut = parse_direction(direction)
     out = sys.stdout
     if was_cut:
         out = sys.stderr
-        explain_redirection(source, target)
-    from mcore_ckpt.conversion import hf_to_mcore, mcore_to_hf
+        target = explain_redirection(source, target)
+    from mcore_ckpt.conversion import ConvertOptions
+    from mcore_ckpt.conversion import convert as run
+    from mcore_ckpt.targets import Wanted
 
-    options: dict[str, Any] = {"dtype": dtype, "check": check, "on_progress": _progress()}
-    if source == "hf":
-        report = hf_to_mcore(input, output, **options)
-    else:
-        options |= {"max_shard_bytes": parse_size(max_shard_size), "model_type": model_type}
-        report = mcore_to_hf(input, output, **options)
+    wanted = Wanted(
+        max_shard_bytes=parse_size(max_shard_size),
+        model_type=model_type,
+        dcp_names=dcp_names,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        transformer_impl=transformer_impl,
+    )
+    options = ConvertOptions(
+        dtype=dtype, config=config, vocab_size=vocab_size, wanted=wanted, check=verify
+    )
+    report = run(source, input, target, output, options, on_progress=_progress())
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
+    behind = f" {report.left_behind} entries that are no weights stay." * bool(
+        report.left_behind
+    )
     print(
         f"{report.output}: {report.family}, {report.num_tensors} tensors, "
-        f"{report.num_bytes / 1e9:.3f} GB; {proof}.",
+        f"{report.num_bytes / 1e9:.3f} GB; {proof}.{behind}",
         file=out,
     )
+    if report.fingerprint:
+        print(f"fingerprint {report.fingerprint}", file=out)
+    if check:
+        from mcore_ckpt.logits import CAST_ROUNDING, ROUNDING, compare_logits
+
+        bound = CAST_ROUNDING if dtype else ROUNDING
+        sides = ((source, input), (target, output))
+        worst = compare_logits(*sides, config=config, bound=bound)
+        print(f"logits in transformers differ by {worst:.1e} of the largest", file=out)
     return 0
 
 
@@ -98,19 +131,22 @@ def inspect(
     folder: tyro.conf.Positional[Path],
     *,
     compare: Annotated[str, tyro.conf.arg(metavar="DIR")] = "",
+    config: Annotated[str, tyro.conf.arg(metavar="FILE")] = "",
     as_json: bool = False,
 ) -> int:
-    """Show what a checkpoint holds.
+    """Show what a checkpoint of any format holds.
 
     Args:
-        folder: Run folder (its latest step) or step folder.
+        folder: Run folder (its latest step) or step folder, of ours or of Megatron's; Hugging
+            Face folder; torch.distributed.checkpoint directory.
         compare: Another checkpoint; show where names, shapes, dtypes or bytes differ.
+        config: With --compare, config.json of a model that does not say which it is.
         as_json: Print JSON, a row a tensor.
     """
     from mcore_ckpt.inspection import describe, differences, rows
 
     if compare:
-        found = differences(folder, compare)
+        found = differences(folder, compare, config)
         print("\n".join(found) if found else "no difference")
         return 1 if found else 0
     print(json.dumps(rows(folder), indent=1) if as_json else describe(folder))
@@ -168,26 +204,37 @@ def parse_direction(word: str) -> tuple[str, str, bool]:
     """Understand a direction, also one that a shell has cut.
 
     Returns:
-        Source, target, and whether only ``hf-`` or ``mcore-`` was left of it.
+        Source, target (empty if it was cut off), and whether it was.
 
     Raises:
         ValueError: if it is none.
     """
-    for name, (source, target) in DIRECTIONS.items():
-        if word in (name, name.replace("->", "-to-"), name.replace("->", "2")):
-            return source, target, False
+    for source in FORMATS:
         if word == f"{source}-":
-            return source, target, True
-    spellings = [name.replace("->", "-to-") for name in DIRECTIONS]
-    raise ValueError(f"direction {word!r} is not known: use {' or '.join(spellings)}.")
+            return source, "", True
+        for target in FORMATS:
+            if word in (f"{source}->{target}", f"{source}-to-{target}", f"{source}2{target}"):
+                return source, target, False
+    raise ValueError(
+        f"direction {word!r} is not known: use FROM-to-TO, such as hf-to-mcore, of "
+        f"{', '.join(FORMATS)}."
+    )
 
 
-def explain_redirection(source: str, target: str) -> None:
+def explain_redirection(source: str, target: str = "") -> str:
     """Say what an unquoted ``>`` did, and remove the empty file that it made.
 
     The file is removed only if it is this process's standard output and empty; nothing is
     ever printed to it.
+
+    Args:
+        source: format before the arrow.
+        target: format after it; empty: find which of the formats has become a file.
+
+    Returns:
+        The format after the arrow.
     """
+    target = target or _eaten_target(source)
     print(
         f"mcore-ckpt: the shell took '>{target}' of '{source}->{target}' for a redirection of "
         f"the output to a file '{target}'; converting {source} to {target} all the same. "
@@ -195,13 +242,29 @@ def explain_redirection(source: str, target: str) -> None:
         file=sys.stderr,
     )
     path = Path(target)
+    if _is_standard_output(path) and path.stat().st_size == 0:
+        path.unlink()
+    return target
+
+
+def _eaten_target(source: str) -> str:
+    """Find the format that the shell made a file of: its own output, else any such file."""
+    others = [form for form in FORMATS if form != source]
+    likely = ["mcore" if source == "hf" else "hf"]
+    for is_it in (_is_standard_output, Path.is_file):
+        likely = [form for form in others if is_it(Path(form))] or likely
+        if len(likely) == 1 and is_it(Path(likely[0])):
+            break
+    return likely[0]
+
+
+def _is_standard_output(path: Path) -> bool:
     try:
         file, standard = path.lstat(), os.fstat(1)
     except OSError:
-        return
-    is_ours = (file.st_dev, file.st_ino) == (standard.st_dev, standard.st_ino)
-    if is_ours and stat.S_ISREG(file.st_mode) and file.st_size == 0:
-        path.unlink()
+        return False
+    is_same = (file.st_dev, file.st_ino) == (standard.st_dev, standard.st_ino)
+    return is_same and stat.S_ISREG(file.st_mode)
 
 
 def parse_size(text: str) -> int:
@@ -247,7 +310,7 @@ def _refuse(message: str, code: int) -> int:
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
-    "convert": ("between Hugging Face folders and ours", convert),
+    "convert": ("between Hugging Face, ours, Megatron and PyTorch's format", convert),
     "inspect": ("tensors, shapes and sizes; or how two checkpoints differ", inspect),
     "verify": ("read every byte and compare checksums", verify),
     "reshard": ("write the boxes of many ranks again as whole tensors", reshard),

@@ -8,13 +8,14 @@ what was read, and compared with it bit by bit.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from mcore_ckpt.files import Checksums, Item, Reader, memory
+from mcore_ckpt.files import SLAB_BYTES, Checksums, Item, Reader, memory
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import RELEASE, commit, make_fresh, step_folder
 from mcore_ckpt.rewriting import write_whole
@@ -115,9 +116,9 @@ def convert(
 
     def watch(items: Sequence[Item]) -> list[Item]:
         watched.extend(items)
-        return _with_progress(items, on_progress)
+        return _with_progress([_read_ahead(item, reading) for item in items], on_progress)
 
-    with opened(source_format, source, asked) as found:
+    with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
         if target_format == "mcore":
             word, print_ = _write_native(found, output, watch, options.check)
         else:
@@ -283,6 +284,20 @@ def _write_native(
     return source.hf.get("model_type") or source.description["family"], print_
 
 
+def _read_ahead(item: Item, reading: ThreadPoolExecutor) -> Item:
+    """Read an item's next slab while the one before is summed and written."""
+
+    def slabs_ahead() -> Iterator[Tensor]:
+        there = iter(item.slabs())
+        waiting = reading.submit(next, there, None)
+        while (slab := waiting.result()) is not None:
+            waiting = reading.submit(next, there, None)
+            yield slab
+
+    is_long = item.num_bytes > SLAB_BYTES
+    return replace(item, slabs=slabs_ahead) if is_long else item
+
+
 def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:
     """Tell about every slab that passes."""
     if on_progress is None:
@@ -296,4 +311,4 @@ def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[
             done += slab.numel() * slab.element_size()
             on_progress(done, total, item.name)
 
-    return [Item(item.name, item.dtype, item.shape, partial(watched, item)) for item in items]
+    return [replace(item, slabs=partial(watched, item)) for item in items]

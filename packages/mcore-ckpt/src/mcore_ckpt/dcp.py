@@ -1,39 +1,19 @@
-"""Directories of torch.distributed.checkpoint: read in place, written in slabs.
+"""Directories of torch.distributed.checkpoint, read in place; ``dcp_writing`` writes them.
 
 Such a directory has a ``.metadata`` pickle, written last, that says in which file, from which
 byte, each box of each tensor stands; each box is what ``torch.save`` writes. Both pickles are
 read as data, so a foreign directory can run nothing; tensors are then read like ours, rows at
-a time. What is written is what torch's own reader loads under any layout.
+a time.
 """
 
-import io
-import os
-import pickle
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from typing import Any
 
 from mcore_ckpt.boxes import cover_problems
-from mcore_ckpt.files import DTYPES, Item
 from mcore_ckpt.index import Chunk, TensorEntry
-from mcore_ckpt.paths import sync_folder, write_durably
 from mcore_ckpt.pickles import Record, load_inert
-from mcore_ckpt.rules import split_index
 from mcore_ckpt.torch_files import FileTensor, read_torch_file
 
 METADATA = ".metadata"
@@ -88,13 +68,6 @@ class DcpFolder:
         place = self.objects[name]
         return read_torch_file(self.path / place.file, place.offset, place.length)
 
-    def read_bytes(self, name: str) -> bytes:
-        """Read the raw bytes of an object."""
-        place = self.objects[name]
-        with (self.path / place.file).open("rb") as file:
-            file.seek(place.offset)
-            return file.read(place.length)
-
     def _entry(self, name: str, listed: Listed) -> TensorEntry:
         problems = cover_problems(listed.shape, [(o, n) for o, n, _ in listed.boxes])
         if problems and all(listed.shape):
@@ -135,107 +108,6 @@ def read_dcp_folder(path: str | Path) -> DcpFolder:
         return _folder(path, found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"{where} is not what torch writes: {error!r}") from None
-
-
-def write_dcp_folder(
-    path: Path,
-    items: Sequence[Item],
-    objects: Mapping[str, Any] | None = None,
-    *,
-    raw: Mapping[str, bytes] | None = None,
-    max_file_bytes: int = 5_000_000_000,
-) -> None:
-    """Write a directory; ``.metadata`` comes last.
-
-    Every slab becomes a box, so memory stays bounded. An item called ``X[3,7]`` becomes that
-    part of a tensor ``X``, whose size follows from the largest numbers.
-
-    Args:
-        path: an empty folder.
-        items: every tensor; slabs are whole rows.
-        objects: what is no tensor, saved by ``torch.save``.
-        raw: the same as bytes, saved as they are.
-        max_file_bytes: when to begin another file.
-    """
-    writer = _Writer(path, max_file_bytes)
-    boxes: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    with writer:
-        for name, value in (objects or {}).items():
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            writer.add(MetadataIndex(name), buffer.getvalue())
-        for name, content in (raw or {}).items():
-            writer.add(MetadataIndex(name), content)
-        for item in items:
-            name, index = split_index(item.name)
-            known, _ = shapes.get(name, ((0,) * len(index), ""))
-            leading = tuple(max(n, i + 1) for n, i in zip(known, index, strict=False))
-            shapes[name] = ((*leading, *item.shape), item.dtype)
-            row = 0
-            for slab in item.slabs():
-                begin = (row, *(0,) * (len(item.shape) - 1)) if item.shape else ()
-                offsets = torch.Size((*index, *begin))
-                sizes = torch.Size((*(1,) * len(index), *slab.shape))
-                boxes[name].append(ChunkStorageMetadata(offsets, sizes))
-                number = len(boxes[name]) - 1
-                writer.add(MetadataIndex(name, offsets, number), slab.reshape(sizes))
-                row += slab.shape[0] if slab.dim() else 1
-    listed: dict[str, Any] = {
-        name: TensorStorageMetadata(
-            TensorProperties(DTYPES[dtype]), torch.Size(shape), boxes[name]
-        )
-        for name, (shape, dtype) in shapes.items()
-    }
-    listed |= {name: BytesStorageMetadata() for name in (*(objects or {}), *(raw or {}))}
-    metadata = Metadata(listed, {name: (name,) for name in listed}, writer.places)
-    metadata.storage_meta = StorageMeta(str(path))
-    write_durably(path / METADATA, pickle.dumps(metadata))
-
-
-class _Writer:
-    """Files of bounded size, one box after the other."""
-
-    def __init__(self, path: Path, max_file_bytes: int) -> None:
-        self._path, self._most = path, max_file_bytes
-        self._file: IO[bytes] | None = None
-        self._count = 0
-        self.places: dict[MetadataIndex, _StorageInfo] = {}
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self._close()
-        sync_folder(self._path)
-
-    def add(self, index: MetadataIndex, value: bytes | Tensor) -> None:
-        file = self._open()
-        first = file.tell()
-        if isinstance(value, bytes):
-            file.write(value)
-        else:
-            # torch.save writes a tensor's whole storage, whatever part of it is seen.
-            if value.untyped_storage().nbytes() != value.numel() * value.element_size():
-                value = value.clone()
-            torch.save(value, file)
-        info = _StorageInfo(Path(file.name).name, first, file.tell() - first)
-        self.places[index] = info
-
-    def _open(self) -> IO[bytes]:
-        if self._file is not None and self._file.tell() >= self._most:
-            self._close()
-        if self._file is None:
-            self._file = (self._path / f"__0_{self._count}.distcp").open("xb")
-            self._count += 1
-        return self._file
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
 
 
 def _folder(path: Path, found: Record) -> DcpFolder:

@@ -1,53 +1,165 @@
-"""Looking at a checkpoint: what it holds, whether it is sound, how two of them differ."""
+"""Looking at a checkpoint: what it holds, whether it is sound, how two of them differ.
+
+Any format can be looked at; two of different formats are compared by our logical names.
+"""
 
 import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.dcp import METADATA, read_dcp_folder
 from mcore_ckpt.files import Reader
-from mcore_ckpt.index import TensorEntry, read_index
-from mcore_ckpt.paths import resolve_folder
+from mcore_ckpt.hf_folder import read_hf_folder
+from mcore_ckpt.index import DTYPE_BYTES, TensorEntry, read_index
+from mcore_ckpt.megatron_legacy import is_legacy
+from mcore_ckpt.paths import is_complete, latest_step, resolve_folder, step_folder
 from mcore_ckpt.planning import name_problems
-from mcore_ckpt.streams import Source, same_bits, slabs
+from mcore_ckpt.sources import Asked, opened
+from mcore_ckpt.streams import Rows, Source, same_bits, slabs
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a folder lists, without its bytes."""
+
+    form: str
+    """``mcore``, ``hf``, ``megatron`` or ``dcp``."""
+    folder: Path
+    """Where the tensors are."""
+    tensors: Mapping[str, tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]]
+    """Dtype, shape and the boxes' offsets of each."""
+    num_files: int
+    """Files of tensors."""
+    extra: Mapping[str, Any]
+    """What else the folder says about itself."""
+
+
+def format_of(folder: str | Path) -> tuple[str, Path]:
+    """Recognize a checkpoint's format.
+
+    Returns:
+        The format and the folder that holds the tensors: of a run folder, its latest step.
+
+    Raises:
+        ValueError: if it holds no checkpoint that is known.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
+    step = latest_step(path)
+    inside = path if step is None or is_complete(path) else step_folder(path, step)
+    if is_complete(inside):
+        return "mcore", inside
+    if (inside / "metadata.json").is_file() or is_legacy(inside):
+        return "megatron", inside
+    if (inside / METADATA).is_file():
+        return "dcp", inside
+    if (inside / "config.json").is_file():
+        return "hf", inside
+    # Says what is missing, and which steps are there.
+    return "mcore", resolve_folder(path)
+
+
+def contents(folder: str | Path) -> Contents:
+    """List what a checkpoint of any format holds.
+
+    Raises:
+        ValueError: if it holds none.
+        RuntimeError: if it is damaged.
+    """
+    form, path = format_of(folder)
+    if form == "hf":
+        hf = read_hf_folder(path)
+        kind = {"model_type": hf.config.get("model_type")}
+        return _of_entries(form, path, hf.tensors, kind)
+    if (path / METADATA).is_file():
+        listed = read_dcp_folder(path)
+        files = {place.file for one in listed.tensors.values() for *_, place in one.boxes}
+        tensors = {
+            name: (one.dtype, one.shape, tuple(offsets for offsets, _, _ in one.boxes))
+            for name, one in listed.tensors.items()
+        }
+        return Contents(form, path, tensors, len(files), {"objects": sorted(listed.objects)})
+    if form == "megatron":
+        with opened("megatron", path) as found:
+            said = {"model": found.description}
+            return _of_entries(form, path, found.theirs.entries, said)
+    index = read_index(path)
+    return _of_entries(form, path, index.tensors, index.extra)
+
+
+def _of_entries(
+    form: str, path: Path, entries: Mapping[str, TensorEntry], extra: Mapping[str, Any]
+) -> Contents:
+    tensors = {
+        name: (entry.dtype, entry.shape, tuple(chunk.offsets for chunk in entry.chunks))
+        for name, entry in entries.items()
+    }
+    files = {chunk.file for entry in entries.values() for chunk in entry.chunks}
+    return Contents(form, path, tensors, len(files), extra)
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """List a checkpoint's tensors: name, dtype, shape, bytes, chunks."""
+    """List a checkpoint's tensors: name, dtype, shape, bytes, chunks and how they are cut."""
     return [
         {
             "name": name,
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "bytes": entry.num_bytes,
-            "chunks": len(entry.chunks),
+            "dtype": dtype,
+            "shape": list(shape),
+            "bytes": _num_bytes(dtype, shape),
+            "chunks": len(boxes),
+            "layout": layout(shape, boxes),
         }
-        for name, entry in sorted(read_index(resolve_folder(folder)).tensors.items())
+        for name, (dtype, shape, boxes) in sorted(contents(folder).tensors.items())
     ]
+
+
+def layout(shape: Sequence[int], boxes: Sequence[Sequence[int]]) -> str:
+    """Say how a tensor is cut: ``2 x 1`` for two parts along rows; ``whole``."""
+    if len(boxes) <= 1 or not shape:
+        return "whole"
+    parts = [len({offsets[dim] for offsets in boxes}) for dim in range(len(shape))]
+    text = " x ".join(map(str, parts))
+    product = 1
+    for part in parts:
+        product *= part
+    return text if product == len(boxes) else f"{len(boxes)} boxes"
 
 
 def describe(folder: str | Path) -> str:
     """Draw a checkpoint as text; equal tensors of many layers stand in one line."""
-    step = resolve_folder(folder)
-    index = read_index(step)
-    groups: dict[tuple[str, str, tuple[int, ...]], list[TensorEntry]] = {}
-    for name, entry in index.tensors.items():
+    held = contents(folder)
+    groups: dict[tuple[str, str, tuple[int, ...], str], int] = {}
+    total = 0
+    for name, (dtype, shape, boxes) in held.tensors.items():
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        groups.setdefault((pattern, entry.dtype, entry.shape), []).append(entry)
-    total = sum(entry.num_bytes for entry in index.tensors.values())
+        key = (pattern, dtype, shape, layout(shape, boxes))
+        groups[key] = groups.get(key, 0) + 1
+        total += _num_bytes(dtype, shape)
     lines = [
-        f"{step}",
-        f"{len(index.tensors)} tensors, {total / 1e9:.3f} GB, {len(index.files)} files",
+        f"{held.folder} ({held.form})",
+        f"{len(held.tensors)} tensors, {total / 1e9:.3f} GB, {held.num_files} files",
     ]
-    for key, value in sorted(index.extra.items()):
+    for key, value in sorted(held.extra.items()):
         lines.append(f"extra.{key}: {value!s:.100}")
-    width = max((len(pattern) for pattern, _, _ in groups), default=0)
-    for (pattern, dtype, shape), entries in sorted(groups.items(), key=lambda g: g[0][0]):
-        size = sum(entry.num_bytes for entry in entries) / 1e6
+    width = max((len(pattern) for pattern, *_ in groups), default=0)
+    for (pattern, dtype, shape, cut), count in sorted(groups.items(), key=lambda g: g[0][0]):
+        size = count * _num_bytes(dtype, shape) / 1e6
         lines.append(
-            f"  {pattern:{width}}  x{len(entries):<5d} {dtype:5} {list(shape)!s:18} "
+            f"  {pattern:{width}}  x{count:<5d} {dtype:5} {list(shape)!s:18} {cut:10} "
             f"{size:12.3f} MB"
         )
     return "\n".join(lines)
+
+
+def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    size = DTYPE_BYTES[dtype]
+    for length in shape:
+        size *= length
+    return size
 
 
 def check(folder: str | Path) -> tuple[Path, int, int]:
@@ -71,25 +183,44 @@ def check(folder: str | Path) -> tuple[Path, int, int]:
     return step, len(index.tensors), total
 
 
-def differences(one: str | Path, other: str | Path) -> list[str]:
-    """Compare two checkpoints, whatever layouts they were saved under.
+def differences(one: str | Path, other: str | Path, config: str = "") -> list[str]:
+    """Compare two checkpoints, whatever layouts and formats they were saved under.
+
+    Two of ours are compared whole, optimizer included; of others, the weights, by our names.
+
+    Args:
+        one: a run or step folder, or a folder of another format.
+        other: the other.
+        config: config.json of the model, for those that do not say which they are.
 
     Returns:
         One sentence a tensor that is missing in one or differs; empty if they are equal.
     """
-    steps = [resolve_folder(one), resolve_folder(other)]
-    first, second = (read_index(step).tensors for step in steps)
-    missing, extra = name_problems(first, second)
-    found = [f"only in {steps[0]}: {text.split(' ')[0]}" for text in missing]
-    found += [f"only in {steps[1]}: {name}" for name in extra]
-    with Reader(steps[0]) as reader, Reader(steps[1]) as second_reader:
-        a, b = Source(reader, first), Source(second_reader, second)
-        for name in sorted(first.keys() & second.keys()):
-            x, y = first[name], second[name]
-            if (x.dtype, x.shape) != (y.dtype, y.shape):
-                found.append(f"{name}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
-                continue
-            pairs = zip(slabs(a, name), slabs(b, name), strict=True)
-            if any(not same_bits(p, q) for p, q in pairs):
-                found.append(f"{name}: values differ")
+    forms = [format_of(one), format_of(other)]
+    is_ours = all(form == "mcore" for form, _ in forms)
+    with ExitStack() as stack:
+        sides: list[Rows] = []
+        for form, folder in forms:
+            if is_ours:
+                reader = stack.enter_context(Reader(folder))
+                sides.append(Source(reader, read_index(folder).tensors))
+            else:
+                sides.append(
+                    stack.enter_context(opened(form, folder, Asked(config=config))).ours
+                )
+        return _differences([folder for _, folder in forms], *sides)
+
+
+def _differences(folders: Sequence[Path], a: Rows, b: Rows) -> list[str]:
+    missing, extra = name_problems(a.entries, b.entries)
+    found = [f"only in {folders[0]}: {text.split(' ')[0]}" for text in missing]
+    found += [f"only in {folders[1]}: {name}" for name in extra]
+    for name in sorted(a.entries.keys() & b.entries.keys()):
+        x, y = a.entries[name], b.entries[name]
+        if (x.dtype, x.shape) != (y.dtype, y.shape):
+            found.append(f"{name}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
+            continue
+        pairs = zip(slabs(a, name), slabs(b, name), strict=True)
+        if any(not same_bits(p, q) for p, q in pairs):
+            found.append(f"{name}: values differ")
     return found

@@ -12,7 +12,7 @@ from typing import Any
 from mcore_ckpt.families.decoder import ffn_size, num_groups
 from mcore_ckpt.families.experts import MOE_DEFAULTS, expert_layers, expert_setting
 from mcore_ckpt.families.fields import DEFAULTS, setting
-from mcore_ckpt.rules import Rule, Table
+from mcore_ckpt.rules import Rule, Table, expand, split_index
 
 CHECKPOINT_VERSION = 3.0
 """Version of the order of rows that is written here and read without a change."""
@@ -84,6 +84,26 @@ def table(
         # The last stage of a pipeline has a copy of its own.
         copies={"output_layer.weight": "embedding.word_embeddings.weight"} if is_tied else {},
     )
+
+
+def extra_states(table: Table) -> list[str]:
+    """List the objects that Megatron's linear layers ask for beside their weights.
+
+    Layers of Transformer Engine keep scales of fp8 there, others nothing; but all must find
+    theirs: one for each layer, and for each expert of it.
+    """
+    names = []
+    for link in expand(table):
+        name, index = split_index(link.theirs)
+        stem, kind = name.rsplit(".", 1)
+        if kind != "weight" or ".linear_" not in stem:
+            continue
+        sizes: tuple[int, ...] = (table.num_layers, table.num_experts)[: len(index)] or (1,)
+        if len(index) == 1 and ".experts." in stem:
+            sizes = (table.num_experts,)
+        shard = "_".join(".".join(map(str, numbers)) for numbers in (index or (0,), sizes))
+        names.append(f"{stem}._extra_state/shard_{shard}")
+    return names
 
 
 def _around(

@@ -115,7 +115,6 @@ def read_legacy_folder(
 
 def _states(folder: Path) -> dict[tuple[int, int, int], tuple[str, dict[str, Any]]]:
     """Read every rank's file, by its place along tensor, pipeline and expert parallelism."""
-    has_pipeline = any((folder / f"mp_rank_00_00{i}").is_dir() for i in (0, 1))
     states = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)
@@ -134,7 +133,7 @@ def _states(folder: Path) -> dict[tuple[int, int, int], tuple[str, dict[str, Any
     if not states or len(states) != degrees[0] * degrees[1] * degrees[2]:
         raise RuntimeError(
             f"{folder} holds {len(states)} ranks of {' x '.join(map(str, degrees))} (tensor, "
-            f"pipeline, expert): some are missing. Pipeline folders: {has_pipeline}."
+            "pipeline, expert): some are missing."
         )
     return states
 
@@ -304,10 +303,14 @@ def _table(description: dict[str, Any], padded_vocab_size: int, version: float) 
             version=version,
         )
     config = description["config"]
-    like = {"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True}
-    as_gpt = {**description, "family": "gpt", "config": {**config, **like}}
-    as_gpt["config"]["position_embedding_type"] = "learned_absolute"
-    as_gpt["config"]["max_position_embeddings"] = config["max_position_embeddings"]
+    like = {
+        **config,
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "add_bias_linear": True,
+        "position_embedding_type": "learned_absolute",
+    }
+    as_gpt = {**description, "family": "gpt", "config": like}
     body = megatron.table(
         as_gpt, padded_vocab_size, transformer_impl="local", is_numbered=True, version=version
     )

@@ -19,6 +19,7 @@ from mcore_ckpt.hf_folder import read_hf_folder, small_files
 from mcore_ckpt.index import Index, read_index
 from mcore_ckpt.megatron_legacy import is_legacy, read_legacy_folder
 from mcore_ckpt.paths import latest_step, resolve_folder, step_folder
+from mcore_ckpt.pickles import Record
 from mcore_ckpt.rules import Link, Rule, Table, expand, match_theirs, split_index, unstacked
 from mcore_ckpt.streams import Rows, Source, compare_copy
 from mcore_ckpt.torch_files import read_torch_file
@@ -33,6 +34,7 @@ PREFIX = "model."
 EXTRA = "mcore"
 """Entry of foreign checkpoints that we wrote: JSON that says which model it is."""
 
+_WORDS = "embedding.word_embeddings.weight"
 _PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
 _STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
 
@@ -109,9 +111,8 @@ def _open_hf(path: Path, asked: Asked) -> Iterator[Opened]:
         theirs: Rows = Source(reader, folder.tensors)
         if block is not None:
             theirs = Dequantized(theirs, block)
-        yield _link(
-            table, theirs, description, asked, hf=hf, tokenizer=tokenizer, generation=generation
-        )
+        small = {"tokenizer": tokenizer, "generation": generation}
+        yield _link(table, theirs, description, asked, hf=hf, **small)
 
 
 @contextmanager
@@ -185,33 +186,35 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
             yield _link(legacy.table, theirs, legacy.description, asked, **small)
         return
     folder = read_dcp_folder(step)
+    if _WORDS not in folder.tensors:
+        raise ValueError(f"{step} holds no {_WORDS}: it is no GPT that Megatron saved.")
+    padded = folder.tensors[_WORDS].shape[0]
     common = _common_state(step, folder)
     extra = json.loads(common[EXTRA]) if EXTRA in common else {}
+    description = extra.get("model") or _megatron_description(step, common, padded, asked)
     weights = [name for name in folder.tensors if not name.startswith(_STATE)]
-    word = "embedding.word_embeddings.weight"
-    if word not in folder.tensors:
-        raise ValueError(f"{step} holds no {word}: it is no GPT that Megatron saved.")
-    padded = folder.tensors[word].shape[0]
-    description = extra.get("model") or _asked_description(asked.config)
-    if not description:
-        arguments = common.get("args")
-        if arguments is None:
-            raise ValueError(
-                f"{step} holds no arguments of Megatron's: give --config with the config.json "
-                "of the model."
-            )
-        values = {"padded_vocab_size": padded, **arguments.fields()}
-        description = megatron.from_arguments(values, asked.vocab_size)
-    norm = ("decoder.layers.pre_mlp_layernorm.", ".pre_mlp_layernorm.")
-    is_local = not any(mark in name for name in weights for mark in norm)
-    impl = "local" if is_local else "transformer_engine"
+    has_own_norm = any(".pre_mlp_layernorm." in name for name in weights)
+    impl = "transformer_engine" if has_own_norm else "local"
     table = megatron.table(description, padded, transformer_impl=impl)
     entries = unstacked(folder.locate(weights), expand(table))
-    behind = len(folder.tensors) - len(weights)
+    more = {"hf": dict(extra.get("hf", {})), "left_behind": len(folder.tensors) - len(weights)}
     with Reader(step) as reader:
-        theirs = Source(reader, entries)
-        hf = dict(extra.get("hf", {}))
-        yield _link(table, theirs, description, asked, hf=hf, left_behind=behind, **small)
+        yield _link(table, Source(reader, entries), description, asked, **more, **small)
+
+
+def _megatron_description(
+    step: Path, common: Mapping[str, Any], padded: int, asked: Asked
+) -> dict[str, Any]:
+    if asked.config:
+        return _asked_description(asked.config)
+    arguments = common.get("args")
+    if not isinstance(arguments, Record):
+        raise ValueError(
+            f"{step} holds no arguments of Megatron's: give --config with the config.json of "
+            "the model."
+        )
+    values = {"padded_vocab_size": padded, **arguments.fields()}
+    return megatron.from_arguments(values, asked.vocab_size)
 
 
 def describe_native(step: Path, index: Index) -> dict[str, Any]:

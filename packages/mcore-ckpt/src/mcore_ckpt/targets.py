@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt import megatron, torchtitan
-from mcore_ckpt.dcp import write_dcp_folder
 from mcore_ckpt.families import family_for, family_of
 from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import write_hf_folder
@@ -96,6 +95,8 @@ def write_dcp(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str
         raise ValueError(
             f"--dcp-names {wanted.dcp_names} is not known: use mcore, hf or torchtitan."
         )
+    from mcore_ckpt.dcp_writing import write_dcp_folder
+
     write_dcp_folder(
         folder, watch(items), {EXTRA: _extra(source)}, max_file_bytes=wanted.max_shard_bytes
     )
@@ -128,14 +129,13 @@ def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -
         "iteration": 0,
         EXTRA: _extra(source),
     }
+    from mcore_ckpt.dcp_writing import write_dcp_folder
+
     step = folder / RELEASE
     step.mkdir()
-    write_dcp_folder(
-        step,
-        items,
-        {"common_state/shard_0_1": [common]},
-        max_file_bytes=wanted.max_shard_bytes,
-    )
+    objects: dict[str, Any] = {name: [None] for name in megatron.extra_states(table)}
+    objects["common_state/shard_0_1"] = [common]
+    write_dcp_folder(step, items, objects, max_file_bytes=wanted.max_shard_bytes)
     write_small_files(step, source)
     form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     write_durably(step / "metadata.json", json.dumps(form).encode())

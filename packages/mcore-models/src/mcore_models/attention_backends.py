@@ -77,7 +77,7 @@ def attend(
     if window >= 0 and not causal:
         raise ValueError("an attention window needs causal attention")
     if documents is not None:
-        _check_documents(documents, k, causal)
+        _check_documents(documents, k, causal, backend)
         if num_queries == documents.length and _has_varlen(q, dropout_prob, backend):
             return _varlen(q, k, v, documents, scale, window)
     elif _uses_flash4(q, k, v, dropout_prob, backend):
@@ -167,9 +167,13 @@ def same_document(
     return (torch.arange(num_keys, device=device) >= first.unsqueeze(2)).unsqueeze(1)
 
 
-def _check_documents(documents: Documents, k: Tensor, causal: bool) -> None:
+def _check_documents(
+    documents: Documents, k: Tensor, causal: bool, backend: AttentionBackend
+) -> None:
     if not causal:
         raise ValueError("packed documents need causal attention")
+    if backend == "flash4":
+        raise ValueError("--attention-backend flash4 takes no packed documents: use auto.")
     if len(documents.rows) != k.shape[1] or k.shape[0] > documents.length:
         documents.check(k.shape[1], k.shape[0])
 
