@@ -65,6 +65,9 @@ def test_cu_seqlens_of_a_batch_are_read_and_laid_end_to_end():
     assert made.dtype == torch.int32
     assert made.tolist() == list(flat.borders)
     assert documents.flat().cu_seqlens(torch.device("cpu")) is made
+    alone = Pieces([0, 7]).cu_seqlens(torch.device("cpu"))
+    assert alone.dtype == torch.int32
+    assert alone.tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("borders", [[0], [1, 4], [0, 4, 4], [0, 5, 4]])

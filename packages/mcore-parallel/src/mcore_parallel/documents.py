@@ -49,11 +49,18 @@ class Pieces:
     def cu_seqlens(self, device: torch.device) -> Int[Tensor, " n"]:
         """Return the borders as kernels take them, int32; copied once, without a wait."""
         if device not in self._tensors:
-            borders = torch.tensor(self.borders, dtype=torch.int32)
-            if device.type == "cuda":
-                borders = borders.pin_memory()
-            self._tensors[device] = borders.to(device, non_blocking=True)
+            self._tensors[device] = self._borders_on(device)
         return self._tensors[device]
+
+    def _borders_on(self, device: torch.device) -> Tensor:
+        if len(self.borders) == 2:  # one piece: made in place, nothing to copy
+            return torch.arange(
+                0, self.length + 1, self.length, dtype=torch.int32, device=device
+            )
+        borders = torch.tensor(self.borders, dtype=torch.int32)
+        if device.type == "cuda":
+            borders = borders.pin_memory()
+        return borders.to(device, non_blocking=True)
 
     def first_seen(self, device: torch.device | None = None) -> Int[Tensor, " S"]:
         """Return, for every token, the first one of its piece: the first key that it sees."""
