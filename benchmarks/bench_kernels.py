@@ -18,8 +18,8 @@ from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models import flash4_attention
 from mcore_models.attention_backends import attend
-from mcore_models.kernels import fused_rotary_split
 from mcore_models.norm import RMSNorm
+from mcore_models.rope_kernels import fused_rotary_split
 from mcore_moe.kernels import fused_gated
 from mcore_parallel.accumulation import accumulate_product, make_stale
 from mcore_parallel.adam_kernels import fused_adamw

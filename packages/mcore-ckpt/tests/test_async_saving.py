@@ -1,5 +1,6 @@
 """Saved in the background: what was there at the call, whole, or not at all."""
 
+import errno
 import logging
 import os
 import shutil
@@ -64,23 +65,38 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
     assert torch.all(read_tensor(resolve_folder(tmp_path, 3), "w") == 3)
 
 
-def test_a_write_that_fails_is_reported_tried_again_and_given_up(tmp_path, caplog):
+def test_a_write_that_fails_is_reported_tried_again_and_given_up(tmp_path, monkeypatch, caplog):
+    really = os.fsync
+
+    def full_at_step_2(file):
+        if "iter_0000002" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        really(file)
+
+    monkeypatch.setattr(os, "fsync", full_at_step_2)
     saver = AsyncSaver(SINGLE, retries=1)
     saver.save(tmp_path, 1, {"w": whole(torch.ones(4))})
     saver.wait()
     with caplog.at_level(logging.WARNING):
         saver.save(tmp_path, 2, {"w": whole(torch.ones(4))})
-        shutil.rmtree(step_folder(tmp_path, 2), ignore_errors=True)
-        saver.wait()
-    # Whether the first try came before the folder went is up to the machine.
-    assert "writing step 2 failed, trying again" in caplog.text
-    assert "step 2 was not saved: rank 0: " in caplog.text
-    assert "No such file or directory" in caplog.text
-    assert saver.last_failure.startswith("step 2 was not saved")
+        assert saver.wait() is None
+    assert "writing step 2 failed, trying again: rank 0: cannot write" in caplog.text
+    assert "the disk or a quota is full" in caplog.text
+    assert saver.last_failure.startswith("step 2 was not saved: rank 0: cannot write")
     assert latest_step(tmp_path) == 1
     saver.save(tmp_path, 3, {"w": whole(torch.ones(4))})
     assert saver.wait() == step_folder(tmp_path, 3)
     assert saver.last_failure == ""
+
+
+def test_files_that_vanish_before_the_commit_are_missed(tmp_path, caplog):
+    saver = AsyncSaver(SINGLE, retries=0)
+    saver.save(tmp_path, 1, {"w": whole(torch.ones(4))})
+    saver._pending.job.join(60.0)
+    shutil.rmtree(step_folder(tmp_path, 1))
+    assert saver.wait() is None
+    assert "which rank 0 does not see" in saver.last_failure
+    assert latest_step(tmp_path) is None
 
 
 def test_tensors_that_are_held_until_their_copies_are_made_may_be_saved_meanwhile(tmp_path):

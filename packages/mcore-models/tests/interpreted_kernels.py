@@ -7,11 +7,11 @@ imported. Shapes are tiny: this shows the arithmetic, masks and loops, not the c
 import torch
 import triton.runtime.interpreter as interpreter
 
-from mcore_models.kernels import fused_rotary_split
 from mcore_models.mlp import gated
 from mcore_models.norm import LayerNorm, RMSNorm
 from mcore_models.norm_kernels import fused_add_and_norm, fused_norm
 from mcore_models.rope import rotate
+from mcore_models.rope_kernels import fused_rotary_split
 from mcore_moe.experts import weighted_gated
 from mcore_moe.kernels import fused_gated, fused_weighted_gated
 from mcore_parallel.adam_kernels import fused_adamw

@@ -135,6 +135,8 @@ def test_documents_of_another_batch_and_without_causality_are_refused():
         attend(q, k, v, documents=Documents([[0, 3], [0, 3]]))
     with pytest.raises(ValueError, match="need causal attention"):
         attend(q, k, v, causal=False, documents=Documents([[0, 4], [0, 4]]))
+    with pytest.raises(ValueError, match="flash4 takes no packed documents"):
+        attend(q, k, v, backend="flash4", documents=Documents([[0, 4], [0, 4]]))
 
 
 def test_flash4_says_why_it_cannot_be_used():

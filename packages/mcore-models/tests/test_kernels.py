@@ -36,7 +36,7 @@ def test_gated_units_equal_plain_torch(dtype, activation, width):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "g", "size"), [(4, 2, 64), (3, 1, 80), (32, 8, 128)])
 def test_rotary_split_equals_plain_torch(dtype, n, g, size):
-    from mcore_models.kernels import fused_rotary_split
+    from mcore_models.rope_kernels import fused_rotary_split
 
     torch.manual_seed(0)
     seq, batch = 5, 2

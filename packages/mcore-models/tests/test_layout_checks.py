@@ -1,7 +1,10 @@
 """Whether a model fits a layout: every problem at once, each with its mend."""
 
+from dataclasses import replace
+
 import pytest
 
+from mcore_models.attention import cp_comm_type
 from mcore_models.config import TransformerConfig
 from mcore_models.layout_checks import check_layout, layout_problems
 from mcore_moe.config import MoEConfig
@@ -121,3 +124,28 @@ def test_all_problems_are_raised_at_once():
     bad = parallel(tensor_model_parallel_size=5, pipeline_model_parallel_size=9)
     with pytest.raises(ValueError, match=r"(?s)--num-attention-heads 12.*--num-layers 4"):
         check_layout(MODEL, bad)
+
+
+def test_heads_are_exchanged_over_context_ranks_only_if_they_divide():
+    fits = {"context_parallel_size": 3, "tensor_model_parallel_size": 2}
+    assert layout_problems(MODEL, parallel(**fits, cp_comm_type="a2a")) == []
+    (problem,) = layout_problems(MODEL, parallel(context_parallel_size=8, cp_comm_type="a2a"))
+    assert "cannot exchange --num-attention-heads 12 over" in problem
+    assert "heads must be a multiple of 8. Use p2p or all_gather." in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"window_size": (8, 0)}, "no windows (--window-size)"),
+        ({"attention_dropout": 0.1}, "no dropout (--attention-dropout)"),
+    ],
+)
+def test_a_ring_has_neither_windows_nor_dropout_but_what_is_derived_has(changes, words):
+    model = replace(MODEL, **changes)
+    (problem,) = layout_problems(model, parallel(context_parallel_size=2, cp_comm_type="p2p"))
+    assert words in problem
+    derived = parallel(context_parallel_size=2)
+    assert layout_problems(model, derived) == []
+    assert cp_comm_type(model, derived, 0) == "all_gather"
+    assert cp_comm_type(MODEL, derived, 0) == "p2p"

@@ -159,14 +159,11 @@ def test_flash4_is_chosen_for_long_sequences_and_deterministic_when_asked():
         attend(*tensors)
     kernels = " ".join(event.key for event in seen.key_averages())
     assert "cudnn" not in kernels, kernels
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         runs = []
         for _ in range(3):
             out = attend(*tensors)
             runs.append(torch.autograd.grad(out, tensors, torch.ones_like(out)))
-    finally:
-        torch.use_deterministic_algorithms(False)
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 

@@ -69,6 +69,18 @@ def test_head_loss_overwrites_a_stale_main_gradient(chunk_tokens):
         torch.testing.assert_close(weight.main_grad, times * want)
 
 
+def test_without_gradients_nothing_is_added_to_the_main_gradient():
+    x, weight, labels, weights = inputs()
+    want = twin(x, weight, labels, weights, 0.0)
+    weight.requires_grad_()
+    weight.main_grad = torch.zeros_like(weight)
+    with torch.no_grad():
+        total, losses = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
+    torch.testing.assert_close(total, want[0])
+    torch.testing.assert_close(losses, want[1])
+    assert not weight.main_grad.any()
+
+
 def test_a_head_without_tokens_has_no_gradient():
     _, weight, labels, weights = inputs()
     x = torch.zeros(0, B, D, dtype=torch.float64, requires_grad=True)

@@ -306,9 +306,10 @@ def deferred_gradients(sequence_parallel, overlap):
         if queue is not None:
             assert not column.weight.main_grad.any()
             assert not row.weight.main_grad.any()
-            for work, prepare in queue.take():
-                prepare()
-                work()
+            with torch.no_grad():  # as the pipeline calls them
+                for work, prepare in queue.take():
+                    prepare()
+                    work()
         made.append(
             [
                 x.grad,

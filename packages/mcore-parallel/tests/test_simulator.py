@@ -3,6 +3,8 @@
 from itertools import combinations, pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mcore_parallel.schedule import Action, Kind, interleaved, one_f_one_b, zero_bubble_h1
 from mcore_parallel.simulator import simulate
@@ -72,6 +74,41 @@ def test_messages_of_two_microbatches_swapped_at_one_end_are_refused(
                 swapped = list(actions)
                 swapped[i], swapped[j] = actions[j], actions[i]
                 refused(mutant(schedule, rank, swapped), num_microbatches, num_chunks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_schedule_with_an_action_lost_doubled_moved_or_too_early_is_refused(data):
+    pp, vpp = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 3))
+    num_microbatches = pp * data.draw(st.integers(1, 3))
+    schedule, num_chunks = data.draw(
+        st.sampled_from(
+            [
+                (one_f_one_b(pp, num_microbatches), 1),
+                (zero_bubble_h1(pp, num_microbatches), 1),
+                (interleaved(pp, num_microbatches, vpp), vpp),
+            ]
+        )
+    )
+    simulate(schedule, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    rank = data.draw(st.integers(0, pp - 1))
+    place = data.draw(st.integers(0, len(schedule[rank]) - 1))
+    wrong = [list(actions) for actions in schedule]
+    action = wrong[rank].pop(place)
+    how = data.draw(st.sampled_from(["lost", "doubled", "moved", "too early"]))
+    if how == "doubled":
+        wrong[rank] += [action, action]
+    elif how == "moved":
+        wrong[(rank + 1) % pp].insert(0, action)
+    elif how == "too early":
+        # Before everything: only what waits for nothing may stand there.
+        if action.kind in (Kind.FORWARD, Kind.RECEIVE_FORWARD):
+            return
+        wrong[rank].insert(0, action)
+        if action.kind is Kind.RECEIVE_BACKWARD:
+            refused(wrong, num_microbatches, num_chunks, "deadlock|is expected")
+            return
+    refused(wrong, num_microbatches, num_chunks)
 
 
 def test_an_action_that_is_not_the_ranks_task_is_refused():

@@ -17,6 +17,7 @@ from mcore_train.log import Reporter
 from mcore_train.loop import train, validate
 from mcore_train.resolution import resolve
 from mcore_train.resuming import load_run
+from mcore_train.running import joined_world
 
 TINY = {
     "num_layers": 2,
@@ -55,6 +56,21 @@ def test_the_first_step_and_every_interval_are_reported():
     assert reports[-1].consumed_train_samples == 24
     assert reports[0].lr == pytest.approx(1e-2)
     assert all(r.tokens_per_s > 0 and r.step_ms > 0 for r in reports)
+
+
+def test_a_run_in_deterministic_mode_uses_such_algorithms_until_its_end(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Tree")  # the user's own choice
+    plan = resolve(compose({**TINY, "deterministic_mode": True, "device": "cpu"}), 1)
+    with joined_world(plan) as ctx:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["NCCL_ALGO"] == "Tree"
+        done, reports = collect(assemble(plan, ctx))
+    assert done
+    assert reports[-1].loss == collect(build())[1][-1].loss
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def test_a_validation_between_reports_loses_no_step_of_the_average():

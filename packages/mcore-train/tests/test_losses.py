@@ -33,11 +33,13 @@ def test_one_rank_keeps_its_batch_and_counts_its_mask():
 def test_packed_rows_bring_their_documents_and_whole_ones_none():
     ctx = ParallelContext.single()
     packed = torch.tensor([[0, 3, LENGTH, LENGTH], [0, 1, 5, LENGTH]])
-    placed = place({**batch(MASK), "cu_seqlens": packed}, ctx, has_own_positions=True)
+    placed = place({**batch(MASK), "cu_seqlens": packed}, ctx)
     assert [p.borders for p in placed.documents.rows] == [(0, 3, LENGTH), (0, 1, 5, LENGTH)]
     assert torch.equal(placed.positions, batch(MASK)["position_ids"])
     whole = torch.tensor([[0, LENGTH, LENGTH]] * 2)
-    assert place({**batch(MASK), "cu_seqlens": whole}, ctx).documents is None
+    placed = place({**batch(MASK), "cu_seqlens": whole}, ctx)
+    assert placed.documents is None
+    assert placed.positions is None
 
 
 def test_weights_sum_to_one_over_a_step_in_the_models_precision():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mcore_parallel.launching import deterministic_algorithms
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
 from mcore_train.composition import compose
@@ -79,9 +80,6 @@ def test_deterministic_training_repeats_to_the_last_bit():
             train_step(run, batches(run, seed), 1e-3, 0.1)
         return [parameter.detach().clone() for parameter in run.chunks[0].parameters()]
 
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         first, second = weights(), weights()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

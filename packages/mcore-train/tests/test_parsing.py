@@ -36,8 +36,42 @@ def test_recipes_lie_over_each_other_and_flags_over_both(tmp_path):
 
 
 def test_a_recipe_flag_without_a_file_is_refused():
-    with pytest.raises(ValueError, match="--recipe needs a file"):
+    with pytest.raises(ValueError, match="--recipe needs a value"):
         parse(["--recipe", "--lr", "1"])
+
+
+PIPELINE = ["--num-layers", "16", "--pipeline-model-parallel-size", "4", *SHAPE[2:]]
+
+
+@pytest.mark.parametrize(
+    "words", [["--num-layers-per-virtual-pipeline-stage", "2"],
+              ["--num_layers_per_virtual_pipeline_stage=2"]],
+)  # fmt: skip
+def test_layers_per_virtual_stage_say_how_many_stages_a_rank_holds(words):
+    config = parse([*words, *PIPELINE])
+    assert config.pipeline.num_virtual_stages_per_pipeline_rank == 2
+
+
+def test_layers_per_virtual_stage_count_the_layers_of_a_recipe(tmp_path):
+    recipe = tmp_path / "model.toml"
+    recipe.write_text("num_layers = 24\nhidden_size = 64\nnum_attention_heads = 4\n")
+    words = ["--num-layers-per-virtual-pipeline-stage", "3", "--recipe", str(recipe)]
+    config = parse([*words, *PIPELINE[2:4]])
+    assert config.pipeline.num_virtual_stages_per_pipeline_rank == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["3", *PIPELINE], "make the layers a multiple of 12"),
+        (["0", *PIPELINE], "make the layers a multiple of 1"),
+        (["two", *PIPELINE], "needs numbers"),
+        (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "say the same"),
+    ],
+)
+def test_layers_per_virtual_stage_that_do_not_fit_are_refused(words, told):
+    with pytest.raises(ValueError, match=told):
+        parse(["--num-layers-per-virtual-pipeline-stage", *words])
 
 
 def test_a_value_of_the_wrong_type_ends_with_code_2_and_names_the_flag(capsys):

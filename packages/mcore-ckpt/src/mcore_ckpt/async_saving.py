@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt.agreement import any_rank, gather_bytes, gather_json, pack, unpack
+from mcore_ckpt.agreement import agreed, any_rank, gather_bytes, gather_json, pack, unpack
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.hf_saving import HFView
 from mcore_ckpt.locking import FolderLock
@@ -202,7 +202,8 @@ class AsyncSaver:
                 hf=hf,
                 plans=self._plans,
             )
-            copies = self._staging.start(begun.memory)
+            with agreed(self._world):
+                copies = self._staging.start(begun.memory)
         except BaseException:
             lock.release()
             raise

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -114,7 +114,7 @@ def write_file(
     try:
         with path.open("xb", buffering=1 << 20) as file:
             file.write(header)
-            written = _write_items(file, items, first, path)
+            written = _write_items(file.write, items, first, path)
             if not is_store(path):
                 file.flush()
                 os.fsync(file.fileno())
@@ -333,7 +333,7 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str] | None) -> tuple[
 
 
 def _write_items(
-    file: IO[bytes], items: Sequence[Item], offset: int, path: Path
+    put: Callable[[memoryview], object], items: Sequence[Item], offset: int, path: Path
 ) -> list[Written]:
     written = []
     for item in items:
@@ -342,7 +342,7 @@ def _write_items(
         checksums = Checksums()
         for slab in item.slabs():
             data = memory(slab)
-            file.write(data)
+            put(data)
             checksums.update(data)
             if len(done) < len(sections) and checksums.num_bytes == sections[len(done)]:
                 done.append(Written(offset, checksums.finish()))

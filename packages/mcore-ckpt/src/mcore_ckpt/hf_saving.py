@@ -24,7 +24,7 @@ from mcore_ckpt.hf_folder import small_files
 from mcore_ckpt.index import DTYPE_BYTES, TensorEntry
 from mcore_ckpt.paths import write_durably
 from mcore_ckpt.planning import Claim, Entry, Write
-from mcore_ckpt.rules import Link, expand, match_ours
+from mcore_ckpt.rules import Link, expand, match_ours, split_index
 from mcore_parallel.mesh import Axis
 
 HF_INDEX = "model.safetensors.index.json"
@@ -51,16 +51,21 @@ def hf_view(description: dict[str, Any], model_type: str = "") -> HFView:
         model_type: family to write; empty: the first that can say the model.
 
     Raises:
-        ValueError: if none can, or it stores matrices turned, so that they cannot be ours too.
+        ValueError: if none can, or it stores rows turned, interleaved or padded, so that its
+            bytes cannot be ours too.
     """
     model_type = model_type or family_for(description)
     family = family_of(model_type)
     config = family.to_theirs(description)
     links = tuple(expand(family.table(description)))
-    turned = [link.theirs for link in links if link.transposed]
+    turned = [
+        link.theirs
+        for link in links
+        if not link.is_plain or link.padding or split_index(link.theirs)[1]
+    ]
     if turned:
         raise ValueError(
-            f"--save-hf cannot write {model_type}, which stores matrices turned "
+            f"--save-hf cannot write {model_type}, which does not store our rows as they are "
             f"({turned[0]}): leave it out, and use mcore-ckpt convert mcore-to-hf."
         )
     return HFView(config, links)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.blocks import Block, describe
 from mcore_data.engines import Engine
 from mcore_data.records import BadRecord, Text
-from mcore_data.sources import Block, describe
 from mcore_data.verification import Checked, Verifier
 
 

@@ -56,6 +56,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any]:
     path = manifest_path(prefix)
     if not path.is_file():
         return {}
+    facts: dict[str, Any] = {}
     try:
         facts = json.loads(path.read_text("utf-8"))
         known = isinstance(facts, dict) and facts["format"] <= FORMAT and facts["files"]

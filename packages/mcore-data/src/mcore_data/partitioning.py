@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mcore_data.blocks import Source
 from mcore_data.config import PreprocessConfig
 from mcore_data.manifest import has_files, read_manifest
 from mcore_data.merging import merge_pairs
-from mcore_data.preprocessing import (
+from mcore_data.sources import divide
+from mcore_data.tokenizing import (
     PreprocessReport,
     Progress,
     Tools,
@@ -20,7 +22,6 @@ from mcore_data.preprocessing import (
     preprocess_sources,
     work_of,
 )
-from mcore_data.sources import Source, divide
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from rich.progress import (
     Progress as RichProgress,
 )
 
-from mcore_data.preprocessing import Progress
+from mcore_data.tokenizing import Progress
 
 log = logging.getLogger(__name__)
 

@@ -1,98 +1,21 @@
-"""Inputs as blocks of whole records: files, folders, patterns, standard input, stores.
-
-A block is some megabytes, small enough to hold and large enough to be worth sending to
-another process. Blocks of a plain local file name a byte range, which the receiver reads
-itself; all others carry their bytes. Where a block starts is enough to go on from it.
-"""
+"""Inputs: found by file, folder, pattern or URL, cut into blocks, divided into parts."""
 
 import hashlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mcore_data.blocks import BLOCK_BYTES, STDIN, Block, Source, describe, open_raw
 from mcore_data.compression import COMPRESSED, DAMAGE, open_compressed
-from mcore_data.records import BadRecordError, Kind, ParsedRecords, parse_records
+from mcore_data.records import BadRecordError, Kind
+from mcore_data.remote import find_remote
+from mcore_data.tables import read_tables
 
-BLOCK_BYTES = 4 << 20
-STDIN = "-"
 _LINES = (".jsonl", ".json", ".ndjson")
 _TABLES = (".parquet", ".arrow", ".feather")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One input.
-
-    Attributes:
-        path: file, URL, or ``-`` for standard input.
-        kind: what its records are.
-        size: bytes as stored; 0 if unknown.
-        stamp: changes when the content does.
-        start: first byte to take; only plain local lines start elsewhere than at 0.
-        stop: lines that start from this byte on belong to another part; 0 means none do.
-    """
-
-    path: str
-    kind: Kind
-    size: int
-    stamp: str
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def suffix(self) -> str:
-        """Suffix of a compressed file, else nothing."""
-        suffix = Path(self.path).suffix
-        return suffix if suffix in COMPRESSED else ""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether any process of this machine may open it."""
-        return self.path != STDIN and "://" not in self.path
-
-    @property
-    def is_divisible(self) -> bool:
-        """Whether it can be read from any line on."""
-        return self.is_local and self.kind in ("lines", "text_lines") and not self.suffix
-
-    @property
-    def num_bytes(self) -> int:
-        """Stored bytes that are to be read."""
-        return (self.stop or self.size) - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Whole records of one source.
-
-    Attributes:
-        path: of the source.
-        kind: what the records are.
-        start: first byte, counted in the decompressed file, or first row of a table.
-        end: where the next block starts.
-        done_bytes: stored bytes of the source that are read once this block is.
-        data: the bytes, or None if they are to be read from the local file.
-    """
-
-    path: str
-    kind: Kind
-    start: int
-    end: int
-    done_bytes: int
-    data: bytes | None
-
-    def parse(self, json_keys: Sequence[str]) -> ParsedRecords:
-        """Read the records."""
-        data = self.data
-        if data is None:
-            with open(self.path, "rb") as file:
-                file.seek(self.start)
-                data = file.read(self.end - self.start)
-        return parse_records(self.kind, data, json_keys)
 
 
 def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[Source]:
@@ -112,8 +35,6 @@ def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[Sourc
             stamp = f"{time.time_ns()}"  # a stream cannot be read from the middle again
             sources = [Source(STDIN, "lines", 0, stamp)]
         elif "://" in word:
-            from mcore_data.remote import find_remote
-
             sources = [
                 Source(url, _kind(url, text_lines), size, stamp)
                 for url, size, stamp in find_remote(word, data_files)
@@ -149,8 +70,6 @@ def read_blocks(
     """
     start = max(start, source.start)
     if source.kind == "table":
-        from mcore_data.tables import read_tables
-
         yield from read_tables(source, json_keys, start, block_bytes)
     elif source.kind == "text" and source.is_local and not source.suffix:
         if start == 0:
@@ -163,17 +82,6 @@ def read_blocks(
                 yield from _stream_blocks(source, raw, start, block_bytes)
         except DAMAGE as error:
             raise RuntimeError(f"{source.path} is truncated or damaged: {error}") from error
-
-
-def open_raw(source: Source) -> BinaryIO:
-    """Open the stored bytes of a source."""
-    if source.path == STDIN:
-        return sys.stdin.buffer
-    if source.is_local:
-        return open(source.path, "rb")
-    from mcore_data.remote import open_remote
-
-    return open_remote(source.path)
 
 
 def divide(sources: Sequence[Source], part: int, num_parts: int) -> list[Source]:
@@ -230,14 +138,6 @@ def read_texts(source: Source, json_keys: Sequence[str]) -> Iterator[str]:
         for values in zip(*parsed.columns, strict=True):
             for value in values:
                 yield value if isinstance(value, str) else " ".join(value)
-
-
-def describe(block: Block, number: int) -> str:
-    """Where a record is, for people: file and line or row."""
-    name = "standard input" if block.path == STDIN else block.path
-    if block.kind == "text":
-        return name
-    return f"{name}, {'row' if block.kind == 'table' else 'line'} {number}"
 
 
 def fingerprint(sources: Sequence[Source]) -> list[list[Any]]:

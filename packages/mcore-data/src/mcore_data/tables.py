@@ -7,7 +7,7 @@ wanted columns; a file of any size takes the memory of one batch.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mcore_data.sources import Block, Source, open_raw
+from mcore_data.blocks import Block, Source, open_raw
 
 
 def read_tables(

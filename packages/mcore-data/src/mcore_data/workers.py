@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from mcore_data.blocks import Block
 from mcore_data.encoding import EncodedBlock, Encoder
-from mcore_data.sources import Block
 
 Task = tuple[int, Block]
 """A source's number and a block of it."""
@@ -173,7 +173,8 @@ def _without_tokens(result: EncodedBlock, slot: mmap) -> EncodedBlock:
         if at + size > len(slot):
             keys[key] = part
             continue
-        slot[at : at + size] = memoryview(part.tokens).cast("B") if size else b""
+        if size:
+            np.frombuffer(slot, np.uint8, size, at)[:] = part.tokens.view(np.uint8)
         stub = np.empty(0, part.tokens.dtype)
         keys[key] = replace(part, tokens=stub)
         at += size

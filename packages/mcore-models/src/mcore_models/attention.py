@@ -176,7 +176,7 @@ class Attention(nn.Module):
         H = head_dim(self.config)
         if rotary is not None and self._has_kernel(qkv, rotary):
             # Triton is there where a GPU is, and only there.
-            from mcore_models.kernels import fused_rotary_split
+            from mcore_models.rope_kernels import fused_rotary_split
 
             rows_q, rows_k, _ = self.qkv.output_sizes
             return fused_rotary_split(qkv, *rotary, rows_q // H, rows_k // H)

@@ -77,7 +77,7 @@ def attend(
     if window >= 0 and not causal:
         raise ValueError("an attention window needs causal attention")
     if documents is not None:
-        _check_documents(documents, k, causal)
+        _check_documents(documents, k, causal, backend)
         if num_queries == documents.length and _has_varlen(q, dropout_prob, backend):
             return _varlen(q, k, v, documents, scale, window)
     elif _uses_flash4(q, k, v, dropout_prob, backend):
@@ -167,9 +167,13 @@ def same_document(
     return (torch.arange(num_keys, device=device) >= first.unsqueeze(2)).unsqueeze(1)
 
 
-def _check_documents(documents: Documents, k: Tensor, causal: bool) -> None:
+def _check_documents(
+    documents: Documents, k: Tensor, causal: bool, backend: AttentionBackend
+) -> None:
     if not causal:
         raise ValueError("packed documents need causal attention")
+    if backend == "flash4":
+        raise ValueError("--attention-backend flash4 takes no packed documents: use auto.")
     if len(documents.rows) != k.shape[1] or k.shape[0] > documents.length:
         documents.check(k.shape[1], k.shape[0])
 
@@ -187,8 +191,17 @@ def _varlen(
     pieces = documents.flat()
     borders, longest = pieces.cu_seqlens(q.device), pieces.longest
     # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H], free of copies for one row.
-    flat = [t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)]
+    flat_q, flat_k, flat_v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
     out = varlen_attn(
-        *flat, borders, borders, longest, longest, scale=scale, window_size=(window, 0)
+        flat_q,
+        flat_k,
+        flat_v,
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(window, 0),
     )
+    assert isinstance(out, Tensor)  # a pair where more was asked for
     return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)

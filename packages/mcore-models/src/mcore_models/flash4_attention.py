@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -108,11 +109,9 @@ def _forward(
     scale: float | None = None,
     window: int | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N S"]]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     out = q.new_empty(q.shape)
     with _without_compiler_noise():
-        _, lse, *_ = _flash_attn_fwd(
+        _, lse, *_ = _package()._flash_attn_fwd(
             *(t.transpose(0, 1) for t in (q, k, v)),  # [S, B, N, H] -> [B, S, N, H]
             softmax_scale=scale,
             causal=causal,
@@ -135,12 +134,9 @@ def _backward(
     scale: float | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
-    dq, dk, dv = (t.transpose(0, 1) for t in grads)
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     with _without_compiler_noise():
-        _flash_attn_bwd(
+        _package()._flash_attn_bwd(
             *(t.transpose(0, 1) for t in (q, k, v, out, grad)),
             lse,
             scale,
@@ -148,11 +144,15 @@ def _backward(
             window_size_left=window,
             window_size_right=None if window is None else 0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            dq=dq,
-            dk=dk,
-            dv=dv,
+            dq=dq.transpose(0, 1),
+            dk=dk.transpose(0, 1),
+            dv=dv.transpose(0, 1),
         )
-    return grads
+    return dq, dk, dv
+
+
+def _package() -> Any:
+    return import_module("flash_attn.cute.interface")
 
 
 @contextmanager

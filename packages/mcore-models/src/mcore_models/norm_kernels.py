@@ -88,7 +88,8 @@ def _backward(
         at = row * width + column
         value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_DTOTAL:
+        passed = tl.zeros([BLOCK], tl.float32)
+        if HAS_DTOTAL:  # before it is needed, so that it comes with the others
             passed = tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scales + row)
         if CENTERED:

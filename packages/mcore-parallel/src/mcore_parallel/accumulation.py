@@ -87,8 +87,9 @@ def accumulate_product(
     """
     if a.dtype != total.dtype and not a.is_cuda:
         a, b = a.to(total.dtype), b.to(total.dtype)
-    kind = {} if a.dtype == total.dtype else {"out_dtype": total.dtype}
-    if overwrite:
-        torch.mm(a, b, **kind, out=total)
+    if a.dtype == total.dtype:
+        torch.mm(a, b, out=total) if overwrite else total.addmm_(a, b)
+    elif overwrite:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
-        torch.addmm(total, a, b, **kind, out=total)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -64,6 +64,8 @@ def head_loss(
         )
     x = gather_partial_from(x, axis) if sequence_parallel else copy_to(x, axis)
     rows = x.reshape(-1, x.shape[-1])  # [S, B, D] -> [T, D]
+    if not torch.is_grad_enabled():  # forward makes gradients of what requires one
+        rows, weight = rows.detach(), weight.detach()
     flat_labels = labels.t().reshape(-1)
     flat_weights = weights.t().reshape(-1)
     total, losses = _HeadLoss.apply(

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,31 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
             device_id=device if device.type == "cuda" else None,
         )
     return device
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Inside, the same work on the same number of devices gives the same bits in every run.
+
+    Enter it before ``initialize``: cuBLAS and NCCL read their part of it from the environment
+    when they start (one workspace for each stream, sums round a ring); what is set there
+    already is kept. Operations of torch that have no deterministic form raise.
+    """
+    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    added = [name for name in variables if name not in os.environ]
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic  # its attribute is made at run time
+    was_filled = memory.fill_uninitialized_memory
+    os.environ.update({name: variables[name] for name in added})
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # it costs a pass over each new tensor
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_enabled)
+        memory.fill_uninitialized_memory = was_filled
+        for name in added:
+            del os.environ[name]
 
 
 def world_size() -> int:

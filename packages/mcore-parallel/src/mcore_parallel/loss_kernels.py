@@ -97,7 +97,8 @@ def _softmax_gradient(
         inside = column < width
         x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
         grad = tl.exp(x - shift) - smooth - tl.where(column == label, hit, 0.0)
-        grad = tl.where(inside & (weight != 0.0), grad * weight, 0.0)
+        grad = tl.where(inside, grad * weight, 0.0)
+        grad = tl.where(weight == 0.0, 0.0, grad)  # also where it is not a number
         tl.store(base + column, grad.to(logits.dtype.element_ty), mask=column < padded)
 
 

@@ -138,6 +138,7 @@ class ParallelContext:
                         list(ranks),
                         timeout=timeout,
                         backend="cpu:gloo,cuda:nccl" if both else backend,
+                        group_desc=name,  # what profiles and watchdogs call it
                     )
                 if global_rank in ranks and len(ranks) > 1:
                     axes[name] = Axis(

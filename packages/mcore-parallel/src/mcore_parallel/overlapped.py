@@ -70,10 +70,10 @@ def scattered_product(
         )
     shape = (x.shape[0] // axis.size, *x.shape[1:-1], matrix.shape[1])
     pieces = x.reshape(axis.size, -1, x.shape[-1])
-    coming = None
-    for step in range(axis.size):
-        # A sum begins at the rank behind the one that keeps it and comes home last.
+    # A sum begins at the rank behind the one that keeps it and comes home last.
+    total = pieces[(axis.rank - 1) % axis.size] @ matrix
+    for step in range(1, axis.size):
+        coming = start_shift(total, axis)
         product = pieces[(axis.rank - 1 - step) % axis.size] @ matrix
-        total = product if coming is None else product.add_(wait(coming))
-        coming = start_shift(total, axis) if step < axis.size - 1 else total
+        total = product.add_(wait(coming))
     return total.view(shape)

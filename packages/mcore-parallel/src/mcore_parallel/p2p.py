@@ -50,17 +50,13 @@ def post_each(messages: Sequence[Message], axis: Axis) -> list[Posted]:
             the receive stands there.
         axis: ranks that take part; its group is used for nothing else meanwhile.
     """
-    return [
-        Posted(
-            [message],
-            [
-                (dist.isend if message.is_send else dist.irecv)(
-                    message.tensor, axis.ranks[message.peer], group=axis.group
-                )
-            ],
-        )
-        for message in messages
-    ]
+    posted = []
+    for message in messages:
+        start = dist.isend if message.is_send else dist.irecv
+        work = start(message.tensor, axis.ranks[message.peer], group=axis.group)
+        assert work is not None  # None: this rank is not of the group
+        posted.append(Posted([message], [work]))
+    return posted
 
 
 def post(messages: Sequence[Message], axis: Axis) -> Posted:

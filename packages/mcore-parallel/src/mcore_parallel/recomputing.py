@@ -7,7 +7,7 @@ makes cheaply and the next one saves: a norm's or an activation's output.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Shaped
@@ -133,9 +133,10 @@ class _Piece:
         self.x = None
 
 
-def _can_cut(x: object, axis: Axis) -> bool:
-    is_tensor = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
-    return axis.size > 1 and is_tensor and x.numel() % axis.size == 0
+def _can_cut(x: object, axis: Axis) -> TypeGuard[Tensor]:
+    if not isinstance(x, Tensor) or axis.size == 1:
+        return False
+    return x.requires_grad and torch.is_grad_enabled() and x.numel() % axis.size == 0
 
 
 class _Between:

@@ -200,14 +200,18 @@ def _runs(bucket: Bucket, state: _State) -> list[_Run]:
         if ends and ends[-1][2] == decays:
             begin = ends.pop()[0]
         ends.append((begin, end, decays))
-    flats = (
-        state.main,
-        bucket.owned(bucket.grads),
-        state.exp_avg,
-        state.exp_avg_sq,
-        bucket.owned(bucket.params),
-    )
-    return [_Run(*(flat[begin:end] for flat in flats), decays) for begin, end, decays in ends]
+    grads, parameters = bucket.owned(bucket.grads), bucket.owned(bucket.params)
+    return [
+        _Run(
+            main=state.main[begin:end],
+            grad=grads[begin:end],
+            exp_avg=state.exp_avg[begin:end],
+            exp_avg_sq=state.exp_avg_sq[begin:end],
+            parameter=parameters[begin:end],
+            decays=decays,
+        )
+        for begin, end, decays in ends
+    ]
 
 
 def _has_kernel(run: _Run) -> bool:

@@ -58,15 +58,19 @@ SPELLINGS: dict[str, Spelling] = {
 }
 """Flags that are taken and translated."""
 
+_NODE_LOCAL = "node-local checkpoints are not built yet; use --async-save."
+
 REFUSED: dict[str, str] = {
+    "--non-persistent-save-interval": _NODE_LOCAL,
+    "--non-persistent-ckpt-type": _NODE_LOCAL,
+    "--non-persistent-local-ckpt-dir": _NODE_LOCAL,
+    "--replication": _NODE_LOCAL,
     "--no-ckpt-fully-parallel-save": "all ranks always write together; use mcore-ckpt reshard "
     "to put their files together.",
     "--fp8-hybrid": "FP8 training is not built yet; use --bf16.",
     "--fp8-format": "FP8 training is not built yet; use --bf16.",
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
-    "--rampup-batch-size": "batch-size schedules are not built yet; use --global-batch-size.",
-    "--step-batch-size-schedule": "batch-size schedules are not built yet; use "
-    "--global-batch-size.",
+    "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
     "--use-torch-fsdp2": "fully sharded data parallelism is not built yet; use "
     "--use-distributed-optimizer.",
     "--use-megatron-fsdp": "fully sharded data parallelism is not built yet; use "

@@ -12,7 +12,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from mcore_parallel.schedule import forward_only
 from mcore_train.assembly import Run
-from mcore_train.losses import MicroBatch, has_own_positions, place
+from mcore_train.losses import MicroBatch, place
 from mcore_train.step import hidden_shape
 
 
@@ -48,7 +48,7 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
         batches: micro-batches of this data rank.
         num_batches: how many to take, the same on all ranks; must not exceed what there is.
     """
-    own_positions = has_own_positions(run.plan.config.data)
+    own_positions = run.plan.config.data.reset_position_ids
     iterator = iter(batches)
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
     for chunk in run.chunks:

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_data.config import DataConfig
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.context_parallel import zigzag_split
 from mcore_parallel.documents import Documents
@@ -39,14 +38,16 @@ def place(
 
     Args:
         batch: tokens, labels, loss_mask and, if they are used, position_ids, each [B, S];
-            with cu_seqlens, [B, n] and on the CPU, rows are packed (``Documents``).
+            with cu_seqlens, [B, n] and on the CPU, rows are packed (``Documents``) and
+            position_ids count.
         ctx: the layout.
         has_own_positions: whether rows count their positions themselves
             (``--reset-position-ids``).
     """
     documents = None
     if "cu_seqlens" in batch:
-        documents = Documents.from_cu_seqlens(batch["cu_seqlens"])
+        packed = Documents.from_cu_seqlens(batch["cu_seqlens"])
+        documents = None if packed.are_whole_rows else packed
 
     def part(name: str) -> Tensor:
         return zigzag_split(batch[name].to(ctx.device, non_blocking=True), ctx.cp, 1)
@@ -55,14 +56,9 @@ def place(
         part("tokens"),
         part("labels"),
         part("loss_mask"),
-        part("position_ids") if has_own_positions else None,
-        None if documents is None or documents.are_whole_rows else documents,
+        part("position_ids") if has_own_positions or documents is not None else None,
+        documents,
     )
-
-
-def has_own_positions(config: DataConfig) -> bool:
-    """Whether rows count positions from 0 again at each document."""
-    return config.reset_position_ids or config.dataloader_inter_document_masking
 
 
 def count_valid_tokens(

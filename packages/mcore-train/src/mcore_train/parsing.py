@@ -16,6 +16,9 @@ from mcore_train.recipe import Value, read_recipe, to_flags
 
 log = logging.getLogger(__name__)
 
+LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
+"""Megatron's other way to say --num-virtual-stages-per-pipeline-rank."""
+
 
 def parse(argv: Sequence[str], program: str = "mcore-train gpt") -> TrainConfig:
     """Read a command line, its recipes and the shape of the model that it continues.
@@ -31,10 +34,11 @@ def parse(argv: Sequence[str], program: str = "mcore-train gpt") -> TrainConfig:
     """
     import tyro
 
-    words, notes = translate(argv, {*flag_names(), "--help"})
+    words, notes = translate(argv, {*flag_names(), "--help", LAYERS_PER_STAGE})
     for note in notes:
         log.info("%s", note)
     words, recipes = _take_all(words, "--recipe")
+    words, layers_per_stage = _take_all(words, LAYERS_PER_STAGE)
     fields: dict[str, Value] = {}
     for recipe in recipes:
         fields |= read_recipe(Path(recipe), field_types())
@@ -42,6 +46,8 @@ def parse(argv: Sequence[str], program: str = "mcore-train gpt") -> TrainConfig:
     step = int(_last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0)))
     saved = checkpoint_fields(load, step) if load else {}
     args = [*to_flags(saved), *to_flags(fields), *words]
+    if layers_per_stage:
+        args += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
     if recipes:
         args += ["--recipe", *recipes]
     return tyro.cli(
@@ -50,6 +56,30 @@ def parse(argv: Sequence[str], program: str = "mcore-train gpt") -> TrainConfig:
         args=args,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def _stages(args: list[str], layers_per_stage: str) -> str:
+    """Return the stages on a rank that have so many layers each."""
+    if _last_value(args, "--num-virtual-stages-per-pipeline-rank"):
+        raise ValueError(
+            f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank say the same: "
+            "leave one of the two out."
+        )
+    layers = _last_value(args, "--num-layers")
+    ranks = _last_value(args, "--pipeline-model-parallel-size") or "1"
+    if not (layers.isdecimal() and ranks.isdecimal() and layers_per_stage.isdecimal()):
+        raise ValueError(
+            f"{LAYERS_PER_STAGE} {layers_per_stage} needs numbers: itself, --num-layers and "
+            "--pipeline-model-parallel-size."
+        )
+    together = int(ranks) * int(layers_per_stage)
+    if together < 1 or int(layers) % together:
+        raise ValueError(
+            f"--num-layers {layers} are not whole stages of {LAYERS_PER_STAGE} "
+            f"{layers_per_stage} on each of --pipeline-model-parallel-size {ranks} ranks: make "
+            f"the layers a multiple of {max(1, together)}."
+        )
+    return str(int(layers) // together)
 
 
 def _take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
@@ -61,7 +91,7 @@ def _take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
             rest.append(word)
             continue
         if not words or words[0].startswith("--"):
-            raise ValueError(f"{flag} needs a file.")
+            raise ValueError(f"{flag} needs a value.")
         while words and not words[0].startswith("--"):
             taken.append(words.pop(0))
     return rest, taken

@@ -47,17 +47,16 @@ def run_gpt(config: TrainConfig) -> int:
 def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     """Join the launcher's world and build the plan's groups; leave both at the end."""
     config = plan.config
-    device = launching.initialize(
-        config.run.device, config.parallelism.distributed_timeout_minutes
-    )
-    try:
+    with contextlib.ExitStack() as stack:
+        if config.run.deterministic_mode:
+            stack.enter_context(launching.deterministic_algorithms())
+        device = launching.initialize(
+            config.run.device, config.parallelism.distributed_timeout_minutes
+        )
+        stack.callback(launching.shut_down)
         ctx = ParallelContext.build(config.parallelism, device)
-        try:
-            yield ctx
-        finally:
-            ctx.destroy()
-    finally:
-        launching.shut_down()
+        stack.callback(ctx.destroy)
+        yield ctx
 
 
 def reporter_of(plan: Plan, console: Console | None, *, with_lines: bool = True) -> Reporter:
