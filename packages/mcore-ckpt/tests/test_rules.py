@@ -132,3 +132,71 @@ def test_each_family_refuses_flags_that_it_cannot_say():
             message = "cannot say a model of the family 'gpt'"
         with pytest.raises(ValueError, match=message):
             family_of(name).to_theirs(described)
+
+
+def test_predictors_of_deepseek_v3_stand_after_the_last_layer_and_share_the_embedding():
+    family = family_of("deepseek_v3")
+    config = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    config |= {"intermediate_size": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 4}
+    config |= {"qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 2, "vocab_size": 9}
+    config |= {"num_experts_per_tok": 1, "moe_intermediate_size": 5, "q_lora_rank": 3}
+    config |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    description = family.to_ours(config)
+    table = family.table(description)
+    pairs = {link.theirs: link.ours for link in expand(table)}
+    at = "model.layers.2."
+    assert pairs[f"{at}eh_proj.weight"] == ("mtp.0.eh_proj.weight",)
+    assert pairs[f"{at}shared_head.norm.weight"] == ("mtp.0.final_norm.weight",)
+    assert pairs[f"{at}self_attn.q_b_proj.weight"] == ("mtp.0.block.attention.q_up.weight",)
+    assert pairs[f"{at}mlp.experts.1.up_proj.weight"] == (
+        "mtp.0.block.moe.experts.1.fc1.up.weight",
+    )
+    assert f"{at}mlp.up_proj.weight" not in pairs
+    assert table.copies[f"{at}embed_tokens.weight"] == "model.embed_tokens.weight"
+    # A folder without them, as transformers saves it, has none.
+    without = family.as_stored(description, {"model.norm.weight"})
+    assert not any(name.startswith("model.layers.2.") for name in family.table(without).copies)
+    assert all("mtp" not in link.ours[0] for link in expand(family.table(without)))
+    assert family.to_theirs(without)["num_nextn_predict_layers"] == 0
+
+
+def test_blocks_and_pairs_of_rows_are_cut_and_joined_again():
+    import torch
+
+    theirs = torch.arange(2 * 10 * 3).view(2, 10, 3)
+    fused = Link(("q", "k", "v"), "qkv", sizes=(12, 4, 4), groups=2)
+    parts = fused.cut(theirs, (6, 2, 2))
+    assert [part.shape[1] for part in parts] == [6, 2, 2]
+    assert torch.equal(parts[1], theirs[:, 6:8])
+    assert torch.equal(fused.join(parts), theirs)
+    pairs = Link(("q",), "wq", groups=2, paired=True)
+    (halves,) = pairs.cut(theirs, (10,))
+    # Even rows are the first half of ours, odd rows the second.
+    assert torch.equal(halves, torch.cat((theirs[:, 0::2], theirs[:, 1::2]), dim=1))
+    assert torch.equal(pairs.join([halves]), theirs)
+    with pytest.raises(ValueError, match=r"does not hold .* in 3 blocks"):
+        Link(("q", "k"), "x", groups=3).shares((8, 2))
+
+
+def test_indices_are_taken_off_a_tensor_that_holds_all_layers():
+    from mcore_ckpt.index import Chunk
+    from mcore_ckpt.rules import split_index, unstacked
+
+    assert split_index("x[3,7]") == ("x", (3, 7))
+    assert split_index("x") == ("x", ())
+    whole = TensorEntry(
+        (2, 4, 3),
+        "F32",
+        (Chunk("a", 100, (0, 0, 0), (2, 2, 3)), Chunk("b", 0, (0, 2, 0), (2, 2, 3))),
+    )
+    found = unstacked(
+        {"x": whole, "y": whole}, [Link(("o.0",), "x[0]"), Link(("o.1",), "x[1]")]
+    )
+    assert set(found) == {"x[0]", "x[1]", "y"}
+    assert found["x[1]"].shape == (4, 3)
+    assert found["x[1]"].chunks == (
+        Chunk("a", 124, (0, 0), (2, 3)),
+        Chunk("b", 24, (2, 0), (2, 3)),
+    )
+    with pytest.raises(ValueError, match="has no 2 indices"):
+        unstacked({"x": TensorEntry((3,), "F32", ())}, [Link(("o",), "x[0,1]")])
