@@ -106,6 +106,7 @@ def run_case(case: str, corpus: Path, folder: Path, options: argparse.Namespace)
             command += ["--engine", "reference" if case.endswith("reference") else "auto"]
             for mode in ("full", "off"):
                 command += ["--verify", mode] if case.endswith(mode) else []
+        load = os.getloadavg()[0]
         cpu_began, began = _cpu_seconds(), time.perf_counter()
         peak = _watch(command)
         seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - cpu_began
@@ -122,6 +123,7 @@ def run_case(case: str, corpus: Path, folder: Path, options: argparse.Namespace)
         "mtokens": round(tokens / 1e6, 2),
         "megabytes": round(text_bytes / 1e6, 1),
         "workers": options.workers,
+        "load_average_before": round(load, 1),
         "peak_mib": round(peak / 2**20),
         "engine": facts["tokenizer"]["engine"],
         "verification": facts["verification"],

@@ -80,7 +80,7 @@ class Encoder:
         """
         parsed = block.parse(self.json_keys)
         num_documents = len(parsed.columns[0])
-        whole = EncodedBlock({}, num_documents, parsed.num_records, parsed.bad)
+        keys: dict[str, EncodedTexts] = {}
         num_texts, num_characters, checked = 0, 0, Checked()
         for number, (key, column) in enumerate(
             zip(self.json_keys, parsed.columns, strict=True)
@@ -92,7 +92,8 @@ class Encoder:
 
                 def where(i: int, key: str = key, owners: Sequence[int] | None = owners) -> str:
                     record = parsed.number_of(i if owners is None else owners[i])
-                    return f"{describe(block, record)} of the block at {block.start}, {key}"
+                    at = f" (counted from byte {block.start})" if block.start else ""
+                    return f"{describe(block, record)}{at}, key {key!r}"
 
                 seed = (block.start, num_documents, number)
                 now = self.verifier.check(texts, ids, seed=seed, describe=where)
@@ -100,9 +101,9 @@ class Encoder:
                 checked.characters += now.characters
             num_texts += len(texts)
             num_characters += sum(map(len, texts))
-            whole.keys[key] = self._store(documents, ids)
+            keys[key] = self._store(documents, ids)
         return EncodedBlock(
-            whole.keys,
+            keys,
             num_documents,
             parsed.num_records,
             parsed.bad,

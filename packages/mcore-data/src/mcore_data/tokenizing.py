@@ -10,10 +10,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mcore_data.blocks import Block, Source, describe
+from mcore_data.blocks import STDIN, Block, Source, describe
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.encoding import EncodedBlock, Encoder
 from mcore_data.engines import build_engine
@@ -189,7 +190,7 @@ class _Run:
         """Encode what is left of the inputs and append it."""
         sizes = [source.num_bytes for source in self.sources]
         before = [0, *itertools.accumulate(sizes)]
-        total = 0 if any(source.size == 0 for source in self.sources) else before[-1]
+        total = 0 if any(source.path == STDIN for source in self.sources) else before[-1]
         start = Progress(self.journal.done_bytes, total, 0, 0, 0)
         start = replace(start, num_tokens=sum(self.journal.num_tokens.values()))
         results = encode_all(
@@ -198,14 +199,14 @@ class _Run:
             num_workers=self.config.workers,
             block_bytes=self.block_bytes,
         )
-        for (source, block), result in results:
-            self._append(source, block, result)
-            self.journal.done_bytes = before[source] + block.done_bytes
-            self.journal.save(self.journal_path)
-            self._tell(start)
-            if 0 < self.config.max_documents <= self.journal.num_documents:
-                results.close()  # pyrefly: ignore
-                return
+        with closing(results):
+            for (source, block), result in results:
+                self._append(source, block, result)
+                self.journal.done_bytes = before[source] + block.done_bytes
+                self.journal.save(self.journal_path)
+                self._tell(start)
+                if 0 < self.config.max_documents <= self.journal.num_documents:
+                    return
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
         keys = self.config.json_keys

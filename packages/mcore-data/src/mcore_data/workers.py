@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from mmap import mmap
 from multiprocessing import get_context
@@ -47,7 +47,7 @@ def encode_all(
     num_workers: int,
     block_bytes: int,
     start_method: str = "fork" if sys.platform == "linux" else "spawn",
-) -> Iterator[tuple[Task, EncodedBlock]]:
+) -> Generator[tuple[Task, EncodedBlock], None, None]:
     """Encode blocks in worker processes, in order; at most three for each are in memory.
 
     The tokens of a result are valid until the next one is asked for.
