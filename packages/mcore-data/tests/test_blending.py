@@ -53,14 +53,15 @@ def test_no_dataset_strays_from_its_share_and_each_gives_in_order(weights, size)
 @settings(max_examples=40, deadline=None)
 @given(
     weights=st.lists(
-        st.sampled_from([0.001, 0.1, 0.25, 1 / 3, 0.7, 2, 5]), min_size=1, max_size=9
-    ),
+        st.sampled_from([0, 0.001, 0.1, 0.25, 1 / 3, 0.7, 2, 5]), min_size=1, max_size=9
+    ).filter(any),
     size=st.integers(1, 2500),
 )
 def test_drawing_many_stretches_at_once_equals_the_rule_step_by_step(weights, size):
     shares = normalize_weights(weights)
     dataset_index, _ = blend_by_weight(weights, size)
     assert np.array_equal(dataset_index, draw_slowly(shares, size))
+    assert (shares[dataset_index] > 0).all()
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,9 +1,12 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mcore_data.gpt import GPTDataset
 from mcore_data.indexed import IndexedDataset
 from mcore_data.indexed_writing import IndexedWriter
+from mcore_data.mock import MockDocuments
 
 LENGTHS = [5, 3, 7, 1, 4]
 EOD = 99
@@ -102,8 +105,11 @@ def test_options_at_the_end_of_a_document(ended):
 
 
 def test_a_reset_attention_mask_is_borders_and_no_matrix(ended):
-    dataset = GPTDataset(ended, sequence_length=7, eod=EOD, reset_attention_mask=True)
-    assert "cu_seqlens" in dataset[0]
+    dataset = GPTDataset(
+        ended, sequence_length=7, document_ids=[0], eod=EOD, reset_attention_mask=True
+    )
+    assert dataset[0]["cu_seqlens"].tolist() == [0, 3] + [7] * 6
+    assert dataset[0]["max_seqlen"] == 4
     assert "attention_mask" not in dataset[0]
 
 
@@ -145,9 +151,88 @@ def test_sources_name_the_places_of_a_sample(toy):
     assert dataset.sources(0) == [(0, 4, 1), (1, 0, 3), (2, 0, 1)]
 
 
+def slowly(dataset, sample, eod, *, reset_positions, reset_attention, mask_eod):
+    """A sample token by token."""
+    L = dataset.sequence_length
+    text = []
+    for sequence, offset, count in dataset.sources(sample):
+        text += dataset.sequences.get(sequence)[offset : offset + count].tolist()
+    num_tokens = len(text)
+    text += [0] * (L + 1 - num_tokens)
+    loss_mask, positions, borders, start = [], [], [0], 0
+    for i in range(L):
+        loss_mask.append(float(i + 1 < num_tokens and not (mask_eod and text[i] == eod)))
+        positions.append(i - start if reset_positions else i)
+        if text[i] == eod and i < num_tokens and i + 1 < L:
+            start = i + 1
+            borders.append(start)
+    expected = {
+        "tokens": text[:L],
+        "labels": text[1 : L + 1],
+        "loss_mask": loss_mask,
+        "position_ids": positions,
+    }
+    if reset_attention:
+        expected["cu_seqlens"] = borders + [L] * (L + 1 - len(borders))
+        expected["max_seqlen"] = max(np.diff([*borders, L]))
+    return expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda n: sum(n) > 1),
+    L=st.integers(1, 9),
+    drop=st.booleans(),
+    mmap=st.booleans(),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_batches_equal_samples_made_token_by_token(
+    tmp_path_factory, lengths, L, drop, mmap, flags
+):
+    prefix = tmp_path_factory.mktemp("some") / "some"
+    tokens = np.random.default_rng(sum(lengths)).integers(0, 5, sum(lengths))
+    with IndexedWriter(prefix, "uint16") as writer:
+        writer.add_documents(tokens, np.array(lengths))
+    if sum(lengths) < L + 1 and drop:
+        return
+    dataset = GPTDataset(
+        IndexedDataset(prefix, mmap=mmap),
+        sequence_length=L,
+        eod=3,
+        drop_last_partial=drop,
+        reset_position_ids=flags[0],
+        reset_attention_mask=flags[1],
+        eod_mask_loss=flags[2],
+    )
+    batch = dataset.batch(range(len(dataset)))
+    for sample in range(len(dataset)):
+        expected = slowly(
+            dataset,
+            sample,
+            3,
+            reset_positions=flags[0],
+            reset_attention=flags[1],
+            mask_eod=flags[2],
+        )
+        assert {k: v[sample].tolist() for k, v in batch.items()} == expected
+        assert {k: v.tolist() for k, v in dataset[sample].items()} == expected
+
+
+def test_places_are_where_sources_come_from():
+    documents = MockDocuments(50, num_documents=9, max_length=30)
+    dataset = GPTDataset(documents, sequence_length=7, num_samples=40)
+    takers = {sequence: set() for sequence in range(9)}
+    for sample in range(len(dataset)):
+        for sequence, _, count in dataset.sources(sample):
+            if count:
+                takers[sequence].add(sample)
+    for sequence, samples in takers.items():
+        assert set(dataset.places(sequence)) == samples
+
+
 def test_a_missing_sample_or_document_is_refused(toy):
     dataset = GPTDataset(toy, sequence_length=4)
-    with pytest.raises(IndexError, match="sample 4 of 4"):
+    with pytest.raises(IndexError, match="sample 4 to 4 of 4"):
         dataset[4]
     with pytest.raises(ValueError, match="0 to 4"):
         GPTDataset(toy, sequence_length=4, document_ids=[5])

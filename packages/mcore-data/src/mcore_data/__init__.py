@@ -8,11 +8,21 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 _ROOMS: dict[str, str] = {
+    "BERTDataset": "bert",
     "BlendedDataset": "blending",
     "GPTDataset": "gpt",
     "IndexedDataset": "indexed",
     "IndexedWriter": "indexed_writing",
+    "MockBERTDataset": "mock",
+    "MockFIMDataset": "mock",
     "MockGPTDataset": "mock",
+    "MockPackedDataset": "mock",
+    "MockSFTDataset": "mock",
+    "MockT5Dataset": "mock",
+    "PackedDataset": "packing",
+    "RunData": "explaining",
+    "SFTDataset": "chat",
+    "T5Dataset": "t5",
     "build_gpt_datasets": "datasets",
     "build_loader": "loader",
     "load_tokenizer": "tokenizer",

@@ -1,15 +1,21 @@
 """Mixing datasets by weight: who gives the next sample, decided without chance.
 
 At each step the dataset that is furthest behind its share gives one; ties go to the lowest
-number. This is Megatron's rule, and its order is reproduced exactly.
+number. This is Megatron's rule, and its order is reproduced exactly, but for one thing: a
+dataset of weight 0 gives nothing here, where Megatron lets it win a tie.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mcore_data.caching import cached_arrays
 
 _SHORTEST_STRETCH = 256
 _MOST_DATASETS = np.iinfo(np.int16).max - 1
@@ -75,7 +81,7 @@ def draw_slowly(
     counts = np.zeros(len(shares), np.int64)
     drawn = np.empty(size, np.int16)
     for step in range(size):
-        behind = shares * max(step, 1) - counts
+        behind = np.where(shares > 0, shares * max(step, 1) - counts, -np.inf)
         if available is not None:
             behind[counts >= available] = -np.inf
         drawn[step] = chosen = int(behind.argmax())
@@ -83,38 +89,60 @@ def draw_slowly(
     return drawn
 
 
-class BlendedDataset:
-    """Datasets mixed into one; a sample also says ``dataset_id``, where it comes from.
+def draw_phases(
+    phases: Sequence[tuple[int, Sequence[float]]], size: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Order of a mixture that changes: each dataset goes on where it stands.
+
+    Args:
+        phases: (first sample, weights of all datasets) in turn; the first begins at 0. A
+            weight of 0 leaves a dataset out.
+        size: samples in all.
+
+    Raises:
+        ValueError: if the phases do not begin at 0 and rise.
+    """
+    begins = [begin for begin, _ in phases]
+    if not begins or begins[0] != 0 or any(b <= a for a, b in pairwise(begins)):
+        raise ValueError(
+            f"the phases of a mixture begin at samples {begins}: the first must begin at 0 and "
+            "each later than the one before."
+        )
+    stops = [*(min(begin, size) for begin in begins[1:]), size]
+    drawn = [
+        _draw(normalize_weights(weights), stop - begin)
+        for (begin, weights), stop in zip(phases, stops, strict=True)
+        if stop > begin
+    ]
+    return _with_numbers(np.concatenate(drawn), len(phases[0][1]))
+
+
+class OrderedBlend:
+    """Datasets mixed in a given order; a sample also says ``dataset_id``.
 
     Args:
         datasets: map-style datasets.
-        weights: share of each; None uses every sample of each exactly once.
-        size: samples in the blend; needed with weights.
+        dataset_index: int16, the dataset that gives each sample.
+        sample_index: int64, the number of the sample in its dataset.
 
     Raises:
-        ValueError: if a dataset has fewer samples than the blend takes from it.
+        ValueError: if a dataset has fewer samples than are taken from it.
     """
 
     def __init__(
         self,
         datasets: Sequence[MapDataset],
-        weights: Sequence[float] | None,
-        size: int | None = None,
+        dataset_index: NDArray[np.int16],
+        sample_index: NDArray[np.int64],
     ) -> None:
         self.datasets = datasets
-        if weights is None:
-            self.dataset_index, self.sample_index = blend_all([len(d) for d in datasets])
-            self._cut(size)
-        else:
-            if size is None:
-                raise ValueError("a weighted blend needs a size: give --train-samples or so.")
-            self.dataset_index, self.sample_index = blend_by_weight(weights, size)
-        taken = np.bincount(self.dataset_index, minlength=len(datasets))
-        for number, dataset in enumerate(datasets):
-            if taken[number] > len(dataset):
+        self.dataset_index = dataset_index
+        self.sample_index = sample_index
+        for number, taken in enumerate(self.ledger(len(self))):
+            if taken > len(datasets[number]):
                 raise ValueError(
-                    f"the blend takes {taken[number]} samples from dataset {number}, which has "
-                    f"{len(dataset)}. Raise --mid-level-dataset-surplus."
+                    f"the blend takes {taken} samples from dataset {number}, which has "
+                    f"{len(datasets[number])}. Raise --mid-level-dataset-surplus."
                 )
 
     def __len__(self) -> int:
@@ -133,13 +161,81 @@ class BlendedDataset:
             "dataset_id": np.array(number, np.int64)
         }
 
-    def _cut(self, size: int | None) -> None:
-        if size is not None:
-            self.dataset_index = self.dataset_index[:size]
-            self.sample_index = self.sample_index[:size]
+    def batch(self, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Samples stacked: each array has a leading dimension B."""
+        places = np.asarray(samples)
+        if not 0 <= places.min() <= places.max() < len(self):
+            raise IndexError(f"sample {places.min()} to {places.max()} of {len(self)}")
+        numbers = self.dataset_index[places]
+        stacked: dict[str, NDArray[Any]] = {}
+        for number in np.unique(numbers).tolist():
+            rows = np.flatnonzero(numbers == number)
+            part = batch_of(self.datasets[number], self.sample_index[places[rows]].tolist())
+            for key, values in part.items():
+                if key not in stacked:
+                    shape = (len(places), *values.shape[1:])
+                    stacked[key] = np.empty(shape, values.dtype)
+                stacked[key][rows] = values
+        return stacked | {"dataset_id": numbers.astype(np.int64)}
+
+    def ledger(self, num_samples: int) -> list[int]:
+        """How many samples each dataset has given once the first ``num_samples`` are used."""
+        given = self.dataset_index[:num_samples]
+        return np.bincount(given, minlength=len(self.datasets)).tolist()
+
+
+class BlendedDataset(OrderedBlend):
+    """Datasets mixed by weight.
+
+    Args:
+        datasets: map-style datasets.
+        weights: share of each; None uses every sample of each exactly once.
+        size: samples in the blend; needed with weights.
+        cache_folder: where the order is kept for later runs and other ranks.
+
+    Raises:
+        ValueError: if a dataset has fewer samples than the blend takes from it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[MapDataset],
+        weights: Sequence[float] | None,
+        size: int | None = None,
+        cache_folder: str | Path = "",
+    ) -> None:
+        sizes = [len(dataset) for dataset in datasets]
+        if weights is not None and size is None:
+            raise ValueError("a weighted blend needs a size: give --train-samples or so.")
+
+        def build() -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+            if weights is None:
+                return blend_all(sizes)
+            assert size is not None
+            return blend_by_weight(weights, size)
+
+        said = f"blend-1 {sizes}" if weights is None else f"blend-1 {list(weights)} {size}"
+        key = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        order = cached_arrays(cache_folder, key, ("dataset_index", "dataset_sample"), build)
+        super().__init__(datasets, *(part[:size] for part in order))
+
+
+def batch_of(dataset: MapDataset, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """Samples of any map-style dataset, stacked; its own ``batch`` if it has one."""
+    batch = getattr(dataset, "batch", None)
+    if batch is not None:
+        return batch(samples)
+    rows = [dataset[sample] for sample in samples]
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 def _draw(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
+    """``draw_slowly`` among the datasets that have a share."""
+    giving = np.flatnonzero(shares).astype(np.int16)
+    return giving[_draw_all(shares[giving], size)]
+
+
+def _draw_all(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
     """``draw_slowly``, many stretches of the order at a time.
 
     The rule needs only the counts at the start of a stretch, and they are nearly known: no

@@ -41,7 +41,7 @@ def cached_arrays(
             if not _complete(paths):  # else a peer has built them meanwhile
                 for path, array in zip(paths, build(), strict=True):
                     write_atomically(path, lambda file, array=array: np.save(file, array))
-    return [np.load(path, mmap_mode="r") for path in paths]
+    return [np.asarray(np.load(path, mmap_mode="r")) for path in paths]
 
 
 def write_atomically(path: Path, write: Callable[[Any], object]) -> None:

@@ -191,6 +191,68 @@ def index(
     return 0
 
 
+def prepare_chats(
+    input: Path,
+    output_prefix: str,
+    tokenizer: TokenizerConfig,
+    chat_template: str = "",
+    json_key: str = "messages",
+) -> int:
+    """Tokenize chats for mcore-train --sft, and mark what the assistant says.
+
+    Args:
+        input: JSONL file; each line has a list of messages with role and content.
+        output_prefix: the pairs <output-prefix>_tokens and <output-prefix>_learnt are written.
+        tokenizer: which tokenizer.
+        chat_template: file with a Jinja template; left out, the tokenizer's own, or ChatML.
+        json_key: where a line has its messages.
+    """
+    from mcore_data.chat import prepare_chats as prepare
+    from mcore_data.chat import read_chats
+    from mcore_data.tokenizer import build_tokenizer
+
+    template = Path(chat_template).read_text(encoding="utf-8") if chat_template else ""
+    chats = read_chats(input, json_key)
+    report = prepare(chats, output_prefix, build_tokenizer(tokenizer), template)
+    print(
+        f"{output_prefix}: {report.num_chats:,} chats, {report.num_tokens:,} tokens, "
+        f"{report.num_learnt:,} of them to be learnt"
+    )
+    return 0
+
+
+def explain(
+    run: Path, step: int = 0, sample: int = 0, prefix: str = "", document: int = -1
+) -> int:
+    """Tell which text made a sample of a step, or which steps read a document.
+
+    Args:
+        run: run folder or step folder of mcore-train.
+        step: step to explain, counted from 1.
+        sample: index in the step's global batch.
+        prefix: pair whose document is looked for.
+        document: number of that document in the pair.
+    """
+    from mcore_data.explaining import RunData, draw_explanation
+
+    if (step > 0) == (document >= 0):
+        raise ValueError("give --step (and --sample), or --prefix and --document.")
+    data = RunData(run)
+    if step > 0:
+        print("\n".join(draw_explanation(data, step, sample)))
+        return 0
+    visits = list(data.visits(prefix, document))
+    for visit in visits:
+        source = visit.source
+        print(
+            f"step {visit.step}, sample {visit.sample}: tokens {source.offset}-"
+            f"{source.offset + source.length} of sequence {source.sequence}"
+        )
+    if not visits:
+        print(f"no step up to {data.plan.iteration} has read it")
+    return 0
+
+
 def train_tokenizer(
     input: tuple[Path, ...],
     output: Path,
@@ -233,5 +295,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "merge": ("join pairs into one", merge),
     "inspect": ("show what a pair holds", inspect),
     "verify": ("check every pointer and token of a pair", verify),
+    "prepare-chats": ("tokenize chats for fine-tuning", prepare_chats),
+    "explain": ("tell which text made a sample, or where a document went", explain),
     "index": ("build the sample indices of a run beforehand", index),
 }

@@ -153,6 +153,17 @@ class DataConfig:
     """File with the words of --data-path, for blends of many datasets."""
     per_split_data_args_path: str = ""
     """JSON file with the keys train, valid and test, each a list as --data-path."""
+    data_mixture_path: str = ""
+    """JSON file of a mixture that changes: a list of phases, each with data_path, a list as
+    --data-path with weights, and from_sample or from_step, where it begins. No source loses
+    or repeats a sample at a change."""
+    sft: bool = False
+    """The data are chats, written by mcore-data prepare-chats: rows pack whole chats, and
+    only what the assistant says counts in the loss."""
+    multiple_validation_sets: bool = False
+    """Score every dataset of --valid-data-path by itself instead of one blend of them."""
+    object_storage_cache_path: str = ""
+    """Local folder for the indices of datasets in object stores (s3://bucket/prefix)."""
     data_cache_path: str = ""
     """Folder for the sample indices. Empty builds them in memory in each process."""
     mock_data: bool = False
@@ -181,9 +192,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check that there is at most one source and that counts make sense."""
-        own_paths = self.train_data_path or self.valid_data_path or self.test_data_path
+        own_paths = self.train_data_path or (
+            not self.data_mixture_path and (self.valid_data_path or self.test_data_path)
+        )
         sources = {
             "--mock-data": self.mock_data,
+            "--data-mixture-path": self.data_mixture_path,
             "--data-path": self.data_path,
             "--data-args-path": self.data_args_path,
             "--train-data-path, --valid-data-path, --test-data-path": own_paths,
@@ -192,7 +206,70 @@ class DataConfig:
         given = [name for name, value in sources.items() if value]
         if len(given) > 1:
             raise ValueError(f"give one source of data, not {' and '.join(given)}.")
-        if self.split and (own_paths or self.per_split_data_args_path):
+        if self.split and (
+            own_paths or self.per_split_data_args_path or self.data_mixture_path
+        ):
             raise ValueError("--split divides --data-path; paths for each split need none.")
+        if self.sft:
+            self._check_sft()
+        if self.multiple_validation_sets and len(self.valid_data_path) < 2:
+            raise ValueError(
+                "--multiple-validation-sets needs the datasets to score: name two or more by "
+                "--valid-data-path."
+            )
         if self.num_workers < 0 or self.mid_level_dataset_surplus < 0:
             raise ValueError("--num-workers and --mid-level-dataset-surplus must be >= 0.")
+
+    def _check_sft(self) -> None:
+        """Refuse what chats have no use for."""
+        if self.mock_data or self.data_mixture_path:
+            raise ValueError("--sft reads prepared chats: name them by --data-path.")
+        for name in (
+            "reset_position_ids",
+            "reset_attention_mask",
+            "eod_mask_loss",
+            "create_attention_mask_in_dataloader",
+            "dataloader_inter_document_masking",
+        ):
+            if getattr(self, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} has no effect with --sft, which keeps chats "
+                    "apart anyway: leave it out."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FIMConfig:
+    """Fill-in-the-middle: documents cut in three, to be read in another order."""
+
+    fim_data: bool = False
+    """Rewrite a share of the documents for fill-in-the-middle."""
+    fim_rate: float = 0.5
+    """Share of the documents (or, with --fim-split-sample, of the samples) rewritten."""
+    fim_spm_rate: float = 0.5
+    """Share of the rewritten ones in suffix-prefix-middle order; the others keep the prefix
+    first."""
+    fim_split_sample: str = ""
+    """Token at which a document is cut into fragments that are rewritten one by one."""
+    fim_fragment_rate: float = 0.0
+    """With --fim-split-sample, share of the fragments rewritten; 0 means --fim-rate."""
+    fim_no_prefix: str = ""
+    """Leave a text alone that starts with this."""
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills what a rewritten sample is short of."""
+
+    def __post_init__(self) -> None:
+        """Check the shares, and that nothing is asked in vain."""
+        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')} must lie in 0 to 1.")
+        if not self.fim_data and (self.fim_split_sample or self.fim_no_prefix):
+            raise ValueError("--fim-split-sample and --fim-no-prefix need --fim-data.")
+        if self.fim_fragment_rate and not self.fim_split_sample:
+            raise ValueError("--fim-fragment-rate has no effect without --fim-split-sample.")

@@ -2,27 +2,32 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_data.blending import BlendedDataset, normalize_weights
-from mcore_data.config import DataConfig
+from mcore_data.blending import BlendedDataset, OrderedBlend, normalize_weights
+from mcore_data.chat import LEARNT, TOKENS
+from mcore_data.config import DataConfig, FIMConfig
+from mcore_data.fim import FillInMiddle
 from mcore_data.gpt import GPTDataset
 from mcore_data.indexed import IndexedDataset
+from mcore_data.mixture import build_mixture, read_mixture
 from mcore_data.mock import MockDocuments
+from mcore_data.packing import PackedDataset
 from mcore_data.splitting import NUM_SPLITS, split_bounds
 from mcore_data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 _DEFAULT_SPLIT = "969,30,1"
 _MOCK_SPLIT = "1,1,1"
+_NO_FIM = FIMConfig()
 _MOCK_MAX_LENGTH = 4095
 _MOCK_MAX_SAMPLES = 8  # of one document: its length over the sequence length
 
-Datasets = tuple[GPTDataset | BlendedDataset | None, ...]
+Datasets = tuple[GPTDataset | PackedDataset | OrderedBlend | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ def build_gpt_datasets(
     sequence_length: int,
     seed: int,
     num_samples: tuple[int, int, int] = (0, 0, 0),
+    fim: FIMConfig = _NO_FIM,
+    samples_before: Callable[[int], int] | None = None,
 ) -> Datasets:
     """Datasets for train, valid and test; None where the flags give no data.
 
@@ -78,6 +85,9 @@ def build_gpt_datasets(
         sequence_length: tokens in a sample.
         seed: of the shuffles.
         num_samples: samples wanted of each; 0 means one epoch.
+        fim: whether and how the training documents are rewritten.
+        samples_before: samples that a run uses before a step, for a mixture that changes at
+            steps.
 
     Raises:
         ValueError: if the flags contradict each other, or a dataset is too small.
@@ -95,28 +105,138 @@ def build_gpt_datasets(
         inter_document_masking=config.dataloader_inter_document_masking,
         cache_folder=config.data_cache_path,
     )
+    builds: list[Any] = [build, build, build]
+    if config.sft:
+        if fim.fim_data:
+            raise ValueError("--fim-data rewrites documents, and --sft reads chats: drop one.")
+        builds = [
+            partial(
+                _build_chats,
+                sequence_length=sequence_length,
+                seed=seed,
+                cache_folder=config.data_cache_path,
+            )
+        ] * NUM_SPLITS
+    if fim.fim_data:
+        builds[0] = partial(build, transform=FillInMiddle.build(tokenizer, fim))
     if config.mock_data:
-        return _build_mock(config, tokenizer, build, sequence_length, num_samples)
+        return _build_mock(config, tokenizer, builds, sequence_length, num_samples)
+    if config.data_mixture_path:
+        epoch = _Epoch(config, builds[0], seed)
+        train = _build_changing(config, epoch, num_samples[0], samples_before)
+        own = (None, config.valid_data_path, config.test_data_path)
+        return (train, *_build_own(own, config, builds, num_samples)[1:])
     per_split = _per_split_words(config)
-    if per_split is None:
-        blend = parse_blend(_data_words(config))
-        split = config.split or _DEFAULT_SPLIT
-        return tuple(
-            _build_blend(blend, config, build, _Share(split, i, num_samples[i]))
-            for i in range(NUM_SPLITS)
-        )
+    if per_split is not None:
+        return _build_own(per_split, config, builds, num_samples)
+    blend = parse_blend(_data_words(config))
+    split = config.split or _DEFAULT_SPLIT
     return tuple(
-        _build_blend(parse_blend(words), config, build, _Share("1", 0, num_samples[i]))
-        if words
-        else None
-        for i, words in enumerate(per_split)
+        _build_blend(blend, config, builds[i], _Share(split, i, num_samples[i]))
+        for i in range(NUM_SPLITS)
     )
+
+
+def build_valid_sets(
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    sequence_length: int,
+    seed: int,
+    num_samples: int,
+) -> dict[str, GPTDataset | PackedDataset | OrderedBlend]:
+    """Build each dataset of ``--valid-data-path`` by itself, by its prefix.
+
+    Args:
+        config: where the data is.
+        tokenizer: gives the end of document; may be None if no option needs it.
+        sequence_length: tokens in a sample.
+        seed: of the shuffles.
+        num_samples: samples wanted of each; 0 means one epoch.
+
+    Raises:
+        ValueError: if the datasets are given weights, or one is too small.
+        FileNotFoundError: if a dataset does not exist.
+    """
+    blend = parse_blend(config.valid_data_path)
+    if blend.weights is not None:
+        raise ValueError(
+            "--multiple-validation-sets scores each dataset by itself: leave the weights out "
+            "of --valid-data-path."
+        )
+    found: dict[str, GPTDataset | PackedDataset | OrderedBlend] = {}
+    for prefix in blend.prefixes:
+        alone = replace(
+            config,
+            multiple_validation_sets=False,
+            data_mixture_path="",
+            train_data_path=(),
+            valid_data_path=(prefix,),
+            test_data_path=(),
+        )
+        built = build_gpt_datasets(
+            alone,
+            tokenizer,
+            sequence_length=sequence_length,
+            seed=seed,
+            num_samples=(0, num_samples, 0),
+        )
+        assert built[1] is not None
+        found[prefix] = built[1]
+    return found
+
+
+def _build_own(
+    words_of: Sequence[Sequence[str] | None],
+    config: DataConfig,
+    builds: Sequence[Any],
+    num_samples: Sequence[int],
+) -> Datasets:
+    """Datasets of splits that have paths of their own."""
+    found = []
+    for i, words in enumerate(words_of):
+        apart = i == SPLITS.index("valid") and config.multiple_validation_sets
+        share = _Share("1", 0, num_samples[i])
+        found.append(
+            _build_blend(parse_blend(words), config, builds[i], share)
+            if words and not apart
+            else None
+        )
+    return tuple(found)
+
+
+def _build_changing(
+    config: DataConfig,
+    build_epoch: Callable[[str, int], GPTDataset],
+    num_samples: int,
+    samples_before: Callable[[int], int] | None,
+) -> OrderedBlend:
+    """The training data of a mixture that changes."""
+    if not num_samples:
+        raise ValueError(
+            "--data-mixture-path needs a number of samples: give --train-iters or "
+            "--train-samples."
+        )
+    mixture = read_mixture(config.data_mixture_path, parse_blend, samples_before)
+    return build_mixture(mixture, build_epoch, num_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """Builds one epoch of one dataset in an order of its own."""
+
+    config: DataConfig
+    build: Any
+    seed: int
+
+    def __call__(self, prefix: str, epoch: int) -> GPTDataset:
+        return self.build(_open(prefix, self.config), seed=self.seed + epoch)
 
 
 def _build_mock(
     config: DataConfig,
     tokenizer: Tokenizer | None,
-    build: Any,
+    builds: Sequence[Any],
     sequence_length: int,
     num_samples: Sequence[int],
 ) -> Datasets:
@@ -134,7 +254,7 @@ def _build_mock(
     bounds = split_bounds(config.split or _MOCK_SPLIT, len(documents))
     return tuple(
         build(documents, document_ids=ids, num_samples=wanted) if ids else None
-        for ids, wanted in zip(bounds, num_samples, strict=True)
+        for build, ids, wanted in zip(builds, bounds, num_samples, strict=True)
     )
 
 
@@ -149,7 +269,7 @@ class _Share:
 
 def _build_blend(
     blend: Blend, config: DataConfig, build: Any, share: _Share
-) -> GPTDataset | BlendedDataset | None:
+) -> GPTDataset | PackedDataset | OrderedBlend | None:
     """One split of one dataset or of several mixed."""
     if split_bounds(share.split, 1)[share.number] is None:
         return None
@@ -169,7 +289,8 @@ def _build_blend(
         if not datasets:
             return None
         whole = sum(len(dataset) for dataset in datasets)
-        return BlendedDataset(datasets, None, min(wanted, whole) if wanted else whole)
+        size = min(wanted, whole) if wanted else whole
+        return BlendedDataset(datasets, None, size, config.data_cache_path)
     if not wanted:
         raise ValueError(
             "weights in --data-path need a number of samples: give --train-iters or "
@@ -189,23 +310,40 @@ def _build_blend(
     ]
     # None only where nothing is asked of a prefix, which is then never looked at.
     # pyrefly: ignore[bad-argument-type]
-    return BlendedDataset(datasets, list(weights), sum(targets))
+    return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
 
 
 def _has_documents(prefix: str, config: DataConfig, share: _Share) -> bool:
     """Whether any document of a dataset falls into a split."""
-    sequences = IndexedDataset(prefix, mmap=config.mmap_bin_files)
+    sequences = _open(prefix, config)
     return bool(split_bounds(share.split, len(sequences))[share.number])
 
 
-def _build_one(prefix: str, config: DataConfig, build: Any, share: _Share) -> GPTDataset:
-    sequences = IndexedDataset(prefix, mmap=config.mmap_bin_files)
+def _build_one(
+    prefix: str, config: DataConfig, build: Any, share: _Share
+) -> GPTDataset | PackedDataset:
+    sequences = _open(prefix, config)
     ids = split_bounds(share.split, len(sequences))[share.number]
     try:
         return build(sequences, document_ids=ids, num_samples=share.num_samples)
     except ValueError as error:
         part = f"part {share.number + 1} of --split {share.split}"
         raise ValueError(f"{prefix}, {part}: {error}") from error
+
+
+def _build_chats(tokens: IndexedDataset, **options: Any) -> PackedDataset:
+    """Rows of chats; the pair beside the tokens says what is to be learnt."""
+    prefix = tokens.prefix.removesuffix(TOKENS) + LEARNT
+    learnt = IndexedDataset(prefix, mmap=tokens.mmap, cache_path=tokens.cache_path)
+    return PackedDataset(tokens, weights=learnt, too_long="truncate", **options)
+
+
+def _open(prefix: str, config: DataConfig) -> IndexedDataset:
+    return IndexedDataset(
+        prefix + TOKENS * config.sft,
+        mmap=config.mmap_bin_files,
+        cache_path=config.object_storage_cache_path,
+    )
 
 
 def _data_words(config: DataConfig) -> Sequence[str]:

@@ -1,16 +1,18 @@
 """GPT samples: L tokens and the same tokens shifted by one, from documents end to end.
 
-Padding is masked by position, never by token id, so a tokenizer whose pad is its end of
-document loses no target. The options at document ends look for the end-of-document id.
+A batch of samples is one vectorised look-up: which ranges of which documents, then one copy
+that widens the stored tokens to int64. ``arrangement`` adds the rest.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.arrangement import SampleOptions, arrange
 from mcore_data.sample_index import SampleIndexSpec, load_sample_index
 
 
@@ -25,6 +27,48 @@ class Sequences(Protocol):
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """A range of one sequence."""
         ...
+
+    def gather(
+        self,
+        sequences: NDArray[np.integer],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        out: NDArray[np.int64],
+    ) -> None:
+        """Copy ranges of many sequences into ``out``, end to end."""
+        ...
+
+
+class PartTransform(Protocol):
+    """Something that rewrites a sample document by document, such as fill-in-the-middle."""
+
+    @property
+    def pad(self) -> int:
+        """Id that fills what a rewritten sample is short of; never counts in the loss."""
+        ...
+
+    def __call__(
+        self, part: NDArray[np.int64], random: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Tokens to take in place of the sample's range of one document."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The ranges of stored sequences that make some samples, sample after sample.
+
+    Attributes:
+        sequences: int32 [P], ids of the stored sequences.
+        offsets: int64 [P], first token of each range.
+        lengths: int64 [P], tokens of each range.
+        counts: int64 [B], ranges of each sample.
+    """
+
+    sequences: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
 
 class GPTDataset:
@@ -55,6 +99,8 @@ class GPTDataset:
         inter_document_masking: give document borders for packed attention; they are the
             borders of the stored documents, whatever ids these hold.
         cache_folder: where the index is kept for later runs and other ranks.
+        transform: rewrites each document's part of a sample, by chance drawn from the seed
+            and the sample's number alone; the row is then cut or padded to its length.
 
     Raises:
         ValueError: if an option needs ``eod``, or the documents make no sample.
@@ -77,21 +123,22 @@ class GPTDataset:
         create_attention_mask: bool = False,
         inter_document_masking: bool = False,
         cache_folder: str | Path = "",
+        transform: PartTransform | None = None,
     ) -> None:
         self.sequences = sequences
         self.sequence_length = sequence_length
         self.shift_labels = shift_labels
-        self.reset_position_ids = reset_position_ids
-        self.reset_attention_mask = reset_attention_mask
-        self.eod_mask_loss = eod_mask_loss
-        self.create_attention_mask = create_attention_mask
-        self.inter_document_masking = inter_document_masking
-        self.eod = eod
-        if eod is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
-            raise ValueError(
-                "--reset-position-ids, --reset-attention-mask and --eod-mask-loss act on the "
-                "end-of-document token, and the tokenizer has none."
-            )
+        self.seed = seed
+        self.transform = transform
+        self._positions = np.zeros((0, sequence_length), np.int64)
+        self.options = SampleOptions(
+            eod=eod,
+            reset_position_ids=reset_position_ids,
+            reset_attention_mask=reset_attention_mask,
+            eod_mask_loss=eod_mask_loss,
+            create_attention_mask=create_attention_mask,
+            inter_document_masking=inter_document_masking,
+        )
         lengths = sequences.lengths
         ids = range(len(lengths)) if document_ids is None else document_ids
         if not isinstance(ids, range):
@@ -116,85 +163,97 @@ class GPTDataset:
         """Sample by its place in the shuffled order; None gives one that counts nothing."""
         if sample is None:
             return self[0] | {"loss_mask": np.zeros(self.sequence_length, np.float32)}
-        if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
-        S = self.sequence_length
-        parts = self._parts(sample)
-        text = np.zeros(S + 1, np.int64)
-        num_tokens = sum(len(part) for part in parts)
-        np.concatenate(parts, out=text[:num_tokens])
-        loss_mask = np.ones(S, np.float32)
-        loss_mask[num_tokens - 1 :] = 0.0  # from here on there is no next token
-        tokens, labels = text[:-1], text[1:]
-        if self.eod_mask_loss:
-            loss_mask[tokens[:num_tokens] == self.eod] = 0.0
-        starts = self._document_starts(tokens[:num_tokens], parts)
-        result: dict[str, NDArray[Any]] = {
-            "tokens": tokens,
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "position_ids": (
-                count_from(starts, S)
-                if self.reset_position_ids or self.inter_document_masking
-                else np.arange(S, dtype=np.int64)
-            ),
-        }
-        if self.create_attention_mask:
-            result["attention_mask"] = causal_mask(
-                starts if self.reset_attention_mask else starts[:0], S
-            )
-        if self.inter_document_masking or self.reset_attention_mask:
-            result |= packed_borders(starts, S)
-        return result
+        return {key: value[0] for key, value in self.batch([sample]).items()}
+
+    def batch(self, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Samples stacked: each array has a leading dimension B.
+
+        Batches share ``position_ids`` where nothing resets them: copy them to change them.
+
+        Raises:
+            IndexError: if a sample does not exist.
+        """
+        parts = self.parts(samples)
+        row_starts = np.cumsum(parts.counts) - parts.counts
+        num_tokens = np.add.reduceat(parts.lengths, row_starts)
+        text = np.empty((len(samples), self.sequence_length + 1), np.int64)
+        flat = text.reshape(-1)
+        if self.transform is None and (num_tokens == text.shape[1]).all():
+            self.sequences.gather(parts.sequences, parts.offsets, parts.lengths, flat)
+            needed = self.options.needs_borders
+            part_lengths = np.split(parts.lengths, row_starts[1:]) if needed else []
+        else:
+            text[:] = self.transform.pad if self.transform else 0
+            part_lengths = [
+                self._fill(text[row], parts, slice(start, start + count), samples[row])
+                for row, (start, count) in enumerate(
+                    zip(row_starts.tolist(), parts.counts.tolist(), strict=True)
+                )
+            ]
+            num_tokens = np.array([min(sum(n), text.shape[1]) for n in part_lengths])
+        ends = [np.cumsum(lengths) for lengths in part_lengths]
+        if len(self._positions) < len(samples):
+            self._positions = np.tile(np.arange(self.sequence_length), (len(samples), 1))
+        return arrange(text, num_tokens, ends, self._positions[: len(samples)], self.options)
+
+    def parts(self, samples: Sequence[int]) -> Parts:
+        """Where samples come from.
+
+        Raises:
+            IndexError: if a sample does not exist.
+        """
+        places = np.asarray(samples)
+        if not 0 <= places.min() <= places.max() < len(self):
+            raise IndexError(f"sample {places.min()} to {places.max()} of {len(self)}")
+        rows = self.index.shuffle[places].astype(np.int64)
+        first, last = self.index.samples[rows], self.index.samples[rows + 1]
+        counts = (last[:, 0] - first[:, 0] + 1).astype(np.int64)
+        ends = np.cumsum(counts)
+        begins = ends - counts
+        line = np.arange(ends[-1]) - np.repeat(begins - first[:, 0], counts)
+        sequences = self.index.documents[line]
+        stops = self.sequences.lengths[sequences].astype(np.int64)
+        stops[ends - 1] = last[:, 1] + int(self.shift_labels)
+        offsets = np.zeros(len(line), np.int64)
+        offsets[begins] = first[:, 1]
+        return Parts(sequences, offsets, stops - offsets, counts)
 
     def sources(self, sample: int) -> list[tuple[int, int, int]]:
         """Where a sample comes from: (sequence, offset, number of tokens) of each part."""
-        row = int(self.index.shuffle[sample])
-        (first, offset), (last, end) = self.index.samples[row : row + 2].tolist()
-        extra = int(self.shift_labels)
-        documents = self.index.documents[first : last + 1].tolist()
-        if first == last:
-            return [(documents[0], offset, end - offset + extra)]
-        middle = [(i, 0, int(self.sequences.lengths[i])) for i in documents[1:-1]]
-        rest = int(self.sequences.lengths[documents[0]]) - offset
-        return [(documents[0], offset, rest), *middle, (documents[-1], 0, end + extra)]
+        parts = self.parts([sample])
+        columns = (parts.sequences.tolist(), parts.offsets.tolist(), parts.lengths.tolist())
+        return list(zip(*columns, strict=True))
 
-    def _parts(self, sample: int) -> list[NDArray[Any]]:
-        return [self.sequences.get(*source) for source in self.sources(sample)]
+    def places(self, sequence: int) -> list[int]:
+        """Samples that a stored sequence takes part in, in the order of the text."""
+        line = np.flatnonzero(self.index.documents == sequence)
+        rows = self.index.samples[:, 0]
+        first = np.maximum(np.searchsorted(rows, line, side="left") - 1, 0)
+        last = np.searchsorted(rows, line, side="right")
+        asked = [row for a, b in zip(first, last, strict=True) for row in range(a, b)]
+        asked = [row for row in dict.fromkeys(asked) if row < len(self.index.shuffle)]
+        samples = np.argsort(self.index.shuffle)[np.array(asked, np.int64)].tolist()
+        return [
+            sample
+            for sample in samples
+            if sample < len(self)
+            and any(part == sequence and count for part, _, count in self.sources(sample))
+        ]
 
-    def _document_starts(
-        self, tokens: NDArray[np.int64], parts: list[NDArray[Any]]
+    def _fill(
+        self, row: NDArray[np.int64], parts: Parts, mine: slice, sample: int
     ) -> NDArray[np.int64]:
-        """Positions at which a document starts, the first one left out."""
-        if self.inter_document_masking:
-            starts = np.cumsum([len(part) for part in parts])
-        elif self.eod is None:
-            return np.zeros(0, np.int64)
-        else:
-            starts = np.flatnonzero(tokens == self.eod) + 1
-        return starts[(starts > 0) & (starts < self.sequence_length)]
-
-
-def count_from(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-    """Positions that count from 0 again at each start."""
-    origin = np.zeros(sequence_length, np.int64)
-    origin[starts] = starts
-    return np.arange(sequence_length) - np.maximum.accumulate(origin)
-
-
-def causal_mask(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.bool_]:
-    """Mask [1, S, S], True = hidden: later tokens, and those before a start."""
-    segment = np.zeros(sequence_length, np.int64)
-    segment[starts] = 1
-    segment = np.cumsum(segment)
-    position = np.arange(sequence_length)
-    later = position[None, :] > position[:, None]
-    return (later | (segment[None, :] != segment[:, None]))[None]
-
-
-def packed_borders(starts: NDArray[np.int64], sequence_length: int) -> dict[str, NDArray[Any]]:
-    """Borders of the documents of a sample in the form of variable-length attention."""
-    borders = np.unique(np.concatenate([[0], starts, [sequence_length]]))
-    cu_seqlens = np.full(sequence_length + 1, sequence_length, np.int32)
-    cu_seqlens[: len(borders)] = borders
-    return {"cu_seqlens": cu_seqlens, "max_seqlen": np.array(np.diff(borders).max(), np.int32)}
+        """Write one sample that is short or rewritten; returns the lengths of its parts."""
+        lengths = parts.lengths[mine]
+        text = np.empty(int(lengths.sum()), np.int64)
+        self.sequences.gather(parts.sequences[mine], parts.offsets[mine], lengths, text)
+        if self.transform is not None:
+            random = np.random.default_rng([self.seed, sample])
+            pieces = [
+                self.transform(part, random) for part in np.split(text, np.cumsum(lengths)[:-1])
+            ]
+            lengths = np.array([len(piece) for piece in pieces])
+            text = np.concatenate(pieces)
+        count = min(len(text), len(row))
+        row[:count] = text[:count]
+        return lengths

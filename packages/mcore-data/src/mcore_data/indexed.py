@@ -2,7 +2,8 @@
 
 ``<prefix>.bin`` is the bare tokens, little-endian, one dtype; the ``.idx`` beside it says
 where each sequence lies. Opening checks that the two belong together, so that a damaged
-pair is an error and never wrong tokens. Tokens come by memory map or by plain file reads.
+pair is an error and never wrong tokens. Tokens come by memory map, by plain file reads or,
+for an address such as ``s3://bucket/prefix``, from an object store.
 """
 
 import os
@@ -20,6 +21,7 @@ from mcore_data.index_format import (
     idx_path,
     read_index,
 )
+from mcore_data.object_store import StoreBin, fetch_index, is_remote
 
 
 class IndexedDataset:
@@ -33,22 +35,31 @@ class IndexedDataset:
         prefix: path without ``.bin`` or ``.idx``.
         mmap: map the ``.bin`` (default); False reads it with one call per sequence, for
             file systems on which maps are slow.
+        cache_path: local folder for the indices of prefixes in object stores.
 
     Raises:
         FileNotFoundError: if one of the two files is missing.
         CorruptDatasetError: if the pair is damaged or the two do not match.
     """
 
-    def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
+    def __init__(
+        self, prefix: str | Path, *, mmap: bool = True, cache_path: str | Path = ""
+    ) -> None:
         self.prefix = str(prefix)
         self.mmap = mmap
+        self.cache_path = str(cache_path)
+        if is_remote(self.prefix):
+            self.index = read_index(fetch_index(self.prefix, cache_path))
+            self._bin = StoreBin(self.prefix, self.index.dtype)
+            _check_pair(self.prefix, self.index, self._bin.size_bytes)
+            return
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
                 raise FileNotFoundError(
                     f"{path} does not exist. Give a prefix for which both .bin and .idx exist."
                 )
         self.index = read_index(idx_path(prefix))
-        _check_pair(self.prefix, self.index)
+        _check_pair(self.prefix, self.index, bin_path(prefix).stat().st_size)
         self._bin = (_MappedBin if mmap else _FileBin)(bin_path(prefix), self.index.dtype)
 
     @property
@@ -118,9 +129,36 @@ class IndexedDataset:
         start = int(self.index.pointers[sequence]) + offset * self.dtype.itemsize
         return self._bin.read(start, count)
 
+    def gather(
+        self,
+        sequences: NDArray[np.integer],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        out: NDArray[np.int64],
+    ) -> None:
+        """Copy ranges of many sequences into ``out``, end to end, widened to int64.
+
+        Args:
+            sequences: which sequences, [P].
+            offsets: first token of each range, [P].
+            lengths: tokens of each range, [P]; they sum to the length of ``out``.
+            out: filled in place.
+        """
+        size = self.dtype.itemsize
+        starts = self.index.pointers[sequences] // size + offsets
+        stops = starts + lengths
+        places = zip(starts.tolist(), stops.tolist(), strict=True)
+        if isinstance(self._bin, _MappedBin):
+            tokens = self._bin.tokens
+            np.concatenate([tokens[start:stop] for start, stop in places], out=out)
+        else:
+            read = self._bin.read
+            ranges = [read(start * size, stop - start) for start, stop in places]
+            np.concatenate(ranges, out=out)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as prefix and reading mode."""
-        return _reopen, (self.prefix, self.mmap)
+        """Pickle as prefix and ways of reading."""
+        return _reopen, (self.prefix, self.mmap, self.cache_path)
 
 
 class _MappedBin:
@@ -130,6 +168,7 @@ class _MappedBin:
         self._dtype = dtype
         empty = path.stat().st_size == 0
         self._buffer = b"" if empty else np.memmap(path, dtype=np.uint8, mode="r")
+        self.tokens = np.frombuffer(self._buffer, dtype)
 
     def read(self, start_bytes: int, count: int) -> NDArray[Any]:
         return np.frombuffer(self._buffer, self._dtype, count, start_bytes if count else 0)
@@ -158,16 +197,15 @@ class _FileBin:
         self._file.close()
 
 
-def _reopen(prefix: str, mmap: bool) -> IndexedDataset:
-    return IndexedDataset(prefix, mmap=mmap)
+def _reopen(prefix: str, mmap: bool, cache_path: str) -> IndexedDataset:
+    return IndexedDataset(prefix, mmap=mmap, cache_path=cache_path)
 
 
-def _check_pair(prefix: str, index: Index) -> None:
+def _check_pair(prefix: str, index: Index, actual: int) -> None:
     """Check that the ``.bin`` has exactly the bytes that the index describes."""
     expected = 0
     if len(index.lengths):
         expected = int(index.pointers[-1]) + int(index.lengths[-1]) * index.dtype.itemsize
-    actual = bin_path(prefix).stat().st_size
     if actual != expected:
         raise CorruptDatasetError(
             f"{idx_path(prefix)} does not match {bin_path(prefix)}: the index describes "

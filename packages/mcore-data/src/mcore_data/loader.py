@@ -1,20 +1,23 @@
 """From a map-style dataset to batches of torch tensors: the only room that needs torch.
 
-Each micro-batch is a dict of [B, S] tensors of one data-parallel rank. Worker processes
-prepare the next ones while the step runs.
+Each micro-batch is a dict of [B, S] tensors of one data-parallel rank. Samples are made many
+at a time and handed out as views, and worker processes prepare the next ones while the step
+runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from mcore_data.blending import MapDataset
+from mcore_data.blending import MapDataset, batch_of
 from mcore_data.sampler import CyclicSampler, SingleSampler
 
 _PREFETCH = 4
+_SAMPLES_AT_ONCE = 32
 
 
 def build_loader(
@@ -62,20 +65,77 @@ def build_loader(
         if dataloader_type == "single"
         else CyclicSampler(**place, seed=seed)
     )
-    return DataLoader(
-        dataset,  # pyrefly: ignore
-        batch_sampler=sampler,
+    loader = DataLoader(
+        _Batches(dataset),  # pyrefly: ignore
+        batch_sampler=_Grouped(sampler, max(1, _SAMPLES_AT_ONCE // micro_batch_size)),
         num_workers=num_workers,
         prefetch_factor=_PREFETCH if num_workers else None,
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
-        collate_fn=collate,
+        collate_fn=_Collate(contiguous=pin_memory),  # pyrefly: ignore[bad-argument-type]
     )
+    return _MicroBatches(loader, micro_batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatches:
+    """Cuts what a loader made at once into micro-batches."""
+
+    loader: DataLoader
+    micro_batch_size: int
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for made in self.loader:
+            size = len(next(iter(made.values())))
+            for first in range(0, size, self.micro_batch_size):
+                yield {
+                    key: value[first : first + self.micro_batch_size]
+                    for key, value in made.items()
+                }
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped:
+    """Joins the indices of some micro-batches; the last group may be of fewer."""
+
+    sampler: SingleSampler | CyclicSampler
+    num_batches: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self.sampler)
+        while group := list(islice(batches, self.num_batches)):
+            yield [index for batch in group for index in batch]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batches:
+    """A dataset as torch's loader asks it for many samples at once."""
+
+    dataset: MapDataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, samples: list[int]) -> dict[str, Any]:
+        return batch_of(self.dataset, samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Collate:
+    """Arrays to tensors that share their memory; contiguous ones where a GPU copies them."""
+
+    contiguous: bool
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        tensors = {key: torch.from_numpy(value) for key, value in batch.items()}
+        if self.contiguous:
+            tensors = {key: value.contiguous() for key, value in tensors.items()}
+        return tensors
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Stack samples of numpy arrays into tensors with a leading batch dimension."""
     return {
-        key: torch.from_numpy(np.stack([sample[key] for sample in samples]))
+        key: torch.stack([torch.as_tensor(sample[key]) for sample in samples])
         for key in samples[0]
     }

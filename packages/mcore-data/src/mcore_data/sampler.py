@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,12 +94,15 @@ class CyclicSampler:
             for at in range(place, place + self.micro_batch_size):
                 if at // self.num_samples != epoch:
                     epoch = at // self.num_samples
-                    order = np.random.default_rng([self.seed, epoch]).permutation(
-                        self.num_samples
-                    )
+                    order = self.order(self.seed, epoch, self.num_samples)
                 batch.append(int(order[at % self.num_samples]))
             yield batch
             place += block
+
+    @staticmethod
+    def order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
+        """The permutation of one epoch."""
+        return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,13 @@
 """From a plan to a run: model chunks, gradients, optimizer, schedule and data of one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from mcore_data.datasets import build_gpt_datasets
+from mcore_data.data_plan import Stretch, describe_sources
+from mcore_data.datasets import build_gpt_datasets, build_valid_sets
 from mcore_data.index_format import CorruptDatasetError
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_models.gpt import GPT
@@ -32,6 +33,10 @@ class Datasets:
     train: Dataset = None
     valid: Dataset = None
     test: Dataset = None
+    valid_sets: Mapping[str, Dataset] = field(default_factory=dict)
+    """Validation data that are scored one by one, in place of ``valid``."""
+    sources: Sequence[Mapping[str, Any]] = ()
+    """What the training data are made of; empty for data that the caller made."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,7 +50,7 @@ class Run:
     data_parallel: DataParallel
     optimizer: ShardedAdamW
     actions: Sequence[Action]
-    """This rank's part of the pipeline schedule of one step."""
+    """This rank's part of the pipeline schedule of a step of ``plan.num_microbatches``."""
     streams: RngStreams
     datasets: Datasets
     dtype: torch.dtype
@@ -62,6 +67,15 @@ class Run:
     """Sequences trained on, over all ranks; where the data continues."""
     schedule_samples: int = 0
     """Sequences that the learning-rate schedule has counted."""
+    stretches: list[Stretch] = field(default_factory=list)
+    """Batch sizes that the run has had, over all its continuations."""
+
+    def actions_of(self, num_microbatches: int) -> Sequence[Action]:
+        """This rank's part of the schedule of a step of so many micro-batches."""
+        if num_microbatches == self.plan.num_microbatches:
+            return self.actions
+        pp = self.ctx.pp
+        return build_schedule(self.plan.config.pipeline, pp.size, num_microbatches)[pp.rank]
 
 
 def assemble(
@@ -144,27 +158,44 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
         FileNotFoundError: if a dataset does not exist.
     """
     config = plan.config
-    valid = config.evaluation.eval_iters * plan.global_batch_size
-    valid = valid if config.evaluation.eval_interval else 0
+    valid = num_samples_of(plan)[1]
     data = config.data
     if data.mock_data:
         data = replace(data, mock_vocab_size=plan.vocab_size)
+    common = {"sequence_length": config.batch.seq_length, "seed": config.run.seed}
+    valid_sets = {}
     try:
         built = build_gpt_datasets(
             data,
             tokenizer,
-            sequence_length=config.batch.seq_length,
-            seed=config.run.seed,
-            num_samples=(plan.train_iters * plan.global_batch_size, valid, valid),
+            **common,
+            num_samples=num_samples_of(plan),
+            fim=config.fim,
+            samples_before=plan.ramp.samples_before,
         )
+        if data.multiple_validation_sets:
+            valid_sets = build_valid_sets(data, tokenizer, **common, num_samples=valid)
     except CorruptDatasetError as error:
         # Files that the user named: to be told as bad input, without a traceback.
         raise ValueError(str(error)) from error
     if built[0] is None:
         raise ValueError("there is no data to train on: check --split and --data-path.")
-    if config.evaluation.eval_interval and built[1] is None:
+    if config.evaluation.eval_interval and built[1] is None and not valid_sets:
         raise ValueError(
             "--eval-interval has no data to validate on: give --valid-data-path, or a --split "
             "with a second part."
         )
-    return Datasets(train=built[0], valid=built[1], test=built[2])
+    return Datasets(
+        train=built[0],
+        valid=built[1],
+        test=built[2],
+        valid_sets=valid_sets,
+        sources=describe_sources(built[0]),
+    )
+
+
+def num_samples_of(plan: Plan) -> tuple[int, int, int]:
+    """Count the samples of train, valid and test that a run takes."""
+    valid = plan.config.evaluation.eval_iters * plan.global_batch_size
+    valid = valid if plan.config.evaluation.eval_interval else 0
+    return plan.train_samples, valid, valid

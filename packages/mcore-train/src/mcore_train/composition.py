@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from mcore_ckpt.config import RetentionConfig, StrictnessConfig
-from mcore_data.config import DataConfig, TokenizerConfig
+from mcore_data.config import DataConfig, FIMConfig, TokenizerConfig
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
@@ -52,6 +52,7 @@ class TrainConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    fim: FIMConfig = field(default_factory=FIMConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     saving: SaveConfig = field(default_factory=SaveConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)

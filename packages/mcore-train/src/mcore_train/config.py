@@ -22,6 +22,9 @@ class BatchConfig:
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: int = 0
     """Sequences in one step over all ranks; 0: one micro-batch a data-parallel rank."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """Grow the global batch: START INCREMENT SAMPLES, from the first size to
+    --global-batch-size in equal increments over so many sequences. Needs --train-samples."""
     seq_length: int = 1024
     """Tokens in one sequence."""
     train_iters: int = 0
@@ -39,6 +42,16 @@ class BatchConfig:
         _check_at_least(self, 0, "global_batch_size", "train_iters", "train_samples")
         if self.train_iters and self.train_samples:
             raise ValueError("--train-iters and --train-samples exclude each other: give one.")
+        if self.rampup_batch_size and len(self.rampup_batch_size) != 3:
+            raise ValueError(
+                f"--rampup-batch-size takes three numbers, START INCREMENT SAMPLES, not "
+                f"{len(self.rampup_batch_size)}."
+            )
+        if self.rampup_batch_size and self.train_iters:
+            raise ValueError(
+                "--rampup-batch-size counts in sequences: give --train-samples instead of "
+                "--train-iters."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

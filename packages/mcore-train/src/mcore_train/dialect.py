@@ -70,9 +70,7 @@ REFUSED: dict[str, str] = {
     "--fp8-hybrid": "FP8 training is not built yet; use --bf16.",
     "--fp8-format": "FP8 training is not built yet; use --bf16.",
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
-    "--rampup-batch-size": "batch-size schedules are not built yet; use --global-batch-size.",
-    "--step-batch-size-schedule": "batch-size schedules are not built yet; use "
-    "--global-batch-size.",
+    "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
     "--use-torch-fsdp2": "fully sharded data parallelism is not built yet; use "
     "--use-distributed-optimizer.",
     "--use-megatron-fsdp": "fully sharded data parallelism is not built yet; use "

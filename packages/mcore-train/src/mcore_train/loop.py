@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from mcore_data.data_plan import Stretch
 from mcore_data.loader import build_loader
 from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
@@ -86,23 +87,37 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
     while True:
         yield [
             place(next(source), run.ctx, has_own_positions=own_positions)
-            for _ in range(run.plan.num_microbatches)
+            for _ in range(run.plan.num_microbatches_at(run.consumed_train_samples))
         ]
 
 
 def validate(run: Run, reporter: Reporter) -> Score:
-    """Score the validation data, always the same samples, and report."""
+    """Score the validation data, always the same samples, and report.
+
+    Several sets (``--multiple-validation-sets``) are scored and reported one by one.
+
+    Returns:
+        The score over all of them.
+    """
     num_batches = run.plan.config.evaluation.eval_iters * run.plan.num_microbatches
-    score = evaluate(run, _loader(run, run.datasets.valid, 0), num_batches)
-    log.info(
-        " validation loss at iteration %d | lm loss value: %.6E | lm loss PPL: %.6E |",
-        run.iteration,
-        score.loss,
-        score.perplexity,
-    )
-    numbers = {"loss": score.loss, "perplexity": score.perplexity, "tokens": score.num_tokens}
-    reporter.record("valid", run.iteration, numbers)
-    return score
+    total = Score(0.0, 0)
+    for name, dataset in (run.datasets.valid_sets or {"": run.datasets.valid}).items():
+        score = evaluate(run, _loader(run, dataset, 0), num_batches)
+        log.info(
+            " validation loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |",
+            run.iteration,
+            f" on {name}" if name else "",
+            score.loss,
+            score.perplexity,
+        )
+        numbers = {
+            "loss": score.loss,
+            "perplexity": score.perplexity,
+            "tokens": score.num_tokens,
+        }
+        reporter.record(f"valid {name}".strip(), run.iteration, numbers)
+        total = Score(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
+    return total
 
 
 def _loader(run: Run, dataset: Dataset, consumed_samples: int):
@@ -124,6 +139,9 @@ def _one_step(
     run: Run, batches: Iterator[list[MicroBatch]], before_update: Callable[[], None]
 ) -> StepResult:
     schedule = run.plan.schedule
+    size = run.plan.ramp.size_at(run.consumed_train_samples)
+    if not run.stretches or run.stretches[-1].batch_size != size:
+        run.stretches.append(Stretch(run.iteration + 1, run.consumed_train_samples, size))
     result = train_step(
         run,
         next(batches),
@@ -132,8 +150,8 @@ def _one_step(
         before_update,
     )
     run.iteration += 1
-    run.consumed_train_samples += run.plan.global_batch_size
-    run.schedule_samples += run.plan.global_batch_size
+    run.consumed_train_samples += size
+    run.schedule_samples += size
     return result
 
 
@@ -170,6 +188,7 @@ class _Interval:
 
     def _restart(self) -> None:
         self._num_steps = 0
+        self._first_sample = self.run.consumed_train_samples
         self._sums: Tensor | None = None
         self._norm: Tensor | None = None
         self._started_s = time.perf_counter()
@@ -198,8 +217,11 @@ class _Interval:
         assert self._norm is not None
         loss, aux_loss = self._reduced()
         grad_norm = self._norm.item()
-        step_s = (time.perf_counter() - self._started_s) / self._num_steps
-        tokens_per_s = plan.tokens_per_step / step_s
+        elapsed_s = time.perf_counter() - self._started_s
+        step_s = elapsed_s / self._num_steps
+        samples = run.consumed_train_samples - self._first_sample
+        tokens_per_s = samples * plan.config.batch.seq_length / elapsed_s
+        size = run.stretches[-1].batch_size
         flops = self._flops * tokens_per_s / plan.world_size
         peak = 0.0
         peak_gib = 0.0
@@ -217,8 +239,8 @@ class _Interval:
             tokens_per_s_per_gpu=tokens_per_s / plan.world_size,
             tflops_per_gpu=flops / 1e12,
             mfu=flops / peak if peak else 0.0,
-            lr=learning_rate(plan.schedule, run.schedule_samples - plan.global_batch_size),
-            global_batch_size=plan.global_batch_size,
+            lr=learning_rate(plan.schedule, run.schedule_samples - size),
+            global_batch_size=size,
             loss=loss,
             aux_loss=aux_loss,
             grad_norm=grad_norm,

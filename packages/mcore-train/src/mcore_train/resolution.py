@@ -14,6 +14,7 @@ from mcore_moe.config import moe_layers
 from mcore_parallel.layout import build_grids
 from mcore_parallel.schedule import build_schedule as build_pipeline
 from mcore_parallel.stages import Stage, build_stages
+from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
 
@@ -29,9 +30,9 @@ class Plan:
     data_parallel_size: int
     """Ranks that read different sequences."""
     global_batch_size: int
-    """Sequences of one step."""
+    """Sequences of one step, after --rampup-batch-size."""
     num_microbatches: int
-    """Forward passes of one rank in a step."""
+    """Forward passes of one rank in such a step."""
     train_iters: int
     vocab_size: int
     """Tokens, without padding."""
@@ -39,14 +40,26 @@ class Plan:
     """Rows of the embedding, a multiple of the divisor times the tensor ranks."""
     stages: tuple[Stage, ...]
     """Pipeline stages in model order."""
+    ramp: BatchRamp
+    """Sequences of a step by those used before it."""
     schedule: Schedule
     """Learning rate and weight decay."""
     dtype: Dtype
     """Of parameters and activations."""
 
     @property
+    def train_samples(self) -> int:
+        """Sequences that the run's steps use."""
+        return self.ramp.samples_before(self.train_iters + 1)
+
+    def num_microbatches_at(self, consumed_samples: int) -> int:
+        """Forward passes of one rank in the step after so many sequences."""
+        micro = self.config.batch.micro_batch_size * self.data_parallel_size
+        return self.ramp.size_at(consumed_samples) // micro
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens of one step over all ranks."""
+        """Tokens of one step over all ranks, after --rampup-batch-size."""
         return self.global_batch_size * self.config.batch.seq_length
 
 
@@ -82,7 +95,10 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
     stages = _attempt(lines, build_stages, config.pipeline, config.model.num_layers, pp)
     batch_size = _global_batch_size(config, world_size)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
-    _attempt(lines, build_pipeline, config.pipeline, pp, max(1, batch_size // micro))
+    ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
+    for size in ramp.sizes() if ramp else (batch_size,):
+        if not _attempt(lines, build_pipeline, config.pipeline, pp, max(1, size // micro)):
+            break
     schedule = None
     if config.optimizer.lr and _train_samples(config, batch_size):
         schedule = _attempt(
@@ -92,6 +108,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
         raise ConflictError(lines)
     assert stages is not None
     assert schedule is not None
+    assert ramp is not None
     vocab_size = _vocab_size(config, tokenizer_vocab_size)
     return Plan(
         config=config,
@@ -99,7 +116,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
         data_parallel_size=_data_ranks(config, world_size),
         global_batch_size=batch_size,
         num_microbatches=batch_size // micro,
-        train_iters=_train_samples(config, batch_size) // batch_size,
+        train_iters=ramp.num_steps(_train_samples(config, batch_size)),
         vocab_size=vocab_size,
         padded_vocab_size=_round_up(
             vocab_size,
@@ -107,6 +124,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
             * config.parallelism.tensor_model_parallel_size,
         ),
         stages=tuple(stages),
+        ramp=ramp,
         schedule=schedule,
         dtype="bfloat16" if config.precision.bf16 else "float32",
     )
@@ -171,6 +189,12 @@ def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"{batch.micro_batch_size} x {_data_ranks(config, world_size)} data-parallel ranks "
             f"= {micro}: use {max(1, size // micro) * micro} or {_round_up(size, micro)}."
         )
+    if batch.rampup_batch_size and any(n % micro for n in batch.rampup_batch_size[:2]):
+        start, increment, _ = batch.rampup_batch_size
+        yield (
+            f"--rampup-batch-size {start} {increment}: both must be multiples of "
+            f"--micro-batch-size x data-parallel ranks = {micro}."
+        )
     if not batch.train_iters and not batch.train_samples:
         yield "how long to train? Give --train-iters or --train-samples."
     elif batch.train_samples and batch.train_samples < size:
@@ -201,6 +225,7 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
         data.train_data_path,
         data.data_args_path,
         data.per_split_data_args_path,
+        data.data_mixture_path,
     )
     if not any(sources):
         yield "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens."

@@ -19,9 +19,11 @@ import torch
 from mcore_ckpt.index import read_index
 from mcore_ckpt.loading import load
 from mcore_ckpt.saving import save
+from mcore_data.blending import OrderedBlend
+from mcore_data.data_plan import PLAN_FILE, DataPlan, Stretch, given_by_source, parse_plan
 from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Piece, Shard, named_shards
-from mcore_train.assembly import Run
+from mcore_train.assembly import Run, num_samples_of
 from mcore_train.lr_schedule import reconcile
 from mcore_train.origin import find_checkpoint
 from mcore_train.recipe import told_options, write_recipe
@@ -56,7 +58,7 @@ def take_snapshot(
     return Snapshot(
         shards={**(state_shards(run) if state is None else state), **_rng_shards(run)},
         extra=_extra(run),
-        files={"recipe.toml": write_recipe(told_options(run.plan.config)).encode()},
+        files=_files(run),
         folders={"tokenizer": tokenizer_folder} if tokenizer_folder else {},
     )
 
@@ -121,7 +123,66 @@ def load_run(run: Run) -> bool:
     run.iteration = extra["iteration"]
     run.consumed_train_samples = extra["consumed_train_samples"]
     run.schedule_samples = extra["schedule_samples"]
+    _continue_data(run, folder)
     return True
+
+
+def data_plan(run: Run) -> DataPlan:
+    """Describe which tokens the run's steps read."""
+    config = run.plan.config
+    data = config.data
+    if data.mock_data:
+        data = replace(data, mock_vocab_size=run.plan.vocab_size)
+    dataset = run.datasets.train
+    blend = isinstance(dataset, OrderedBlend)
+    size = run.plan.ramp.size_at(run.consumed_train_samples)
+    return DataPlan(
+        data=data,
+        fim=config.fim,
+        sequence_length=config.batch.seq_length,
+        seed=config.run.seed,
+        num_samples=num_samples_of(run.plan),
+        stretches=tuple(run.stretches) or (Stretch(1, 0, size),),
+        iteration=run.iteration,
+        consumed_samples=run.consumed_train_samples,
+        working_folder=str(Path.cwd()),
+        sources=tuple(run.datasets.sources),
+        ledger=tuple(dataset.ledger(run.consumed_train_samples)) if blend else (),
+    )
+
+
+def _files(run: Run) -> dict[str, bytes]:
+    files = {"recipe.toml": write_recipe(told_options(run.plan.config)).encode()}
+    if run.datasets.sources:
+        files[PLAN_FILE] = data_plan(run).to_json().encode()
+    return files
+
+
+def _continue_data(run: Run, folder: Path) -> None:
+    """Take over which batch sizes the run has had; tell of data that are others than then.
+
+    Raises:
+        ValueError: if a changed mixture would repeat or lose samples.
+    """
+    file = folder / PLAN_FILE
+    if not file.is_file() or not run.datasets.sources:
+        return
+    then, now = parse_plan(file.read_text(encoding="utf-8")), data_plan(run)
+    run.stretches = list(then.stretches)
+    gave, gives = given_by_source(then), given_by_source(now)
+    if now.data.data_mixture_path:
+        if gave != gives:
+            raise ValueError(
+                f"--data-mixture-path {now.data.data_mixture_path} has another past than the "
+                f"run: after {then.consumed_samples} samples its sources would have given "
+                f"{gives}, but they gave {gave}. Change only phases that have not begun."
+            )
+    elif _hashes(then) != _hashes(now):
+        log.warning("the training data are not those that the run has read until now")
+
+
+def _hashes(plan: DataPlan) -> list[str]:
+    return [each["lengths_hash"] for each in plan.sources]
 
 
 def _load_weights(run: Run, folder: Path) -> None:

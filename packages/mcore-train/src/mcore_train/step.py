@@ -41,7 +41,7 @@ def train_step(
 
     Args:
         run: changed in place: weights, optimizer state, gradients.
-        batches: this rank's micro-batches, ``plan.num_microbatches`` of them.
+        batches: this rank's micro-batches of the step.
         lr: learning rate.
         weight_decay: decoupled decay.
         before_update: called right before weights and optimizer state change.
@@ -75,7 +75,7 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     losses = StepLosses(run.ctx.device)
     with run.data_parallel.no_sync():
         run_schedule(
-            run.actions,
+            run.actions_of(len(batches)),
             stage_functions(run, batches, num_valid, losses),
             axis=run.ctx.pp,
             shape=partial(hidden_shape, run, batches),
@@ -100,7 +100,7 @@ def stage_functions(
     losses: StepLosses,
 ) -> Mapping[int, StageFunction]:
     """Build what the pipeline calls for each model chunk of this rank, by chunk number."""
-    aux_weight = 1.0 / (run.plan.num_microbatches * run.ctx.dp.size)
+    aux_weight = 1.0 / (len(batches) * run.ctx.dp.size)
     has_aux = run.plan.config.experts.num_experts > 0
 
     def build(number: int) -> StageFunction:

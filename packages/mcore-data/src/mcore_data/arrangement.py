@@ -1,0 +1,154 @@
+"""From rows of text to what a model reads: labels, loss mask, positions, document borders.
+
+Every fixed-length dataset ends here. A row holds S + 1 tokens: the last is only a label.
+Padding is masked by position, never by token id, so a tokenizer whose pad is its end of
+document loses no target. The options at document ends look for the end-of-document id;
+packed borders are those of the stored documents, whatever ids these hold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOptions:
+    """What a sample has besides tokens, labels, loss mask and positions.
+
+    Attributes:
+        eod: end-of-document id; needed by the options that act on it.
+        reset_position_ids: count positions from 0 again after each end of document.
+        reset_attention_mask: let no token see behind an end of document: gives borders.
+        eod_mask_loss: no loss where the input token is an end of document.
+        create_attention_mask: give a dense mask, [1, S, S].
+        inter_document_masking: give the borders of the stored documents.
+    """
+
+    eod: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    create_attention_mask: bool = False
+    inter_document_masking: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that there is an end of document to act on."""
+        acting = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+        if acting and self.eod is None:
+            raise ValueError(
+                "--reset-position-ids, --reset-attention-mask and --eod-mask-loss act on the "
+                "end-of-document token, and the tokenizer has none."
+            )
+
+    @property
+    def needs_borders(self) -> bool:
+        """Whether anything depends on where documents begin."""
+        return (
+            self.reset_position_ids
+            or self.reset_attention_mask
+            or self.create_attention_mask
+            or self.inter_document_masking
+        )
+
+
+def arrange(
+    text: NDArray[np.int64],
+    num_tokens: NDArray[np.int64],
+    part_ends: Sequence[NDArray[np.int64]],
+    positions: NDArray[np.int64],
+    options: SampleOptions,
+) -> dict[str, NDArray[Any]]:
+    """Make a batch of samples of rows of text; tokens and labels are views of ``text``.
+
+    Args:
+        text: int64 [B, S + 1], 0 behind a row's tokens.
+        num_tokens: int64 [B], tokens of each row.
+        part_ends: for each row where its stored documents end; only looked at for
+            ``inter_document_masking``.
+        positions: int64 [B, S], 0 to S - 1 in each row; taken as they are where nothing
+            resets them.
+        options: what to add.
+    """
+    tokens, labels = text[:, :-1], text[:, 1:]
+    B, S = tokens.shape
+    loss_mask = np.ones((B, S), np.float32)
+    for row in np.flatnonzero(num_tokens <= S).tolist():
+        loss_mask[row, max(0, num_tokens[row] - 1) :] = 0.0  # no next token from here on
+    if options.eod_mask_loss:
+        real = np.arange(S) < num_tokens[:, None]
+        loss_mask[(tokens == options.eod) & real] = 0.0
+    batch: dict[str, NDArray[Any]] = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "position_ids": positions,
+    }
+    if options.needs_borders:
+        rows = [
+            _starts(tokens[row, : num_tokens[row]], part_ends[row], options) for row in range(B)
+        ]
+        added = [_with_borders(starts, S, options) for starts in rows]
+        batch |= {key: np.stack([row[key] for row in added]) for key in added[0]}
+    return batch
+
+
+def _starts(
+    tokens: NDArray[np.int64], part_ends: NDArray[np.int64], options: SampleOptions
+) -> NDArray[np.int64]:
+    """Positions at which a document starts, the first one left out."""
+    if options.inter_document_masking:
+        starts = np.asarray(part_ends)
+    elif options.eod is None:
+        return np.zeros(0, np.int64)
+    else:
+        starts = np.flatnonzero(tokens == options.eod) + 1
+    return starts[starts > 0]
+
+
+def _with_borders(
+    starts: NDArray[np.int64], sequence_length: int, options: SampleOptions
+) -> dict[str, NDArray[Any]]:
+    """Positions, masks and borders of one row that depend on where documents start."""
+    starts = starts[starts < sequence_length]
+    row: dict[str, NDArray[Any]] = {}
+    if options.reset_position_ids or options.inter_document_masking:
+        row["position_ids"] = count_from(starts, sequence_length)
+    if options.create_attention_mask:
+        hidden_before = starts if options.reset_attention_mask else starts[:0]
+        row["attention_mask"] = causal_mask(hidden_before, sequence_length)
+    if options.reset_attention_mask or options.inter_document_masking:
+        row |= packed_borders(starts, sequence_length)
+    return row
+
+
+def count_from(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
+    """Positions that count from 0 again at each start."""
+    origin = np.zeros(sequence_length, np.int64)
+    origin[starts] = starts
+    return np.arange(sequence_length) - np.maximum.accumulate(origin)
+
+
+def causal_mask(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.bool_]:
+    """Mask [1, S, S], True = hidden: later tokens, and those before a start."""
+    segment = np.zeros(sequence_length, np.int64)
+    segment[starts] = 1
+    segment = np.cumsum(segment)
+    position = np.arange(sequence_length)
+    later = position[None, :] > position[:, None]
+    return (later | (segment[None, :] != segment[:, None]))[None]
+
+
+def packed_borders(starts: NDArray[np.int64], sequence_length: int) -> dict[str, NDArray[Any]]:
+    """Borders of the documents of a sample in the form of variable-length attention.
+
+    Returns:
+        ``cu_seqlens``, int32 [S + 1], from 0 to S and filled up with S, so that samples
+        stack; ``max_seqlen``, int32 scalar, tokens of the longest document.
+    """
+    borders = np.unique(np.concatenate([[0], starts, [sequence_length]]))
+    cu_seqlens = np.full(sequence_length + 1, sequence_length, np.int32)
+    cu_seqlens[: len(borders)] = borders
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": np.array(np.diff(borders).max(), np.int32)}

@@ -1,0 +1,79 @@
+"""How the batch grows at the start of a run: ``--rampup-batch-size START INCREMENT SAMPLES``.
+
+A pure function of the samples used so far, so a run that is resumed, also under another
+layout, goes on with the size it would have had.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRamp:
+    """Sizes of the global batch over a run; a start of 0 means one size throughout.
+
+    The way from ``start`` to ``final`` is cut into steps of ``increment`` sequences, each
+    held for an equal share of ``samples``. Megatron's rule.
+    """
+
+    final: int
+    """Sequences of a step after the ramp."""
+    start: int = 0
+    """Sequences of the first step."""
+    increment: int = 0
+    """Sequences by which the size grows."""
+    samples: int = 0
+    """Sequences after which the size is ``final``."""
+
+    def size_at(self, consumed: int) -> int:
+        """Sequences of the step that begins after ``consumed`` sequences."""
+        if not self.start or self.final == self.start or consumed >= self.samples:
+            return self.final
+        num_increments = (self.final - self.start) // self.increment
+        return self.start + consumed * num_increments // self.samples * self.increment
+
+    def sizes(self) -> tuple[int, ...]:
+        """Every size that the run has, smallest first."""
+        if not self.start:
+            return (self.final,)
+        return tuple(range(self.start, self.final + 1, self.increment or 1))
+
+    def num_steps(self, samples: int) -> int:
+        """Whole steps that fit into ``samples`` sequences."""
+        steps = consumed = 0
+        while consumed < self.samples and consumed + self.size_at(consumed) <= samples:
+            consumed += self.size_at(consumed)
+            steps += 1
+        if consumed < self.samples:
+            return steps
+        return steps + (samples - consumed) // self.final
+
+    def samples_before(self, step: int) -> int:
+        """Sequences used before a step, counted from 1."""
+        done = consumed = 0
+        while consumed < self.samples and done < step - 1:
+            consumed += self.size_at(consumed)
+            done += 1
+        return consumed + (step - 1 - done) * self.final
+
+
+def build_ramp(words: tuple[int, ...], final: int) -> BatchRamp:
+    """Read the three numbers of the flag; none of them means one size throughout.
+
+    Raises:
+        ValueError: if they make no ramp that ends at ``final``.
+    """
+    if not words:
+        return BatchRamp(final)
+    start, increment, samples = words
+    if start < 1 or increment < 1 or samples < 1 or start > final:
+        raise ValueError(
+            f"--rampup-batch-size {start} {increment} {samples}: give a first size from 1 to "
+            f"--global-batch-size {final}, an increment and a number of samples."
+        )
+    if (final - start) % increment:
+        raise ValueError(
+            f"--rampup-batch-size {start} {increment} {samples} does not reach "
+            f"--global-batch-size {final} in whole increments: {final} - {start} must be a "
+            f"multiple of {increment}."
+        )
+    return BatchRamp(final, start, increment, samples)
