@@ -59,6 +59,15 @@ def test_weights_mix_by_share(pair):
     assert np.bincount(train.dataset_index).tolist() == [75, 25]
 
 
+def test_the_last_tokens_of_validation_data_are_dropped_or_padded(pair):
+    words = {"data_path": pair[:1], "split": "1,1"}  # 50 documents of 10 tokens each
+    train, dropped, _ = build(**words)
+    again, padded, _ = build(**words, drop_last_partial_validation_sequence=False)
+    assert (len(train), len(dropped), len(again), len(padded)) == (55, 55, 55, 56)
+    counted = [sum(d[k]["loss_mask"].sum() for k in range(len(d))) for d in (dropped, padded)]
+    assert counted == [55 * 9, 499]
+
+
 def test_prefixes_alone_use_each_once_or_as_far_as_asked(pair):
     train, _, _ = build(data_path=pair, split="1")
     assert len(train) == sum(len(dataset) for dataset in train.datasets)

@@ -179,6 +179,9 @@ class DataConfig:
     takes batches from the caller."""
     num_workers: int = 2
     """Processes on each rank that prepare batches; 0 prepares them within the step."""
+    drop_last_partial_validation_sequence: bool = True
+    """Leave out the last tokens of the validation data where they fill no sample; off pads
+    them, without a loss on the padding."""
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
     reset_attention_mask: bool = False

@@ -105,7 +105,8 @@ def build_gpt_datasets(
         inter_document_masking=config.dataloader_inter_document_masking,
         cache_folder=config.data_cache_path,
     )
-    builds: list[Any] = [build, build, build]
+    drop_last = config.drop_last_partial_validation_sequence
+    builds: list[Any] = [build, partial(build, drop_last_partial=drop_last), build]
     if config.sft:
         if fim.fim_data:
             raise ValueError("--fim-data rewrites documents, and --sft reads chats: drop one.")
