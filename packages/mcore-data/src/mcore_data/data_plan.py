@@ -138,7 +138,8 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
     """Build the training dataset of a plan again.
 
     Raises:
-        ValueError: if a source is not what it was when the plan was written.
+        ValueError: if a source or a mixture's past is not what it was when the plan was
+            written.
         FileNotFoundError: if a source is gone.
     """
     built = build_gpt_datasets(
@@ -157,6 +158,12 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
                 f"{then['sequences']} sequences of {then['tokens']} tokens, and has "
                 f"{now['sequences']} of {now['tokens']}, or in another order."
             )
+    if plan.ledger and tuple(built.ledger(plan.consumed_samples)) != plan.ledger:
+        raise ValueError(
+            f"after {plan.consumed_samples} samples the sources had given {plan.ledger}, "
+            f"and by today's {plan.data.data_mixture_path or 'weights'} they would have given "
+            f"{tuple(built.ledger(plan.consumed_samples))}: bring the mixture's past back."
+        )
     return built
 
 
