@@ -142,7 +142,7 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
             written.
         FileNotFoundError: if a source is gone.
     """
-    built = build_gpt_datasets(
+    built: Any = build_gpt_datasets(
         _absolute(plan.data, plan.working_folder),
         tokenizer,
         sequence_length=plan.sequence_length,
