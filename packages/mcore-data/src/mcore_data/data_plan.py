@@ -151,6 +151,12 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
         fim=plan.fim,
         samples_before=lambda step: samples_before(plan.stretches, step),
     )[0]
+    if plan.ledger and tuple(built.ledger(plan.consumed_samples)) != plan.ledger:
+        raise ValueError(
+            f"after {plan.consumed_samples} samples the sources had given {plan.ledger}, "
+            f"and by today's {plan.data.data_mixture_path or 'weights'} they would have given "
+            f"{tuple(built.ledger(plan.consumed_samples))}: bring the mixture's past back."
+        )
     for now, then in zip(describe_sources(built), plan.sources, strict=True):
         if now["lengths_hash"] != then["lengths_hash"]:
             raise ValueError(
@@ -158,12 +164,6 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
                 f"{then['sequences']} sequences of {then['tokens']} tokens, and has "
                 f"{now['sequences']} of {now['tokens']}, or in another order."
             )
-    if plan.ledger and tuple(built.ledger(plan.consumed_samples)) != plan.ledger:
-        raise ValueError(
-            f"after {plan.consumed_samples} samples the sources had given {plan.ledger}, "
-            f"and by today's {plan.data.data_mixture_path or 'weights'} they would have given "
-            f"{tuple(built.ledger(plan.consumed_samples))}: bring the mixture's past back."
-        )
     return built
 
 
