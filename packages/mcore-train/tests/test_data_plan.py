@@ -193,6 +193,11 @@ def test_a_mixture_changed_during_a_run_loses_and_repeats_nothing(texts, tmp_pat
         for piece in data.explain(step, sample)[:1]
     ]
     assert len(set(read)) == 18
+    with pytest.raises(ValueError, match="counts in steps, and the run has had other"):
+        build(**{**options, "global_batch_size": 6}, override_opt_param_scheduler=True)
+    write_mixture(file, (1, ["1", a]))
+    with pytest.raises(ValueError, match="bring the mixture's past back"):
+        RunData(tmp_path / "run")
     write_mixture(file, (1, ["1", b]))
     with pytest.raises(ValueError, match="has another past than the run"):
         build(**{**options, "train_iters": 9}, override_opt_param_scheduler=True)

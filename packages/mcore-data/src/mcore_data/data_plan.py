@@ -138,10 +138,11 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
     """Build the training dataset of a plan again.
 
     Raises:
-        ValueError: if a source is not what it was when the plan was written.
+        ValueError: if a source or a mixture's past is not what it was when the plan was
+            written.
         FileNotFoundError: if a source is gone.
     """
-    built = build_gpt_datasets(
+    built: Any = build_gpt_datasets(
         _absolute(plan.data, plan.working_folder),
         tokenizer,
         sequence_length=plan.sequence_length,
@@ -150,6 +151,12 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
         fim=plan.fim,
         samples_before=lambda step: samples_before(plan.stretches, step),
     )[0]
+    if plan.ledger and tuple(built.ledger(plan.consumed_samples)) != plan.ledger:
+        raise ValueError(
+            f"after {plan.consumed_samples} samples the sources had given {plan.ledger}, "
+            f"and by today's {plan.data.data_mixture_path or 'weights'} they would have given "
+            f"{tuple(built.ledger(plan.consumed_samples))}: bring the mixture's past back."
+        )
     for now, then in zip(describe_sources(built), plan.sources, strict=True):
         if now["lengths_hash"] != then["lengths_hash"]:
             raise ValueError(

@@ -83,6 +83,12 @@ def read_mixture(
     return Mixture(prefixes, tuple(phases))
 
 
+def begins_at_steps(path: str | Path) -> bool:
+    """Whether a phase of the file begins at a step, so that batch sizes place it."""
+    entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    return any("from_step" in entry for entry in entries)
+
+
 def build_mixture(
     mixture: Mixture, build_epoch: Callable[[str, int], Any], size: int
 ) -> OrderedBlend:

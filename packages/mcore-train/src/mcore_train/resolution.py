@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mcore_data.config import DataConfig
 from mcore_models.layout_checks import layout_problems
 from mcore_moe.config import moe_layers
 from mcore_parallel.layout import build_grids
@@ -89,6 +90,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
         *_model_conflicts(config),
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
+        *_data_conflicts(config.data),
         *_option_conflicts(config),
     ]
     pp = config.parallelism.pipeline_model_parallel_size
@@ -217,8 +219,7 @@ def _vocabulary_conflicts(config: TrainConfig, tokenizer_vocab_size: int) -> Ite
         yield "how many tokens are there? Give --tokenizer-model (or --vocab-size)."
 
 
-def _option_conflicts(config: TrainConfig) -> Iterator[str]:
-    data = config.data
+def _data_conflicts(data: DataConfig) -> Iterator[str]:
     sources = (
         data.mock_data,
         data.data_path,
@@ -242,6 +243,9 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
         )
     if data.dataloader_type == "external":
         yield "--dataloader-type external is not built into training yet: leave it out."
+
+
+def _option_conflicts(config: TrainConfig) -> Iterator[str]:
     if (
         config.pipeline.pipeline_schedule == "zb-h1"
         and config.recomputation.recompute_granularity == "full"

@@ -21,6 +21,7 @@ from mcore_ckpt.loading import load
 from mcore_ckpt.saving import save
 from mcore_data.blending import OrderedBlend
 from mcore_data.data_plan import PLAN_FILE, DataPlan, Stretch, given_by_source, parse_plan
+from mcore_data.mixture import begins_at_steps
 from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Piece, Shard, named_shards
 from mcore_train.assembly import Run, num_samples_of
@@ -162,7 +163,8 @@ def _continue_data(run: Run, folder: Path) -> None:
     """Take over which batch sizes the run has had; tell of data that are others than then.
 
     Raises:
-        ValueError: if a changed mixture would repeat or lose samples.
+        ValueError: if a changed mixture would repeat or lose samples, or counts in steps of
+            a run whose batch size was changed.
     """
     file = folder / PLAN_FILE
     if not file.is_file() or not run.datasets.sources:
@@ -170,10 +172,17 @@ def _continue_data(run: Run, folder: Path) -> None:
     then, now = parse_plan(file.read_text(encoding="utf-8")), data_plan(run)
     run.stretches = list(then.stretches)
     gave, gives = given_by_source(then), given_by_source(now)
-    if now.data.data_mixture_path:
+    mixture = now.data.data_mixture_path
+    if mixture:
+        expected = run.plan.ramp.samples_before(run.iteration + 1)
+        if begins_at_steps(mixture) and expected != run.consumed_train_samples:
+            raise ValueError(
+                f"--data-mixture-path {mixture} counts in steps, and the run has had other "
+                f"batch sizes until step {run.iteration}: give from_sample instead."
+            )
         if gave != gives:
             raise ValueError(
-                f"--data-mixture-path {now.data.data_mixture_path} has another past than the "
+                f"--data-mixture-path {mixture} has another past than the "
                 f"run: after {then.consumed_samples} samples its sources would have given "
                 f"{gives}, but they gave {gave}. Change only phases that have not begun."
             )
