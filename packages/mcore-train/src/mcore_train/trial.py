@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_models.gpt import GPT
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.schedule import forward_only
 from mcore_parallel.sharding import Piece, Shard, named_parameters, named_shards
 from mcore_parallel.testing import gather_logical
 from mcore_train.assembly import Datasets, Run, assemble
 from mcore_train.config import LoadConfig, SaveConfig
+from mcore_train.evaluation import forward_pass
 from mcore_train.loop import train_batches
 from mcore_train.losses import MicroBatch, place
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.resolution import Plan
 from mcore_train.resuming import load_run, model_shards, optimizer_shards, save_run
-from mcore_train.step import backward, hidden_shape, train_step
+from mcore_train.step import backward, train_step
 
 VECTOR_STD = 0.2
 """Spread of what is added to biases and norm weights, whose initial values hide faults."""
@@ -45,7 +45,7 @@ class Trial:
     grad_norm: float
     """Of the first step, before clipping."""
     logits: dict[str, Tensor]
-    """Before the first step; one entry."""
+    """Of the first step's rows, before it."""
     gradients: dict[str, Tensor]
     """Of the first step, finished, before clipping."""
     updates: dict[str, Tensor]
@@ -72,8 +72,9 @@ class Rows:
     num_steps: int
     masked: range = field(default_factory=lambda: range(0))
     """Places in a step's batch whose rows count nothing."""
-    has_documents: bool = False
-    """Whether positions begin anew in the middle of a row."""
+    is_packed: bool = False
+    """Whether the two documents of a row do not see each other; their positions begin anew
+    where the plan asks for it."""
 
     def __len__(self) -> int:
         return self.global_batch_size * self.num_steps
@@ -85,18 +86,20 @@ class Rows:
         mask = (place < S - 3 * (sample % 4)) & ((5 * place + sample) % 7 != 0)
         if sample % self.global_batch_size in self.masked:
             mask[:] = False
-        begin = 3 + 2 * (sample % 3) if self.has_documents else S
-        return {
+        begin = 3 + 2 * (sample % 3)
+        row = {
             "tokens": text[:-1],
             "labels": text[1:],
             "loss_mask": mask.astype(np.float32),
             "position_ids": np.where(place < begin, place, place - begin),
         }
+        borders = {"cu_seqlens": np.array([0, begin, S], np.int32)}
+        return row | borders if self.is_packed else row
 
 
 def rows_of(plan: Plan) -> Rows:
     """Make rows for every step of a plan, a micro-batch without valid tokens among them."""
-    batch = plan.config.batch
+    batch, data = plan.config.batch, plan.config.data
     has_room = plan.global_batch_size > batch.micro_batch_size
     masked = range(batch.micro_batch_size, 2 * batch.micro_batch_size)
     return Rows(
@@ -105,7 +108,7 @@ def rows_of(plan: Plan) -> Rows:
         global_batch_size=plan.global_batch_size,
         num_steps=plan.train_iters,
         masked=masked if has_room else range(0),
-        has_documents=plan.config.data.reset_position_ids,
+        is_packed=data.reset_attention_mask or data.dataloader_inter_document_masking,
     )
 
 
@@ -237,62 +240,36 @@ def load_folder(run: Run, folder: Path) -> None:
 
 
 def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
-    """Compute this rank's part of the logits of a step, ``[B, S, V]`` of the whole batch.
+    """Compute this rank's part of a step's logits: ``rows.<n>.logits``, each ``[S, V]``.
 
-    All ranks call it together; ranks without the last stage hold none of it.
+    All ranks call it together; those without the last stage hold none of it.
     """
-    plan, ctx = run.plan, run.ctx
-    B, S, V = plan.global_batch_size, plan.config.batch.seq_length, plan.vocab_size
-    pieces: list[Piece] = []
-    micro = plan.config.batch.micro_batch_size
-    runs = _runs_of(_places(ctx, S))
+    ctx, V = run.ctx, run.plan.vocab_size
+    shards: dict[str, Shard] = {}
 
-    def keep(logits: Tensor, microbatch: int) -> None:
+    def keep(model: GPT, hidden: Tensor, microbatch: int) -> None:
+        logits = model.logits(hidden)
         v = logits.shape[-1]
-        width = max(0, min(v, V - ctx.tp.rank * v))
-        row = (microbatch * ctx.dp.size + ctx.dp.rank) * micro
-        begin = 0
-        for place_, length in runs if width else ():
-            part = logits[begin : begin + length, :, :width].transpose(0, 1)
-            pieces.append(
-                Piece((row, place_, ctx.tp.rank * v), (micro, length, width), part.clone())
-            )
-            begin += length
+        begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))
+        num_rows, num_tokens = batches[microbatch].tokens.shape
+        first_row = (microbatch * ctx.dp.size + ctx.dp.rank) * num_rows
+        for row in range(num_rows):
+            pieces, at = [], 0
+            for start, length in _runs_of(_places(ctx, num_tokens * ctx.cp.size)):
+                part = logits[at : at + length, row, :width].clone()
+                pieces.append(Piece((start, begin), (length, width), part))
+                at += length
+            shape = (num_tokens * ctx.cp.size, V)
+            held = tuple(pieces) if width else ()
+            shards[f"rows.{first_row + row}.logits"] = Shard(shape, run.dtype, held)
 
     for chunk in run.chunks:
         chunk.eval()
     with torch.no_grad():
-        _forward(run, batches, keep)
+        forward_pass(run, batches, keep)
     for chunk in run.chunks:
         chunk.train()
-    return {"logits": Shard((B, S, V), run.dtype, tuple(pieces))}
-
-
-def _forward(run: Run, batches: Sequence[MicroBatch], keep) -> None:
-    def build(number: int) -> StageFunction:
-        model = run.chunks[number]
-
-        def forward(x: Tensor | None, microbatch: int) -> StageOutput:
-            batch = batches[microbatch]
-            hidden, _ = model(batch.tokens if x is None else x, batch.positions)
-            if not model.stage.has_loss:
-                return StageOutput(hidden, None)
-            keep(model.logits(hidden), microbatch)
-            return StageOutput(hidden.new_zeros(()), None)
-
-        return forward
-
-    actions = forward_only(run.ctx.pp.size, len(batches), len(run.chunks))
-    run_schedule(
-        actions[run.ctx.pp.rank],
-        {number: build(number) for number in range(len(run.chunks))},
-        axis=run.ctx.pp,
-        shape=hidden_shape(run),
-        dtype=run.dtype,
-        device=run.ctx.device,
-        rendezvous="evaluate" not in run.warmed_up,
-    )
-    run.warmed_up.add("evaluate")
+    return shards
 
 
 def _places(ctx: ParallelContext, seq_length: int) -> list[int]:

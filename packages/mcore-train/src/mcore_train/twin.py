@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from mcore_data.config import DataConfig, TokenizerConfig
-from mcore_models.config import RecomputeConfig, TransformerConfig, num_kv_heads
-from mcore_moe.config import MoEConfig, moe_layers
+from mcore_models.config import RecomputeConfig
+from mcore_moe.config import moe_layers
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
@@ -26,15 +26,19 @@ from mcore_train.config import (
     ScheduleConfig,
 )
 from mcore_train.resolution import Plan
+from mcore_train.twin_sizes import (
+    is_global_loss,
+    seq_length,
+    shrink_experts,
+    shrink_model,
+    vocab_size,
+)
 
 NUM_STEPS = 3
 CLIP_GRAD = 0.05
 """Below the norm of any twin's gradient, so that clipping is seen."""
 LR = 1e-2
 """Large enough for every weight to move in three steps."""
-HEAD_DIM = 8
-LEAST_SEQ_LENGTH = 16
-LEAST_VOCAB_SIZE = 48
 MOST_LAYERS = 8
 """Layers of a twin, unless there are more stages."""
 
@@ -80,11 +84,11 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
     parallel, world_size = _shrink_layout(config.parallelism, plan.world_size, max_ranks)
     num_stages, layers = _keep_layers(plan, parallel)
     num_layers = sum(map(len, layers))
-    model = _shrink_model(plan, parallel, num_layers)
+    model = shrink_model(plan, parallel, num_layers)
     twin = replace(
         config,
         model=model,
-        experts=_shrink_experts(config, parallel, layers),
+        experts=shrink_experts(config, parallel, layers),
         batch=_shrink_batch(plan, parallel, world_size),
         optimizer=_shrink_optimizer(config.optimizer),
         schedule=ScheduleConfig(),
@@ -92,9 +96,13 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
         parallelism=parallel,
         data_parallelism=_shrink_buckets(config.data_parallelism),
         pipeline=_shrink_pipeline(plan, parallel, layers),
-        tokenizer=TokenizerConfig(vocab_size=_vocab_size(plan, model, parallel)),
+        tokenizer=TokenizerConfig(vocab_size=vocab_size(plan, model, parallel)),
         data=DataConfig(
-            mock_data=True, num_workers=0, reset_position_ids=config.data.reset_position_ids
+            mock_data=True,
+            num_workers=0,
+            reset_position_ids=config.data.reset_position_ids,
+            reset_attention_mask=config.data.reset_attention_mask,
+            dataloader_inter_document_masking=config.data.dataloader_inter_document_masking,
         ),
         evaluation=EvalConfig(),
         saving=SaveConfig(),
@@ -169,103 +177,6 @@ def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[i
     return num_stages, kept
 
 
-def _shrink_model(plan: Plan, parallel: ParallelConfig, num_layers: int) -> TransformerConfig:
-    model, before = plan.config.model, plan.config.parallelism
-    old_tp, tp = before.tensor_model_parallel_size, parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads, num_kv_heads(model)
-    per_group = min(2, heads // groups)
-    if groups >= old_tp:
-        kept = tp * min(2, groups // old_tp)
-    else:
-        kept = max(1, tp * groups // old_tp)
-        per_group = lcm(per_group, tp // kept)
-    # All-to-all context parallelism hands whole heads to context ranks.
-    cp = parallel.context_parallel_size
-    if (heads // old_tp) % before.context_parallel_size == 0:
-        per_group = lcm(per_group, lcm(cp, kept // tp or 1) // (kept // tp or 1))
-    if groups >= old_tp and (groups // old_tp) % before.context_parallel_size == 0:
-        kept = lcm(kept, tp * cp)
-        per_group = min(2, heads // groups)
-    seq_length = _seq_length(parallel)
-    own_head_dim = model.kv_channels and model.kv_channels * heads != model.hidden_size
-    window = model.window_size
-    return replace(
-        model,
-        num_layers=num_layers,
-        num_attention_heads=kept * per_group,
-        num_query_groups=kept if model.num_query_groups else 0,
-        kv_channels=HEAD_DIM if model.kv_channels else 0,
-        hidden_size=kept * per_group * HEAD_DIM + (16 if own_head_dim else 0),
-        ffn_hidden_size=12 * tp,
-        max_position_embeddings=seq_length if model.max_position_embeddings else 0,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        window_size=(min(window[0], seq_length // 2 - 1), window[1]),
-        init_method_std=0.1,
-        embedding_init_method_std=0.0,
-        make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
-    )
-
-
-def _seq_length(parallel: ParallelConfig) -> int:
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    cuts = tp * cp * (2 if cp > 1 else 1)
-    return -(-LEAST_SEQ_LENGTH // cuts) * cuts
-
-
-def _vocab_size(plan: Plan, model: TransformerConfig, parallel: ParallelConfig) -> int:
-    """Choose a small vocabulary, padded exactly if the real one is."""
-    multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
-    rows = -(-LEAST_VOCAB_SIZE // multiple) * multiple
-    is_padded = plan.padded_vocab_size != plan.vocab_size
-    return rows - min(3, multiple - 1) if is_padded else rows
-
-
-def _shrink_experts(
-    config: TrainConfig, parallel: ParallelConfig, layers: list[list[int]]
-) -> MoEConfig:
-    experts = config.experts
-    if not experts.num_experts:
-        return experts
-    ep = parallel.expert_model_parallel_size
-    kinds = moe_layers(experts, config.model.num_layers)
-    kept = [int(kinds[i]) for stage in layers for i in stage]
-    per_rank = experts.num_experts // config.parallelism.expert_model_parallel_size
-    topk, groups = min(experts.moe_router_topk, 2), min(experts.moe_router_num_groups, 2)
-    kept_groups = min(experts.moe_router_group_topk, 1)
-    number = ep * min(per_rank, 2)
-    is_choice = experts.moe_router_topk < experts.num_experts
-    while number < topk + is_choice or (
-        groups and (number % groups or number // groups < topk)
-    ):
-        number += ep
-    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    return replace(
-        experts,
-        num_experts=number,
-        moe_router_topk=topk,
-        moe_router_num_groups=groups,
-        moe_router_group_topk=kept_groups,
-        moe_router_load_balancing_type=(
-            "aux_loss" if _is_global_loss(experts) else experts.moe_router_load_balancing_type
-        ),
-        moe_ffn_hidden_size=10 * expert_tp,
-        moe_layer_freq="1" if all(kept) else str(kept).replace(" ", ""),
-        moe_input_jitter_eps=0.0,
-        moe_expert_capacity_factor=0.0,
-        moe_pad_expert_input_to_capacity=False,
-        moe_shared_expert_intermediate_size=(
-            6 * parallel.tensor_model_parallel_size
-            if experts.moe_shared_expert_intermediate_size
-            else 0
-        ),
-    )
-
-
-def _is_global_loss(experts: MoEConfig) -> bool:
-    return experts.moe_router_load_balancing_type == "global_aux_loss"
-
-
 def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> BatchConfig:
     pp, before = parallel.pipeline_model_parallel_size, plan.config.parallelism
     number = plan.num_microbatches
@@ -285,7 +196,7 @@ def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> Batc
     return BatchConfig(
         micro_batch_size=micro,
         global_batch_size=micro * data_ranks * kept,
-        seq_length=_seq_length(parallel),
+        seq_length=seq_length(parallel),
         train_iters=NUM_STEPS,
     )
 
@@ -362,7 +273,7 @@ def _notes(plan: Plan, parallel: ParallelConfig, world_size: int) -> Iterator[st
         yield "dropout: its masks differ between layouts by design, so it is off"
     if config.experts.num_experts and config.experts.moe_expert_capacity_factor:
         yield "dropping of tokens over capacity: it depends on the ranks by design"
-    if config.experts.num_experts and _is_global_loss(config.experts):
+    if config.experts.num_experts and is_global_loss(config.experts):
         yield (
             "the global balancing loss: what it has seen of a step before a micro-batch "
             "depends on the data ranks by design, so aux_loss stands in"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from mcore_ckpt.agreement import gather_json
 from mcore_parallel import launching
 from mcore_parallel.config import ParallelConfig, PipelineConfig
 from mcore_parallel.mesh import ParallelContext
@@ -155,6 +156,7 @@ def alone(plan: Plan) -> Plan:
             overlap_grad_reduce=False,
             overlap_param_gather=False,
         ),
+        recomputation=replace(plan.config.recomputation, distribute_saved_activations=False),
         batch=replace(plan.config.batch, global_batch_size=plan.global_batch_size),
     )
     return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size)
@@ -235,8 +237,4 @@ def _of_device(device: torch.device) -> tuple[str, ...]:
 
 def _of_first(text: str, ctx: ParallelContext) -> str:
     """Return the first rank's text on every rank; all ranks wait for it."""
-    if ctx.world.size == 1:
-        return text
-    box = [text]
-    torch.distributed.broadcast_object_list(box, src=0, group=ctx.world.group)
-    return box[0]
+    return gather_json(text, ctx.world)[0]
