@@ -24,6 +24,8 @@ from mcore_train.trial import rows_of, run_trial
 from mcore_train.verification import alone
 
 Draw = dict[str, Any]
+Choices = tuple[tuple[int, int], tuple[int, int]]
+"""Two choices: row and place of each."""
 
 BASE: Draw = {
     "num_layers": 4,
@@ -43,19 +45,20 @@ BASE: Draw = {
 }
 """What every draw has."""
 
+PP2: Draw = {"pipeline_model_parallel_size": 2}
 NO_EXPERTS: Draw = {}
 BALANCED: Draw = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 0.05}
 
 OPTIONS: tuple[tuple[Draw, ...], ...] = (
     tuple({"tensor_model_parallel_size": n} for n in (1, 2, 4)),
-    ({}, {"sequence_parallel": True}),
+    ({}, {"sequence_parallel": True}, {"sequence_parallel": True, "tp_comm_overlap": True}),
     tuple({"pipeline_model_parallel_size": n} for n in (1, 2, 4)),
     (
         {},
-        {"num_virtual_stages_per_pipeline_rank": 2},
-        {"pipeline_schedule": "zb-h1"},
-        {"decoder_first_pipeline_num_layers": 1},
-        {"pipeline_model_parallel_layout": "Ett|ttL"},
+        PP2 | {"num_virtual_stages_per_pipeline_rank": 2},
+        PP2 | {"pipeline_schedule": "zb-h1"},
+        PP2 | {"decoder_first_pipeline_num_layers": 1},
+        PP2 | {"pipeline_model_parallel_layout": "Ett|ttL"},
     ),
     (
         {},
@@ -102,13 +105,15 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
         },
         {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
     ),
-    ({}, {"use_tp_pp_dp_mapping": True}),
+    ({}, {"use_tp_pp_dp_mapping": True}, {"rank_order": "dp-pp-tp-cp-ep"}),
     (
         {},
         {"recompute_granularity": "full"},
         {"recompute_granularity": "full", "recompute_method": "block"},
         {"recompute_granularity": "selective"},
-        {"recompute_granularity": "selective", "recompute_modules": ("mlp", "norm")},
+        {"recompute_granularity": "full", "distribute_saved_activations": True},
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp_act")},
     ),
     ({}, {"untie_embeddings_and_output_weights": True}),
     ({}, {"num_query_groups": 2}, {"num_query_groups": 1}),
@@ -131,7 +136,8 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
 
 NUM_MICROBATCHES = (1, 2, 3, 4)
 _KNOWN = frozenset(field_types())
-_CANDIDATES = 30
+_CANDIDATES = 60
+_NEW_CHOICE = 12
 
 
 def plan_of(draw: Draw, world_size: int) -> Plan:
@@ -155,38 +161,51 @@ def is_valid(draw: Draw, world_size: int) -> bool:
 
 
 def draws(seed: int, world_size: int, count: int) -> list[Draw]:
-    """Choose draws that show many pairs of values together; the same for the same seed."""
+    """Choose draws that show many pairs of choices together; the same for the same seed."""
     source = random.Random(seed)
-    seen: set[tuple[str, str]] = set()
+    seen: set[Choices] = set()
     chosen: list[Draw] = []
     while len(chosen) < count:
         candidates = [_draw(source, world_size) for _ in range(_CANDIDATES)]
-        valid = [draw for draw in candidates if is_valid(draw, world_size)]
+        valid = [(pairs, draw) for pairs, draw in candidates if is_valid(draw, world_size)]
         if not valid:
             continue
-        best = max(valid, key=lambda draw: len(_pairs(draw) - seen))
-        seen |= _pairs(best)
-        chosen.append(best)
+        pairs, draw = max(valid, key=lambda candidate: _news(candidate[0] - seen))
+        seen |= pairs
+        chosen.append(draw)
     return chosen
 
 
-def _draw(source: random.Random, world_size: int) -> Draw:
+def _draw(source: random.Random, world_size: int) -> tuple[set[Choices], Draw]:
+    """Draw one choice of each row; return the pairs of choices, and the flags."""
     draw: Draw = {}
-    for row in OPTIONS:
-        # A choice that names a flag of later work is no choice yet.
-        draw |= source.choice([choice for choice in row if set(choice) <= _KNOWN])
-    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    model_ranks = draw.get("context_parallel_size", 1)
-    for axis in axes:
-        model_ranks *= draw[axis]
-    data_ranks = max(1, world_size // model_ranks)
+    places = []
+    for row_number, row in enumerate(OPTIONS):
+        # A choice that names a flag of later work is no choice yet. The plain first one comes
+        # often: of draws that ask for everything at once nearly all are refused.
+        known = [place for place, choice in enumerate(row) if set(choice) <= _KNOWN]
+        place = source.choice(known) if source.random() < 0.5 else known[0]
+        places.append((row_number, place))
+        draw |= row[place]
+    data_ranks = max(1, world_size // _model_ranks(draw))
     number = source.choice(NUM_MICROBATCHES)
-    return draw | {"global_batch_size": draw["micro_batch_size"] * data_ranks * number}
+    size = draw["micro_batch_size"] * data_ranks * number
+    # A choice alone is a pair with itself.
+    pairs = set(itertools.combinations_with_replacement(places, 2))
+    return pairs, draw | {"global_batch_size": size}
 
 
-def _pairs(draw: Draw) -> set[tuple[str, str]]:
-    told = sorted(f"{name}={value}" for name, value in draw.items())
-    return set(itertools.combinations(told, 2))
+def _news(pairs: set[Choices]) -> int:
+    """Count pairs; a choice that was never seen counts as many."""
+    return sum(_NEW_CHOICE if one == other else 1 for one, other in pairs)
+
+
+def _model_ranks(draw: Draw) -> int:
+    axes = ("tensor", "pipeline")
+    ranks = draw.get("context_parallel_size", 1)
+    for axis in axes:
+        ranks *= draw[f"{axis}_model_parallel_size"]
+    return ranks
 
 
 def failures_of(cases: list[Draw]) -> list[list[str]] | None:
