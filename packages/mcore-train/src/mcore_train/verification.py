@@ -33,6 +33,7 @@ from mcore_train.composition import TrainConfig, VerifiedConfig
 from mcore_train.log import set_up
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan, resolve
+from mcore_train.running import joined_world
 from mcore_train.trial import Trial, build_run, fingerprint, load_folder, rows_of, run_trial
 from mcore_train.twin import Twin, build_twin, describe_layout, smallest_world
 
@@ -109,7 +110,7 @@ def verify_here(twin: Twin) -> Certificate:
 
 
 def verify_in_world(twin: Twin) -> Certificate | None:
-    """Compare on the ranks that a launcher started; only rank 0 returns a certificate.
+    """Compare on the ranks that a launcher started on this host; only rank 0 returns a result.
 
     Raises:
         ValueError: if the twin is of another world than the launcher's.
@@ -121,19 +122,22 @@ def verify_in_world(twin: Twin) -> Certificate | None:
             f"{world.world_size}: start {twin.world_size}, or raise --max-ranks."
         )
     log.info("%s, as launched", describe_layout_of(twin))
-    parallel = twin.config.parallelism
-    device = launching.initialize(twin.config.run.device, parallel.distributed_timeout_minutes)
-    try:
-        return _verify(twin, device)
-    finally:
-        launching.shut_down()
+    plan = resolve(twin.config, twin.world_size)
+    with joined_world(plan) as ctx:
+        return _verify(twin, plan, ctx)
 
 
 def verify_on_rank(twin: Twin) -> Certificate | None:
     """Compare on one rank of a gloo world; only rank 0 returns a certificate."""
+    plan = resolve(twin.config, twin.world_size)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        return _verify(twin, torch.device("cpu"))
+        ctx = ParallelContext.build(twin.config.parallelism)
+        set_up(ctx.global_rank == 0)
+        try:
+            return _verify(twin, plan, ctx)
+        finally:
+            ctx.destroy()
 
 
 def describe_layout_of(twin: Twin) -> str:
@@ -162,21 +166,13 @@ def alone(plan: Plan) -> Plan:
     return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size)
 
 
-def _verify(twin: Twin, device: torch.device) -> Certificate | None:
+def _verify(twin: Twin, plan: Plan, ctx: ParallelContext) -> Certificate | None:
+    with tempfile.TemporaryDirectory(prefix="verify") as own_folder:
+        return _compare(twin, plan, ctx, Path(_of_first(own_folder, ctx)))
+
+
+def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Certificate | None:
     started_s = time.monotonic()
-    plan = resolve(twin.config, twin.world_size)
-    ctx = ParallelContext.build(twin.config.parallelism, device)
-    try:
-        with tempfile.TemporaryDirectory(prefix="verify") as own_folder:
-            folder = Path(_of_first(own_folder, ctx))
-            return _compare(twin, plan, ctx, folder, started_s)
-    finally:
-        ctx.destroy()
-
-
-def _compare(
-    twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path, started_s: float
-) -> Certificate | None:
     dtype = torch_dtype(plan.dtype)
     rows = rows_of(plan)
     saved_step = plan.train_iters - 1
