@@ -1,6 +1,7 @@
 """Planting the silent bugs of tests/mutations.toml in a copy of the sources."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from house.rows import MUTATIONS, read_rows
 from house.sources import PACKAGES, ROOT
 
 Row = dict[str, str]
+
+COMPARISON = r"AssertionError|DID NOT RAISE|^E +assert "
+"""How pytest shows that a test saw something."""
 
 
 def mutants() -> list[Row]:
@@ -24,8 +28,8 @@ def source_of(row: Row) -> Path:
 
 
 def killer_of(row: Row) -> str:
-    """Return the test that kills a mutant, or should."""
-    return row.get("test") or row["candidate"]
+    """Return the test that kills a mutant."""
+    return row["test"]
 
 
 def planted(row: Row) -> str:
@@ -41,6 +45,12 @@ def planted(row: Row) -> str:
             f"{row['id']}: {row['replace']!r} stands {count} times in {row['file']}"
         )
     return text.replace(row["replace"], row["by"])
+
+
+def is_seen(row: Row, output: str) -> bool:
+    """Whether a test ended by a comparison, and not by a crash on the way to it."""
+    sign = re.escape(row["sees"]) if "sees" in row else COMPARISON
+    return re.search(sign, output, re.MULTILINE) is not None
 
 
 def run_with(row: Row, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -27,7 +27,7 @@ def test_a_mutant_still_fits_its_file_and_parses(row):
 
 def test_every_row_with_a_test_has_a_mutant():
     register = rows.read_rows(rows.MUTATIONS)
-    with_test = {row["id"] for row in register if "test" in row or "candidate" in row}
+    with_test = {row["id"] for row in register if "test" in row}
     assert with_test == {row["id"] for row in mutants.mutants()}
 
 
@@ -35,6 +35,13 @@ def test_a_mutant_that_no_longer_fits_is_refused():
     row = {"id": "N1", "file": "mcore_parallel/config.py", "replace": "nonesuch", "by": "x"}
     with pytest.raises(ValueError, match="stands 0 times"):
         mutants.planted(row)
+
+
+def test_a_crash_is_no_comparison():
+    assert mutants.is_seen({}, "E   AssertionError: gradient")
+    assert not mutants.is_seen({}, "E   TypeError: unexpected argument")
+    assert mutants.is_seen({"sees": "replicas of"}, "ValueError: replicas of x differ")
+    assert not mutants.is_seen({"sees": "replicas of"}, "E   AssertionError: gradient")
 
 
 def test_the_register_rule_sees_an_entry_without_an_outcome():

@@ -5,17 +5,15 @@ documents whose borders fall on, beside and inside the chunks of context ranks, 
 micro-batches of different lengths.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from parity.case import EXPERTS, SEQ_LENGTH, LayoutCase, Rows, build_run, one_step, weights
+from parity.case import EXPERTS, ROWS, SEQ_LENGTH, LayoutCase, plan_of
 
-from mcore_parallel.testing import gather_logical
-from mcore_train.assembly import Datasets
-from mcore_train.loop import train_batches
-from mcore_train.step import backward
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.trial import Rows, Trial, run_trial
 
 NUM_BRIEF_STEPS = 3
 
@@ -37,7 +35,7 @@ class PackedRows(Rows):
     """Rows of several documents each, as ``--dataloader-inter-document-masking`` gives."""
 
     def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        row = super().__getitem__(sample)
+        row = Rows.__getitem__(self, sample)
         inner = np.flatnonzero(np.random.default_rng(900 + sample).random(SEQ_LENGTH) < 0.25)
         borders = np.unique([0, *inner, SEQ_LENGTH])
         cu_seqlens = np.full(SEQ_LENGTH + 1, SEQ_LENGTH, np.int32)
@@ -51,35 +49,34 @@ class RaggedRows(Rows):
 
     def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
         length = SEQ_LENGTH - 4 * (sample // 4 % 3)
-        return {name: values[:length] for name, values in super().__getitem__(sample).items()}
+        return {
+            name: values[:length] for name, values in Rows.__getitem__(self, sample).items()
+        }
 
 
-ROWS = {"plain": Rows, "packed": PackedRows, "ragged": RaggedRows}
+KINDS = {"plain": Rows, "packed": PackedRows, "ragged": RaggedRows}
 
 
-def train_briefly(case: Brief) -> dict[str, Any]:
-    """Train three steps: losses, the first step's norm and gradients, the weights' change."""
+def train_briefly(case: Brief) -> Trial:
+    """Train three steps."""
     flags = {"num_layers": case.num_layers, **(EXPERTS if case.sparse else {}), **case.flags}
     if case.rows == "packed":
         flags = {**flags, "dataloader_inter_document_masking": True}
-    run = build_run(LayoutCase(case.world_size, case.micro_batch_size, flags))
-    run.datasets = Datasets(train=ROWS[case.rows]())
-    before = weights(run)
-    batches = train_batches(run)
-    backward(run, first := next(batches))
-    found = {
-        "gradients": gather_logical(run.data_parallel.grad_shards(), run.ctx.world),
-        "grad_norm": float(run.optimizer.grad_norm()),
-    }
-    found["losses"] = [one_step(run, iter([first]))]
-    found["losses"] += [one_step(run, batches) for _ in range(NUM_BRIEF_STEPS - 1)]
-    after = weights(run)
-    found["updates"] = {name: after[name] - before[name] for name in after}
-    run.ctx.destroy()
-    return found
+    plan = plan_of(LayoutCase(case.world_size, case.micro_batch_size, flags))
+    ctx = ParallelContext.build(plan.config.parallelism)
+    rows = KINDS[case.rows](
+        seq_length=ROWS.seq_length,
+        vocab_size=ROWS.vocab_size,
+        global_batch_size=ROWS.global_batch_size,
+        num_steps=ROWS.num_steps,
+        masked=ROWS.masked,
+    )
+    trial = run_trial(replace(plan, train_iters=NUM_BRIEF_STEPS), ctx, rows)
+    ctx.destroy()
+    return trial
 
 
-def train_all(cases: list[Brief]) -> list[dict[str, Any]] | None:
+def train_all(cases: list[Brief]) -> list[Trial] | None:
     """Train one case after the other; rank 0 alone returns."""
     found = [train_briefly(case) for case in cases]
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

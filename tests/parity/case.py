@@ -5,35 +5,43 @@ micro-batch with none, several micro-batches, a padded vocabulary, biases and no
 not at their initial values, clipping that bites, weight decay.
 """
 
-import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.sharding import named_parameters, named_shards
-from mcore_parallel.testing import gather_logical
-from mcore_train.assembly import Datasets, Run, assemble
+from mcore_train.assembly import Run
 from mcore_train.composition import compose
-from mcore_train.config import LoadConfig
 from mcore_train.loop import train_batches
-from mcore_train.lr_schedule import learning_rate, weight_decay
-from mcore_train.resolution import resolve
-from mcore_train.resuming import load_run, model_shards, optimizer_shards, save_run
-from mcore_train.step import backward, train_step
+from mcore_train.resolution import Plan, resolve
+from mcore_train.trial import (
+    Rows,
+    Trial,
+    build_run,
+    fingerprint,
+    load_folder,
+    run_trial,
+    train_one,
+)
 
 SEQ_LENGTH = 16
 VOCAB_SIZE = 50
 GLOBAL_BATCH_SIZE = 12
 SAVED_STEP = 3
 NUM_STEPS = 5
+
+ROWS = Rows(
+    seq_length=SEQ_LENGTH,
+    vocab_size=VOCAB_SIZE,
+    global_batch_size=GLOBAL_BATCH_SIZE,
+    num_steps=NUM_STEPS,
+    masked=range(4, 8),
+)
 
 MODEL: dict[str, Any] = {
     "num_layers": 4,
@@ -103,58 +111,8 @@ all of them cut a step into the same micro-batches of two sequences."""
 MODELS = {"dense": DENSE, "sparse": SPARSE}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one layout computed; logical tensors, whole."""
-
-    losses: list[float]
-    """Of every step."""
-    aux_loss: float
-    grad_norm: float
-    """Of the first step, before clipping."""
-    gradients: dict[str, torch.Tensor]
-    """Of the first step, finished, before clipping."""
-    updates: dict[str, torch.Tensor]
-    """Weights after three steps minus weights before."""
-    initial: dict[str, torch.Tensor]
-    saved: str
-    """Fingerprint of weights and optimizer as saved."""
-    final: str
-    """Fingerprint after all steps in one go."""
-    resumed: str
-    """Fingerprint after all steps, stopped and continued on the way."""
-
-
-class Rows:
-    """Sequences by number: random tokens, and masks that differ from row to row."""
-
-    def __len__(self) -> int:
-        return GLOBAL_BATCH_SIZE * NUM_STEPS
-
-    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        text = np.random.default_rng(sample).integers(0, VOCAB_SIZE, SEQ_LENGTH + 1)
-        place = np.arange(SEQ_LENGTH)
-        mask = (place < SEQ_LENGTH - 3 * (sample % 4)) & ((5 * place + sample) % 7 != 0)
-        if sample % GLOBAL_BATCH_SIZE in (4, 5, 6, 7):
-            mask[:] = False
-        return {
-            "tokens": text[:-1],
-            "labels": text[1:],
-            "loss_mask": mask.astype(np.float32),
-            "position_ids": place,
-        }
-
-
-def build_run(
-    case: LayoutCase,
-    *,
-    ctx: ParallelContext | None = None,
-    save: str = "",
-    load: str = "",
-    seed: int = 1234,
-    dtype: torch.dtype = torch.float64,
-) -> Run:
-    """Assemble the case on this rank, with nothing at a value that would hide a fault."""
+def plan_of(case: LayoutCase, *, seed: int = 1234) -> Plan:
+    """Resolve a case for its world."""
     config = compose(
         {
             **MODEL,
@@ -169,142 +127,58 @@ def build_run(
             "clip_grad": 0.5,
             "mock_data": True,
             "num_workers": 0,
-            "save": save,
-            "load": load,
             "seed": seed,
             **case.flags,
         }
     )
-    ctx = ctx or ParallelContext.build(config.parallelism)
-    plan = resolve(config, case.world_size)
-    run = assemble(plan, ctx, datasets=Datasets(train=Rows()), dtype=dtype)
-    for chunk in run.chunks:
-        for named in named_parameters(chunk):
-            if all(len(part.shape) == 1 for part in named.layout.parts):
-                before = named.parameter.detach().clone()
-                fill_parameter_(named, seed=seed + 1, std=0.2)
-                with torch.no_grad():
-                    named.parameter.add_(before)
-    return run
+    return resolve(config, case.world_size)
 
 
-def one_step(run: Run, batches) -> float:
-    """Train one step; return the mean token loss over the whole step."""
-    schedule, samples = run.plan.schedule, run.schedule_samples
-    result = train_step(
-        run, next(batches), learning_rate(schedule, samples), weight_decay(schedule, samples)
-    )
-    run.iteration += 1
-    run.consumed_train_samples += GLOBAL_BATCH_SIZE
-    run.schedule_samples += GLOBAL_BATCH_SIZE
-    return world_loss(run, result.loss)
+def build_case(
+    case: LayoutCase, *, seed: int = 1234, dtype: torch.dtype = torch.float64
+) -> Run:
+    """Assemble the case on this rank."""
+    plan = plan_of(case, seed=seed)
+    ctx = ParallelContext.build(plan.config.parallelism)
+    return build_run(plan, ctx, ROWS, dtype=dtype)
 
 
-def world_loss(run: Run, share: torch.Tensor) -> float:
-    """Sum a loss over data, context and pipeline ranks; equal on tensor ranks."""
-    shares = gather_numbers(run, float(share))
-    return sum(shares) / run.ctx.tp.size
-
-
-def gather_numbers(run: Run, number: float) -> list[float]:
-    """Collect one number from every rank."""
-    if run.ctx.world.size == 1:
-        return [number]
-    numbers = [torch.zeros(1, dtype=torch.float64) for _ in range(run.ctx.world.size)]
-    torch.distributed.all_gather(
-        numbers, torch.tensor([number], dtype=torch.float64), group=run.ctx.world.group
-    )
-    return [float(n) for n in numbers]
-
-
-def weights(run: Run) -> dict[str, torch.Tensor]:
-    """Gather the whole model, by logical name."""
-    found = {}
-    for chunk in run.chunks:
-        found |= named_shards(chunk, run.ctx.data_axes())
-    return gather_logical(found, run.ctx.world)
-
-
-def fingerprint(run: Run) -> str:
-    """Hash every bit of weights and optimizer, whatever the layout."""
-    state = gather_logical(model_shards(run) | optimizer_shards(run), run.ctx.world)
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        digest.update(name.encode())
-        digest.update(state[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def train_case(case: LayoutCase, folder: str, dtype: torch.dtype = torch.float64) -> Outcome:
+def train_case(case: LayoutCase, folder: str, dtype: torch.dtype = torch.float64) -> Trial:
     """Train, save on the way, continue from the save: everything that tests compare."""
-    run = build_run(case, save=folder, dtype=dtype)
-    initial = weights(run)
-    batches = train_batches(run)
-    losses = backward(run, first := next(batches))
-    gradients = gather_logical(run.data_parallel.grad_shards(), run.ctx.world)
-    norm = float(run.optimizer.grad_norm())
-    aux_loss = sum(gather_numbers(run, float(losses.aux_loss)))
-    told = [one_step(run, iter([first]))]
-    told += [one_step(run, batches) for _ in range(SAVED_STEP - 1)]
-    after = weights(run)
-    saved = fingerprint(run)
-    save_run(run)
-    told += [one_step(run, batches) for _ in range(NUM_STEPS - SAVED_STEP)]
-    final = fingerprint(run)
-    again = build_run(case, ctx=run.ctx, seed=99, dtype=dtype)
-    continue_to_end(again, folder)
-    return Outcome(
-        losses=told,
-        aux_loss=aux_loss,
-        grad_norm=norm,
-        gradients=gradients,
-        updates={name: after[name] - initial[name] for name in after},
-        initial=initial,
-        saved=saved,
-        final=final,
-        resumed=fingerprint(again),
-    )
+    plan = plan_of(case)
+    ctx = ParallelContext.build(plan.config.parallelism)
+    return run_trial(plan, ctx, ROWS, dtype=dtype, folder=Path(folder), saved_step=SAVED_STEP)
 
 
-def continue_to_end(run: Run, folder: str) -> list[float]:
-    """Load a checkpoint into a run of another seed and train the remaining steps."""
-    load_step(run, folder)
+def train_rest(run: Run) -> list[float]:
+    """Train the steps after the saved one; return their losses."""
     batches = train_batches(run)
-    return [one_step(run, batches) for _ in range(NUM_STEPS - SAVED_STEP)]
+    return [train_one(run, next(batches)) for _ in range(NUM_STEPS - SAVED_STEP)]
 
 
 def train_in_folder(model: str, name: str, folder: str) -> dict[str, Any] | None:
     """Run one named case on this rank; only rank 0 returns, plain data that pickles."""
-    outcome = train_case(MODELS[model][name], str(Path(folder) / name))
+    trial = train_case(MODELS[model][name], str(Path(folder) / name))
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    return {f.name: getattr(outcome, f.name) for f in fields(outcome)} if is_first else None
+    return {f.name: getattr(trial, f.name) for f in fields(trial)} if is_first else None
 
 
-def load_from_all(model: str, name: str, folder: str) -> dict[str, tuple[str, list[float]]]:
-    """Load what every layout saved into this one, without pickle, and train on.
+def load_from(
+    model: str, name: str, folder: str, sources: Sequence[str]
+) -> dict[str, tuple[str, list[float]]]:
+    """Load what other layouts saved into this one, without pickle, and train on.
 
     Returns:
         Layout that saved to the fingerprint as loaded, and the losses of the steps after.
     """
-    run, found = build_run(MODELS[model][name], seed=99), {}
-    for source in MODELS[model]:
+    run, found = build_case(MODELS[model][name], seed=99), {}
+    for source in sources:
         # The run still holds what it trained on from the source before: all of it must go.
         with no_pickle():
-            load_step(run, str(Path(folder) / source))
-        loaded = fingerprint(run)
-        batches = train_batches(run)
-        losses = [one_step(run, batches) for _ in range(NUM_STEPS - SAVED_STEP)]
-        found[source] = (loaded, losses)
+            load_folder(run, Path(folder) / source)
+        assert run.iteration == SAVED_STEP
+        found[source] = (fingerprint(run), train_rest(run))
     return found
-
-
-def load_step(run: Run, folder: str) -> None:
-    """Point a run at a folder and load it."""
-    run.plan = replace(
-        run.plan, config=replace(run.plan.config, loading=LoadConfig(load=folder))
-    )
-    assert load_run(run)
-    assert run.iteration == SAVED_STEP
 
 
 @contextmanager
@@ -332,12 +206,12 @@ def train_in_two_contexts() -> list[list[float]]:
         {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
     ]
     runs = [
-        build_run(LayoutCase(4, 2 if number == 0 else 4, flags))
+        build_case(LayoutCase(4, 2 if number == 0 else 4, flags))
         for number, flags in enumerate(layouts)
     ]
     sources = [train_batches(run) for run in runs]
     losses: list[list[float]] = [[], []]
     for _ in range(NUM_STEPS):
         for number, run in enumerate(runs):
-            losses[number].append(one_step(run, sources[number]))
+            losses[number].append(train_one(run, next(sources[number])))
     return losses

@@ -7,9 +7,10 @@ look at it.
 from pathlib import Path
 
 import pytest
-from parity.case import MODELS, Outcome, train_in_folder
+from parity.case import MODELS, train_in_folder
 
 from mcore_parallel.testing import run_ranks
+from mcore_train.trial import Trial
 
 
 class Outcomes:
@@ -17,13 +18,13 @@ class Outcomes:
 
     def __init__(self, model: str, folder: Path) -> None:
         self.model, self.folder = model, folder
-        self._known: dict[str, Outcome] = {}
+        self._known: dict[str, Trial] = {}
 
-    def __getitem__(self, name: str) -> Outcome:
+    def __getitem__(self, name: str) -> Trial:
         if name not in self._known:
             world_size = MODELS[self.model][name].world_size
             results = run_ranks(train_in_folder, world_size, self.model, name, str(self.folder))
-            self._known[name] = Outcome(**results[0])
+            self._known[name] = Trial(**results[0])
         return self._known[name]
 
 

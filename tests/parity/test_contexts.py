@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from parity.case import GLOBAL_BATCH_SIZE, MODEL, Rows, train_in_two_contexts
+from parity.case import GLOBAL_BATCH_SIZE, MODEL, ROWS, train_in_two_contexts
 from torch.nn import functional
 
 from mcore_parallel.testing import run_ranks
+from mcore_train.certificate import EXACT, tensor_errors
 
 
 def test_two_layouts_train_in_turn_in_one_process(dense):
@@ -17,7 +18,7 @@ def test_two_layouts_train_in_turn_in_one_process(dense):
 def test_one_rank_computes_what_plain_torch_computes(dense):
     oracle = dense["one"]
     w = {n: t.clone().requires_grad_() for n, t in oracle.initial.items()}
-    rows = [Rows()[i] for i in range(GLOBAL_BATCH_SIZE)]
+    rows = [ROWS[i] for i in range(GLOBAL_BATCH_SIZE)]
     tokens = torch.tensor([row["tokens"].tolist() for row in rows])
     labels = torch.tensor([row["labels"].tolist() for row in rows])
     mask = torch.tensor([row["loss_mask"].tolist() for row in rows], dtype=torch.float64)
@@ -27,11 +28,8 @@ def test_one_rank_computes_what_plain_torch_computes(dense):
     loss = (losses * mask).sum() / mask.sum()
     loss.backward()
     assert loss.item() == pytest.approx(oracle.losses[0], rel=1e-12)
-    largest = max(float(t.abs().max()) for t in oracle.gradients.values())
-    for name, found in oracle.gradients.items():
-        expected = w[name].grad
-        scale = max(float(expected.abs().max()), 1e-3 * largest)
-        assert float((found - expected).abs().max()) / scale < 1e-10, name
+    errors = tensor_errors(oracle.gradients, {name: w[name].grad for name in w})
+    assert max(errors.values()) < EXACT, errors
     squares = sum(float(t.grad.square().sum()) for t in w.values())
     assert oracle.grad_norm == pytest.approx(squares**0.5, rel=1e-10)
 

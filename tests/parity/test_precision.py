@@ -17,9 +17,9 @@ def test_a_narrower_format_stays_close_and_continues_bitwise(dense, tmp_path, dt
 
 
 def test_main_gradients_and_moments_of_bfloat16_weights_are_float32(tmp_path):
-    from parity.case import build_run
+    from parity.case import build_case
 
-    run = build_run(DENSE["one"], dtype=torch.bfloat16)
+    run = build_case(DENSE["one"], dtype=torch.bfloat16)
     assert {shard.dtype for shard in run.data_parallel.grad_shards().values()} == {
         torch.float32
     }

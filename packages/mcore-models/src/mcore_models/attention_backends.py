@@ -27,6 +27,9 @@ GPU_BACKENDS = [
 """Torch's kernels in the order of their speed on H200; the first that takes the shapes is
 used."""
 
+DETERMINISTIC_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+"""Torch's kernels whose backward adds in one order, if torch is told to be deterministic."""
+
 _TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
     "auto": GPU_BACKENDS,
     "fused": [SDPBackend.CUDNN_ATTENTION],
@@ -63,7 +66,8 @@ def attend(
         dropout_prob: of dropping an attention weight, drawn from the default generator.
         documents: packed in the rows, of which the keys are the first Z tokens; none sees
             another. Only if causal. On a GPU they have one kernel of their own.
-        backend: kernels to use; ``auto`` takes the fastest that takes the shapes.
+        backend: kernels to use; ``auto`` takes the fastest that takes the shapes, and under
+            ``torch.use_deterministic_algorithms`` the fastest that gives the same bits.
 
     Raises:
         ValueError: if there are more queries than keys, a window or documents without
@@ -98,11 +102,18 @@ def attend(
     }
     batch_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]  # [S, B, N, H] -> [B, N, S, H]
     if q.is_cuda or backend != "auto":
-        with sdpa_kernel(_TORCH_BACKENDS[backend], set_priority=True):
+        with sdpa_kernel(_torch_backends(backend), set_priority=True):
             out = F.scaled_dot_product_attention(*batch_first, **arguments)
     else:
         out = F.scaled_dot_product_attention(*batch_first, **arguments)
     return out.permute(2, 0, 1, 3)
+
+
+def _torch_backends(backend: AttentionBackend) -> list[SDPBackend]:
+    """List torch's kernels to choose from: under deterministic algorithms those that are."""
+    if backend == "auto" and torch.are_deterministic_algorithms_enabled():
+        return DETERMINISTIC_BACKENDS
+    return _TORCH_BACKENDS[backend]
 
 
 def _uses_flash4(

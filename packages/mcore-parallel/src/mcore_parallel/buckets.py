@@ -16,6 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
 
+from mcore_parallel.agreeing import agree
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter
@@ -179,10 +180,12 @@ class Bucket:
         """
         self.is_reducing = True
         if self.shard.size > 1:
+            agree(self.shard.agreement, "reduce_scatter of gradients", self.grads)
             self._work = dist.reduce_scatter_tensor(
                 self.owned(self.grads), self.grads, group=self.shard.group, async_op=True
             )
         elif self.replica.size > 1:
+            agree(self.replica.agreement, "all_reduce of gradients", self.grads)
             self._work = dist.all_reduce(self.grads, group=self.replica.group, async_op=True)
 
     def finish_reduction(self) -> None:
@@ -191,12 +194,14 @@ class Bucket:
             self._work.wait()
             self._work = None
         if self.shard.size > 1 and self.replica.size > 1:
+            agree(self.replica.agreement, "all_reduce of gradients", self.owned(self.grads))
             dist.all_reduce(self.owned(self.grads), group=self.replica.group)
 
     def gather_params(self, async_op: bool = False) -> dist.Work | None:
         """All-gather the ranges that the ranks own into ``params``, in place."""
         if self.shard.size == 1:
             return None
+        agree(self.shard.agreement, "all_gather of weights", self.params)
         return dist.all_gather_into_tensor(
             self.params, self.owned(self.params), group=self.shard.group, async_op=async_op
         )

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from mcore_parallel.agreeing import agree
 from mcore_parallel.mesh import Axis
 
 _ops = torch.ops._c10d_functional
@@ -40,6 +41,7 @@ def all_reduce(x: Shaped[Tensor, "..."], axis: Axis, op: str = "sum") -> Shaped[
     """
     if axis.size == 1:
         return x
+    agree(axis.agreement, f"all_reduce ({op})", x)
     return wait(_ops.all_reduce(x.contiguous(), op, axis.group_name))
 
 
@@ -66,6 +68,7 @@ def start_all_reduce(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..
     """Begin a sum over ``axis``; the result may be read after ``wait``."""
     if axis.size == 1:
         return x
+    agree(axis.agreement, "all_reduce (sum)", x)
     return _ops.all_reduce(x.contiguous(), "sum", axis.group_name)
 
 
@@ -73,6 +76,7 @@ def start_all_gather(x: Shaped[Tensor, "s ..."], axis: Axis) -> Shaped[Tensor, "
     """Begin a concatenation along dimension 0; the result may be read after ``wait``."""
     if axis.size == 1:
         return x
+    agree(axis.agreement, "all_gather", x)
     return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group_name)
 
 
@@ -85,6 +89,7 @@ def start_reduce_scatter(x: Shaped[Tensor, "S ..."], axis: Axis) -> Shaped[Tenso
     if axis.size == 1:
         return x
     _check_divides(x, axis, 0)
+    agree(axis.agreement, "reduce_scatter", x)
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group_name)
 
 
@@ -99,6 +104,7 @@ def start_shift(x: Shaped[Tensor, "R ..."], axis: Axis) -> Shaped[Tensor, "R ...
     send, receive = [0] * axis.size, [0] * axis.size
     send[(axis.rank + 1) % axis.size] = x.shape[0]
     receive[(axis.rank - 1) % axis.size] = x.shape[0]
+    agree(axis.agreement, "shift", x)
     return _ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name)
 
 
@@ -279,4 +285,5 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+    agree(axis.agreement, "all_to_all", x, any_rows=True)
     return wait(_ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.agreeing import agree
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import NamedParameter, Part, Shard
 
@@ -84,6 +85,7 @@ def grad_norm(
         norms = torch.stack(torch._foreach_norm(same, 2.0, dtype=wide))
         squares += norms.double().square().sum()
     if world.size > 1:
+        agree(world.agreement, "all_reduce (sum)", squares)
         dist.all_reduce(squares, group=world.group)
     return squares.sqrt()
 
@@ -113,6 +115,7 @@ def _sum_coalesced(views: list[tuple[Axis, Tensor]]) -> None:
         groups.setdefault((axis.name, str(view.dtype)), (axis, []))[1].append(view)
     for _, (axis, boxes) in sorted(groups.items(), key=lambda entry: entry[0]):
         packed = torch.cat([box.reshape(-1) for box in boxes])
+        agree(axis.agreement, "all_reduce (sum)", packed)
         dist.all_reduce(packed, group=axis.group)
         sums = packed.split([box.numel() for box in boxes])
         torch._foreach_copy_(

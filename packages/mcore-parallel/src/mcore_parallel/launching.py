@@ -25,6 +25,11 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+"""Environment of nccl groups: the last collectives of each rank, written down on a timeout."""
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+"""Workspace settings under which cuBLAS gives the same bits in every run."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnvironment:
@@ -99,6 +104,10 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
     else:
         device = torch.device("cpu")
     if env.is_launched and not dist.is_initialized():
+        if device.type == "cuda":
+            # On a timeout nccl's own watchdog then says which collectives each rank began.
+            for name, value in FLIGHT_RECORDER.items():
+                os.environ.setdefault(name, value)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(minutes=timeout_minutes),
@@ -114,8 +123,12 @@ def deterministic_algorithms() -> Iterator[None]:
     Enter it before ``initialize``: cuBLAS and NCCL read their part of it from the environment
     when they start (one workspace for each stream, sums round a ring); what is set there
     already is kept. Operations of torch that have no deterministic form raise.
+
+    Raises:
+        ValueError: if the environment already chose cuBLAS workspaces that contradict it.
     """
-    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    _check_workspaces(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    variables = {"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACES[0], "NCCL_ALGO": "Ring"}
     added = [name for name in variables if name not in os.environ]
     was_enabled = torch.are_deterministic_algorithms_enabled()
     memory: Any = torch.utils.deterministic  # its attribute is made at run time
@@ -130,6 +143,14 @@ def deterministic_algorithms() -> Iterator[None]:
         memory.fill_uninitialized_memory = was_filled
         for name in added:
             del os.environ[name]
+
+
+def _check_workspaces(known: str) -> None:
+    if known and known not in CUBLAS_WORKSPACES:
+        raise ValueError(
+            f"CUBLAS_WORKSPACE_CONFIG={known} is not deterministic: unset it, or use "
+            f"{' or '.join(CUBLAS_WORKSPACES)}."
+        )
 
 
 def world_size() -> int:

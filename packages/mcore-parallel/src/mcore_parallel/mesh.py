@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_parallel.agreeing import Agreement
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.layout import (
     DENSE_AXES,
@@ -41,6 +42,8 @@ class Axis:
     """None exactly when ``size == 1``: then every layer is its plain self."""
     ranks: tuple[int, ...]
     """Global ranks along the axis, in order; ``ranks[rank]`` is this one."""
+    agreement: Agreement | None = None
+    """Compares the first calls of all ranks, where ``build`` was told to."""
 
     @property
     def group_name(self) -> str:
@@ -102,7 +105,11 @@ class ParallelContext:
 
     @classmethod
     def build(
-        cls, config: ParallelConfig, device: torch.device | str = "cpu"
+        cls,
+        config: ParallelConfig,
+        device: torch.device | str = "cpu",
+        *,
+        compare_calls: bool = False,
     ) -> ParallelContext:
         """Make every group of a layout over the initialised world.
 
@@ -114,6 +121,8 @@ class ParallelContext:
             config: the degrees; data-parallel sizes follow from the world size.
             device: where this rank computes; groups use nccl for ``cuda`` and gloo for ``cpu``.
                 The world has gloo beside nccl, so that host numbers travel without the GPU.
+            compare_calls: let the ranks of each group compare their first calls through the
+                world's store, so that those that disagree are named (see ``agreeing``).
 
         Raises:
             ValueError: if the degrees do not fit the world; raised on every rank, before any
@@ -129,6 +138,7 @@ class ParallelContext:
         axes = {}
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        agreements: dict[tuple[int, ...], Agreement] = {}
         for name, groups in plan.items():
             axes[name] = Axis(name, 1, 0, None, (global_rank,))
             for ranks in groups:
@@ -140,10 +150,14 @@ class ParallelContext:
                         backend="cpu:gloo,cuda:nccl" if both else backend,
                         group_desc=name,  # what profiles and watchdogs call it
                     )
-                if global_rank in ranks and len(ranks) > 1:
-                    axes[name] = Axis(
-                        name, len(ranks), ranks.index(global_rank), made[ranks], ranks
-                    )
+                if global_rank not in ranks or len(ranks) == 1:
+                    continue
+                place = ranks.index(global_rank)
+                if compare_calls and ranks not in agreements:
+                    agreements[ranks] = Agreement.of_group(made[ranks], ranks, place, timeout)
+                axes[name] = Axis(
+                    name, len(ranks), place, made[ranks], ranks, agreements.get(ranks)
+                )
         mine = [group for ranks, group in made.items() if global_rank in ranks]
         return cls(config, device, global_rank, axes, mine)
 

@@ -72,6 +72,21 @@ def quickstart(words: Sequence[str]) -> int:
     return run_quickstart(config)
 
 
+def verify(words: Sequence[str]) -> int:
+    """Check that a run's layout computes what one rank computes."""
+    from mcore_train.composition import VerifiedConfig
+    from mcore_train.parsing import parse
+
+    own = words[1:] if words[:1] == ["gpt"] else words
+    config = parse(own, "mcore-train verify gpt", VerifiedConfig)
+    from mcore_train.twin import smallest_world
+    from mcore_train.verification import run_verification
+
+    if config.run.device == "cuda" and not is_launched():
+        return start_ranks("verify", words, config.launch.nproc or smallest_world(config))
+    return run_verification(config)
+
+
 def schedule(words: Sequence[str]) -> int:
     """Draw a pipeline schedule: ``schedule show``."""
     import tyro
@@ -98,6 +113,13 @@ def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     return launch_local(python_command("mcore_train", [command, *rest]), nproc)
 
 
+def is_launched() -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    from mcore_parallel.launching import read_environment
+
+    return read_environment().is_launched
+
+
 def without_option(words: Sequence[str], flag: str) -> list[str]:
     """Return the words without every ``flag VALUE`` and ``flag=VALUE``."""
     kept, skip = [], False
@@ -119,5 +141,6 @@ def _refuse(message: str) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "gpt": ("train a GPT: dense or mixture of experts, any layout", gpt),
     "quickstart": ("train on a book, from its text to a paragraph, in minutes", quickstart),
+    "verify": ("verify gpt FLAGS: does this layout compute what one rank computes?", verify),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
 }

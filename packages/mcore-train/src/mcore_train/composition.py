@@ -31,6 +31,7 @@ from mcore_train.config import (
     RunConfig,
     SaveConfig,
     ScheduleConfig,
+    VerifyConfig,
 )
 
 
@@ -61,6 +62,13 @@ class TrainConfig:
     logging: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedConfig(TrainConfig):
+    """All options of a run, and those of its verification."""
+
+    verification: VerifyConfig = field(default_factory=VerifyConfig)
 
 
 def field_types(config_type: type = TrainConfig) -> dict[str, Any]:

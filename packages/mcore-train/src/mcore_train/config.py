@@ -343,6 +343,24 @@ class LaunchConfig:
         _check_at_least(self, 0, "nproc")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyConfig:
+    """How ``mcore-train verify`` checks a layout."""
+
+    certificate: str = ""
+    """File for the result as JSON; empty: only the table is printed."""
+    max_ranks: int = 8
+    """Ranks of the small twin; larger degrees are halved until it fits."""
+
+    def __post_init__(self) -> None:
+        """Check the count.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 1, "max_ranks")
+
+
 def flag(field_name: str) -> str:
     """Spell a field as its flag: ``train_iters`` is ``--train-iters``."""
     return "--" + field_name.replace("_", "-")

@@ -1,13 +1,14 @@
 """Validation: total loss over total tokens, never a mean of means."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from mcore_models.gpt import GPT
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from mcore_parallel.schedule import forward_only
@@ -69,6 +70,27 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
 def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None:
     """Add losses and tokens of some micro-batches, in place, on the last stage alone."""
 
+    def add(model: GPT, hidden: Tensor, microbatch: int) -> None:
+        batch = batches[microbatch]
+        losses = model.token_losses(hidden, batch.labels)
+        totals[0] += (losses * batch.loss_mask).sum(dtype=torch.float64)
+        totals[1] += batch.loss_mask.sum(dtype=torch.float64)
+
+    forward_pass(run, batches, add)
+
+
+def forward_pass(
+    run: Run, batches: Sequence[MicroBatch], at_end: Callable[[GPT, Tensor, int], None]
+) -> None:
+    """Run micro-batches through all stages, forward only; all ranks call it together.
+
+    Args:
+        run: gives the model.
+        batches: this rank's micro-batches.
+        at_end: called on the last stage with the model, its last hidden state and the number
+            of the micro-batch.
+    """
+
     def build(number: int) -> StageFunction:
         model = run.chunks[number]
 
@@ -78,11 +100,8 @@ def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None
             hidden, _ = model(x, batch.positions, documents=batch.documents)
             if not model.stage.has_loss:
                 return StageOutput(hidden, None)
-            losses = model.token_losses(hidden, batch.labels)
-            loss = (losses * batch.loss_mask).sum(dtype=torch.float64)
-            totals[0] += loss
-            totals[1] += batch.loss_mask.sum(dtype=torch.float64)
-            return StageOutput(loss, None)
+            at_end(model, hidden, microbatch)
+            return StageOutput(hidden.new_zeros(()), None)
 
         return forward
 

@@ -8,6 +8,7 @@ spellings that differ.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.dialect import translate
@@ -19,13 +20,20 @@ log = logging.getLogger(__name__)
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 """Megatron's other way to say --num-virtual-stages-per-pipeline-rank."""
 
+Config = TypeVar("Config", bound=TrainConfig)
 
-def parse(argv: Sequence[str], program: str = "mcore-train gpt") -> TrainConfig:
+
+def parse(
+    argv: Sequence[str],
+    program: str = "mcore-train gpt",
+    config_type: type[Config] = TrainConfig,
+) -> Config:
     """Read a command line, its recipes and the shape of the model that it continues.
 
     Args:
         argv: the words after the command.
         program: the command, as help and errors call it.
+        config_type: of the result: a command may have options beside a run's.
 
     Raises:
         ValueError: for an unknown flag or field, a refused one, or values that the configs
@@ -34,14 +42,15 @@ def parse(argv: Sequence[str], program: str = "mcore-train gpt") -> TrainConfig:
     """
     import tyro
 
-    words, notes = translate(argv, {*flag_names(), "--help", LAYERS_PER_STAGE})
+    known = {*flag_names(config_type), "--help", LAYERS_PER_STAGE}
+    words, notes = translate(argv, known)
     for note in notes:
         log.info("%s", note)
     words, recipes = _take_all(words, "--recipe")
     words, layers_per_stage = _take_all(words, LAYERS_PER_STAGE)
     fields: dict[str, Value] = {}
     for recipe in recipes:
-        fields |= read_recipe(Path(recipe), field_types())
+        fields |= read_recipe(Path(recipe), field_types(config_type))
     load = _last_value(words, "--load") or str(fields.get("load", ""))
     step = int(_last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0)))
     saved = checkpoint_fields(load, step) if load else {}
@@ -51,7 +60,7 @@ def parse(argv: Sequence[str], program: str = "mcore-train gpt") -> TrainConfig:
     if recipes:
         args += ["--recipe", *recipes]
     return tyro.cli(
-        TrainConfig,
+        config_type,
         prog=program,
         args=args,
         config=(tyro.conf.OmitArgPrefixes,),

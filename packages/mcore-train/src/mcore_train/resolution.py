@@ -271,6 +271,7 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
                     f"{name} has no effect with --pipeline-model-parallel-size 1: leave it out."
                 )
     yield from _recompute_conflicts(config)
+    yield from _determinism_conflicts(config)
     if config.logging.tensorboard and not config.saving.save:
         yield "--tensorboard has nowhere to write: give --save DIR."
     if config.logging.tensorboard and "://" in config.saving.save:
@@ -293,6 +294,14 @@ def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:
     for module in options.recompute_modules:
         if module in ("moe", "moe_act", "shared_experts"):
             yield f"--recompute-modules {module} has no effect without --num-experts."
+
+
+def _determinism_conflicts(config: TrainConfig) -> Iterator[str]:
+    if config.run.deterministic_mode and config.kernels.attention_backend == "fused":
+        yield (
+            "--deterministic-mode cannot use --attention-backend fused, whose backward adds in "
+            "any order: leave it out, or use flash4, flash or unfused."
+        )
 
 
 def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) -> Any:

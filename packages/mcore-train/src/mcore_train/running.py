@@ -7,11 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mcore_ckpt.agreement import gather_json
 from mcore_ckpt.stores import as_path, is_store
 from mcore_parallel import launching
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.watching import Watch
 from mcore_train.assembly import assemble, load_tokenizer
-from mcore_train.composition import TrainConfig
+from mcore_train.composition import TrainConfig, flat
+from mcore_train.config import flag
 from mcore_train.log import Reporter, set_up
 from mcore_train.loop import train
 from mcore_train.resolution import Plan, resolve
@@ -45,18 +48,42 @@ def run_gpt(config: TrainConfig) -> int:
 
 @contextlib.contextmanager
 def joined_world(plan: Plan) -> Iterator[ParallelContext]:
-    """Join the launcher's world and build the plan's groups; leave both at the end."""
+    """Join the launcher's world and build the plan's groups; leave both at the end.
+
+    Meanwhile a rank that fails, dies or hangs ends all of them (see ``Watch``).
+    """
     config = plan.config
+    timeout_minutes = config.parallelism.distributed_timeout_minutes
     with contextlib.ExitStack() as stack:
         if config.run.deterministic_mode:
             stack.enter_context(launching.deterministic_algorithms())
-        device = launching.initialize(
-            config.run.device, config.parallelism.distributed_timeout_minutes
-        )
+        device = launching.initialize(config.run.device, timeout_minutes)
         stack.callback(launching.shut_down)
-        ctx = ParallelContext.build(config.parallelism, device)
+        ctx = ParallelContext.build(config.parallelism, device, compare_calls=True)
         stack.callback(ctx.destroy)
+        stack.enter_context(Watch.of_world(ctx.world.rank, ctx.world.size, timeout_minutes))
+        check_same_options(config, ctx)
         yield ctx
+
+
+def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
+    """Compare the options of all ranks; all of them call it together.
+
+    Raises:
+        ValueError: on all ranks, if one was given others than the first, with each of them.
+    """
+    first, *others = gather_json(flat(config), ctx.world)
+    for rank, options in enumerate(others, start=1):
+        different = [
+            f"{flag(name)} {first[name]} there, {value} here"
+            for name, value in options.items()
+            if first[name] != value
+        ]
+        if different:
+            raise ValueError(
+                f"rank {rank} was started with other options than rank 0 "
+                f"({'; '.join(different)}): start all ranks with one command."
+            )
 
 
 def reporter_of(plan: Plan, console: Console | None, *, with_lines: bool = True) -> Reporter:

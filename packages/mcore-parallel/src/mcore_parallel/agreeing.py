@@ -1,0 +1,96 @@
+"""Ranks that disagree are told apart before they hang: calls are compared when they are new.
+
+Two ranks that call one collective with other shapes hang, crash or, worst, go on with wrong
+numbers. The first calls of every group are therefore compared through the store, each
+before it happens; the count of calls decides which, so all ranks of a group compare the
+same ones. Afterwards a call costs one comparison of integers.
+"""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from mcore_parallel.watching import call_site
+
+CHECKED_CALLS = 256
+"""Calls of each group that are compared: forward and backward of some thirty layers."""
+
+
+class DisagreementError(RuntimeError):
+    """Two ranks call different things at the same place in their sequence of calls."""
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Compares one group's first calls; each rank of the group has its own."""
+
+    store: dist.Store
+    """That all ranks share."""
+    name: str
+    """Of the group, the same on all of its ranks and on no other group."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group; the first one's calls are the measure."""
+    rank: int
+    """Place of this rank among them."""
+    timeout_s: float
+    """How long to wait for the first rank's call."""
+    num_calls: int = field(default=0)
+    """Calls so far."""
+
+    @classmethod
+    def of_group(
+        cls, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout: timedelta
+    ) -> "Agreement":
+        """Make the agreement of a group on one of its ranks, over the world's store."""
+        store = distributed_c10d._get_default_store()
+        return cls(store, group.group_name, ranks, rank, timeout.total_seconds())
+
+    def check(self, what: str, x: Tensor, *, any_rows: bool = False) -> None:
+        """Compare a call that is about to happen with that of the group's first rank.
+
+        Args:
+            what: the operation and all that must be equal beside the tensor.
+            x: what is sent; shape and dtype must be equal.
+            any_rows: the first dimension may differ.
+
+        Raises:
+            DisagreementError: on the rank that differs from the first; names both call sites.
+            RuntimeError: if the first rank does not call within the timeout.
+        """
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        if number >= CHECKED_CALLS:
+            return
+        shape = ["any", *x.shape[1:]] if any_rows else list(x.shape)
+        call = f"{what} of {shape} {str(x.dtype).removeprefix('torch.')}"
+        site = call_site(2)
+        key = f"agree/{self.name}/{number}"
+        if self.rank == 0:
+            self.store.set(key, f"{call}\n{site}")
+            return
+        try:
+            self.store.wait([key], timedelta(seconds=self.timeout_s))
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"rank {self.ranks[self.rank]} calls {call} at {site}; rank {self.ranks[0]} "
+                f"did not come within {self.timeout_s:.0f} s"
+            ) from error
+        first, first_site = self.store.get(key).decode().split("\n")
+        if first != call:
+            raise DisagreementError(
+                f"ranks {self.ranks[0]} and {self.ranks[self.rank]} disagree on call {number} "
+                f"of their group: {first} at {first_site}, but {call} at {site}"
+            )
+
+
+def agree(agreement: Agreement | None, what: str, x: Tensor, *, any_rows: bool = False) -> None:
+    """Compare a call, outside compiled code, where the group has an agreement.
+
+    Raises:
+        DisagreementError: see ``Agreement.check``.
+    """
+    if agreement is not None and not torch.compiler.is_compiling():
+        agreement.check(what, x, any_rows=any_rows)

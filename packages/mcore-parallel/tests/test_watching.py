@@ -1,0 +1,83 @@
+"""A rank that dies, hangs, raises or disagrees ends all ranks in time, and is named."""
+
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mcore_parallel.launching import free_port
+from mcore_parallel.testing import run_command
+from mcore_parallel.watching import Watch, call_site, where_in
+
+HERE = Path(__file__).parent
+WORLD_SIZE = 3
+SLACK_S = 25.0
+"""For starting and ending processes on a busy host, beyond the collectives' timeout."""
+
+
+def run_world(fault, timeout_s):
+    """Run three ranks of faulty_rank.py; return code and text of each, and the time."""
+    world = {
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+    def run(rank):
+        env = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_command(
+            "faulty_rank",
+            fault,
+            timeout_s,
+            env=env,
+            cwd=HERE,
+            timeout_s=timeout_s + 2 * SLACK_S,
+        )
+
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(WORLD_SIZE) as pool:
+        done = list(pool.map(run, range(WORLD_SIZE)))
+    took_s = time.monotonic() - started_s
+    return [d.returncode for d in done], [d.stdout + d.stderr for d in done], took_s
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def test_a_world_without_faults_ends_well(scripts):
+    codes, texts, _ = run_world("none", 20.0)
+    assert codes == [0, 0, 0], texts
+
+
+@pytest.mark.parametrize(
+    ("fault", "timeout_s", "told"),
+    [
+        ("dies", 20.0, ("rank 1 SILENT", "in all_reduce over dp (ranks 0, 1, 2)", "(total)")),
+        ("sleeps", 3.0, ("rank 1 at", "(dream)", "in all_reduce over dp (ranks 0, 1, 2)")),
+        ("raises", 60.0, ("rank 1 failed at", "(complain)", "sample 7 is empty")),
+        ("shape", 60.0, ("ranks 0 and 1 disagree on call 2", "(send_other_shape)", "(total)")),
+    ],
+)
+def test_a_fault_of_one_rank_ends_all_in_time_and_names_it(scripts, fault, timeout_s, told):
+    codes, texts, took_s = run_world(fault, timeout_s)
+    assert 0 not in codes, texts
+    assert took_s < min(timeout_s, 30.0) + SLACK_S
+    for rank in (0, 2):
+        assert all(words in texts[rank] for words in told), texts[rank]
+
+
+def test_a_rank_alone_is_not_watched():
+    with Watch.of_world(0, 1, 1.0) as watch:
+        assert watch.world_size == 1
+
+
+def test_a_place_is_the_line_of_the_own_program():
+    here = where_in({1: sys._getframe()}, 1)
+    assert here.startswith("at ")
+    assert "(test_a_place_is_the_line_of_the_own_program)" in here
+    assert "test_watching.py" in call_site()

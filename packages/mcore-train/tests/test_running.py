@@ -1,0 +1,31 @@
+"""A world is joined with the same options on every rank, or not at all."""
+
+import torch.distributed as dist
+
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
+from mcore_train.composition import compose
+from mcore_train.running import check_same_options
+
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+
+
+def complaint(by_rank):
+    """What a rank says of the options that the ranks were given."""
+    config = compose(MODEL | by_rank.get(dist.get_rank(), {}))
+    try:
+        check_same_options(config, ParallelContext.build(config.parallelism))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_options_are_named_on_all_ranks():
+    other = {1: {"lr": 0.25, "window_size": (7, 0)}}
+    equal = {0: {"window_size": (7, 0)}, 1: {"window_size": (7, 0)}}
+    told = run_ranks(complaint, 2, other)
+    assert told[0] == told[1]
+    assert "rank 1 was started with other options than rank 0" in told[0]
+    assert "--lr 0.0 there, 0.25 here" in told[0]
+    assert "--window-size" in told[0]
+    assert run_ranks(complaint, 2, equal) == ["", ""]
