@@ -122,6 +122,8 @@ def wheels(session: nox.Session) -> None:
         *("--no-annotate", "--no-header", "-q", "-o", str(held)),
         external=True,
     )
+    # A wheel that was built here before has the same name and version, and uv would keep it.
+    fresh = [word for name in PACKAGES for word in ("--refresh-package", f"mcore-{name}")]
     for name in session.posargs or PACKAGES:
         wheel = _check_metadata(session, dist, name)
         venv = folder / name
@@ -132,7 +134,7 @@ def wheels(session: nox.Session) -> None:
         )
         session.run(
             *("uv", "pip", "install", "-q", "--python", python, "--no-config"),
-            *("--find-links", str(dist), "--constraint", str(held), str(wheel)),
+            *("--find-links", str(dist), "--constraint", str(held), *fresh, str(wheel)),
             external=True,
         )
         # From another folder, so that the working tree cannot stand in for the wheel.
