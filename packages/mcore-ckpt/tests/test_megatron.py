@@ -32,12 +32,13 @@ def peer(verb, folder, local):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.timeout(1000)
 def test_megatron_core_and_we_read_each_others_files_bitwise(tmp_path):
     pytest.importorskip("megatron.core")
     peer("save", tmp_path / "theirs", tmp_path / "local")
