@@ -114,13 +114,17 @@ def stage_durations(run: Run, batches: list, options: argparse.Namespace) -> Dur
     run.data_parallel.zero_grad()
     with run.data_parallel.no_sync():
         return {
-            number: chunk_durations(run, number, function, options)
+            number: chunk_durations(run, batches, number, function, options)
             for number, function in functions.items()
         }
 
 
 def chunk_durations(
-    run: Run, number: int, function: StageFunction, options: argparse.Namespace
+    run: Run,
+    batches: list,
+    number: int,
+    function: StageFunction,
+    options: argparse.Namespace,
 ) -> dict[Kind, float]:
     """Time one chunk's forward, then both, then both without the weights' gradients.
 
@@ -128,7 +132,7 @@ def chunk_durations(
     """
     chunk, x = run.chunks[number], None
     if not chunk.stage.has_embedding:
-        x = torch.randn(hidden_shape(run), device=run.ctx.device, dtype=run.dtype)
+        x = torch.randn(hidden_shape(run, batches, 0), device=run.ctx.device, dtype=run.dtype)
 
     def median(backward: bool) -> float:
         def step(_: int) -> None:

@@ -60,13 +60,14 @@ def batches(run, seed):
     ],
     ids=["dense", "tied", "recomputed"],
 )
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_never_waits_for_the_device(changes):
     run = build(**changes)
     data = [batches(run, seed) for seed in range(3)]
     train_step(run, data[0], 1e-3, 0.1)  # compiles, picks algorithms
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         results = [train_step(run, step, 1e-3, 0.1) for step in data[1:]]
     finally:
         torch.cuda.set_sync_debug_mode("default")
