@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -41,3 +42,22 @@ def test_worker_processes_give_the_same_batches(dataset):
 def test_an_external_loader_is_handed_through():
     batches = [{"tokens": torch.zeros(1, 1)}]
     assert build_loader(batches, micro_batch_size=1, dataloader_type="external") is batches
+
+
+class Ragged:
+    """Rows of as many tokens as their micro-batch of two says."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, sample):
+        return {"tokens": np.full(4 + sample // 2, sample)}
+
+
+def test_micro_batches_may_be_of_different_lengths():
+    batches = [batch["tokens"] for batch in build_loader(Ragged(), micro_batch_size=2)]
+    assert [batch.tolist() for batch in batches] == [
+        [[0] * 4, [1] * 4],
+        [[2] * 5, [3] * 5],
+        [[4] * 6, [5] * 6],
+    ]

@@ -65,9 +65,12 @@ def build_loader(
         if dataloader_type == "single"
         else CyclicSampler(**place, seed=seed)
     )
+    # Rows of other datasets may be of other lengths in each micro-batch.
+    is_joint = hasattr(dataset, "batch")
+    num_joined = max(1, _SAMPLES_AT_ONCE // micro_batch_size) if is_joint else 1
     loader = DataLoader(
         _Batches(dataset),  # pyrefly: ignore
-        batch_sampler=_Grouped(sampler, max(1, _SAMPLES_AT_ONCE // micro_batch_size)),
+        batch_sampler=_Grouped(sampler, num_joined),
         num_workers=num_workers,
         prefetch_factor=_PREFETCH if num_workers else None,
         persistent_workers=num_workers > 0,
