@@ -1,4 +1,3 @@
-import os
 import signal
 
 import pytest
@@ -10,11 +9,12 @@ from mcore_parallel.testing import run_ranks
 from mcore_train.signals import StopRequest
 
 
+# A signal raised is met by this thread, at once; one sent may find another thread first.
 def test_a_signal_is_remembered_and_its_handler_given_back():
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest(ParallelContext.single()) as stop:
         assert not stop.poll()
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert stop.poll()
         assert stop.received == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
@@ -22,10 +22,10 @@ def test_a_signal_is_remembered_and_its_handler_given_back():
 
 def test_a_second_interrupt_acts_as_it_would_have_without_us():
     with StopRequest(ParallelContext.single()) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert stop.poll()
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 def stop_rank_one() -> list[bool]:
@@ -33,7 +33,7 @@ def stop_rank_one() -> list[bool]:
         answers = []
         for step in range(4):
             if step == 1 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             answers.append(stop.poll())
         return answers
 
