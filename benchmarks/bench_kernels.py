@@ -9,6 +9,7 @@ the limit, which is a copy's bandwidth or a large GEMM's rate, measured in the s
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
 T, D, F, V, N, G, H = 8192, 4096, 14336, 128256, 32, 8, 128
 BF16 = torch.bfloat16
 MAX_REPEATS = 1000
+CYCLES_PER_MS = 2_000_000
+"""Of the device's clock, at most."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,36 @@ def main() -> None:
 def time_ms(run: Callable[[], object], options: argparse.Namespace) -> list[float]:
     """Return the milliseconds of each call by device events, after a warm-up.
 
-    Goes on long enough for the device to reach its limit of power. The device sleeps first,
-    so that the host is ahead and launches are not what is timed.
+    Goes on long enough for the device to reach its limit of power. Where the host takes longer
+    to launch a call than the device to do it, the device sleeps before each, so that launches
+    are not what is timed.
     """
     estimate = statistics.median(time_steps(lambda _: run(), options.warmup, 5))
+    host_ms = _launch_ms(run)
+    is_short = estimate < 2 * host_ms
     repeats = int(min(max(options.repeats, 1e3 * options.seconds / estimate), MAX_REPEATS))
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda._sleep(50_000_000)
     for begin, end in events:
+        if is_short:
+            torch.cuda._sleep(int(2 * host_ms * CYCLES_PER_MS))
         begin.record()
         run()
         end.record()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
+
+
+def _launch_ms(run: Callable[[], object], calls: int = 5) -> float:
+    """Return how long the host takes to launch one call while the device is busy."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    begin_s = time.perf_counter()
+    for _ in range(calls):
+        run()
+    host_ms = 1e3 * (time.perf_counter() - begin_s) / calls
+    torch.cuda.synchronize()
+    return host_ms
 
 
 def cases() -> Iterator[Case]:
