@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -144,6 +145,22 @@ def test_saves_in_the_background_say_when_they_were_asked_for_and_when_durable(
         )
     assert complete_steps(tmp_path / "async") == complete_steps(tmp_path / "sync") == [4, 6]
     assert not list(tmp_path.glob("*/.writer.lock"))
+
+
+def test_a_save_that_waits_for_the_one_before_tells_that_it_is_durable(tmp_path, monkeypatch):
+    really = os.fsync
+
+    def slowly(file):
+        time.sleep(0.1)
+        really(file)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    metrics = tmp_path / "metrics.jsonl"
+    with Reporter(Console(quiet=True), metrics_file=metrics) as reporter:
+        assert train(build(save=str(tmp_path), save_interval=2, async_save=True), reporter)
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for kind in ("save_requested", "save_durable"):
+        assert [r["iteration"] for r in records if r["kind"] == kind] == [2, 4, 6]
 
 
 def test_a_write_that_fails_in_the_background_does_not_end_training(

@@ -5,9 +5,13 @@ every step of the ring is the same amount of work for all, and each message trav
 the blocks before it are computed. In backward keys and values travel again, and their
 gradients with them, home after a full turn.
 
+All that leaves at one step is one message: which blocks a rank computes depends on the rank,
+so a compiler may order independent messages differently on each, and they would not meet.
+
 Liu et al. 2023, Ring Attention, arXiv:2310.01889.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,8 +35,8 @@ def ring_attention(
 ) -> Float[Tensor, "s B N J"]:
     """Attend causally over the whole sequence, keys and values passed from rank to rank.
 
-    C - 1 messages of k and of v in forward; in backward as many again, and C of their
-    gradients, in float32 or wider. Sums are kept in float32 or wider.
+    C - 1 messages of k and v in forward. In backward C + 1: k and v are in C - 1 of them, and
+    their gradients, in float32 or wider, in C. Sums are kept in float32 or wider.
 
     Args:
         q: queries of this rank's two chunks, positions already applied.
@@ -65,11 +69,12 @@ class _RingAttention(torch.autograd.Function):
         documents: Documents | None,
     ) -> Tensor:
         mixed = Mixed.empty(q, v)
-        held = k, v
+        held: Sequence[Tensor] = (k, v)
         for step in range(axis.size):
-            coming = _pass_on(held, axis, step)
+            leaving = held if step < axis.size - 1 else ()
+            coming = _pass_on(leaving, axis)
             mixed.add(q, *held, ring_blocks(q.shape[0], axis, step, documents), attention)
-            held = wait(coming[0]), wait(coming[1])
+            held = _received(coming, leaving)
         # A forward that returns the alias which an idle .to gives loses all its gradients under
         # torch.compile, without a word (seen on 2.11).
         out = mixed.out if q.dtype == mixed.out.dtype else mixed.out.to(q.dtype)
@@ -82,30 +87,38 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         axis, wide = ctx.axis, lse.dtype
         grad_q = torch.zeros_like(q, dtype=wide)
-        # Gradients of the keys and values held, of all ranks that had them so far.
-        totals = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
-        held = k, v
+        # Gradients of the keys and values held before, of all ranks that had them so far.
+        totals: list[Tensor] = []
+        held: Sequence[Tensor] = (k, v)
         for step in range(axis.size):
-            coming = _pass_on(held, axis, step)
+            leaving = [*totals, *(held if step < axis.size - 1 else ())]
+            coming = _pass_on(leaving, axis)
             blocks = ring_blocks(q.shape[0], axis, step, ctx.documents)
             own = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
             add_gradients(
                 (grad_q, own[0], own[1]), grad, q, *held, (out, lse), blocks, ctx.attention
             )
-            totals = [
-                start_shift(wait(total) + part, axis)
-                for total, part in zip(totals, own, strict=True)
-            ]
-            held = wait(coming[0]), wait(coming[1])
-        grad_k, grad_v = (wait(x).to(k.dtype) for x in totals)
+            received = _received(coming, leaving)
+            totals = [a + b for a, b in zip(received, own, strict=False)] if step else own
+            held = received[-2:]
+        grad_k, grad_v = (x.to(k.dtype) for x in _received(_pass_on(totals, axis), totals))
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def _pass_on(held: tuple[Tensor, Tensor], axis: Axis, step: int) -> tuple[Tensor, Tensor]:
-    """Begin to send keys and values to the next rank, unless all ranks have had them."""
-    if step == axis.size - 1:
-        return held
-    return start_shift(held[0], axis), start_shift(held[1], axis)
+def _pass_on(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
+    """Begin to send tensors to the next rank, as one; the widest first, for alignment."""
+    if not tensors:
+        return None
+    flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
+    return start_shift(torch.cat(flat), axis)
+
+
+def _received(message: Tensor | None, sent: Sequence[Tensor]) -> list[Tensor]:
+    """Wait for what the previous rank passed on: tensors like those that this rank sent."""
+    if message is None:
+        return []
+    parts = wait(message).split([x.numel() * x.element_size() for x in sent])
+    return [part.view(x.dtype).view(x.shape) for part, x in zip(parts, sent, strict=True)]
 
 
 def ring_blocks(

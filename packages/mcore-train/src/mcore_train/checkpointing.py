@@ -101,6 +101,7 @@ class Checkpoints:
         started_s = time.perf_counter()
         is_first = self._saver.host_bytes == 0
         what = self._snapshot()
+        before = self._saver.last_durable
         is_begun = self._saver.save(
             self._folder,
             self._run.iteration,
@@ -112,6 +113,8 @@ class Checkpoints:
             replace=True,
             overlap=True,
         )
+        if self._saver.last_durable != before:  # the one before, for which this one waited
+            self._note(self._saver.last_durable)
         if not is_begun:
             return
         self._requested_step = self._run.iteration
