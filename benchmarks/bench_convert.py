@@ -4,15 +4,14 @@
     python benchmarks/bench_convert.py 70b
 
 `7b` writes a Hugging Face folder of random weights, copies it plainly (the disk's bandwidth),
-converts it to ours and back without the proof, and with it; each in a process of its own,
-whose peak memory is told, files dropped from the page cache before. `70b` generates weights as
-they are asked for, turns them into ours and sums them. Prints one JSON line.
+converts it to ours without the proof and with it, and back without; each in a process of its
+own, whose peak memory is told, files dropped from the page cache before. The folder needs
+twice the model: 27 GB. `70b` generates weights as they are asked for, turns them into ours,
+or ours into theirs, and sums them. Prints one JSON line.
 """
 
 import argparse
-import json
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -20,10 +19,12 @@ import sys
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from reporting import add_options, keep, versions
 from torch import Tensor
 
 from mcore_ckpt.families import llama
@@ -100,32 +101,42 @@ def main() -> None:
     parser.add_argument("size", choices=sorted(SIZES))
     parser.add_argument("--folder", default="/tmp")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers, for a small disk")
-    parser.add_argument("--output", default="")
+    add_options(parser)
     options = parser.parse_args()
     config = dict(SIZES[options.size])
     if options.layers:
         config["num_hidden_layers"] = options.layers
     run = from_disk if options.size == "7b" else from_memory
     row = {
-        "benchmark": "convert",
-        "size": options.size,
+        "name": f"convert-{options.size}",
+        **versions(options),
         "layers": config["num_hidden_layers"],
         **run(config, Path(options.folder)),
-        "host": f"{platform.machine()}, {os.cpu_count()} processors",
-        "torch": torch.__version__,
     }
-    text = json.dumps(row)
-    print(text)
-    if options.output:
-        Path(options.output).write_text(text + "\n")
+    keep(options, row)
 
 
 def from_memory(config: dict, _: Path) -> dict:
-    """Turn generated weights into ours and sum them, two blocks at once."""
+    """Turn generated weights into ours, and ours into theirs; sum them, two blocks at once."""
     theirs = Generated(shapes_of(config))
     description = llama.to_ours({"model_type": "llama", **config})
-    ours: Rows = Turned(expand(llama.table(description)), theirs)
-    items = their_items(expand(native_table(ours.entries)), ours)
+    links = expand(llama.table(description))
+    turned: Rows = Turned(links, theirs)
+    ours = Generated({name: entry.shape for name, entry in turned.entries.items()})
+    row: dict[str, float] = {}
+    for name, items in {
+        "hf_to_mcore": their_items(expand(native_table(turned.entries)), turned),
+        "mcore_to_hf": their_items(links, ours),
+    }.items():
+        total, seconds = _summed(items)
+        row["gb"] = round(total / 1e9, 1)
+        row[f"{name}_gb_per_s"] = round(total / 1e9 / seconds, 2)
+    row["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    return row
+
+
+def _summed(items: Sequence[Item]) -> tuple[int, float]:
+    """Sum items as they come; return bytes and seconds."""
     begin, total = time.perf_counter(), 0
     with ThreadPoolExecutor(THREADS) as pool:
         waiting: deque[Future[int]] = deque()
@@ -139,12 +150,7 @@ def from_memory(config: dict, _: Path) -> dict:
                 sys.stderr.write(f"\r{total / 1e9:.0f} GB")
         while waiting:
             waiting.popleft().result()
-    seconds = time.perf_counter() - begin
-    return {
-        "gb": round(total / 1e9, 1),
-        "gb_per_s": round(total / 1e9 / seconds, 2),
-        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-    }
+    return total, time.perf_counter() - begin
 
 
 def from_disk(config: dict, folder: Path) -> dict:
@@ -167,17 +173,19 @@ def from_disk(config: dict, folder: Path) -> dict:
         copied = size / 1e9 / (time.perf_counter() - begin)
         shutil.rmtree(home / "copy")
         row = {"gb": round(size / 1e9, 2), "copy_gb_per_s": round(copied, 3)}
-        for name, words in {
-            "hf_to_mcore": ("hf-to-mcore", hf, home / "run", "--no-verify"),
-            "mcore_to_hf": ("mcore-to-hf", home / "run", home / "again", "--no-verify"),
-        }.items():
+
+        def measure(name: str, *words: str | Path) -> None:
             seconds, peak = _converted(*words)
             rate = size / 1e9 / seconds
-            row |= {
-                f"{name}_gb_per_s": round(rate, 3),
-                f"{name}_of_copy": round(rate / copied, 3),
-            }
+            row[f"{name}_gb_per_s"] = round(rate, 3)
+            row[f"{name}_of_copy"] = round(rate / copied, 3)
             row[f"{name}_peak_gib"] = round(peak, 2)
+
+        measure("hf_to_mcore", "hf-to-mcore", hf, home / "run", "--no-verify")
+        shutil.rmtree(home / "run")
+        measure("hf_to_mcore_proven", "hf-to-mcore", hf, home / "run")
+        shutil.rmtree(hf)
+        measure("mcore_to_hf", "mcore-to-hf", home / "run", home / "again", "--no-verify")
         return row
     finally:
         shutil.rmtree(home, ignore_errors=True)

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -48,7 +49,7 @@ def versions(options: argparse.Namespace) -> dict[str, object]:
     """Return what a result needs to be compared by: commit, device, versions."""
     return {
         "commit": options.commit or _commit(),
-        "device": torch.cuda.get_device_name(),
+        "device": _device(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
@@ -62,6 +63,12 @@ def keep(options: argparse.Namespace, row: dict[str, object]) -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         path = options.output / f"{row['name']}.json"
         path.write_text(json.dumps(row, indent=1) + "\n")
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()}, {os.cpu_count()} processors"
 
 
 def _commit() -> str:

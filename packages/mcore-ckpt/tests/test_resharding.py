@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from mcore_ckpt.loading import load
+from mcore_ckpt.paths import resolve_folder
 from mcore_ckpt.saving import save
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import (
     Layout,
     Part,
+    Piece,
     Shard,
     flat_shards,
     named_parameters,
@@ -70,7 +72,16 @@ CASES = {
     "tp2 expert tp2 dp2": Case(4, tp=2, etp=2),
     "tp2 pp2 dp2": Case(8, tp=2, pp=2),
     "pp2 tp2 ep2 with two chunks a rank": Case(8, tp=2, pp=2, vpp=2, ep=2),
+    "cp2 pp2 dp2": Case(8, pp=2, cp=2),
 }
+
+EXTRA = {
+    "iteration": 7,
+    "consumed_train_samples": 123_456_789_012,
+    "schedule": {"lr": 1e-4, "lr_decay_style": "cosine"},
+    "data": {"epoch": 2, "sources": [["wiki", 0.25], ["code", 0.75]]},
+}
+DATA_PLAN = b'{"stretches": [[1, 0, 4]]}'
 
 
 class Laid(nn.Module):
@@ -120,6 +131,12 @@ def row_parallel(ctx: ParallelContext) -> Laid:
     return Laid((D, local), Layout((part,)))
 
 
+def column_parallel(ctx: ParallelContext, rows: int, width: int) -> Laid:
+    local = rows // ctx.tp.size
+    part = Part("weight", (rows, width), (ctx.tp.rank * local, 0), (0, 0), (local, width))
+    return Laid((local, width), Layout((part,)))
+
+
 def experts(ctx: ParallelContext) -> Laid:
     """Stacked gate and up of this rank's experts, cut over expert_tp."""
     count, rows = E // ctx.ep.size, F // ctx.expert_tp.size
@@ -151,18 +168,36 @@ def build_model(ctx: ParallelContext, case: Case) -> nn.Module:
             model["embedding"] = vocabulary(ctx, tied=True)
     layers = nn.ModuleDict()
     for layer in range(L):
-        if layer * chunks // L not in mine:
-            continue
-        layers[str(layer)] = nn.ModuleDict(
-            {
-                "norm": Laid((D,), whole("weight", (D,), ctx.tp)),
-                "qkv": fused_qkv(ctx),
-                "proj": row_parallel(ctx),
-                "experts": experts(ctx),
-            }
-        )
+        if layer * chunks // L in mine:
+            layers[str(layer)] = block(ctx)
     model["blocks"] = layers
+    if chunks - 1 in mine:
+        # One more token predicted: a block of its own beside the head, on the last stage.
+        joined = {"join": column_parallel(ctx, 2 * F, 2 * D), "block": block(ctx)}
+        norms = {n: Laid((D,), whole("weight", (D,), ctx.tp)) for n in ("enorm", "hnorm")}
+        model["mtp"] = nn.ModuleDict({"0": nn.ModuleDict(norms | joined)})
     return model
+
+
+def block(ctx: ParallelContext) -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "norm": Laid((D,), whole("weight", (D,), ctx.tp)),
+            "qkv": fused_qkv(ctx),
+            "proj": row_parallel(ctx),
+            "experts": experts(ctx),
+        }
+    )
+
+
+def rng_shards(ctx: ParallelContext) -> dict[str, Shard]:
+    """Each rank's random streams, under names that no other rank has, as a run saves them."""
+    shards = {}
+    for stream in ("default", "tensor_parallel"):
+        state = torch.zeros(40, dtype=torch.uint8)
+        piece = Piece((0,), (40,), state)
+        shards[f"rng.{stream}.{ctx.world.rank}"] = Shard((40,), state.dtype, (piece,))
+    return shards
 
 
 def zero_shards(
@@ -192,6 +227,8 @@ def zero_shards(
 def truth(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The whole logical tensor: numbers that name and place alone decide."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if not dtype.is_floating_point:
+        return torch.randint(256, shape, generator=generator, dtype=dtype)
     return torch.randn(prod(shape), generator=generator).view(shape).to(dtype)
 
 
@@ -212,20 +249,30 @@ def boxed(piece, whole_tensor: torch.Tensor) -> torch.Tensor:
 
 def save_under(case: Case, folder: str) -> int:
     ctx, shards, _ = everything(case)
+    shards |= rng_shards(ctx)
     for name, shard in shards.items():
         for piece in shard.pieces:
             piece.data.copy_(boxed(piece, truth(name, shard.shape, shard.dtype)))
-    path = save(folder, 7, shards, world=ctx.world, extra={"iteration": 7})
+    files = {"data_plan.json": DATA_PLAN}
+    path = save(folder, 7, shards, world=ctx.world, extra=EXTRA, files=files)
     ctx.destroy()
     mine = path / f"rank_{ctx.world.rank:05d}.safetensors"
     return mine.stat().st_size if mine.exists() else 0
 
 
-def load_under(case: Case, folder: str, share: str = "auto") -> tuple[int, int]:
+def load_under(
+    case: Case, folder: str, is_same: bool = False, share: str = "auto"
+) -> tuple[int, int]:
     ctx, shards, memory = everything(case)
     padding = sum(int(m.isnan().sum()) for m in memory)
-    extra = load(folder, shards, world=ctx.world, share=share)
-    assert extra == {"iteration": 7}
+    # Random streams belong to ranks: only the same layout asks for them.
+    streams = rng_shards(ctx) if is_same else {}
+    ignore = () if is_same else ("rng.",)
+    extra = load(folder, shards | streams, world=ctx.world, ignore=ignore, share=share)
+    assert extra == EXTRA
+    assert (resolve_folder(folder) / "data_plan.json").read_bytes() == DATA_PLAN
+    for name, stream in streams.items():
+        assert torch.equal(stream.pieces[0].data, truth(name, stream.shape, stream.dtype))
     filled = 0
     for name, shard in shards.items():
         for piece in shard.pieces:
@@ -249,6 +296,7 @@ def pairs() -> list:
         ("pp2 with two chunks a rank", "pp2"),
         ("tp2 ep2", "tp2 expert tp2 dp2"),
         ("dp4 zero, more padding than a shard", "dp2 zero"),
+        ("tp2 pp2 dp2", "tp2 pp2 dp2"),
     ]
     return [
         pytest.param(a, b, marks=[] if (a, b) in few else pytest.mark.parity_long)
@@ -272,14 +320,14 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(("source", "target"), pairs())
 def test_what_one_layout_saves_another_loads_bitwise(saved, source, target):
     case = CASES[target]
-    filled = run_ranks(load_under, case.world, case, str(saved(source)))
+    filled = run_ranks(load_under, case.world, case, str(saved(source)), source == target)
     assert all(count > 0 for count, _ in filled)
 
 
 @pytest.mark.parametrize("target", ["dp2 whole", "tp4 with 2 kv heads", "tp2 ep2"])
 def test_what_one_rank_reads_for_others_is_the_same(saved, target):
     case = CASES[target]
-    filled = run_ranks(load_under, case.world, case, str(saved("tp2 dp2")), "always")
+    filled = run_ranks(load_under, case.world, case, str(saved("tp2 dp2")), False, "always")
     assert all(count > 0 for count, _ in filled)
 
 
