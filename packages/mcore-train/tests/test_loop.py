@@ -108,7 +108,7 @@ def test_a_signal_saves_and_ends_and_the_run_continues_bitwise(tmp_path):
 
     def interrupt(report):
         if report.iteration == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     assert not train(run, Reporter(None), on_report=interrupt)
     assert run.iteration == 2

@@ -20,6 +20,7 @@ from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.saving import PlanCache, save
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
+from mcore_train.finiteness import NonFiniteError
 from mcore_train.log import Reporter
 from mcore_train.resuming import Snapshot, model_description, state_shards, take_snapshot
 
@@ -81,7 +82,12 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the run folder back; a write that is still under way is given up."""
+        """Give the run folder back; a write that is still under way is given up.
+
+        But not one of a step before the gradients that ended the run.
+        """
+        if isinstance(error, NonFiniteError) and self._requested_step < error.iteration:
+            self._note(self._saver.wait())
         self._saver.close()
         if self._lock is not None:
             self._lock.release()

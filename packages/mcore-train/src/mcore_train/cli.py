@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             raise
         return _refuse(str(error))
+    except FloatingPointError as error:
+        print(f"mcore-train: error: {error}", file=sys.stderr)
+        return 1
 
 
 def gpt(words: Sequence[str]) -> int:

@@ -311,6 +311,8 @@ class RunConfig:
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits in every run with the same number of ranks;
     slower. On a CPU every run is repeatable anyway."""
+    check_for_nan_in_loss_and_grad: bool = True
+    """End the run, and save nothing more, when the gradient norm is nan or infinite."""
     manual_gc_interval: int = 100
     """Steps after which all ranks collect Python's garbage together, and never else; 0: each
     rank whenever Python thinks fit. Megatron's default: 0."""

@@ -15,6 +15,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_train.assembly import Dataset, Run
 from mcore_train.checkpointing import Checkpoints
 from mcore_train.evaluation import Score, evaluate
+from mcore_train.finiteness import FiniteGradients
 from mcore_train.garbage import StillCollector
 from mcore_train.hardware import peak_flops
 from mcore_train.log import Reporter, StepReport
@@ -45,6 +46,9 @@ def train(
 
     Returns:
         True if all steps were done, False if a signal or a time limit ended it before.
+
+    Raises:
+        NonFiniteError: on all ranks, if gradients are not finite any more.
     """
     config = run.plan.config
     last = until or run.plan.train_iters
@@ -53,9 +57,12 @@ def train(
     interval = _Interval(run)
     collector = StillCollector(config.run.manual_gc_interval)
     checkpoints = Checkpoints(run, reporter)
+    gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     with checkpoints, StopRequest(run.ctx) as stop, collector:
         while run.iteration < last:
-            interval.add(_one_step(run, batches, checkpoints.hold))
+            result = _one_step(run, batches, checkpoints.hold)
+            interval.add(result)
+            gradients.add(run.iteration, result.grad_norm)
             collector.after_step(run.iteration)
             checkpoints.poll()
             reporter.advance(run.iteration, run.plan.train_iters)
@@ -70,10 +77,13 @@ def train(
             if _divides(config.saving.save_interval, run.iteration):
                 # In the background it is part of the step: nothing waits for the device.
                 with nullcontext() if checkpoints.is_async else interval.paused():
+                    if not checkpoints.is_async:
+                        gradients.check()
                     checkpoints.save()
             if stop.poll(wish=_wants_to_stop(run, started_s)):
                 log.info("asked to stop after iteration %d", run.iteration)
                 break
+        gradients.check()
         checkpoints.finish()
     return run.iteration >= last
 
