@@ -5,7 +5,7 @@ import pytest
 
 from mcore_data.index_format import CorruptDatasetError
 from mcore_data.indexed_writing import IndexedWriter
-from mcore_data.inspection import verify_pair
+from mcore_data.inspection import look_over, verify_pair
 from mcore_data.manifest import manifest_path, read_manifest, write_manifest
 from mcore_data.merging import merge_pairs
 
@@ -32,6 +32,20 @@ def test_a_sound_pair_is_verified_with_checksums_or_says_that_it_has_none(pair):
     assert "3 documents, 4 tokens, largest id 4, checksums as in its" in verify_pair(pair)
     manifest_path(pair).unlink()
     assert "no manifest" in verify_pair(pair)
+
+
+def test_a_look_at_a_pair_says_what_its_index_and_manifest_tell(pair):
+    fits = "index, pointers and sizes fit"
+    assert look_over(pair) == f"{fits}, to the manifest too"
+    facts = json.loads(manifest_path(pair).read_text())
+    more = {"tokenizer": {"engine": "words"}, "verification": {"mode": "full"}}
+    manifest_path(pair).write_text(json.dumps(facts | more))
+    assert look_over(pair).endswith("too; encoded by words, verified: full")
+    facts["files"]["x.bin"]["bytes"] += 1
+    manifest_path(pair).write_text(json.dumps(facts))
+    assert look_over(pair) == f"{fits}, but its manifest is of files of other sizes"
+    manifest_path(pair).unlink()
+    assert look_over(pair) == f"{fits}; no manifest"
 
 
 def test_one_flipped_bit_does_not_verify(pair):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mcore_data.config import DataConfig
-from mcore_data.datasets import SPLITS, build_gpt_datasets
+from mcore_data.data_paths import SPLITS
+from mcore_data.datasets import build_gpt_datasets
 from mcore_data.indexed_writing import IndexedWriter
 
 # By megatron-core 0.19.2: of every case and split the length, a hash, and the first sample.

@@ -7,7 +7,7 @@ import numpy as np
 
 from mcore_data.index_format import CorruptDatasetError, bin_path, idx_path
 from mcore_data.indexed import IndexedDataset
-from mcore_data.manifest import check_files, read_manifest
+from mcore_data.manifest import check_files, has_files, read_manifest
 
 _BARS = 12
 _WIDTH = 40
@@ -82,6 +82,26 @@ def find_pairs(folder: str | Path) -> list[str]:
             if not path.is_file():
                 raise ValueError(f"{path} is missing: {stem.name} is not a complete pair.")
     return [str(stem) for stem in sorted(stems)]
+
+
+def look_over(prefix: str | Path) -> str:
+    """Say what is sound about a pair as far as its index and manifest tell; reads no token.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        CorruptDatasetError: if the index is damaged or does not fit the ``.bin``.
+    """
+    IndexedDataset(prefix)
+    facts = read_manifest(prefix)
+    fits = "index, pointers and sizes fit"
+    if not facts:
+        return f"{fits}; no manifest"
+    if not has_files(prefix, facts):
+        return f"{fits}, but its manifest is of files of other sizes"
+    engine = facts.get("tokenizer", {}).get("engine", "")
+    checked = facts.get("verification", {}).get("mode", "")
+    made = f"; encoded by {engine}, verified: {checked}" if engine and checked else ""
+    return f"{fits}, to the manifest too{made}"
 
 
 def verify_pair(prefix: str | Path) -> str:
