@@ -128,6 +128,12 @@ class IndexedDataset:
         start = int(self.index.pointers[sequence]) + offset * self.dtype.itemsize
         return self._bin.read(start, count)
 
+    def stretches(self, num_tokens: int = 1 << 23) -> Iterator[NDArray[Any]]:
+        """Yield all tokens in the order of the file, so many at a time across sequences."""
+        total, size = self.num_tokens, self.dtype.itemsize
+        for start in range(0, total, num_tokens):
+            yield self._bin.read(start * size, min(num_tokens, total - start))
+
     def gather(
         self,
         sequences: NDArray[np.integer],

@@ -141,16 +141,31 @@ def verify_pair(prefix: str | Path) -> str:
 
 
 def largest_token(dataset: IndexedDataset) -> int:
-    """Read every sequence and return the largest token id; -1 without tokens.
+    """Read every token and return the largest id; -1 without tokens.
+
+    Of a multimodal pair the sequences of mode 0, its texts, count.
 
     Raises:
         ValueError: if a token is negative: the sequence is named.
     """
+    modes = dataset.index.modes
+    if modes is None:
+        stretches = dataset.stretches()
+    else:
+        stretches = map(dataset.get, np.flatnonzero(modes == 0).tolist())
     largest = -1
-    for number, tokens in enumerate(dataset):
+    for tokens in stretches:
         if not len(tokens):
             continue
-        if int(tokens.min()) < 0:
+        if tokens.min() < 0:
+            number = _first_negative(dataset)
             raise ValueError(f"{dataset.prefix}: sequence {number} holds a negative token id.")
         largest = max(largest, int(tokens.max()))
     return largest
+
+
+def _first_negative(dataset: IndexedDataset) -> int:
+    """The first sequence of text that holds a negative id."""
+    modes = dataset.index.modes
+    texts = range(len(dataset)) if modes is None else np.flatnonzero(modes == 0).tolist()
+    return next(number for number in texts if (dataset.get(number) < 0).any())
