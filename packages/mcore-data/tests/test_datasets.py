@@ -72,6 +72,21 @@ def test_the_last_tokens_of_validation_data_are_dropped_or_padded(pair):
     assert counted == [55 * 9, 499]
 
 
+@pytest.mark.parametrize("weights", [("3", "1"), ()])
+def test_datasets_built_by_many_threads_are_the_same(pair, tmp_path, weights):
+    words = [word for both in zip(weights or pair, pair, strict=True) for word in both]
+    options = {"data_path": words if weights else pair, "split": "7,3"}
+    options["num_samples"] = (60, 30, 0)
+    alone = build(**options)
+    at_once = build(
+        **options, num_dataset_builder_threads=4, data_cache_path=str(tmp_path / "cache")
+    )
+    for one, many in zip(alone[:2], at_once[:2], strict=True):
+        assert len(one) == len(many)
+        for k in range(len(one)):
+            assert one[k]["tokens"].tolist() == many[k]["tokens"].tolist()
+
+
 def test_prefixes_alone_use_each_once_or_as_far_as_asked(pair):
     train, _, _ = build(data_path=pair, split="1")
     assert len(train) == sum(len(dataset) for dataset in train.datasets)
@@ -174,6 +189,10 @@ def test_a_split_that_is_too_small_names_the_dataset(pair):
     [
         ({"mock_data": True, "data_path": ("a",)}, "one source of data, not --mock-data and"),
         ({"train_data_path": ("a",), "split": "1"}, "--split divides --data-path"),
+        (
+            {"num_dataset_builder_threads": 0},
+            "--num-dataset-builder-threads must be",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags, message):

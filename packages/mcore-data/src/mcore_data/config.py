@@ -180,6 +180,8 @@ class DataConfig:
     """Vocabulary of --mock-data when there is no tokenizer."""
     mmap_bin_files: bool = True
     """Read .bin files by memory map; off reads them with plain file calls."""
+    num_dataset_builder_threads: int = 1
+    """Datasets of a blend that are opened and indexed at a time, for many on a slow disk."""
     mid_level_dataset_surplus: float = 0.005
     """Share by which each dataset of a weighted blend is built larger than its part."""
     dataloader_type: Literal["single", "cyclic", "external"] = "single"
@@ -228,6 +230,8 @@ class DataConfig:
                 "--multiple-validation-sets needs the datasets to score: name two or more by "
                 "--valid-data-path."
             )
+        if self.num_dataset_builder_threads < 1:
+            raise ValueError("--num-dataset-builder-threads must be at least 1.")
         if self.num_workers < 0 or self.mid_level_dataset_surplus < 0:
             raise ValueError("--num-workers and --mid-level-dataset-surplus must be >= 0.")
 

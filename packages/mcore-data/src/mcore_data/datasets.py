@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -283,17 +284,10 @@ def _build_blend(
         return None
     wanted = share.num_samples
     if len(blend.prefixes) == 1:
-        prefix = blend.prefixes[0]
-        if not wanted and not _has_documents(prefix, config, share):
-            return None
-        return _build_one(prefix, config, build, share)
+        return _build_one(blend.prefixes[0], config, build, share)
     if blend.weights is None:
-        epoch = replace(share, num_samples=0)
-        datasets = [
-            _build_one(prefix, config, build, epoch)
-            for prefix in blend.prefixes
-            if _has_documents(prefix, config, epoch)
-        ]
+        shares = [replace(share, num_samples=0)] * len(blend.prefixes)
+        datasets = [each for each in _build_each(blend, config, build, shares) if each]
         if not datasets:
             return None
         whole = sum(len(dataset) for dataset in datasets)
@@ -307,16 +301,11 @@ def _build_blend(
     weights = normalize_weights(blend.weights)
     targets = [math.ceil(wanted * weight) for weight in weights]
     surplus = 1 + config.mid_level_dataset_surplus
-    datasets = [
-        _build_one(
-            prefix,
-            config,
-            build,
-            replace(share, num_samples=max(1, math.ceil(target * surplus))),
-        )
-        for prefix, target in zip(blend.prefixes, targets, strict=True)
+    shares = [
+        replace(share, num_samples=max(1, math.ceil(target * surplus))) for target in targets
     ]
-    # None only where nothing is asked of a prefix, which is then never looked at.
+    datasets = _build_each(blend, config, build, shares)
+    # None only where no sample is asked for, and each is asked for one here.
     # pyrefly: ignore[bad-argument-type]
     return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
 
@@ -327,17 +316,26 @@ def _of_split(blend: Blend, number: int, config: DataConfig) -> Blend:
     return replace(blend, weights=None) if is_whole else blend
 
 
-def _has_documents(prefix: str, config: DataConfig, share: _Share) -> bool:
-    """Whether any document of a dataset falls into a split."""
-    sequences = _open(prefix, config)
-    return bool(split_bounds(share.split, len(sequences))[share.number])
+def _build_each(
+    blend: Blend, config: DataConfig, build: Any, shares: Sequence[_Share]
+) -> list[GPTDataset | PackedDataset | None]:
+    """The datasets of a blend, some at a time: on a slow disk opening them is what takes."""
+
+    def one(prefix: str, share: _Share) -> GPTDataset | PackedDataset | None:
+        return _build_one(prefix, config, build, share)
+
+    with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
+        return list(pool.map(one, blend.prefixes, shares))
 
 
 def _build_one(
     prefix: str, config: DataConfig, build: Any, share: _Share
-) -> GPTDataset | PackedDataset:
+) -> GPTDataset | PackedDataset | None:
+    """One split of one dataset; None if no document falls into it and no sample is wanted."""
     sequences = _open(prefix, config)
     ids = split_bounds(share.split, len(sequences))[share.number]
+    if not ids and not share.num_samples:
+        return None
     try:
         return build(sequences, document_ids=ids, num_samples=share.num_samples)
     except ValueError as error:
