@@ -70,37 +70,48 @@ def texts(tmp_path):
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 
-def test_a_run_on_batches_of_the_caller_continues_to_the_sample(tmp_path, texts):
-    datasets = Datasets(train=batches_from, valid=batches_from)
+def test_a_run_on_batches_of_the_caller_continues_to_the_sample(tmp_path):
+    datasets = Datasets(train=batches_from)
     whole = losses_of(build(datasets, **EXTERNAL))
     options = {**EXTERNAL, "save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
     assert losses_of(build(datasets, **options), until=2) == whole[:2]
-    full = {"data_path": ["7", texts[0], "3", texts[1]], "split": "6,4", **EVERYTHING}
-    score = validate(build(**full), Reporter(None))
-    # 8 and 12 documents of 10 tokens, whatever the weights; the last label closes a sample.
-    assert score.num_tokens == 8 * ((80 - 1) // 8 + (120 - 1) // 8)
-    for continued, found in run_ranks(continue_and_score, 2, options, full):
-        assert continued == pytest.approx(whole[2:], rel=1e-5)
-        assert found.num_tokens == score.num_tokens
-        assert found.loss == pytest.approx(score.loss, rel=1e-5)
-    load_only = {**EXTERNAL, "load": str(tmp_path / "run"), "ckpt_step": 2}
+    load_only = {**options, "save": "", "ckpt_step": 2}
     assert losses_of(build(datasets, **load_only)) == whole[2:]
+    for continued in run_ranks(continue_under_two_ranks, 2, load_only):
+        assert continued == pytest.approx(whole[2:], rel=1e-5)
     listed = Datasets(train=list(batches_from(place_at(0))))
     assert losses_of(build(listed, **EXTERNAL)) == whole
     with pytest.raises(ValueError, match=r"continues after 8 samples.*Give a function of"):
         losses_of(build(listed, **load_only))
 
 
-EVERYTHING = {"eval_interval": 1, "full_validation": True}
+def continue_under_two_ranks(options):
+    datasets = Datasets(train=batches_from)
+    return losses_of(build(datasets, world_size=2, micro_batch_size=1, **options))
 
 
-def continue_and_score(options, full):
-    run = build(Datasets(train=batches_from), world_size=2, micro_batch_size=1, **{
-        **options, "save": "", "ckpt_step": 2,
-    })  # fmt: skip
-    # 20 samples over two ranks by threes: a filler at the end of one.
-    scored = build(world_size=2, **{**full, "micro_batch_size": 3, "global_batch_size": 12})
-    return losses_of(run), validate(scored, Reporter(None))
+def test_full_validation_scores_every_sample_once_under_every_layout(texts):
+    options = {"data_path": ["7", texts[0], "3", texts[1]], "split": "6,4", "num_layers": 2}
+    options |= {"eval_interval": 1, "full_validation": True}
+    score = validate(build(**options), Reporter(None))
+    # 8 and 12 documents of 10 tokens, whatever the weights; the last label closes a sample.
+    assert score.num_tokens == 8 * ((80 - 1) // 8 + (120 - 1) // 8)
+    for scores in run_ranks(score_in_layouts, 2, options):
+        for found in scores:
+            assert found.num_tokens == score.num_tokens
+            assert found.loss == pytest.approx(score.loss, rel=1e-5)
+
+
+def score_in_layouts(options):
+    layouts = [
+        # 23 samples over two ranks by threes: a filler at the end of one.
+        {"micro_batch_size": 3, "global_batch_size": 12},
+        # 12 micro-batches in groups of 5: a pipeline that is short at the end.
+        {"pipeline_model_parallel_size": 2, "global_batch_size": 10},
+    ]
+    return [
+        validate(build(world_size=2, **options, **layout), Reporter(None)) for layout in layouts
+    ]
 
 
 def place_at(consumed_samples):
