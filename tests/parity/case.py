@@ -16,8 +16,8 @@ import torch
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import Run
+from mcore_train.batches import train_batches
 from mcore_train.composition import compose
-from mcore_train.loop import train_batches
 from mcore_train.resolution import Plan, resolve
 from mcore_train.trial import (
     Rows,

@@ -109,7 +109,7 @@ def test_bad_chats_are_named(tmp_path, capsys):
         ("{", "line 1: no chat"),
         ('{"messages": []}', "line 1: no chat"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "chat 1 has nothing to learn"),
-        ('{"messages": [{"content": "x"}]}', "chat 1: KeyError"),
+        ('{"messages": [{"content": "x"}]}', "chat 1: message 1 has no role"),
     ):
         assert prepare(tmp_path, [line]) == 2
         assert message in capsys.readouterr().err

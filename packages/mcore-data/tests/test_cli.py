@@ -78,6 +78,7 @@ def test_preprocess_merge_inspect_verify_and_index(book, tmp_path):
     assert IndexedDataset(merged).num_documents == 8
     done = data("inspect", merged, "--tokenizer", book / "tokenizer", "--samples", 1)
     assert "num documents: 8" in done.stdout
+    assert "checks: index, pointers and sizes fit, to the manifest too; encoded" in done.stdout
     assert "In the beginning was the word.<|endoftext|>" in done.stdout
     done = data("verify", merged)
     assert "sound" in done.stdout

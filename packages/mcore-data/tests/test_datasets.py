@@ -1,11 +1,15 @@
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from mcore_data.blending import BlendedDataset
 from mcore_data.config import DataConfig
-from mcore_data.datasets import Blend, build_gpt_datasets, parse_blend
+from mcore_data.data_paths import Blend, parse_blend
+from mcore_data.datasets import build_gpt_datasets
 from mcore_data.indexed_writing import IndexedWriter
 from mcore_data.tokenizer import load_tokenizer
 
@@ -68,11 +72,52 @@ def test_the_last_tokens_of_validation_data_are_dropped_or_padded(pair):
     assert counted == [55 * 9, 499]
 
 
+@pytest.mark.parametrize("weights", [("3", "1"), ()])
+def test_datasets_built_by_many_threads_are_the_same(pair, tmp_path, weights):
+    words = [word for both in zip(weights or pair, pair, strict=True) for word in both]
+    options = {"data_path": words if weights else pair, "split": "7,3"}
+    options["num_samples"] = (60, 30, 0)
+    alone = build(**options)
+    at_once = build(
+        **options, num_dataset_builder_threads=4, data_cache_path=str(tmp_path / "cache")
+    )
+    for one, many in zip(alone[:2], at_once[:2], strict=True):
+        assert len(one) == len(many)
+        for k in range(len(one)):
+            assert one[k]["tokens"].tolist() == many[k]["tokens"].tolist()
+
+
 def test_prefixes_alone_use_each_once_or_as_far_as_asked(pair):
     train, _, _ = build(data_path=pair, split="1")
     assert len(train) == sum(len(dataset) for dataset in train.datasets)
     train, _, _ = build(data_path=pair, split="1", num_samples=(50, 0, 0))
     assert len(train) == 50
+
+
+def test_only_the_splits_that_are_asked_for_are_built(pair):
+    words = {"data_path": ("3", pair[0], "1", pair[1]), "split": "8,1,1"}
+    built = build_gpt_datasets(
+        DataConfig(**words), None, sequence_length=9, seed=1, num_samples=(20, 0, 0),
+        only=("train",),
+    )  # fmt: skip
+    assert [dataset is None for dataset in built] == [False, True, True]
+    mock = build_gpt_datasets(
+        DataConfig(mock_data=True), None, sequence_length=9, seed=1, only=("valid",)
+    )
+    assert [dataset is None for dataset in mock] == [True, False, True]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_full_validation_takes_every_sample_once_whatever_its_dataset_weighs(pair, own):
+    words = ("3", pair[0], "1", pair[1])
+    flags = {"data_path": words, "split": "5,5"}
+    if own:
+        flags = {"train_data_path": words, "valid_data_path": words}
+    train, valid, _ = build(num_samples=(20, 0, 0), full_validation=True, **flags)
+    assert np.bincount(train.dataset_index).tolist() == [15, 5]
+    each = 111 if own else 55  # 1000 or 500 tokens, cut by 9
+    assert np.bincount(valid.dataset_index).tolist() == [each, each]
+    assert len(tokens_of(valid)) == 2 * each * 9
 
 
 def test_weights_without_a_size_are_refused(pair):
@@ -144,6 +189,10 @@ def test_a_split_that_is_too_small_names_the_dataset(pair):
     [
         ({"mock_data": True, "data_path": ("a",)}, "one source of data, not --mock-data and"),
         ({"train_data_path": ("a",), "split": "1"}, "--split divides --data-path"),
+        (
+            {"num_dataset_builder_threads": 0},
+            "--num-dataset-builder-threads must be",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags, message):
@@ -154,3 +203,44 @@ def test_flags_that_contradict_each_other_are_refused(flags, message):
 def test_no_source_at_all_is_refused():
     with pytest.raises(ValueError, match="names no dataset"):
         build()
+
+
+SIXTEEN = """
+import hashlib, os, sys
+from mcore_data.config import DataConfig
+from mcore_data.datasets import build_gpt_datasets
+
+gate, opener = os.pipe()
+for _ in range(16):
+    if os.fork() == 0:
+        os.close(opener)
+        os.read(gate, 1)  # returns when the parent closes its end: all start at once
+        config = DataConfig(data_path=("3", sys.argv[1], "1", sys.argv[2]), split="8,2",
+                            data_cache_path=sys.argv[3])
+        built = build_gpt_datasets(config, None, sequence_length=9, seed=1,
+                                   num_samples=(4000, 400, 0))
+        digest = hashlib.sha256()
+        for blend in built[:2]:
+            digest.update(blend.dataset_index.tobytes() + blend.sample_index.tobytes())
+            for part in blend.datasets:
+                digest.update(part.index.shuffle.tobytes() + part.index.samples.tobytes())
+        os.write(1, f"{digest.hexdigest()}\\n".encode())
+        os._exit(0)
+os.close(opener)
+sys.exit(any(os.wait()[1] for _ in range(16)))
+"""
+
+
+def test_sixteen_processes_may_start_at_once_on_one_cache(pair, tmp_path):
+    cache = tmp_path / "cache"
+    words = [sys.executable, "-c", SIXTEEN, *pair, str(cache)]
+    for _ in range(2):  # the second time all is there
+        done = subprocess.run(
+            words, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        digests = done.stdout.split()
+        assert len(digests) == 16
+        assert len(set(digests)) == 1
+        # Two blends of two arrays, and four datasets of three; no lock, nothing half written.
+        assert len(list(cache.iterdir())) == 2 * 2 + 4 * 3

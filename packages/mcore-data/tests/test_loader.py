@@ -39,6 +39,18 @@ def test_worker_processes_give_the_same_batches(dataset):
         assert torch.equal(ours["tokens"], theirs["tokens"])
 
 
+def test_a_full_pass_gives_every_sample_once_and_fillers_that_count_nothing(dataset):
+    options = {"micro_batch_size": 3, "dataloader_type": "full"}
+    loaders = [build_loader(dataset, **options, dp_rank=r, dp_size=5) for r in range(5)]
+    assert [len(loader) for loader in loaders] == [3] * 5
+    batches = [batch for step in zip(*loaders, strict=True) for batch in step]
+    counted = torch.cat([batch["loss_mask"] for batch in batches]).amin(1)
+    assert counted.tolist() == [1] * 40 + [0] * 5
+    tokens = torch.cat([batch["tokens"] for batch in batches])[:40]
+    assert tokens.tolist() == [dataset[k]["tokens"].tolist() for k in range(40)]
+    assert dataset[0]["loss_mask"].all()
+
+
 def test_an_external_loader_is_handed_through():
     batches = [{"tokens": torch.zeros(1, 1)}]
     assert build_loader(batches, micro_batch_size=1, dataloader_type="external") is batches

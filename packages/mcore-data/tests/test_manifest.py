@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from mcore_data.index_format import CorruptDatasetError
+from mcore_data.indexed import IndexedDataset
 from mcore_data.indexed_writing import IndexedWriter
-from mcore_data.inspection import verify_pair
+from mcore_data.inspection import look_over, verify_pair
 from mcore_data.manifest import manifest_path, read_manifest, write_manifest
 from mcore_data.merging import merge_pairs
 
@@ -32,6 +33,20 @@ def test_a_sound_pair_is_verified_with_checksums_or_says_that_it_has_none(pair):
     assert "3 documents, 4 tokens, largest id 4, checksums as in its" in verify_pair(pair)
     manifest_path(pair).unlink()
     assert "no manifest" in verify_pair(pair)
+
+
+def test_a_look_at_a_pair_says_what_its_index_and_manifest_tell(pair):
+    fits = "index, pointers and sizes fit"
+    assert look_over(pair) == f"{fits}, to the manifest too"
+    facts = json.loads(manifest_path(pair).read_text())
+    more = {"tokenizer": {"engine": "words"}, "verification": {"mode": "full"}}
+    manifest_path(pair).write_text(json.dumps(facts | more))
+    assert look_over(pair).endswith("too; encoded by words, verified: full")
+    facts["files"]["x.bin"]["bytes"] += 1
+    manifest_path(pair).write_text(json.dumps(facts))
+    assert look_over(pair) == f"{fits}, but its manifest is of files of other sizes"
+    manifest_path(pair).unlink()
+    assert look_over(pair) == f"{fits}; no manifest"
 
 
 def test_one_flipped_bit_does_not_verify(pair):
@@ -81,3 +96,27 @@ def test_pairs_of_two_tokenizers_or_damaged_ones_are_not_merged(pair, tmp_path):
     with pytest.raises(CorruptDatasetError, match="checksum"):
         merge_pairs([pair], tmp_path / "z")
     assert not list(tmp_path.glob("z*"))
+
+
+def test_a_negative_id_is_named_by_its_sequence_but_not_among_images(tmp_path):
+    prefix = tmp_path / "x"
+    with IndexedWriter(prefix, "int32") as writer:
+        writer.add_document([1, 2, 3, -4, 5], [2, 0, 3])
+    with pytest.raises(ValueError, match="sequence 2 holds a negative token id"):
+        verify_pair(prefix)
+    with IndexedWriter(prefix, "int32", multimodal=True) as writer:
+        writer.add_document([1, 2, -3, 9], [2, 2], [0, 1])
+    assert "largest id 2" in verify_pair(prefix)
+    with IndexedWriter(prefix, "int32", multimodal=True) as writer:
+        writer.add_document([9, 9, -3], [2, 1], [1, 0])
+    with pytest.raises(ValueError, match="sequence 1 holds a negative token id"):
+        verify_pair(prefix)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_stretches_are_all_tokens_in_the_order_of_the_file(tmp_path, mmap):
+    with IndexedWriter(tmp_path / "x", "uint16") as writer:
+        writer.add_documents(np.arange(100), np.array([30, 0, 69, 1]))
+    found = [*IndexedDataset(tmp_path / "x", mmap=mmap).stretches(num_tokens=33)]
+    assert [len(part) for part in found] == [33, 33, 33, 1]
+    assert np.concatenate(found).tolist() == list(range(100))

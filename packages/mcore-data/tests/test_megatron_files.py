@@ -9,7 +9,10 @@ from mcore_data.index_format import DTYPES, bin_path, idx_path
 from mcore_data.indexed import IndexedDataset
 from mcore_data.indexed_writing import IndexedWriter
 
-pytestmark = pytest.mark.megatron
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.filterwarnings("ignore"),  # of what megatron-core misses or does here
+]
 
 # Tokens of each sequence of each document: an empty document and an empty sequence too.
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[5]], [[], [6, 7]], [[100] * 50]]

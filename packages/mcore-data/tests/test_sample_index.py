@@ -1,7 +1,3 @@
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -171,42 +167,6 @@ def test_the_cache_knows_content_not_names(tmp_path):
         content_hash(LENGTHS, IDS, SampleIndexSpec(sequence_length=4, seed=1)),
     ]
     assert len({key, *others}) == 5
-
-
-SIXTEEN = """
-import hashlib, os, sys
-import numpy as np
-from mcore_data.sample_index import SampleIndexSpec, load_sample_index
-
-lengths = np.tile(np.array([5, 3, 7, 1, 4], np.int32), 5000)
-gate, opener = os.pipe()
-for _ in range(16):
-    if os.fork() == 0:
-        os.close(opener)
-        os.read(gate, 1)  # returns when the parent closes its end: all start at once
-        spec = SampleIndexSpec(sequence_length=4, seed=3)
-        index = load_sample_index(lengths, range(len(lengths)), spec, sys.argv[1])
-        digest = hashlib.sha256(index.shuffle.tobytes() + index.samples.tobytes())
-        os.write(1, f"{digest.hexdigest()}\\n".encode())
-        os._exit(0)
-os.close(opener)
-sys.exit(any(os.wait()[1] for _ in range(16)))
-"""
-
-
-def test_sixteen_processes_may_build_one_cache_at_once(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SIXTEEN, str(tmp_path)],
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    digests = done.stdout.split()
-    assert len(digests) == 16
-    assert len(set(digests)) == 1
-    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_builder_that_fails_leaves_nothing_in_the_cache(tmp_path):

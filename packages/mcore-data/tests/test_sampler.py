@@ -52,6 +52,12 @@ def test_full_gives_every_sample_once_and_fillers_at_the_end():
     ranks = [list(FullSampler(num_samples=5, dp_rank=r, dp_size=2)) for r in range(2)]
     assert ranks == [[[0], [2], [4]], [[1], [3], [None]]]
     assert len(FullSampler(num_samples=5, dp_rank=1, dp_size=2)) == 3
+    pairs = {"num_samples": 5, "micro_batch_size": 2, "dp_size": 2}
+    ranks = [list(FullSampler(**pairs, dp_rank=r)) for r in range(2)]
+    assert ranks == [[[0, 1], [4, None]], [[2, 3], [None, None]]]
+    assert len(FullSampler(**pairs)) == 2
+    with pytest.raises(ValueError, match="make no sense"):
+        FullSampler(**pairs, dp_rank=2)
 
 
 def test_nothing_left_is_an_error_that_says_what_to_do():

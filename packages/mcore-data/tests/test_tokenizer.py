@@ -65,7 +65,8 @@ def ranks(tmp_path_factory):
 
 
 @pytest.fixture(
-    params=["HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase",
+    params=["HuggingFaceTokenizer", "SFTTokenizer", "GPT2BPETokenizer",
+            "BertWordPieceLowerCase",
             "BertWordPieceCase", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
             "Llama2Tokenizer", "TikTokenizer", "NullTokenizer", "ByteTokenizer"]
 )  # fmt: skip
@@ -73,6 +74,7 @@ def any_tokenizer(request, bpe_folder, gpt2_files, sentencepiece_model, bert_voc
     files = {
         "TikTokenizer": {"tokenizer_model": ranks},
         "HuggingFaceTokenizer": {"tokenizer_model": bpe_folder},
+        "SFTTokenizer": {"tokenizer_model": bpe_folder},
         "GPT2BPETokenizer": {
             "vocab_file": gpt2_files / "vocab.json",
             "merge_file": gpt2_files / "merges.txt",

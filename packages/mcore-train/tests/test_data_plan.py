@@ -1,9 +1,11 @@
 """What a run reads, told from its checkpoint alone."""
 
 import json
+from itertools import chain
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from mcore_data.chat import prepare_chats
@@ -13,8 +15,10 @@ from mcore_data.explaining import RunData
 from mcore_data.indexed_writing import IndexedWriter
 from mcore_data.tokenizer import load_tokenizer
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
 from mcore_train import loop
 from mcore_train.assembly import assemble
+from mcore_train.batches import train_batches
 from mcore_train.composition import compose
 from mcore_train.log import Reporter
 from mcore_train.loop import train, validate
@@ -45,9 +49,9 @@ def texts(tmp_path):
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 
-def build(**options):
+def build(world_size=1, **options):
     config = compose({**TINY, **options})
-    plan = resolve(config, 1, tokenizer_vocab_size=257)
+    plan = resolve(config, world_size, tokenizer_vocab_size=257)
     run = assemble(plan, ParallelContext.build(config.parallelism))
     load_run(run)
     return run
@@ -143,6 +147,50 @@ def test_where_a_document_went_is_every_step_that_read_it(texts, tmp_path, monke
     ):
         assert mcore_data([*command, *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_run_is_told_through_other_ranks_batch_sizes_and_mixtures(texts, tmp_path, capsys):
+    a, b = texts
+    file = tmp_path / "mixture.json"
+    options = {
+        "data_mixture_path": write_mixture(file, (1, ["1", a])),
+        "split": "",
+        "global_batch_size": 4,
+        "rampup_batch_size": (2, 2, 6),
+        "train_samples": 26,
+        "save": str(tmp_path / "run"),
+        "load": str(tmp_path / "run"),
+    }
+    # Micro-batches of one row: rank 1 reads every other row of the global batch.
+    ranks = run_ranks(train_until, 2, options, 4)
+    seen = {
+        step: np.stack([*chain.from_iterable(zip(*(r[step] for r in ranks), strict=True))])
+        for step in ranks[0]
+    }
+    write_mixture(file, (1, ["1", a]), (6, ["1", a, "3", b]))
+    seen |= train_until({**options, "micro_batch_size": 2}, 8)
+    assert [len(rows) for rows in seen.values()] == [2, 2, 2, 4, 4, 4, 4, 4]
+    data = RunData(tmp_path / "run")
+    read = {}
+    for step, rows in seen.items():
+        for sample, row in enumerate(rows):
+            assert told(data, step, sample) == row.tolist()
+            for piece in data.explain(step, sample):
+                read.setdefault((piece.prefix, piece.document), set()).add((step, sample))
+    assert {prefix for prefix, _ in read} == {a, b}
+    for (prefix, document), visits in read.items():
+        found = {(visit.step, visit.sample) for visit in data.visits(prefix, document)}
+        assert found == visits
+    command = ["explain", "--run", str(tmp_path / "run"), "--step", "7", "--sample", "2"]
+    assert mcore_data(command) == 0
+    assert "step 7, sample 2 of 4:\n  tokens 0-" in capsys.readouterr().out
+
+
+def train_until(options, step):
+    """Train on this rank; its rows of every step done."""
+    with pytest.MonkeyPatch.context() as patch:
+        size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return train_and_watch(patch, build(world_size=size, **options), until=step)
 
 
 def test_data_that_changed_since_are_not_explained(texts, tmp_path):
@@ -273,7 +321,7 @@ def test_chats_are_trained_on_and_explained(tmp_path, monkeypatch):
         train_iters=2,
         save=str(tmp_path / "run"),
     )
-    batch = next(loop.train_batches(run))[0]
+    batch = next(train_batches(run))[0]
     assert batch.documents is not None
     assert batch.positions is not None
     learnt = batch.labels[batch.loss_mask > 0].tolist()
@@ -302,7 +350,7 @@ def test_rewritten_documents_are_trained_on_and_explained_as_stored(texts, tmp_p
         train_iters=1,
         save=str(tmp_path / "run"),
     )
-    assert (next(loop.train_batches(run))[0].tokens == 1).any()
+    assert (next(train_batches(run))[0].tokens == 1).any()
     train(run, Reporter(None))
     assert mcore_data(["explain", "--run", str(tmp_path / "run"), "--step", "1"]) == 0
     assert "(as stored; --fim-data rewrites it" in capsys.readouterr().out

@@ -31,12 +31,15 @@ def cached_arrays(
         key: hash of all that decides the arrays.
         names: of the arrays, in the order in which ``build`` returns them.
         build: makes the arrays; must give the same bytes in every process.
+
+    Raises:
+        ValueError: if arrays are missing and the folder cannot be written.
     """
     if not folder:
         return list(build())
     paths = [Path(folder) / f"{key}-{name}.npy" for name in names]
     if not _complete(paths):
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        _make(Path(folder))
         with _lock(Path(folder) / f".{key}.lock"):
             if not _complete(paths):  # else a peer has built them meanwhile
                 for path, array in zip(paths, build(), strict=True):
@@ -56,6 +59,20 @@ def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
         partial.unlink(missing_ok=True)
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"--data-cache-path {folder} takes no files ({error.strerror}): name a folder that can "
+        "be written, or one in which mcore-data index has made the indices of this run."
+    )
+
+
 def _complete(paths: Sequence[Path]) -> bool:
     return all(path.is_file() for path in paths)
 
@@ -63,7 +80,11 @@ def _complete(paths: Sequence[Path]) -> bool:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold a lock on ``path`` if the file system has locks; the file goes with its user."""
-    with path.open("wb") as file:
+    try:
+        file = path.open("wb")
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
+    with file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         try:

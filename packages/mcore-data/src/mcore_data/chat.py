@@ -158,11 +158,14 @@ def prepare_chats(
     ):
         for messages in chats:
             try:
+                _check_messages(messages)
                 tokens, learnt = encode_chat(messages, tokenizer, render)
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"chat {num_chats + 1}: {error!r}") from error
+                raise ValueError(f"chat {num_chats + 1}: {error}") from error
             if not any(learnt):
-                raise ValueError(f"chat {num_chats + 1} has nothing to learn.")
+                raise ValueError(
+                    f"chat {num_chats + 1} has nothing to learn: no message of the assistant."
+                )
             token_writer.add_document(tokens)
             learnt_writer.add_document(learnt)
             num_chats += 1
@@ -175,8 +178,11 @@ def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[st
     """Yield the chats of a JSONL file: a list of messages under ``key`` in each line.
 
     Raises:
+        FileNotFoundError: if there is no such file.
         ValueError: for a line that holds no chat, with its number.
     """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--input {path} is not a file.")
     with Path(path).open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -189,6 +195,19 @@ def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[st
                     f"{path}, line {number}: no chat (a list of messages under {key!r})."
                 )
             yield messages
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what a template would pass over in silence.
+
+    Raises:
+        ValueError: for a message without a role, or that says and calls nothing.
+    """
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {number} has no role.")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"message {number} has no content.")
 
 
 class SFTDataset(PackedDataset):

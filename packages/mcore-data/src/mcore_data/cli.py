@@ -3,6 +3,7 @@
 import difflib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _call(COMMANDS[name][1], name, rest)
     except (ValueError, FileNotFoundError, ImportError) as error:
         return _fail(str(error), code=2)
+    except BrokenPipeError:  # whoever read the output, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (RuntimeError, OSError) as error:
         return _fail(str(error), code=1)
 
@@ -89,6 +93,8 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
         print(f"skipped: {line}", file=sys.stderr)
     if report.num_bad_records:
         print(f"skipped {report.num_bad_records} bad records in all", file=sys.stderr)
+    if not report.num_documents:
+        print("warning: the inputs hold no record, so the outputs are empty", file=sys.stderr)
     for key, prefix in report.prefixes.items():
         print(
             f"{prefix}.bin/.idx: {report.num_documents:,} documents, "
@@ -137,18 +143,16 @@ def inspect(prefix: Prefix, tokenizer: str = "", samples: int = 2) -> int:
     from dataclasses import asdict
 
     from mcore_data.indexed import IndexedDataset
-    from mcore_data.inspection import length_histogram, summarize
+    from mcore_data.inspection import length_histogram, look_over, summarize
+    from mcore_data.tokenizer import load_tokenizer
 
+    coder = load_tokenizer(tokenizer) if tokenizer else None
     dataset = IndexedDataset(prefix)
     for name, value in asdict(summarize(dataset)).items():
         print(f"{name.replace('_', ' '):>14}: {value}")
+    print(f"{'checks':>14}: {look_over(prefix)}")
     print("\nsequences by length in tokens")
     print("\n".join(length_histogram(dataset)))
-    coder = None
-    if tokenizer:
-        from mcore_data.tokenizer import load_tokenizer
-
-        coder = load_tokenizer(tokenizer)
     for number in range(min(samples, len(dataset))):
         tokens = dataset[number][:64].tolist()
         shown = coder.decode(tokens) if coder else str(tokens)
@@ -176,18 +180,18 @@ def index(
     Args:
         data: the run's data flags, with --data-cache-path.
         seq_length: the run's.
-        num_samples: samples of train, valid and test that the run takes.
+        num_samples: samples of train, valid and test that the run takes: its steps (or
+            --eval-iters) times its global batch. 0 takes one epoch of train, and of the
+            others nothing, unless --full-validation is given.
         seed: the run's.
     """
-    from mcore_data.datasets import SPLITS, build_gpt_datasets
+    from mcore_data.datasets import build_indices
 
     if not data.data_cache_path:
         raise ValueError("--data-cache-path names the folder to keep the indices in: give it.")
-    built = build_gpt_datasets(
-        data, None, sequence_length=seq_length, seed=seed, num_samples=num_samples
-    )
-    for name, dataset in zip(SPLITS, built, strict=True):
-        print(f"{name}: {len(dataset):,} samples" if dataset else f"{name}: none")
+    found = build_indices(data, sequence_length=seq_length, seed=seed, num_samples=num_samples)
+    for name, size in found.items():
+        print(f"{name}: {size:,} samples" if size else f"{name}: none")
     return 0
 
 

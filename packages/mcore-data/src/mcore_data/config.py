@@ -8,6 +8,7 @@ from typing import Literal
 
 TokenizerType = Literal[
     "HuggingFaceTokenizer",
+    "SFTTokenizer",
     "GPT2BPETokenizer",
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -27,7 +28,8 @@ class TokenizerConfig:
     """Which tokenizer, and the local files that it is built from."""
 
     tokenizer_type: TokenizerType = "HuggingFaceTokenizer"
-    """Kind of tokenizer, by Megatron's names."""
+    """Kind of tokenizer, by Megatron's names. SFTTokenizer is a Hugging Face folder whose chat
+    template counts, for prepare-chats."""
     tokenizer_model: str = ""
     """Model file or folder: a Hugging Face folder, a tokenizer.json, a SentencePiece model,
     or mergeable ranks for TikTokenizer."""
@@ -99,6 +101,9 @@ class PreprocessConfig:
     verify: Literal["full", "sample", "off"] = "sample"
     """Encode texts by the tokenizer too, and stop where the engine differs: all, one in 512
     (those over a million characters left out), or none. The manifest says what was done."""
+    overwrite: bool = False
+    """Replace finished outputs that other inputs or options have made; they stay until the
+    new ones are whole. The same command again always may."""
     on_bad_record: Literal["refuse", "skip"] = "refuse"
     """What to do with an empty, truncated or otherwise wrong record: stop and name it, or
     leave it out, count it and name the first ones."""
@@ -162,6 +167,9 @@ class DataConfig:
     only what the assistant says counts in the loss."""
     multiple_validation_sets: bool = False
     """Score every dataset of --valid-data-path by itself instead of one blend of them."""
+    full_validation: bool = False
+    """Score all validation data each time, every sample once whatever its dataset weighs,
+    instead of --eval-iters batches."""
     object_storage_cache_path: str = ""
     """Local folder for the indices of datasets in object stores (s3://bucket/prefix)."""
     data_cache_path: str = ""
@@ -172,6 +180,8 @@ class DataConfig:
     """Vocabulary of --mock-data when there is no tokenizer."""
     mmap_bin_files: bool = True
     """Read .bin files by memory map; off reads them with plain file calls."""
+    num_dataset_builder_threads: int = 1
+    """Datasets of a blend that are opened and indexed at a time, for many on a slow disk."""
     mid_level_dataset_surplus: float = 0.005
     """Share by which each dataset of a weighted blend is built larger than its part."""
     dataloader_type: Literal["single", "cyclic", "external"] = "single"
@@ -220,6 +230,8 @@ class DataConfig:
                 "--multiple-validation-sets needs the datasets to score: name two or more by "
                 "--valid-data-path."
             )
+        if self.num_dataset_builder_threads < 1:
+            raise ValueError("--num-dataset-builder-threads must be at least 1.")
         if self.num_workers < 0 or self.mid_level_dataset_surplus < 0:
             raise ValueError("--num-workers and --mid-level-dataset-surplus must be >= 0.")
 

@@ -108,7 +108,8 @@ def find_plan(run: str | Path) -> tuple[DataPlan, Path]:
     file = folder / PLAN_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file} does not exist. Give a folder that mcore-train saved a checkpoint in."
+            f"{file} does not exist. Give a folder that mcore-train saved a checkpoint in, of "
+            "a run whose batches did not come from its caller."
         )
     return parse_plan(file.read_text(encoding="utf-8")), folder
 
@@ -150,6 +151,7 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
         num_samples=plan.num_samples,
         fim=plan.fim,
         samples_before=lambda step: samples_before(plan.stretches, step),
+        only=("train",),
     )[0]
     if plan.ledger and tuple(built.ledger(plan.consumed_samples)) != plan.ledger:
         raise ValueError(

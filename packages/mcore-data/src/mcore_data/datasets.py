@@ -1,26 +1,27 @@
 """From data flags to the train, valid and test datasets of a run."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mcore_data.blending import BlendedDataset, OrderedBlend, normalize_weights
 from mcore_data.chat import LEARNT, TOKENS
 from mcore_data.config import DataConfig, FIMConfig
+from mcore_data.data_paths import SPLITS, Blend, parse_blend, read_split_words, read_words
 from mcore_data.fim import FillInMiddle
 from mcore_data.gpt import GPTDataset
+from mcore_data.index_format import idx_path
 from mcore_data.indexed import IndexedDataset
 from mcore_data.mixture import build_mixture, read_mixture
 from mcore_data.mock import MockDocuments
+from mcore_data.object_store import is_remote
 from mcore_data.packing import PackedDataset
 from mcore_data.splitting import NUM_SPLITS, split_bounds
 from mcore_data.tokenizer import Tokenizer
 
-SPLITS = ("train", "valid", "test")
 _DEFAULT_SPLIT = "969,30,1"
 _MOCK_SPLIT = "1,1,1"
 _NO_FIM = FIMConfig()
@@ -28,40 +29,6 @@ _MOCK_MAX_LENGTH = 4095
 _MOCK_MAX_SAMPLES = 8  # of one document: its length over the sequence length
 
 Datasets = tuple[GPTDataset | PackedDataset | OrderedBlend | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Blend:
-    """Datasets to mix.
-
-    Attributes:
-        prefixes: of the ``.bin``/``.idx`` pairs.
-        weights: share of each, or None to use each once.
-    """
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-
-
-def parse_blend(words: Sequence[str]) -> Blend:
-    """Read prefixes, or weights and prefixes in turn.
-
-    An even number of words is read as pairs if every first one is a number.
-
-    Raises:
-        ValueError: if some but not all of them are numbers, or there is no word.
-    """
-    if not words:
-        raise ValueError("--data-path names no dataset.")
-    numbers = [_as_number(word) for word in words[::2]]
-    if len(words) % 2 or all(number is None for number in numbers):
-        return Blend(tuple(words), None)
-    weights = tuple(number for number in numbers if number is not None)
-    if len(weights) != len(numbers):
-        raise ValueError(
-            f"--data-path {' '.join(words)}: give prefixes only, or a weight before each."
-        )
-    return Blend(tuple(words[1::2]), weights)
 
 
 def build_gpt_datasets(
@@ -73,6 +40,7 @@ def build_gpt_datasets(
     num_samples: tuple[int, int, int] = (0, 0, 0),
     fim: FIMConfig = _NO_FIM,
     samples_before: Callable[[int], int] | None = None,
+    only: Sequence[str] = SPLITS,
 ) -> Datasets:
     """Datasets for train, valid and test; None where the flags give no data.
 
@@ -88,6 +56,7 @@ def build_gpt_datasets(
         fim: whether and how the training documents are rewritten.
         samples_before: samples that a run uses before a step, for a mixture that changes at
             steps.
+        only: splits to build; the others are None.
 
     Raises:
         ValueError: if the flags contradict each other, or a dataset is too small.
@@ -120,21 +89,26 @@ def build_gpt_datasets(
         ] * NUM_SPLITS
     if fim.fim_data:
         builds[0] = partial(build, transform=FillInMiddle.build(tokenizer, fim))
+    builds = [
+        build if name in only else None for name, build in zip(SPLITS, builds, strict=True)
+    ]
     if config.mock_data:
         return _build_mock(config, tokenizer, builds, sequence_length, num_samples)
     if config.data_mixture_path:
-        epoch = _Epoch(config, builds[0], seed)
-        train = _build_changing(config, epoch, num_samples[0], samples_before)
+        train = None
+        if builds[0]:
+            epoch = _Epoch(config, builds[0], seed)
+            train = _build_changing(config, epoch, num_samples[0], samples_before)
         own = (None, config.valid_data_path, config.test_data_path)
         return (train, *_build_own(own, config, builds, num_samples)[1:])
-    per_split = _per_split_words(config)
+    per_split = read_split_words(config)
     if per_split is not None:
         return _build_own(per_split, config, builds, num_samples)
-    blend = parse_blend(_data_words(config))
+    blend = parse_blend(read_words(config))
     split = config.split or _DEFAULT_SPLIT
     return tuple(
-        _build_blend(blend, config, builds[i], _Share(split, i, num_samples[i]))
-        for i in range(NUM_SPLITS)
+        _build_blend(_of_split(blend, i, config), config, builds[i], _Share(split, i, wanted))
+        for i, wanted in enumerate(num_samples)
     )
 
 
@@ -181,9 +155,43 @@ def build_valid_sets(
             sequence_length=sequence_length,
             seed=seed,
             num_samples=(0, num_samples, 0),
+            only=("valid",),
         )
         assert built[1] is not None
         found[prefix] = built[1]
+    return found
+
+
+def build_indices(
+    config: DataConfig, *, sequence_length: int, seed: int, num_samples: tuple[int, int, int]
+) -> dict[str, int]:
+    """Build what a run keeps in ``--data-cache-path``, without its tokenizer.
+
+    Args:
+        config: the run's options; those of masks and positions change no index.
+        sequence_length: the run's.
+        seed: the run's.
+        num_samples: that the run takes of each split; 0 is one epoch of train, and nothing
+            of the others unless all validation data are scored.
+
+    Returns:
+        Samples of each split, and of each validation set that is scored by itself.
+    """
+    plain = replace(
+        config,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask_in_dataloader=False,
+    )
+    valid = config.full_validation or num_samples[1] > 0
+    wanted = ("train", *["valid"] * valid, *["test"] * (num_samples[2] > 0))
+    common = {"sequence_length": sequence_length, "seed": seed}
+    built = build_gpt_datasets(plain, None, **common, num_samples=num_samples, only=wanted)
+    found = {name: len(data) if data else 0 for name, data in zip(SPLITS, built, strict=True)}
+    if config.multiple_validation_sets and valid:
+        sets = build_valid_sets(plain, None, **common, num_samples=num_samples[1])
+        found |= {f"valid {name}": len(dataset) for name, dataset in sets.items()}
     return found
 
 
@@ -199,7 +207,7 @@ def _build_own(
         apart = i == SPLITS.index("valid") and config.multiple_validation_sets
         share = _Share("1", 0, num_samples[i])
         found.append(
-            _build_blend(parse_blend(words), config, builds[i], share)
+            _build_blend(_of_split(parse_blend(words), i, config), config, builds[i], share)
             if words and not apart
             else None
         )
@@ -254,7 +262,7 @@ def _build_mock(
     )
     bounds = split_bounds(config.split or _MOCK_SPLIT, len(documents))
     return tuple(
-        build(documents, document_ids=ids, num_samples=wanted) if ids else None
+        build(documents, document_ids=ids, num_samples=wanted) if build and ids else None
         for build, ids, wanted in zip(builds, bounds, num_samples, strict=True)
     )
 
@@ -272,21 +280,14 @@ def _build_blend(
     blend: Blend, config: DataConfig, build: Any, share: _Share
 ) -> GPTDataset | PackedDataset | OrderedBlend | None:
     """One split of one dataset or of several mixed."""
-    if split_bounds(share.split, 1)[share.number] is None:
+    if build is None or split_bounds(share.split, 1)[share.number] is None:
         return None
     wanted = share.num_samples
     if len(blend.prefixes) == 1:
-        prefix = blend.prefixes[0]
-        if not wanted and not _has_documents(prefix, config, share):
-            return None
-        return _build_one(prefix, config, build, share)
+        return _build_one(blend.prefixes[0], config, build, share)
     if blend.weights is None:
-        epoch = replace(share, num_samples=0)
-        datasets = [
-            _build_one(prefix, config, build, epoch)
-            for prefix in blend.prefixes
-            if _has_documents(prefix, config, epoch)
-        ]
+        shares = [replace(share, num_samples=0)] * len(blend.prefixes)
+        datasets = [each for each in _build_each(blend, config, build, shares) if each]
         if not datasets:
             return None
         whole = sum(len(dataset) for dataset in datasets)
@@ -300,31 +301,41 @@ def _build_blend(
     weights = normalize_weights(blend.weights)
     targets = [math.ceil(wanted * weight) for weight in weights]
     surplus = 1 + config.mid_level_dataset_surplus
-    datasets = [
-        _build_one(
-            prefix,
-            config,
-            build,
-            replace(share, num_samples=max(1, math.ceil(target * surplus))),
-        )
-        for prefix, target in zip(blend.prefixes, targets, strict=True)
+    shares = [
+        replace(share, num_samples=max(1, math.ceil(target * surplus))) for target in targets
     ]
-    # None only where nothing is asked of a prefix, which is then never looked at.
+    datasets = _build_each(blend, config, build, shares)
+    # None only where no sample is asked for, and each is asked for one here.
     # pyrefly: ignore[bad-argument-type]
     return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
 
 
-def _has_documents(prefix: str, config: DataConfig, share: _Share) -> bool:
-    """Whether any document of a dataset falls into a split."""
-    sequences = _open(prefix, config)
-    return bool(split_bounds(share.split, len(sequences))[share.number])
+def _of_split(blend: Blend, number: int, config: DataConfig) -> Blend:
+    """What of a blend counts in a split: weights do not where all is scored."""
+    is_whole = config.full_validation and SPLITS[number] == "valid"
+    return replace(blend, weights=None) if is_whole else blend
+
+
+def _build_each(
+    blend: Blend, config: DataConfig, build: Any, shares: Sequence[_Share]
+) -> list[GPTDataset | PackedDataset | None]:
+    """The datasets of a blend, some at a time: on a slow disk opening them is what takes."""
+
+    def one(prefix: str, share: _Share) -> GPTDataset | PackedDataset | None:
+        return _build_one(prefix, config, build, share)
+
+    with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
+        return list(pool.map(one, blend.prefixes, shares))
 
 
 def _build_one(
     prefix: str, config: DataConfig, build: Any, share: _Share
-) -> GPTDataset | PackedDataset:
+) -> GPTDataset | PackedDataset | None:
+    """One split of one dataset; None if no document falls into it and no sample is wanted."""
     sequences = _open(prefix, config)
     ids = split_bounds(share.split, len(sequences))[share.number]
+    if not ids and not share.num_samples:
+        return None
     try:
         return build(sequences, document_ids=ids, num_samples=share.num_samples)
     except ValueError as error:
@@ -340,40 +351,13 @@ def _build_chats(tokens: IndexedDataset, **options: Any) -> PackedDataset:
 
 
 def _open(prefix: str, config: DataConfig) -> IndexedDataset:
+    if config.sft and not is_remote(prefix) and not idx_path(prefix + TOKENS).is_file():
+        raise FileNotFoundError(
+            f"{prefix}{TOKENS}.idx does not exist: with --sft give the --output-prefix of "
+            "mcore-data prepare-chats, which writes it from chats."
+        )
     return IndexedDataset(
         prefix + TOKENS * config.sft,
         mmap=config.mmap_bin_files,
         cache_path=config.object_storage_cache_path,
     )
-
-
-def _data_words(config: DataConfig) -> Sequence[str]:
-    if config.data_args_path:
-        return Path(config.data_args_path).read_text().split()
-    return config.data_path
-
-
-def _per_split_words(config: DataConfig) -> tuple[Sequence[str], ...] | None:
-    """Words of each split if the splits have paths of their own, else None."""
-    if config.per_split_data_args_path:
-        fields = json.loads(Path(config.per_split_data_args_path).read_text())
-        unknown = set(fields) - set(SPLITS)
-        if unknown:
-            raise ValueError(
-                f"--per-split-data-args-path {config.per_split_data_args_path} has the key "
-                f"{min(unknown)!r}; it takes {', '.join(SPLITS)}."
-            )
-        lists = [fields.get(name) or [] for name in SPLITS]
-        return tuple(
-            words.split() if isinstance(words, str) else list(map(str, words))
-            for words in lists
-        )
-    paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
-    return paths if any(paths) else None
-
-
-def _as_number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None

@@ -6,8 +6,10 @@ int64 borders, and in multimodal files int8 [S] modes. ``read_index`` maps it an
 everything that it says about itself.
 """
 
+import re
 import struct
 from dataclasses import dataclass
+from glob import escape, glob
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,23 @@ class Index:
     pointers: NDArray[np.int64]
     documents: NDArray[np.int64]
     modes: NDArray[np.int8] | None
+
+
+def hint_at_pairs(prefix: str | Path) -> str:
+    """Say what to give in place of a prefix that names no pair."""
+    bare = re.sub(r"\.(bin|idx)$", "", str(prefix))
+    if bare != str(prefix) and is_pair(bare):
+        return f"A prefix goes without .bin and .idx: give {bare}."
+    near = sorted(str(path)[: -len(".idx")] for path in map(Path, glob(f"{escape(bare)}*.idx")))
+    near = [name for name in near if is_pair(name)]
+    if near:
+        return f"Did you mean {' or '.join(near[:3])}?"
+    return "Give a prefix for which both .bin and .idx exist."
+
+
+def is_pair(prefix: str | Path) -> bool:
+    """Whether both files of a dataset exist."""
+    return bin_path(prefix).is_file() and idx_path(prefix).is_file()
 
 
 def read_index(path: str | Path) -> Index:

@@ -18,6 +18,7 @@ from mcore_data.index_format import (
     CorruptDatasetError,
     Index,
     bin_path,
+    hint_at_pairs,
     idx_path,
     read_index,
 )
@@ -55,9 +56,7 @@ class IndexedDataset:
             return
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path} does not exist. Give a prefix for which both .bin and .idx exist."
-                )
+                raise FileNotFoundError(f"{path} does not exist. {hint_at_pairs(prefix)}")
         self.index = read_index(idx_path(prefix))
         _check_pair(self.prefix, self.index, bin_path(prefix).stat().st_size)
         self._bin = (_MappedBin if mmap else _FileBin)(bin_path(prefix), self.index.dtype)
@@ -128,6 +127,12 @@ class IndexedDataset:
             )
         start = int(self.index.pointers[sequence]) + offset * self.dtype.itemsize
         return self._bin.read(start, count)
+
+    def stretches(self, num_tokens: int = 1 << 23) -> Iterator[NDArray[Any]]:
+        """Yield all tokens in the order of the file, so many at a time across sequences."""
+        total, size = self.num_tokens, self.dtype.itemsize
+        for start in range(0, total, num_tokens):
+            yield self._bin.read(start * size, min(num_tokens, total - start))
 
     def gather(
         self,

@@ -7,7 +7,7 @@ import numpy as np
 
 from mcore_data.index_format import CorruptDatasetError, bin_path, idx_path
 from mcore_data.indexed import IndexedDataset
-from mcore_data.manifest import check_files, read_manifest
+from mcore_data.manifest import check_files, has_files, read_manifest
 
 _BARS = 12
 _WIDTH = 40
@@ -84,6 +84,26 @@ def find_pairs(folder: str | Path) -> list[str]:
     return [str(stem) for stem in sorted(stems)]
 
 
+def look_over(prefix: str | Path) -> str:
+    """Say what is sound about a pair as far as its index and manifest tell; reads no token.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        CorruptDatasetError: if the index is damaged or does not fit the ``.bin``.
+    """
+    IndexedDataset(prefix)
+    facts = read_manifest(prefix)
+    fits = "index, pointers and sizes fit"
+    if not facts:
+        return f"{fits}; no manifest"
+    if not has_files(prefix, facts):
+        return f"{fits}, but its manifest is of files of other sizes"
+    engine = facts.get("tokenizer", {}).get("engine", "")
+    checked = facts.get("verification", {}).get("mode", "")
+    made = f"; encoded by {engine}, verified: {checked}" if engine and checked else ""
+    return f"{fits}, to the manifest too{made}"
+
+
 def verify_pair(prefix: str | Path) -> str:
     """Check all of a pair, and say in a few words what was found.
 
@@ -121,16 +141,31 @@ def verify_pair(prefix: str | Path) -> str:
 
 
 def largest_token(dataset: IndexedDataset) -> int:
-    """Read every sequence and return the largest token id; -1 without tokens.
+    """Read every token and return the largest id; -1 without tokens.
+
+    Of a multimodal pair the sequences of mode 0, its texts, count.
 
     Raises:
         ValueError: if a token is negative: the sequence is named.
     """
+    modes = dataset.index.modes
+    if modes is None:
+        stretches = dataset.stretches()
+    else:
+        stretches = map(dataset.get, np.flatnonzero(modes == 0).tolist())
     largest = -1
-    for number, tokens in enumerate(dataset):
+    for tokens in stretches:
         if not len(tokens):
             continue
-        if int(tokens.min()) < 0:
+        if tokens.min() < 0:
+            number = _first_negative(dataset)
             raise ValueError(f"{dataset.prefix}: sequence {number} holds a negative token id.")
         largest = max(largest, int(tokens.max()))
     return largest
+
+
+def _first_negative(dataset: IndexedDataset) -> int:
+    """The first sequence of text that holds a negative id."""
+    modes = dataset.index.modes
+    texts = range(len(dataset)) if modes is None else np.flatnonzero(modes == 0).tolist()
+    return next(number for number in texts if (dataset.get(number) < 0).any())

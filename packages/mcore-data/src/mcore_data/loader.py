@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mcore_data.blending import MapDataset, batch_of
-from mcore_data.sampler import CyclicSampler, SingleSampler
+from mcore_data.sampler import CyclicSampler, FullSampler, SingleSampler
 
 _PREFETCH = 4
 _SAMPLES_AT_ONCE = 32
@@ -27,7 +27,7 @@ def build_loader(
     dp_rank: int = 0,
     dp_size: int = 1,
     consumed_samples: int = 0,
-    dataloader_type: Literal["single", "cyclic", "external"] = "single",
+    dataloader_type: Literal["single", "cyclic", "full", "external"] = "single",
     num_workers: int = 0,
     seed: int = 1234,
     pin_memory: bool = False,
@@ -43,7 +43,8 @@ def build_loader(
         consumed_samples: samples that all ranks together have had; the batches continue
             there, whatever the number of ranks was before.
         dataloader_type: ``single`` goes through the dataset once, ``cyclic`` for ever in new
-            permutations.
+            permutations, ``full`` once to the last sample: what the last micro-batches are
+            short of is filled up with samples that count nothing, and ``len`` is known.
         num_workers: processes that prepare batches; 0 prepares them when asked.
         seed: of the permutations of ``cyclic``.
         pin_memory: put batches where a GPU copies them from without waiting.
@@ -53,18 +54,19 @@ def build_loader(
     """
     if dataloader_type == "external":
         return dataset  # pyrefly: ignore
-    place = {
+    share = {
         "num_samples": len(dataset),  # pyrefly: ignore
         "micro_batch_size": micro_batch_size,
         "dp_rank": dp_rank,
         "dp_size": dp_size,
-        "consumed_samples": consumed_samples,
     }
-    sampler = (
-        SingleSampler(**place)
-        if dataloader_type == "single"
-        else CyclicSampler(**place, seed=seed)
-    )
+    sampler: SingleSampler | CyclicSampler | FullSampler
+    if dataloader_type == "full":
+        sampler = FullSampler(**share)
+    elif dataloader_type == "cyclic":
+        sampler = CyclicSampler(**share, consumed_samples=consumed_samples, seed=seed)
+    else:
+        sampler = SingleSampler(**share, consumed_samples=consumed_samples)
     # Rows of other datasets may be of other lengths in each micro-batch.
     is_joint = hasattr(dataset, "batch")
     num_joined = max(1, _SAMPLES_AT_ONCE // micro_batch_size) if is_joint else 1
@@ -77,7 +79,7 @@ def build_loader(
         pin_memory=pin_memory,
         collate_fn=_Collate(contiguous=pin_memory),  # pyrefly: ignore[bad-argument-type]
     )
-    return _MicroBatches(loader, micro_batch_size)
+    return _MicroBatches(loader, sampler, micro_batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,11 @@ class _MicroBatches:
     """Cuts what a loader made at once into micro-batches."""
 
     loader: DataLoader
+    sampler: SingleSampler | CyclicSampler | FullSampler
     micro_batch_size: int
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # pyrefly: ignore[bad-argument-type] an endless one has none
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for made in self.loader:
@@ -101,10 +107,10 @@ class _MicroBatches:
 class _Grouped:
     """Joins the indices of some micro-batches; the last group may be of fewer."""
 
-    sampler: SingleSampler | CyclicSampler
+    sampler: SingleSampler | CyclicSampler | FullSampler
     num_batches: int
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[int | None]]:
         batches = iter(self.sampler)
         while group := list(islice(batches, self.num_batches)):
             yield [index for batch in group for index in batch]
@@ -112,15 +118,19 @@ class _Grouped:
 
 @dataclass(frozen=True, slots=True)
 class _Batches:
-    """A dataset as torch's loader asks it for many samples at once."""
+    """A dataset as torch's loader asks it for many samples at once; None is a filler."""
 
     dataset: MapDataset
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, samples: list[int]) -> dict[str, Any]:
-        return batch_of(self.dataset, samples)
+    def __getitems__(self, samples: list[int | None]) -> dict[str, Any]:
+        made = batch_of(self.dataset, [sample or 0 for sample in samples])
+        if None in samples:
+            made["loss_mask"] = made["loss_mask"].copy()
+            made["loss_mask"][[sample is None for sample in samples]] = 0
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ one before left them, so a change loses no sample and repeats none; what each so
 given by any sample is a count (``OrderedBlend.ledger``).
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_data.blending import OrderedBlend, draw_phases
+from mcore_data.data_paths import read_json
 from mcore_data.epochs import EpochsDataset
 
 
@@ -47,11 +47,15 @@ def read_mixture(
         ValueError: if the file is no list of phases, a phase has no weights, or it begins at
             a step where only samples are known.
     """
-    entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    entries = read_json("--data-mixture-path", path)
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"--data-mixture-path {path}: give a list of phases.")
     begins, blends = [], []
     for entry in entries:
+        if not isinstance(entry, dict):
+            raise ValueError(
+                f"--data-mixture-path {path}: a phase is an object, not {entry!r}."
+            )
         unknown = set(entry) - {"from_sample", "from_step", "data_path"}
         if unknown or "data_path" not in entry or len(entry) != 2:
             raise ValueError(
@@ -85,7 +89,7 @@ def read_mixture(
 
 def begins_at_steps(path: str | Path) -> bool:
     """Whether a phase of the file begins at a step, so that batch sizes place it."""
-    entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    entries = read_json("--data-mixture-path", path)
     return any("from_step" in entry for entry in entries)
 
 

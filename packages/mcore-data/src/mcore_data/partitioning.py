@@ -13,6 +13,7 @@ from mcore_data.blocks import Source
 from mcore_data.config import PreprocessConfig
 from mcore_data.manifest import has_files, read_manifest
 from mcore_data.merging import merge_pairs
+from mcore_data.outputs import refuse_finished
 from mcore_data.sources import divide
 from mcore_data.tokenizing import (
     PreprocessReport,
@@ -41,12 +42,11 @@ def preprocess_parts(
         The report of the joined pairs, or of the one part.
     """
     wanted = range(config.partitions) if config.partition < 0 else [config.partition]
+    if config.partition < 0 and not config.overwrite:
+        _refuse_finished(config, sources, tools)
     reports = []
     for part in wanted:
-        one = replace(
-            config, output_prefix=f"{config.output_prefix}_{part}", partitions=1, partition=-1
-        )
-        own = divide(sources, part, config.partitions)
+        one, own = _part(config, sources, part)
         report = _finished(one, own, tools)
         if report is None:
             log.info("part %s of %s", part, config.partitions)
@@ -63,6 +63,23 @@ def preprocess_parts(
         whole.num_bad_records += report.num_bad_records
         whole.bad_records += report.bad_records
     return whole
+
+
+def _refuse_finished(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> None:
+    """Refuse to replace joined pairs whose parts are not those of this work."""
+    for part in range(config.partitions):
+        one, own = _part(config, sources, part)
+        if _finished(one, own, tools) is None:
+            refuse_finished(output_prefixes(config).values(), "")
+
+
+def _part(
+    config: PreprocessConfig, sources: Sequence[Source], part: int
+) -> tuple[PreprocessConfig, list[Source]]:
+    """Options and inputs of one part."""
+    prefix = f"{config.output_prefix}_{part}"
+    one = replace(config, output_prefix=prefix, partitions=1, partition=-1)
+    return one, divide(sources, part, config.partitions)
 
 
 def _finished(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from mcore_data.blocks import BLOCK_BYTES, Source
 from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.outputs import make_folder
 from mcore_data.partitioning import preprocess_parts
 from mcore_data.sources import find_inputs
 from mcore_data.tokenizing import (
@@ -36,15 +37,17 @@ def preprocess(
     Raises:
         FileNotFoundError: if an input or a tokenizer file is missing.
         ValueError: if ``append_eod`` is asked of a tokenizer that has no such token, or an
-            engine cannot do the tokenizer.
+            engine cannot do the tokenizer; if the outputs cannot be written, are being
+            written, or were made by other work and are not to be overwritten.
         ImportError: if an input or engine needs an extra that is not installed.
         BadRecordError: at the first bad record, unless these are to be skipped; what was
             written stays, and the run continues when the cause is mended by skipping.
         EngineDifferenceError: if an engine is found to differ from the tokenizer.
-        RuntimeError: if an input is damaged or a worker died.
+        RuntimeError: if an input is damaged, a worker died, or the disk is full.
     """
     sources = find_inputs(config.input, text_lines=config.text_lines)
     _check_keys(config, sources)
+    make_folder(config.output_prefix)
     tools = build_tools(config, tokenizer_config)
     if config.partitions > 1:
         return preprocess_parts(config, sources, tools, on_progress, block_bytes)

@@ -13,6 +13,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+# First bytes of files that are taken for text where their suffix does not tell.
+_MAGIC = {
+    b"\x1f\x8b": "gzip's bytes: name the file .gz",
+    b"\x28\xb5\x2f\xfd": "Zstandard's bytes: name the file .zst",
+    b"BZh": "bzip2's bytes: name the file .bz2",
+    b"\xfd7zXZ": "xz's bytes: name the file .xz",
+    b"PAR1": "Parquet's bytes: name the file .parquet",
+    b"\xff\xfe": "UTF-16: write the file anew as UTF-8",
+    b"\xfe\xff": "UTF-16: write the file anew as UTF-8",
+}
+
 Kind = Literal["lines", "text_lines", "text", "table"]
 Text = str | list[str]
 """One value of a record: a text, or its sentences one by one."""
@@ -142,11 +153,13 @@ def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[Text, ...]:
     if not line.strip():
         raise BadRecordError("the line is empty")
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
         state = "truncated JSON" if cut else "not JSON"
-        raise BadRecordError(f"{state} ({error.msg} at column {error.colno})") from None
+        raise BadRecordError(
+            f"{state} ({error.msg}: column {error.colno}); a record is one object on one line"
+        ) from None
     except UnicodeDecodeError as error:
         raise _not_utf8(error) from None
     except RecursionError:
@@ -154,7 +167,9 @@ def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[Text, ...]:
     except ValueError as error:
         raise BadRecordError(f"not JSON that Python reads ({error})") from None
     if not isinstance(record, dict):
-        raise BadRecordError(f"a JSON {type(record).__name__}, not an object")
+        raise BadRecordError(
+            f"a JSON {type(record).__name__}, not an object; a record is one object on one line"
+        )
     for key in json_keys:
         if key not in record:
             raise BadRecordError(f"no key {key!r} (keys: {', '.join(record) or 'none'})")
@@ -197,6 +212,9 @@ def _decode(data: bytes) -> str:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> BadRecordError:
+    for magic, name in _MAGIC.items():
+        if bytes(error.object).startswith(magic):
+            return BadRecordError(f"not UTF-8 but {name}")
     return BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})")
 
 

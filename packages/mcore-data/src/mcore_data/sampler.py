@@ -107,33 +107,40 @@ class CyclicSampler:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullSampler:
-    """Every sample once, one a micro-batch: rank r takes r, r + dp_size, ...
+    """Every sample once, for full validation; None for what the last block is short of.
 
-    For full validation. Ranks whose share is short get None in place of an index, so that
-    all make the same number of steps.
+    So all ranks make the same number of micro-batches, of one size. With a micro-batch size
+    of 1, Megatron's for this, rank r takes r, r + dp_size, ...
 
     Attributes:
         num_samples: length of the dataset.
+        micro_batch_size: samples of one micro-batch of one rank.
         dp_rank: rank along the data axis.
         dp_size: ranks along the data axis.
     """
 
     num_samples: int
+    micro_batch_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
 
+    def __post_init__(self) -> None:
+        """Check sizes."""
+        _check(self)
+
     def __len__(self) -> int:
-        """Steps of every rank."""
-        return math.ceil(self.num_samples / self.dp_size)
+        """Micro-batches of every rank."""
+        return math.ceil(self.num_samples / (self.micro_batch_size * self.dp_size))
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """Yield one index a step, or None when this rank has no sample left."""
-        for start in range(0, self.num_samples, self.dp_size):
-            index = start + self.dp_rank
-            yield [index if index < self.num_samples else None]
+        """Yield this rank's micro-batches, None where no sample is left."""
+        size = self.micro_batch_size
+        for number in range(len(self)):
+            first = (number * self.dp_size + self.dp_rank) * size
+            yield [i if i < self.num_samples else None for i in range(first, first + size)]
 
 
-def _check(sampler: SingleSampler | CyclicSampler) -> None:
+def _check(sampler: SingleSampler | CyclicSampler | FullSampler) -> None:
     if sampler.num_samples < 1:
         raise ValueError("the dataset has no samples.")
     if sampler.micro_batch_size < 1 or not 0 <= sampler.dp_rank < sampler.dp_size:
@@ -141,5 +148,5 @@ def _check(sampler: SingleSampler | CyclicSampler) -> None:
             f"micro-batch size {sampler.micro_batch_size} and data-parallel rank "
             f"{sampler.dp_rank} of {sampler.dp_size} make no sense."
         )
-    if sampler.consumed_samples < 0:
+    if not isinstance(sampler, FullSampler) and sampler.consumed_samples < 0:
         raise ValueError(f"{sampler.consumed_samples} samples cannot have been consumed.")

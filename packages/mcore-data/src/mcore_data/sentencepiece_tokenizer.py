@@ -21,6 +21,7 @@ class SentencePieceTokenizer:
 
     Raises:
         ImportError: if ``sentencepiece`` is not installed.
+        ValueError: if the file is no such model, or lacks a BOS that is asked for.
     """
 
     def __init__(
@@ -35,7 +36,12 @@ class SentencePieceTokenizer:
         self.path = Path(path)
         if self.path.is_dir():
             self.path = self.path / "tokenizer.model"
-        self._model = SentencePieceProcessor(model_file=str(self.path))
+        try:
+            self._model = SentencePieceProcessor(model_file=str(self.path))
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                f"--tokenizer-model {self.path} is no SentencePiece model: {error}"
+            ) from error
         self._add_bos = add_bos
         self._special = {token: len(self._model) + i for i, token in enumerate(special_tokens)}
         self._special_names = {i: token for token, i in self._special.items()}

@@ -164,7 +164,7 @@ def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
 def _build_hf(config: TokenizerConfig) -> Tokenizer:
     from mcore_data import hf_tokenizer
 
-    if config.tokenizer_type == "HuggingFaceTokenizer":
+    if config.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer"):
         source = _needed_file(config, "tokenizer_model")
         return hf_tokenizer.open_hf_tokenizer(source, _extra_tokens(config))
     if config.tokenizer_type == "GPT2BPETokenizer":

@@ -1,6 +1,7 @@
 """Training a byte-level BPE tokenizer on a corpus, so that nothing need be downloaded."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import tokenizers
@@ -35,7 +36,8 @@ def train_tokenizer(
         show_progress: let the tokenizers library draw its bars.
 
     Raises:
-        ValueError: if ``vocab_size`` is below 257 or a record is bad (file and line named).
+        ValueError: if ``vocab_size`` is below 257, there is no text, or a record is bad
+            (file and line named).
     """
     if vocab_size < _SMALLEST:
         raise ValueError(
@@ -50,7 +52,11 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show_progress,
     )
-    core.train_from_iterator(_texts(inputs, json_keys), trainer)
+    texts = _texts(inputs, json_keys)
+    first = next(filter(None, texts), None)
+    if first is None:
+        raise ValueError(f"--input {' '.join(map(str, inputs))} holds no text to train on.")
+    core.train_from_iterator(chain([first], texts), trainer)
     roles = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     tokenizer = HFTokenizer(core, {**roles, "clean_up_tokenization_spaces": False})
     tokenizer.save(output)

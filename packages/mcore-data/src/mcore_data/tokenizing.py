@@ -22,6 +22,7 @@ from mcore_data.index_format import idx_path, token_dtype
 from mcore_data.indexed_writing import IndexedWriter
 from mcore_data.journal import Journal, open_journal
 from mcore_data.manifest import manifest_path, write_manifest
+from mcore_data.outputs import naming_full_disks, only_writer, refuse_finished
 from mcore_data.records import BadRecordError
 from mcore_data.sentences import Splitter, build_splitter
 from mcore_data.sources import count_lines, digest, fingerprint, read_blocks
@@ -125,12 +126,24 @@ def preprocess_sources(
     block_bytes: int,
 ) -> PreprocessReport:
     """Tokenize sources into the pairs of ``config.output_prefix``; see ``preprocess``."""
+    with only_writer(config.output_prefix), naming_full_disks(config.output_prefix):
+        return _preprocess_alone(config, sources, tools, on_progress, block_bytes)
+
+
+def _preprocess_alone(
+    config: PreprocessConfig,
+    sources: Sequence[Source],
+    tools: Tools,
+    on_progress: Callable[[Progress], None] | None,
+    block_bytes: int,
+) -> PreprocessReport:
+    """``preprocess_sources``, while nobody else writes its outputs."""
     prefixes = output_prefixes(config)
     journal_path = Path(f"{config.output_prefix}.journal.json")
-    journal_path.parent.mkdir(parents=True, exist_ok=True)
-    journal = open_journal(journal_path, work_of(config, sources, tools))
-    for prefix in prefixes.values():
-        manifest_path(prefix).unlink(missing_ok=True)
+    work = work_of(config, sources, tools)
+    journal = open_journal(journal_path, work)
+    if not journal.outputs and not config.overwrite:
+        refuse_finished(prefixes.values(), work)
     writers = {
         key: IndexedWriter(
             prefix, tools.encoder.dtype, resume_at=journal.outputs.get(key), checksum=True
@@ -154,6 +167,7 @@ def preprocess_sources(
             writer.suspend()
         raise
     for key, prefix in prefixes.items():
+        manifest_path(prefix).unlink(missing_ok=True)  # of what stood there before
         checksum = writers[key].finalize() if key in writers else ""
         facts = _facts(key, config, sources, tools, journal)
         write_manifest(prefix, {**facts, "bin_sha256": checksum})

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 _ROOMS: dict[str, str] = {
     "BatchConfig": "config",
+    "BatchPlace": "batches",
     "ByteNGram": "ngram",
     "Certificate": "certificate",
     "ConflictError": "resolution",

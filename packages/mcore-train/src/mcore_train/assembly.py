@@ -23,7 +23,8 @@ from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan
 
 Dataset = Any
-"""Map-style: ``len`` and numpy samples by index."""
+"""Map-style: ``len`` and numpy samples by index; with ``--dataloader-type external`` batches
+of tensors (``BatchSource``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,9 +161,15 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
     config = plan.config
     valid = num_samples_of(plan)[1]
     data = config.data
+    if data.dataloader_type == "external":
+        raise ValueError(
+            "--dataloader-type external takes its batches from a program: call assemble(plan, "
+            "ctx, datasets=Datasets(train=batches)), or use single or cyclic."
+        )
     if data.mock_data:
         data = replace(data, mock_vocab_size=plan.vocab_size)
     common = {"sequence_length": config.batch.seq_length, "seed": config.run.seed}
+    evaluates = config.evaluation.eval_interval > 0
     valid_sets = {}
     try:
         built = build_gpt_datasets(
@@ -172,19 +179,21 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
             num_samples=num_samples_of(plan),
             fim=config.fim,
             samples_before=plan.ramp.samples_before,
+            only=("train", "valid", "test") if evaluates else ("train",),
         )
-        if data.multiple_validation_sets:
+        if data.multiple_validation_sets and evaluates:
             valid_sets = build_valid_sets(data, tokenizer, **common, num_samples=valid)
     except CorruptDatasetError as error:
         # Files that the user named: to be told as bad input, without a traceback.
         raise ValueError(str(error)) from error
     if built[0] is None:
         raise ValueError("there is no data to train on: check --split and --data-path.")
-    if config.evaluation.eval_interval and built[1] is None and not valid_sets:
+    if evaluates and built[1] is None and not valid_sets:
         raise ValueError(
             "--eval-interval has no data to validate on: give --valid-data-path, or a --split "
             "with a second part."
         )
+    _check_lengths(plan, built[0], valid_sets or {"": built[1]})
     return Datasets(
         train=built[0],
         valid=built[1],
@@ -196,6 +205,29 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
 
 def num_samples_of(plan: Plan) -> tuple[int, int, int]:
     """Count the samples of train, valid and test that a run takes."""
-    valid = plan.config.evaluation.eval_iters * plan.global_batch_size
-    valid = valid if plan.config.evaluation.eval_interval else 0
-    return plan.train_samples, valid, valid
+    options = plan.config.evaluation
+    asked = options.eval_iters * plan.global_batch_size if options.eval_interval else 0
+    return plan.train_samples, 0 if plan.config.data.full_validation else asked, asked
+
+
+def _check_lengths(plan: Plan, train: Dataset, valid_sets: Mapping[str, Dataset]) -> None:
+    """Refuse data that would end within the run, as several without weights can.
+
+    Raises:
+        ValueError: with what there is and what is asked for.
+    """
+    if plan.config.data.dataloader_type == "cyclic":
+        return
+    needed, valid, _ = num_samples_of(plan)
+    if len(train) < needed:
+        raise ValueError(
+            f"the training data have {len(train)} samples, and the run takes {needed}: several "
+            "datasets without weights are each used once. Give weights, --dataloader-type "
+            "cyclic, or fewer --train-iters."
+        )
+    for name, dataset in valid_sets.items():
+        if dataset is not None and len(dataset) < valid:
+            raise ValueError(
+                f"the validation data{name and f' {name}'} have {len(dataset)} samples, and a "
+                f"validation takes {valid}: give fewer --eval-iters, or --full-validation."
+            )

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from mcore_data.data_plan import Stretch
-from mcore_data.loader import build_loader
 from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
-from mcore_train.assembly import Dataset, Run
+from mcore_train.assembly import Run
+from mcore_train.batches import train_batches, valid_batches
 from mcore_train.checkpointing import Checkpoints
 from mcore_train.evaluation import Score, evaluate
 from mcore_train.finiteness import FiniteGradients
 from mcore_train.garbage import StillCollector
 from mcore_train.hardware import peak_flops
 from mcore_train.log import Reporter, StepReport
-from mcore_train.losses import MicroBatch, place
+from mcore_train.losses import MicroBatch
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.signals import StopRequest
 from mcore_train.step import StepResult, train_step
@@ -88,31 +88,18 @@ def train(
     return run.iteration >= last
 
 
-def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
-    """Yield this rank's micro-batches of one step after another, from where the run stands."""
-    config = run.plan.config
-    loader = _loader(run, run.datasets.train, run.consumed_train_samples)
-    own_positions = config.data.reset_position_ids
-    source = iter(loader)
-    while True:
-        yield [
-            place(next(source), run.ctx, has_own_positions=own_positions)
-            for _ in range(run.plan.num_microbatches_at(run.consumed_train_samples))
-        ]
-
-
 def validate(run: Run, reporter: Reporter) -> Score:
     """Score the validation data, always the same samples, and report.
 
-    Several sets (``--multiple-validation-sets``) are scored and reported one by one.
+    With ``--full-validation`` these are all there are. Several sets
+    (``--multiple-validation-sets``) are scored and reported one by one.
 
     Returns:
         The score over all of them.
     """
-    num_batches = run.plan.config.evaluation.eval_iters * run.plan.num_microbatches
     total = Score(0.0, 0)
     for name, dataset in (run.datasets.valid_sets or {"": run.datasets.valid}).items():
-        score = evaluate(run, _loader(run, dataset, 0), num_batches)
+        score = evaluate(run, *valid_batches(run, dataset))
         log.info(
             " validation loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |",
             run.iteration,
@@ -128,21 +115,6 @@ def validate(run: Run, reporter: Reporter) -> Score:
         reporter.record(f"valid {name}".strip(), run.iteration, numbers)
         total = Score(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
     return total
-
-
-def _loader(run: Run, dataset: Dataset, consumed_samples: int):
-    config = run.plan.config
-    return build_loader(
-        dataset,
-        micro_batch_size=config.batch.micro_batch_size,
-        dp_rank=run.ctx.dp.rank,
-        dp_size=run.ctx.dp.size,
-        consumed_samples=consumed_samples,
-        dataloader_type=config.data.dataloader_type,
-        num_workers=config.data.num_workers,
-        seed=config.run.seed,
-        pin_memory=run.ctx.device.type == "cuda",
-    )
 
 
 def _one_step(

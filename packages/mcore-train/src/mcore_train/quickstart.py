@@ -8,7 +8,6 @@ they all train and score, and the first writes.
 
 import json
 import logging
-import math
 import shutil
 import textwrap
 import time
@@ -220,28 +219,14 @@ def _score(run: Run, output: Path) -> Score:
         sequence_length=SEQ_LENGTH,
         drop_last_partial=False,
     )
-    micro = run.plan.config.batch.micro_batch_size
-    num_batches = math.ceil(len(chapters) / (micro * run.ctx.dp.size))
     loader = build_loader(
-        _Filled(chapters, num_batches * micro * run.ctx.dp.size),
-        micro_batch_size=micro,
+        chapters,
+        dataloader_type="full",
+        micro_batch_size=run.plan.config.batch.micro_batch_size,
         dp_rank=run.ctx.dp.rank,
         dp_size=run.ctx.dp.size,
     )
-    return evaluate(run, loader, num_batches)
-
-
-class _Filled:
-    """A dataset with samples that count nothing at its end, so that batches come out whole."""
-
-    def __init__(self, dataset: GPTDataset, length: int) -> None:
-        self.dataset, self.length = dataset, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, sample: int) -> dict[str, Any]:
-        return self.dataset[sample if sample < len(self.dataset) else None]
+    return evaluate(run, loader, len(loader))  # pyrefly: ignore[bad-argument-type]
 
 
 def _report_score(score: Score, book: Book) -> dict[str, float]:

@@ -90,7 +90,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
         *_model_conflicts(config),
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
-        *_data_conflicts(config.data),
+        *_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
         *_option_conflicts(config),
     ]
     pp = config.parallelism.pipeline_model_parallel_size
@@ -219,7 +219,7 @@ def _vocabulary_conflicts(config: TrainConfig, tokenizer_vocab_size: int) -> Ite
         yield "how many tokens are there? Give --tokenizer-model (or --vocab-size)."
 
 
-def _data_conflicts(data: DataConfig) -> Iterator[str]:
+def _data_conflicts(data: DataConfig, *, evaluates: bool) -> Iterator[str]:
     sources = (
         data.mock_data,
         data.data_path,
@@ -228,7 +228,15 @@ def _data_conflicts(data: DataConfig) -> Iterator[str]:
         data.per_split_data_args_path,
         data.data_mixture_path,
     )
-    if not any(sources):
+    is_external = data.dataloader_type == "external"
+    if is_external and any(sources):
+        yield (
+            "--dataloader-type external takes its batches from the caller: leave --data-path "
+            "and the other sources out."
+        )
+    if is_external and data.full_validation:
+        yield "--full-validation cannot know how long external data are: leave it out."
+    if not is_external and not any(sources):
         yield "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens."
     if data.create_attention_mask_in_dataloader:
         yield (
@@ -241,8 +249,8 @@ def _data_conflicts(data: DataConfig) -> Iterator[str]:
             "--dataloader-inter-document-masking (borders of the stored documents) contradict: "
             "leave one out."
         )
-    if data.dataloader_type == "external":
-        yield "--dataloader-type external is not built into training yet: leave it out."
+    if data.full_validation and not evaluates:
+        yield "--full-validation has no effect without --eval-interval."
 
 
 def _option_conflicts(config: TrainConfig) -> Iterator[str]:

@@ -21,9 +21,9 @@ from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Piece, Shard, named_parameters, named_shards
 from mcore_parallel.testing import gather_logical
 from mcore_train.assembly import Datasets, Run, assemble
+from mcore_train.batches import train_batches
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import forward_pass
-from mcore_train.loop import train_batches
 from mcore_train.losses import MicroBatch, place
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.resolution import Plan

@@ -1,0 +1,149 @@
+"""Which micro-batches a rank trains on next, and which it is scored on.
+
+Map-style datasets are read by the sampler that ``--dataloader-type`` names. With ``external``
+the caller brings the batches: as an iterable, or as a function of the place in the data, from
+which a run also continues, to the sample, and under another number of ranks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mcore_data.loader import build_loader
+from mcore_train.assembly import Dataset, Run
+from mcore_train.losses import MicroBatch, place
+
+Batch = Mapping[str, Tensor]
+_NEEDED = ("tokens", "labels", "loss_mask")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlace:
+    """Where a rank's next micro-batches are, for a function that gives them."""
+
+    consumed_samples: int
+    """Sequences that all ranks together have had; 0 for validation."""
+    micro_batch_size: int
+    """Rows of a micro-batch."""
+    seq_length: int
+    """Tokens of a row."""
+    dp_rank: int
+    """This rank along the data axis."""
+    dp_size: int
+    """Ranks that read different sequences."""
+
+
+BatchSource = Iterable[Batch] | Callable[[BatchPlace], Iterable[Batch]]
+"""What ``Datasets`` hold with ``--dataloader-type external``."""
+
+
+def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
+    """Yield this rank's micro-batches of one step after another, from where the run stands.
+
+    Raises:
+        ValueError: if external batches cannot continue there, or are not of the run's shape.
+        RuntimeError: if the data end before the run does.
+    """
+    own_positions = run.plan.config.data.reset_position_ids
+    source = iter(_open(run, run.datasets.train, run.consumed_train_samples))
+    while True:
+        yield [
+            place(_next(source, run), run.ctx, has_own_positions=own_positions)
+            for _ in range(run.plan.num_microbatches_at(run.consumed_train_samples))
+        ]
+
+
+def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
+    """Return the micro-batches that a dataset is scored on, from its start, and how many.
+
+    Raises:
+        ValueError: if external batches can be read only once.
+    """
+    if run.plan.config.data.full_validation:
+        loader = build_loader(dataset, dataloader_type="full", **_share(run))
+        return loader, len(loader)  # pyrefly: ignore[bad-argument-type]
+    num_batches = run.plan.config.evaluation.eval_iters * run.plan.num_microbatches
+    batches = _open(run, dataset, 0)
+    if isinstance(batches, Iterator):
+        raise ValueError(
+            "--dataloader-type external: the validation batches can be read only once, and "
+            "every validation reads them: give a list, or a function that starts anew."
+        )
+    return batches, num_batches
+
+
+def _open(run: Run, dataset: Dataset, consumed_samples: int) -> Iterable[Batch]:
+    config = run.plan.config
+    if config.data.dataloader_type == "external":
+        return _open_external(run, dataset, consumed_samples)
+    return build_loader(
+        dataset,
+        consumed_samples=consumed_samples,
+        dataloader_type=config.data.dataloader_type,
+        seed=config.run.seed,
+        **_share(run),
+    )
+
+
+def _share(run: Run) -> dict[str, Any]:
+    """Say which part of the samples this rank has, and how it is read."""
+    config = run.plan.config
+    return {
+        "micro_batch_size": config.batch.micro_batch_size,
+        "dp_rank": run.ctx.dp.rank,
+        "dp_size": run.ctx.dp.size,
+        "num_workers": config.data.num_workers,
+        "pin_memory": run.ctx.device.type == "cuda",
+    }
+
+
+def _open_external(run: Run, source: BatchSource, consumed_samples: int) -> Iterable[Batch]:
+    batch = run.plan.config.batch
+    if callable(source):
+        return source(
+            BatchPlace(
+                consumed_samples=consumed_samples,
+                micro_batch_size=batch.micro_batch_size,
+                seq_length=batch.seq_length,
+                dp_rank=run.ctx.dp.rank,
+                dp_size=run.ctx.dp.size,
+            )
+        )
+    if consumed_samples:
+        raise ValueError(
+            f"--dataloader-type external: the run continues after {consumed_samples} samples, "
+            "and an iterable cannot say where that is. Give a function of BatchPlace, which "
+            "returns the batches from there on."
+        )
+    return source
+
+
+def _next(source: Iterator[Batch], run: Run) -> Batch:
+    batch = next(source, None)
+    if batch is None:
+        raise RuntimeError(
+            f"the training data end within step {run.iteration + 1} of {run.plan.train_iters}, "
+            f"after {run.consumed_train_samples} samples."
+        )
+    if run.plan.config.data.dataloader_type == "external":
+        _check(batch, run)
+    return batch
+
+
+def _check(batch: Batch, run: Run) -> None:
+    """Hold a batch of the caller's to the shapes that the run was planned with."""
+    options = run.plan.config.batch
+    expected = (options.micro_batch_size, options.seq_length)
+    needed = [*_NEEDED]
+    if run.plan.config.data.reset_position_ids or "cu_seqlens" in batch:
+        needed.append("position_ids")
+    for name in needed:
+        shape = tuple(batch[name].shape) if name in batch else None
+        if shape != expected:
+            found = f"of shape {shape}" if shape else "missing"
+            raise ValueError(
+                f"--dataloader-type external: {name} is {found}, and every micro-batch needs "
+                f"it as {expected} (--micro-batch-size, --seq-length)."
+            )
