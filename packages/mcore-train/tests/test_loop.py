@@ -254,6 +254,9 @@ def test_a_report_says_the_same_under_every_layout():
 
 
 def report_in_layouts():
+    early = build(2, exit_interval=3)
+    done, _ = collect(early)
+    assert (done, early.iteration) == (False, 3)  # that very step, on every rank
     return [[r.loss for r in collect(build(2, **changes))[1]] for changes in LAYOUTS]
 
 

@@ -80,7 +80,8 @@ def train(
                     if not checkpoints.is_async:
                         gradients.check()
                     checkpoints.save()
-            if stop.poll(wish=_wants_to_stop(run, started_s)):
+            is_asked = stop.poll(wish=_is_out_of_time(run, started_s))
+            if is_asked or _divides(config.run.exit_interval, run.iteration):
                 log.info("asked to stop after iteration %d", run.iteration)
                 break
         gradients.check()
@@ -145,12 +146,9 @@ def _divides(interval: int, iteration: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _wants_to_stop(run: Run, started_s: float) -> bool:
-    options = run.plan.config.run
+def _is_out_of_time(run: Run, started_s: float) -> bool:
     minutes = (time.monotonic() - started_s) / 60
-    return _divides(options.exit_interval, run.iteration) or (
-        0 < options.exit_duration_in_mins <= minutes
-    )
+    return 0 < run.plan.config.run.exit_duration_in_mins <= minutes
 
 
 class _Interval:
