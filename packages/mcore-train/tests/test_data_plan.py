@@ -13,6 +13,7 @@ from mcore_data.cli import main as mcore_data
 from mcore_data.data_plan import find_plan
 from mcore_data.explaining import RunData
 from mcore_data.indexed_writing import IndexedWriter
+from mcore_data.manifest import write_manifest
 from mcore_data.tokenizer import load_tokenizer
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing import run_ranks
@@ -302,6 +303,18 @@ def test_a_ramp_that_the_layout_cannot_cut_is_refused():
         compose({**options, "rampup_batch_size": (1, 2)})
     with pytest.raises(ValueError, match="give --train-samples instead"):
         compose({**TINY, "rampup_batch_size": (1, 1, 9), "train_iters": 3})
+
+
+def test_data_that_another_tokenizer_made_are_told(texts, caplog):
+    a, b = texts
+    options = {"data_path": texts, "global_batch_size": 2, "train_iters": 1}
+    mine = load_tokenizer("ByteTokenizer").fingerprint()
+    write_manifest(a, {"tokenizer": {"sha256": mine}})
+    build(**options)
+    assert not caplog.records
+    write_manifest(b, {"tokenizer": {"sha256": "other"}})
+    build(**options)
+    assert f"than this run's has encoded {b}, as manifests say" in caplog.text
 
 
 def test_chats_are_trained_on_and_explained(tmp_path, monkeypatch):

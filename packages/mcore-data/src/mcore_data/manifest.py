@@ -69,6 +69,12 @@ def read_manifest(prefix: str | Path) -> dict[str, Any]:
     return facts
 
 
+def is_of_other_tokenizer(prefix: str | Path, fingerprint: str) -> bool:
+    """Whether the manifest says that a tokenizer with another fingerprint made the pair."""
+    made_by = read_manifest(prefix).get("tokenizer", {}).get("sha256", "")
+    return bool(made_by) and made_by != fingerprint
+
+
 def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
     """Whether both files are there in the size that the manifest says; reads neither."""
     paths = {name: Path(f"{prefix}{Path(name).suffix}") for name in facts["files"]}

@@ -1,5 +1,6 @@
 """From a plan to a run: model chunks, gradients, optimizer, schedule and data of one rank."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from mcore_data.data_plan import Stretch, describe_sources
 from mcore_data.datasets import build_gpt_datasets, build_valid_sets
 from mcore_data.index_format import CorruptDatasetError
+from mcore_data.manifest import is_of_other_tokenizer
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
+from mcore_data.tracing import prefixes
 from mcore_models.gpt import GPT
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.mesh import ParallelContext
@@ -21,6 +24,8 @@ from mcore_parallel.zero import ShardedAdamW
 from mcore_train.composition import TrainConfig
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan
+
+log = logging.getLogger(__name__)
 
 Dataset = Any
 """Map-style: ``len`` and numpy samples by index; with ``--dataloader-type external`` batches
@@ -186,6 +191,8 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
     except CorruptDatasetError as error:
         # Files that the user named: to be told as bad input, without a traceback.
         raise ValueError(str(error)) from error
+    if tokenizer is not None:
+        _tell_of_other_tokenizers([*built, *valid_sets.values()], tokenizer)
     if built[0] is None:
         raise ValueError("there is no data to train on: check --split and --data-path.")
     if evaluates and built[1] is None and not valid_sets:
@@ -208,6 +215,27 @@ def num_samples_of(plan: Plan) -> tuple[int, int, int]:
     options = plan.config.evaluation
     asked = options.eval_iters * plan.global_batch_size if options.eval_interval else 0
     return plan.train_samples, 0 if plan.config.data.full_validation else asked, asked
+
+
+def _tell_of_other_tokenizers(datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:
+    """Warn of stored data whose ids mean other texts than the run's tokenizer says."""
+    stored = {
+        source.prefix
+        for dataset in datasets
+        if dataset is not None
+        for source in prefixes(dataset)
+        if getattr(source, "prefix", "")
+    }
+    if not stored:
+        return
+    fingerprint = tokenizer.fingerprint()
+    others = sorted(each for each in stored if is_of_other_tokenizer(each, fingerprint))
+    if others:
+        log.warning(
+            "another tokenizer than this run's has encoded %s, as manifests say: ids may mean "
+            "other texts. Check --tokenizer-type and --tokenizer-model.",
+            ", ".join(others),
+        )
 
 
 def _check_lengths(plan: Plan, train: Dataset, valid_sets: Mapping[str, Dataset]) -> None:
