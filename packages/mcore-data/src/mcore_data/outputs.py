@@ -7,9 +7,11 @@ finished is lost: a pair that another command made stays, unless it is to be rep
 import contextlib
 import errno
 import fcntl
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from mcore_data.index_format import bin_path
 from mcore_data.manifest import manifest_path, read_manifest
@@ -47,15 +49,11 @@ def only_writer(prefix: str | Path) -> Iterator[None]:
     """
     path = Path(f"{prefix}.lock")
     with path.open("wb") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
+        if not _lock(path, file):
             raise ValueError(
                 f"--output-prefix {prefix}: another process is writing it. Wait for that one, "
                 "or choose another prefix."
-            ) from error
-        except OSError:
-            pass  # no locks here
+            )
         try:
             yield
         finally:
@@ -97,3 +95,15 @@ def refuse_finished(prefixes: Iterable[Path], work: str) -> None:
                 f"({manifest_path(prefix).name} would say these): choose another "
                 "--output-prefix, or give --overwrite to replace it."
             )
+
+
+def _lock(path: Path, file: BinaryIO) -> bool:
+    """Lock a file if nobody else has; whether it is locked, or there are no locks here."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    # One that its holder took away in between locks nobody out.
+    return path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino
