@@ -80,6 +80,9 @@ def train(
                     if not checkpoints.is_async:
                         gradients.check()
                     checkpoints.save()
+            elif _divides(config.local_saving.non_persistent_save_interval, run.iteration):
+                with interval.paused():
+                    checkpoints.save_locally()
             if stop.poll(wish=_wants_to_stop(run, started_s)):
                 log.info("asked to stop after iteration %d", run.iteration)
                 break
