@@ -20,7 +20,10 @@ KINDS = {
     "dense": {},
     "experts": {"num_moe_experts": 4, "moe_router_topk": 2},
     "mixed": {"num_moe_experts": 4, "moe_router_topk": 2, "moe_layer_freq": [0, 1, 1]},
+    "tied": {"qk_layernorm": True},
 }
+"""Of ``tied`` everything else is other than in the rest: see ``_is_llama``."""
+
 SIZES = {
     "num_layers": 3,
     "hidden_size": 24,
@@ -30,6 +33,8 @@ SIZES = {
     "ffn_hidden_size": 14,
 }
 PADDED = 256
+WHOLE = ("norm", "router", "position_embeddings", "linear_proj.bias", "linear_fc2.bias")
+"""In names of what all ranks hold alike."""
 
 
 def main() -> None:
@@ -72,6 +77,11 @@ def _rank(rank: int, verb: str, folder: Path, local: Path) -> None:
     dist.destroy_process_group()
 
 
+def _is_llama(kind: str) -> bool:
+    """Whether a model has gates, RMS norms, rotary positions, a head of its own, no biases."""
+    return kind != "tied"
+
+
 def _model(kind: str) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -82,10 +92,10 @@ def _model(kind: str) -> torch.nn.Module:
         **KINDS[kind],
         tensor_model_parallel_size=2,
         use_cpu_initialization=True,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
+        gated_linear_unit=_is_llama(kind),
+        activation_func=getattr(torch.nn.functional, "silu" if _is_llama(kind) else "gelu"),
+        add_bias_linear=not _is_llama(kind),
+        normalization=_norm(kind),
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
     )
@@ -93,16 +103,27 @@ def _model(kind: str) -> torch.nn.Module:
         spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     else:
         spec = specs.get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=False,
+            normalization=_norm(kind),
+            qk_layernorm=config.qk_layernorm,
         )
     return GPTModel(
         config,
         spec,
         vocab_size=PADDED,
         max_sequence_length=32,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        position_embedding_type=_positions(kind),
+        share_embeddings_and_output_weights=not _is_llama(kind),
     )
+
+
+def _norm(kind: str) -> str:
+    return "RMSNorm" if _is_llama(kind) else "LayerNorm"
+
+
+def _positions(kind: str) -> str:
+    return "rope" if _is_llama(kind) else "learned_absolute"
 
 
 def _fill(model: torch.nn.Module) -> None:
@@ -113,7 +134,7 @@ def _fill(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter))
-            if "norm" in name or "router" in name:
+            if any(word in name for word in WHOLE):
                 dist.broadcast(parameter, 0, group=group)
 
 
@@ -123,12 +144,13 @@ def _arguments(kind: str) -> Namespace:
         **SIZES,
         group_query_attention=True,
         max_position_embeddings=32,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
+        position_embedding_type=_positions(kind),
+        normalization=_norm(kind),
         norm_epsilon=1e-5,
-        swiglu=True,
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=True,
+        swiglu=_is_llama(kind),
+        add_bias_linear=not _is_llama(kind),
+        qk_layernorm=not _is_llama(kind),
+        untie_embeddings_and_output_weights=_is_llama(kind),
         padded_vocab_size=PADDED,
         num_experts=experts.get("num_moe_experts"),
         moe_router_topk=experts.get("moe_router_topk", 2),

@@ -130,9 +130,10 @@ def make_run(folder, name, dtype=torch.float32):
 
 def tensors_of(run):
     step = run / "release"
+    index = read_index(step)
     return {
-        name.removeprefix("model."): read_tensor(step, name)
-        for name in read_index(step).tensors
+        name.removeprefix("model."): read_tensor(step, name, index=index)
+        for name in index.tensors
     }
 
 
@@ -143,8 +144,26 @@ def assert_equal_bitwise(one, other):
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("form", ["dcp", "megatron"])
+def by_default(*values, rest):
+    """Parameters of which some are for the long run."""
+    return [*values, *(pytest.param(*one, marks=pytest.mark.parity_long) for one in rest)]
+
+
+# Each format and each model at least once by default; Megatron's rules are the richer ones.
+@pytest.mark.parametrize(
+    ("form", "name"),
+    by_default(
+        ("megatron", "layer norms and biases"),
+        ("megatron", "experts in some layers, one shared"),
+        ("dcp", "tied, biases on queries"),
+        ("dcp", "experts"),
+        rest=[
+            *(("megatron", name) for name in ("dense", "tied, biases on queries", "experts")),
+            *(("dcp", name) for name in ("dense", "layer norms and biases")),
+            ("dcp", "experts in some layers, one shared"),
+        ],
+    ),
+)
 def test_a_model_survives_the_way_to_a_format_and_back_bitwise(tmp_path, name, form):
     before = make_run(tmp_path / "run", name)
     there = convert("mcore", tmp_path / "run", form, tmp_path / "there")
@@ -156,8 +175,9 @@ def test_a_model_survives_the_way_to_a_format_and_back_bitwise(tmp_path, name, f
     assert read_index(tmp_path / "again" / "release").extra["model"] == describe(name)
 
 
-def test_one_fingerprint_goes_round_through_all_formats_and_files_of_any_size(tmp_path):
-    before = make_run(tmp_path / "mcore", "experts", torch.bfloat16)
+@pytest.mark.parametrize("name", by_default("dense", rest=[("experts",)]))
+def test_one_fingerprint_goes_round_through_all_formats_and_files_of_any_size(tmp_path, name):
+    before = make_run(tmp_path / "mcore", name, torch.bfloat16)
     options = ConvertOptions(wanted=Wanted(max_shard_bytes=3000))
     prints = set()
     for source, target in (
@@ -189,8 +209,9 @@ def test_checkpoints_of_any_format_are_shown_and_compared(tmp_path, capsys):
     from mcore_ckpt.cli import main
 
     make_run(tmp_path / "mcore", "dense")
+    unproven = ConvertOptions(check=False)
     for form in ("hf", "megatron", "dcp"):
-        convert("mcore", tmp_path / "mcore", form, tmp_path / form)
+        convert("mcore", tmp_path / "mcore", form, tmp_path / form, unproven)
         assert main(["inspect", str(tmp_path / form)]) == 0
         assert f"({form})" in capsys.readouterr().out
         words = [str(tmp_path / "mcore"), "--compare", str(tmp_path / form)]
@@ -588,11 +609,11 @@ def arguments(**more):
 @pytest.mark.parametrize(
     ("version", "ranks", "stages", "zipped"),
     [
-        (0, 1, 1, False),
+        pytest.param(0, 1, 1, False, marks=pytest.mark.parity_long),
         (0, 2, 1, False),
         (1.0, 2, 2, True),
         (2.0, 2, 1, True),
-        (3.0, 1, 2, True),
+        pytest.param(3.0, 1, 2, True, marks=pytest.mark.parity_long),
     ],
 )
 def test_gpt_of_old_files_comes_in_whatever_its_version_and_ranks(

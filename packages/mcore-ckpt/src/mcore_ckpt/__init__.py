@@ -13,6 +13,8 @@ _ROOMS: dict[str, str] = {
     "FolderLock": "locking",
     "HFView": "hf_saving",
     "Index": "index",
+    "LocalConfig": "config",
+    "LocalSaver": "local_saving",
     "PlanCache": "saving",
     "Report": "conversion",
     "RetentionConfig": "config",

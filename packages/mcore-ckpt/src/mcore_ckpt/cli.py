@@ -110,9 +110,10 @@ def convert(
     behind = f" {report.left_behind} entries that are no weights stay." * bool(
         report.left_behind
     )
+    tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
     print(
         f"{report.output}: {report.family}, {report.num_tensors} tensors, "
-        f"{report.num_bytes / 1e9:.3f} GB; {proof}.{behind}",
+        f"{report.num_bytes / 1e9:.3f} GB; {proof}.{behind}{tokens}",
         file=out,
     )
     if report.fingerprint:

@@ -70,3 +70,57 @@ class StrictnessConfig:
         if self.dist_ckpt_strictness == "raise_all":
             return "raise"
         return "log" if self.dist_ckpt_strictness == "log_all" else "ignore"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalConfig:
+    """Checkpoints on each host's own disk beside those that last; none, unless told where."""
+
+    non_persistent_local_ckpt_dir: str = ""
+    """Folder on a disk of each host; empty: no local checkpoints. Needs nvidia-resiliency-ext.
+    They load only under the layout that saved them, and only the newest is kept."""
+
+    non_persistent_save_interval: int = 0
+    """Steps between local checkpoints, which leave out the steps of --save-interval."""
+
+    non_persistent_ckpt_type: Literal["local"] = "local"
+    """Kind of the checkpoints between those that last: on each host's own disk."""
+
+    replication: bool = False
+    """Keep copies of each rank's local checkpoint on other hosts."""
+
+    replication_factor: int = 2
+    """Ranks that keep each copy, the owner counted."""
+
+    replication_jump: int = 0
+    """Distance between ranks that keep each other's copies: the ranks of one host."""
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        folder, steps = self.non_persistent_local_ckpt_dir, self.non_persistent_save_interval
+        if steps < 0:
+            raise ValueError(f"--non-persistent-save-interval {steps} must be 0 or more.")
+        if bool(folder) != bool(steps):
+            raise ValueError(
+                "--non-persistent-local-ckpt-dir and --non-persistent-save-interval go "
+                "together: give both or none."
+            )
+        if self.replication and not folder:
+            raise ValueError(
+                "--replication has no effect without --non-persistent-local-ckpt-dir."
+            )
+        if self.replication and (self.replication_jump < 1 or self.replication_factor < 2):
+            raise ValueError(
+                "--replication needs --replication-jump, the number of ranks of one host, and "
+                f"a --replication-factor from 2; not {self.replication_jump} and "
+                f"{self.replication_factor}."
+            )
+        if not self.replication and (self.replication_jump or self.replication_factor != 2):
+            raise ValueError(
+                "--replication-jump and --replication-factor have no effect without "
+                "--replication."
+            )

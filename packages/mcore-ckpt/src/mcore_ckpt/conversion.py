@@ -7,8 +7,10 @@ what was read, and compared with it bit by bit.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,9 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_ckpt.files import SLAB_BYTES, Checksums, Item, Reader, memory
+from mcore_ckpt.hf_folder import num_tokens
 from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.paths import RELEASE, commit, make_fresh, step_folder
+from mcore_ckpt.paths import RELEASE, commit, is_complete, make_fresh, remove, step_folder
 from mcore_ckpt.rewriting import write_whole
 from mcore_ckpt.sources import FORMATS, PREFIX, Asked, Opened, opened
 from mcore_ckpt.streams import Rows, Source, same_bits, slabs
@@ -52,6 +55,8 @@ class Report:
     """Hash of all logical tensors as read back; the same in every format. Empty: not read."""
     left_behind: int = 0
     """Entries of the source that are no weights: optimizer, random state."""
+    has_tokenizer: bool = True
+    """Whether a tokenizer went along."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +117,7 @@ def convert(
             raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
     asked = Asked(DTYPE_WORDS.get(options.dtype, ""), options.config, options.vocab_size)
     output = Path(output)
+    _check_place(Path(source), output)
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
@@ -119,6 +125,7 @@ def convert(
         return _with_progress([_read_ahead(item, reading) for item in items], on_progress)
 
     with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
+        _check_tokens(found, options.vocab_size)
         if target_format == "mcore":
             word, print_ = _write_native(found, output, watch, options.check)
         else:
@@ -133,6 +140,7 @@ def convert(
             options.check,
             print_,
             found.left_behind,
+            bool(found.tokenizer),
         )
 
 
@@ -269,8 +277,7 @@ def _write_native(
 ) -> tuple[str, str]:
     """Write a release of a run folder; return ``model_type`` and the fingerprint."""
     extra = {"model": source.description, "hf": source.hf}
-    with FolderLock(output):
-        target = make_fresh(step_folder(output, RELEASE))
+    with FolderLock(output), _gone_if_it_fails(output) as target:
         index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
         print_ = ""
@@ -284,18 +291,63 @@ def _write_native(
     return source.hf.get("model_type") or source.description["family"], print_
 
 
+@contextmanager
+def _gone_if_it_fails(output: Path) -> Iterator[Path]:
+    """Give a fresh folder for a release; what was written goes away with an error."""
+    target = make_fresh(step_folder(output, RELEASE))
+    try:
+        yield target
+    except BaseException:
+        if not is_complete(target):
+            remove(target)
+        raise
+
+
+def _check_place(source: Path, output: Path) -> None:
+    """Refuse an output within the input, and one that can be no folder.
+
+    Raises:
+        ValueError: with both paths.
+    """
+    here, there = source.resolve(), output.resolve()
+    if here.is_dir() and (here == there or here in there.parents):
+        raise ValueError(
+            f"--output {output} lies in --input {source}: give a folder elsewhere, so that the "
+            "input stays as it is."
+        )
+    above = next(folder for folder in (there, *there.parents) if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"--output {output} cannot be made: {above} is a file.")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"--output {output} cannot be made: {above} may not be written to.")
+
+
+def _check_tokens(source: Opened, vocab_size: int) -> None:
+    """Refuse to cut rows off that the tokenizer has ids of.
+
+    Raises:
+        ValueError: with both sizes.
+    """
+    needed = num_tokens(source.tokenizer)
+    if 0 < vocab_size < needed:
+        raise ValueError(
+            f"--vocab-size {vocab_size} cuts off ids of the tokenizer that goes along, which "
+            f"has {needed}: give {needed} or more."
+        )
+
+
 def _read_ahead(item: Item, reading: ThreadPoolExecutor) -> Item:
     """Read an item's next slab while the one before is summed and written."""
-
-    def slabs_ahead() -> Iterator[Tensor]:
-        there = iter(item.slabs())
-        waiting = reading.submit(next, there, None)
-        while (slab := waiting.result()) is not None:
-            waiting = reading.submit(next, there, None)
-            yield slab
-
     is_long = item.num_bytes > SLAB_BYTES
-    return replace(item, slabs=slabs_ahead) if is_long else item
+    return replace(item, slabs=partial(_slabs_ahead, item, reading)) if is_long else item
+
+
+def _slabs_ahead(item: Item, reading: ThreadPoolExecutor) -> Iterator[Tensor]:
+    there = iter(item.slabs())
+    waiting = reading.submit(next, there, None)
+    while (slab := waiting.result()) is not None:
+        waiting = reading.submit(next, there, None)
+        yield slab
 
 
 def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_ckpt.dcp import METADATA
-from mcore_ckpt.files import DTYPES, Item
+from mcore_ckpt.files import DTYPES, Item, write_error
 from mcore_ckpt.paths import sync_folder, write_durably
 from mcore_ckpt.rules import split_index
 
@@ -48,12 +48,23 @@ def write_dcp_folder(
         items: every tensor; slabs are whole rows.
         objects: what is no tensor, saved by ``torch.save``.
         max_file_bytes: when to begin another file.
+
+    Raises:
+        RuntimeError: if the disk fails.
     """
-    writer = _Writer(path, max_file_bytes)
+    try:
+        _write(path, items, objects or {}, _Writer(path, max_file_bytes))
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _write(
+    path: Path, items: Sequence[Item], objects: Mapping[str, Any], writer: "_Writer"
+) -> None:
     boxes: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     with writer:
-        for name, value in (objects or {}).items():
+        for name, value in objects.items():
             buffer = io.BytesIO()
             torch.save(value, buffer)
             writer.add(MetadataIndex(name), buffer.getvalue())
@@ -77,7 +88,7 @@ def write_dcp_folder(
         )
         for name, (shape, dtype) in shapes.items()
     }
-    listed |= {name: BytesStorageMetadata() for name in objects or {}}
+    listed |= {name: BytesStorageMetadata() for name in objects}
     metadata = Metadata(listed, {name: (name,) for name in listed}, writer.places)
     metadata.storage_meta = StorageMeta()
     write_durably(path / METADATA, pickle.dumps(metadata))
@@ -108,7 +119,10 @@ class _Writer:
             # torch.save writes a tensor's whole storage, whatever part of it is seen.
             if value.untyped_storage().nbytes() != value.numel() * value.element_size():
                 value = value.clone()
-            torch.save(value, file)
+            # Not straight to the file: torch would tell of a full disk as of its own fault.
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            file.write(buffer.getbuffer())
         info = _StorageInfo(Path(file.name).name, first, file.tell() - first)
         self.places[index] = info
 

@@ -122,9 +122,14 @@ def write_file(
         raise
     except OSError as error:
         path.unlink(missing_ok=True)
-        hint = ": the disk or a quota is full" if error.errno in _FULL else ""
-        raise RuntimeError(f"cannot write {path}: {error}{hint}.") from error
+        raise write_error(path, error) from error
     return written
+
+
+def write_error(path: Path, error: OSError) -> RuntimeError:
+    """Make a sentence of what the system says against writing to ``path``."""
+    hint = ": the disk or a quota is full" if error.errno in _FULL else ""
+    return RuntimeError(f"cannot write {path}: {error}{hint}.")
 
 
 def slabs_of(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[Tensor]:

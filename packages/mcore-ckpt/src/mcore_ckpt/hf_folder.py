@@ -1,7 +1,7 @@
 """Hugging Face folders: which tensor stands in which file, and the small files around."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,15 @@ def read_hf_folder(path: str | Path) -> HFFolder:
     path = Path(path)
     try:
         config = json.loads((path / "config.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path} is no Hugging Face folder: it has no config.json. To convert one of "
             "ours, say mcore->hf."
         ) from None
     except ValueError as error:
         raise RuntimeError(f"{path / 'config.json'} is damaged: {error}") from None
+    if not isinstance(config, dict):
+        raise RuntimeError(f"{path / 'config.json'} is damaged: it holds no object")
     if (path / _INDEX).is_file():
         return HFFolder(path, config, _read_sharded(path))
     if (path / _SINGLE).is_file():
@@ -116,6 +118,27 @@ def write_hf_folder(
         table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_durably(path / _INDEX, json.dumps(table, indent=2).encode() + b"\n")
     write_durably(path / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+
+
+def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
+    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0.
+
+    Args:
+        tokenizer: its files by name.
+    """
+    counts = [0]
+    if "tokenizer.json" in tokenizer:
+        table = json.loads(tokenizer["tokenizer.json"])
+        vocab = (table.get("model") or {}).get("vocab") or []
+        counts.append(
+            max(vocab.values(), default=-1) + 1 if isinstance(vocab, dict) else len(vocab)
+        )
+        counts += [one["id"] + 1 for one in table.get("added_tokens") or []]
+    elif "vocab.json" in tokenizer:
+        counts.append(max(json.loads(tokenizer["vocab.json"]).values(), default=-1) + 1)
+    elif "vocab.txt" in tokenizer:
+        counts.append(len(tokenizer["vocab.txt"].splitlines()))
+    return max(counts)
 
 
 def small_files(path: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:

@@ -12,12 +12,13 @@ from typing import Any
 
 from mcore_ckpt import megatron, torchtitan
 from mcore_ckpt.dcp import METADATA, DcpFolder, read_dcp_folder
-from mcore_ckpt.families import family_for, family_of
+from mcore_ckpt.families import check_architectures, family_for, family_of
 from mcore_ckpt.families.fields import CARRIED
 from mcore_ckpt.files import Reader
 from mcore_ckpt.hf_folder import read_hf_folder, small_files
 from mcore_ckpt.index import Index, read_index
 from mcore_ckpt.megatron_legacy import is_legacy, read_legacy_folder
+from mcore_ckpt.model_shapes import check_shapes
 from mcore_ckpt.paths import latest_step, resolve_folder, step_folder
 from mcore_ckpt.pickles import Record
 from mcore_ckpt.rules import Link, Rule, Table, expand, match_theirs, split_index, unstacked
@@ -98,6 +99,7 @@ def _open_hf(path: Path, asked: Asked) -> Iterator[Opened]:
     block = _fp8_block(config)
     model_type = config.get("model_type", "")
     family = family_of(model_type)
+    check_architectures(config)
     description = family.to_ours(config)
     if hasattr(family, "as_stored"):
         description = family.as_stored(description, folder.tensors.keys())
@@ -246,6 +248,7 @@ def _described(
     description: dict[str, Any], links: Sequence[Link], theirs: Rows, asked: Asked
 ) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
     ours: Rows = Turned(links, theirs)
+    check_shapes(description, ours.entries)
     if asked.vocab_size and asked.vocab_size != description["vocab_size"]:
         ours = Resized(ours, dict.fromkeys(_PADDED, asked.vocab_size))
         description = {**description, "vocab_size": asked.vocab_size}

@@ -64,7 +64,13 @@ def write_hf(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
     model_type = model_type_of(source, wanted.model_type)
     family = family_of(model_type)
     # Words that went along say nothing about weights; those of a family win.
-    config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
+    try:
+        config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
+    except ValueError as error:
+        raise ValueError(
+            f"{model_type} cannot say this model: {error}. Leave --model-type out to have a "
+            "family found that can."
+        ) from None
     items = watch(_items(family.table(source.description), source))
     config |= _dtype_fields(items)
     write_hf_folder(folder, config, items, wanted.max_shard_bytes)

@@ -10,6 +10,7 @@ import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -123,18 +124,27 @@ def _read_zip(window: Window, descriptor: int, path: Path, offset: int) -> Any:
     except (zipfile.BadZipFile, KeyError) as error:
         raise RuntimeError(f"{path} is no sound file of torch.save: {error!r}") from None
 
-    def place(storage: _Storage) -> tuple[int, int]:
-        info = members.get(f"data/{storage.key}")
-        if info is None or info.compress_type != zipfile.ZIP_STORED:
-            raise RuntimeError(f"{path} lacks storage {storage.key}, or has it compressed.")
-        header = os.pread(descriptor, _LOCAL_HEADER_BYTES, offset + info.header_offset)
-        # Its name and its extra field, whose lengths close the header, stand before the data.
-        between = sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-        start = offset + info.header_offset + _LOCAL_HEADER_BYTES + between
-        return start, start + info.file_size
-
-    found = load_inert(content, str(path), _storage, _special(path))
+    found = load_inert(content, str(path), _storage, _SPECIAL)
+    place = partial(_place_in_zip, members, descriptor, path, offset)
     return _placed(found, {}, place, path)
+
+
+def _place_in_zip(
+    members: Mapping[str, zipfile.ZipInfo],
+    descriptor: int,
+    path: Path,
+    offset: int,
+    storage: _Storage,
+) -> tuple[int, int]:
+    """Find a storage's first and one-past-last byte in a file that holds an archive."""
+    info = members.get(f"data/{storage.key}")
+    if info is None or info.compress_type != zipfile.ZIP_STORED:
+        raise RuntimeError(f"{path} lacks storage {storage.key}, or has it compressed.")
+    header = os.pread(descriptor, _LOCAL_HEADER_BYTES, offset + info.header_offset)
+    # Its name and its extra field, whose lengths close the header, stand before the data.
+    between = sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+    start = offset + info.header_offset + _LOCAL_HEADER_BYTES + between
+    return start, start + info.file_size
 
 
 def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) -> Any:
@@ -145,7 +155,7 @@ def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) 
     system = load_inert(file, where)
     if not isinstance(system, dict) or not system.get("little_endian", True):
         raise RuntimeError(f"{path} was written on a big-endian machine.")
-    found = load_inert(file, where, _storage, _special(path))
+    found = load_inert(file, where, _storage, _SPECIAL)
     keys = load_inert(file, where)
     dtypes: dict[str, str] = {}
     _collect(found, dtypes)
@@ -173,21 +183,21 @@ def _storage(pid: Any) -> _Storage:
     return _Storage(name, str(key))
 
 
-def _special(path: Path) -> dict[str, Any]:
-    def tensor(storage: Any, first: int, shape: Any, steps: Any, *_: Any) -> _Pending:
-        if not isinstance(storage, _Storage):
-            raise RuntimeError(f"{path} holds a tensor of something that is no storage.")
-        return _Pending(storage, first, tuple(shape), tuple(steps))
+def _tensor(storage: Any, first: int, shape: Any, steps: Any, *_: Any) -> _Pending:
+    if not isinstance(storage, _Storage):
+        raise ValueError("a tensor lies in something that is no storage")
+    return _Pending(storage, first, tuple(shape), tuple(steps))
 
-    def parameter(data: Any, *_: Any) -> Any:
-        return data
 
-    rebuild = "torch._utils._rebuild_"
-    return {
-        f"{rebuild}tensor": tensor,
-        f"{rebuild}tensor_v2": tensor,
-        f"{rebuild}parameter": parameter,
-    }
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+_SPECIAL: dict[str, Any] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+}
 
 
 def _collect(value: Any, dtypes: dict[str, str]) -> None:

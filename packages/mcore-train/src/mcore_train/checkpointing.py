@@ -16,6 +16,7 @@ from typing import Self
 from mcore_ckpt.agreement import agreed
 from mcore_ckpt.async_saving import AsyncSaver
 from mcore_ckpt.hf_saving import hf_view
+from mcore_ckpt.local_saving import LocalSaver
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.saving import PlanCache, save
 from mcore_parallel.sharding import Shard
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves of one run; a context manager that holds the run folder. All ranks use it alike.
 
-    Does nothing for a run without ``--save``.
+    Steps between those that last go to local disks. Does nothing for a run without ``--save``.
     """
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
@@ -41,7 +42,8 @@ class Checkpoints:
             reporter: gets a record of each request, and of each step that became durable.
 
         Raises:
-            ValueError: if ``--save-hf`` is asked for a model that no family can say.
+            ValueError: if ``--save-hf`` is asked for a model that no family can say, or
+                local checkpoints cannot be made here.
         """
         options = run.plan.config.saving
         self.is_async = options.async_save
@@ -57,6 +59,9 @@ class Checkpoints:
             silent_s=60 * options.async_save_timeout_minutes,
             retention=run.plan.config.retention,
         )
+        local = run.plan.config.local_saving
+        has_local = local.non_persistent_local_ckpt_dir
+        self._local = LocalSaver(local, run.ctx.world) if has_local else None
         self._state: dict[str, Shard] | None = None
         self._saved_step = run.iteration
         self._requested_step = -1
@@ -67,7 +72,14 @@ class Checkpoints:
 
         Raises:
             RuntimeError: on all ranks, if another job writes to it.
+            ValueError: if the local disks hold a step that the run has not come to.
         """
+        newest = None if self._local is None else self._local.latest()
+        if newest is not None and newest > self._run.iteration:
+            raise ValueError(
+                f"--non-persistent-local-ckpt-dir holds step {newest}, and this run begins at "
+                f"{self._run.iteration}: continue from it (--load), or empty the folder."
+            )
         with agreed(self._run.ctx.world):
             if self._lock is not None and self._run.ctx.global_rank == 0:
                 self._lock.acquire()
@@ -130,6 +142,17 @@ class Checkpoints:
         if is_first:
             gib = self._saver.host_bytes / 2**30
             log.info("saves in the background hold %.2f GiB of host memory on this rank", gib)
+
+    def save_locally(self) -> None:
+        """Save this step to the hosts' own disks; a failure is told, and training goes on."""
+        if self._local is None:
+            return
+        what = self._snapshot()
+        files = {name: content.decode() for name, content in what.files.items()}
+        try:
+            self._local.save(self._run.iteration, what.shards, {**what.extra, "files": files})
+        except RuntimeError as error:
+            log.error("%s; training goes on", error)
 
     def hold(self) -> None:
         """Let the coming update wait for copies that are still made; see ``AsyncSaver``."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
-from mcore_ckpt.config import RetentionConfig, StrictnessConfig
+from mcore_ckpt.config import LocalConfig, RetentionConfig, StrictnessConfig
 from mcore_data.config import DataConfig, FIMConfig, TokenizerConfig
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_moe.config import MoEConfig
@@ -57,6 +57,7 @@ class TrainConfig:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     saving: SaveConfig = field(default_factory=SaveConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
+    local_saving: LocalConfig = field(default_factory=LocalConfig)
     loading: LoadConfig = field(default_factory=LoadConfig)
     strictness: StrictnessConfig = field(default_factory=StrictnessConfig)
     logging: LogConfig = field(default_factory=LogConfig)

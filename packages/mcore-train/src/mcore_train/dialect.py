@@ -51,6 +51,9 @@ SPELLINGS: dict[str, Spelling] = {
     "--dist-ckpt-optim-fully-reshardable": Spelling(note="every checkpoint is"),
     "--use-persistent-ckpt-worker": Spelling(note="--async-save writes in a thread"),
     "--async-strategy": Spelling(num_values=1, note="--async-save writes in a thread"),
+    "--non-persistent-local-ckpt-algo": Spelling(
+        num_values=1, note="each rank keeps what it holds"
+    ),
     "--use-checkpoint-args": Spelling(note="--load brings the model's shape with it"),
     "--tensorboard-dir": Spelling(
         ("--tensorboard",), num_values=1, note="scalars go to tensorboard/ below --save"
@@ -58,13 +61,8 @@ SPELLINGS: dict[str, Spelling] = {
 }
 """Flags that are taken and translated."""
 
-_NODE_LOCAL = "node-local checkpoints are not built yet; use --async-save."
-
 REFUSED: dict[str, str] = {
-    "--non-persistent-save-interval": _NODE_LOCAL,
-    "--non-persistent-ckpt-type": _NODE_LOCAL,
-    "--non-persistent-local-ckpt-dir": _NODE_LOCAL,
-    "--replication": _NODE_LOCAL,
+    "--non-persistent-global-ckpt-dir": "use --save-interval and --save-retain-last.",
     "--no-ckpt-fully-parallel-save": "all ranks always write together; use mcore-ckpt reshard "
     "to put their files together.",
     "--fp8-hybrid": "FP8 training is not built yet; use --bf16.",

@@ -80,6 +80,10 @@ def train(
                     if not checkpoints.is_async:
                         gradients.check()
                     checkpoints.save()
+            elif _divides(config.local_saving.non_persistent_save_interval, run.iteration):
+                gradients.check()
+                with interval.paused():
+                    checkpoints.save_locally()
             is_asked = stop.poll(wish=_is_out_of_time(run, started_s))
             if is_asked or _divides(config.run.exit_interval, run.iteration):
                 log.info("asked to stop after iteration %d", run.iteration)

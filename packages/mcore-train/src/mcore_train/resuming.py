@@ -18,6 +18,7 @@ import torch
 
 from mcore_ckpt.index import read_index
 from mcore_ckpt.loading import load
+from mcore_ckpt.local_saving import LocalSaver
 from mcore_ckpt.saving import save
 from mcore_data.blending import OrderedBlend
 from mcore_data.data_plan import PLAN_FILE, DataPlan, Stretch, given_by_source, parse_plan
@@ -25,7 +26,7 @@ from mcore_data.mixture import begins_at_steps
 from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Piece, Shard, named_shards
 from mcore_train.assembly import Run, num_samples_of
-from mcore_train.lr_schedule import reconcile
+from mcore_train.lr_schedule import Schedule, reconcile
 from mcore_train.origin import find_checkpoint
 from mcore_train.recipe import told_options, write_recipe
 from mcore_train.resolution import Plan
@@ -107,6 +108,8 @@ def load_run(run: Run) -> bool:
     """
     options = run.plan.config.loading
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if _load_local(run, folder):
+        return True
     if folder is None:
         if options.exit_on_missing_checkpoint:
             raise ValueError(f"--load {options.load} holds no checkpoint.")
@@ -120,12 +123,55 @@ def load_run(run: Run) -> bool:
         return True
     schedule = reconcile(extra["schedule"], run.plan.schedule, run.plan.config.schedule)
     _load_state(run, folder, extra)
+    file = folder / PLAN_FILE
+    _take_counts(run, schedule, extra, file.read_text("utf-8") if file.is_file() else "")
+    return True
+
+
+def _load_local(run: Run, folder: Path | None) -> bool:
+    """Continue from the hosts' own disks, if what is there is as new as what ``--load`` has.
+
+    Returns:
+        Whether it was.
+
+    Raises:
+        ValueError: if it is of another layout, model or schedule.
+    """
+    config = run.plan.config
+    options, local = config.loading, config.local_saving
+    if not local.non_persistent_local_ckpt_dir or not options.load or options.finetune:
+        return False
+    saver = LocalSaver(local, run.ctx.world)
+    step = saver.latest()
+    lasting = -1 if folder is None else read_index(folder).extra.get("iteration", -1)
+    if options.ckpt_step or step is None or step < lasting:
+        return False
+    shards = state_shards(run)
+    rng = _rng_shards(run)
+    extra = saver.load(shards | rng)
+    _check_model(extra["model"], run.plan, Path(local.non_persistent_local_ckpt_dir))
+    schedule = reconcile(extra["schedule"], run.plan.schedule, config.schedule)
+    _take_streams(run, rng)
+    with_optimizer = "num_steps" in extra
+    if with_optimizer:
+        run.optimizer.num_steps = extra["num_steps"]
+    run.optimizer.refresh(from_parameters=not with_optimizer)
+    _take_counts(run, schedule, extra, extra["files"].get(PLAN_FILE, ""))
+    return True
+
+
+def _take_counts(run: Run, schedule: Schedule, extra: Mapping[str, Any], then: str) -> None:
+    """Stand where a checkpoint was made; ``then`` is its data plan, if it had one."""
     run.plan = replace(run.plan, schedule=schedule)
     run.iteration = extra["iteration"]
     run.consumed_train_samples = extra["consumed_train_samples"]
     run.schedule_samples = extra["schedule_samples"]
-    _continue_data(run, folder)
-    return True
+    _continue_data(run, then)
+
+
+def _take_streams(run: Run, rng: Mapping[str, Shard]) -> None:
+    states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
+    run.streams.set_state(states)
 
 
 def data_plan(run: Run) -> DataPlan:
@@ -159,17 +205,16 @@ def _files(run: Run) -> dict[str, bytes]:
     return files
 
 
-def _continue_data(run: Run, folder: Path) -> None:
+def _continue_data(run: Run, plan_of_then: str) -> None:
     """Take over which batch sizes the run has had; tell of data that are others than then.
 
     Raises:
         ValueError: if a changed mixture would repeat or lose samples, or counts in steps of
             a run whose batch size was changed.
     """
-    file = folder / PLAN_FILE
-    if not file.is_file() or not run.datasets.sources:
+    if not plan_of_then or not run.datasets.sources:
         return
-    then, now = parse_plan(file.read_text(encoding="utf-8")), data_plan(run)
+    then, now = parse_plan(plan_of_then), data_plan(run)
     run.stretches = list(then.stretches)
     gave, gives = given_by_source(then), given_by_source(now)
     mixture = now.data.data_mixture_path
@@ -209,8 +254,7 @@ def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
     ignore = (() if with_optimizer else ("optimizer.",)) + (() if rng else ("rng.",))
     load(folder, shards | rng, ignore=ignore, **_load_options(run))
     if rng:
-        states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
-        run.streams.set_state(states)
+        _take_streams(run, rng)
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not with_optimizer)

@@ -10,6 +10,8 @@ their defaults. Families whose model does not run here yet have a name of their 
 refuses, by name, what the other side cannot say.
 """
 
+import re
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +34,21 @@ def family_of(model_type: str) -> Any:
             f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
         )
     return import_module(f"{__name__}.{model_type.replace('-', '_')}")
+
+
+def check_architectures(config: Mapping[str, Any]) -> None:
+    """Compare the class that a config.json names with its ``model_type``.
+
+    Raises:
+        ValueError: if it names several, or one of another family.
+    """
+    model_type, named = config.get("model_type", ""), config.get("architectures") or []
+    stem = re.sub(r"[_-]|text$", "", model_type)
+    if len(named) > 1 or any(not str(one).lower().startswith(stem) for one in named):
+        raise ValueError(
+            f"config.json says model_type {model_type!r} and architectures {named}: it must "
+            "name one class, of that type."
+        )
 
 
 def family_for(description: dict[str, Any]) -> str:

@@ -26,6 +26,14 @@ _SILENT = {
     *("cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task"),
 }
 
+_HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
+_WHOLE = {
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "vocab_size"),
+    *("max_position_embeddings", "n_embd", "n_layer", "n_inner", "n_positions"),
+    *("d_model", "d_kv", "d_ff", "num_layers"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+}
+
 DEFAULTS: dict[str, Any] = {
     "num_query_groups": 0,
     "kv_channels": 0,
@@ -78,6 +86,13 @@ class Fields:
                 "config.json has quantization_config, which mcore cannot represent here: "
                 "convert understands fp8 in blocks; dequantize others with their own tool."
             )
+        for name, value in config.items():
+            least = 1 if name in _HEADS else 0
+            is_whole = type(value) is int and value >= least
+            if name in (*_WHOLE, *_HEADS) and value is not None and not is_whole:
+                raise ValueError(
+                    f"config.json has {name}={value!r}: it must be a whole number from {least}."
+                )
         silent = _SILENT - set(keep)
         self._left = {name: v for name, v in config.items() if name not in silent}
 

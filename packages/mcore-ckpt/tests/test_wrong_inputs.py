@@ -1,0 +1,318 @@
+"""What a user can get wrong, by the command: one clear sentence, and nothing left behind."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mcore_ckpt.cli import main
+from mcore_ckpt.conversion import convert
+from mcore_ckpt.index import INDEX
+from mcore_ckpt.paths import TRACKER
+
+D, F, V = 12, 10, 17
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": D,
+    "num_hidden_layers": 1,
+    "vocab_size": V,
+    "intermediate_size": F,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+LAYER = "model.layers.0."
+SHAPES = {
+    "model.embed_tokens": (V, D),
+    "model.norm": (D,),
+    "lm_head": (V, D),
+    **{f"{LAYER}self_attn.{p}_proj": (D, D) for p in "qo"},
+    **{f"{LAYER}self_attn.{p}_proj": (D // 2, D) for p in "kv"},
+    **{f"{LAYER}mlp.{p}_proj": (F, D) for p in ("gate", "up")},
+    f"{LAYER}mlp.down_proj": (D, F),
+    f"{LAYER}input_layernorm": (D,),
+    f"{LAYER}post_attention_layernorm": (D,),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A Llama folder with a tokenizer, and the same as each other format."""
+    home = tmp_path_factory.mktemp("sound")
+    (home / "hf").mkdir()
+    (home / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    weights = {f"{name}.weight": torch.randn(shape) for name, shape in SHAPES.items()}
+    save_file(weights, home / "hf" / "model.safetensors")
+    vocab = {f"word{i}": i for i in range(15)}
+    added = [{"id": 15, "content": "<s>"}, {"id": 16, "content": "</s>"}]
+    tokenizer = {"model": {"vocab": vocab}, "added_tokens": added}
+    (home / "hf" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for form in ("mcore", "megatron", "dcp"):
+        convert("hf", home / "hf", form, home / form)
+    return home
+
+
+@pytest.fixture
+def home(sound, tmp_path, monkeypatch):
+    shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(words, capsys):
+    """Run the command; return its code and what it told."""
+    try:
+        code = main(words.split())
+    except SystemExit as end:
+        code = end.code
+    told = capsys.readouterr()
+    return code, told.err + told.out
+
+
+def configure(**values):
+    def change(home):
+        Path(home, "hf", "config.json").write_text(json.dumps({**CONFIG, **values}))
+
+    return change
+
+
+def weigh(change_weights):
+    def change(home):
+        file = Path(home, "hf", "model.safetensors")
+        save_file(change_weights(load_file(file)), file)
+
+    return change
+
+
+def write(path, content):
+    def change(home):
+        Path(home, path).write_bytes(content)
+
+    return change
+
+
+def delete(path):
+    def change(home):
+        Path(home, path).unlink()
+
+    return change
+
+
+def shards_without_one(home):
+    delete("hf/model.safetensors")(home)
+    places = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    write("hf/model.safetensors.index.json", json.dumps(places).encode())(home)
+
+
+def without_ups(tensors):
+    return {name: t for name, t in tensors.items() if "up_proj" not in name}
+
+
+def narrow_queries(tensors):
+    name = f"{LAYER}self_attn.q_proj.weight"
+    return tensors | {name: tensors[name][:, :5].contiguous()}
+
+
+IN = "convert hf-to-mcore --input hf --output out"
+WRONG = {
+    "an unknown family": (configure(model_type="bloom"), IN, 2, "'bloom' is not known"),
+    "two architectures": (
+        configure(architectures=["LlamaForCausalLM", "MistralForCausalLM"]),
+        IN,
+        2,
+        "it must name one class, of that type",
+    ),
+    "another family's architecture": (
+        configure(architectures=["MistralForCausalLM"]),
+        IN,
+        2,
+        "model_type 'llama' and architectures ['MistralForCausalLM']",
+    ),
+    "a field that is missing": (configure(hidden_size=None), IN, 2, "lacks hidden_size"),
+    "a field of another kind": (configure(hidden_size="big"), IN, 2, "hidden_size='big'"),
+    "no heads": (configure(num_attention_heads=0), IN, 2, "a whole number from 1"),
+    "heads of another model": (
+        configure(num_attention_heads=4, head_dim=6),
+        IN,
+        2,
+        "blocks.0.attention.qkv.q.weight: [12, 12] there, [24, 12] by the config",
+    ),
+    "key-value heads of another model": (
+        configure(num_key_value_heads=2),
+        IN,
+        2,
+        "blocks.0.attention.qkv.k.weight: [6, 12] there, [12, 12] by the config",
+    ),
+    "a vocabulary of another model": (
+        configure(vocab_size=99),
+        IN,
+        2,
+        "embedding.weight: [17, 12] there, [99, 12] by the config",
+    ),
+    "a matrix that is too narrow": (weigh(narrow_queries), IN, 2, "[12, 5] there"),
+    "a config that is no object": (write("hf/config.json", b"[]"), IN, 1, "holds no object"),
+    "a config that is cut": (write("hf/config.json", b"{"), IN, 1, "config.json is damaged"),
+    "a weight that is missing": (weigh(without_ups), IN, 2, f"missing: {LAYER}mlp.up_proj"),
+    "a tied head that differs": (
+        configure(tie_word_embeddings=True),
+        IN,
+        2,
+        "lm_head.weight is present and differs",
+    ),
+    "a shard that is missing": (shards_without_one, IN, 1, "of-00002.safetensors is missing"),
+    "an empty weight file": (write("hf/model.safetensors", b""), IN, 1, "it has no header"),
+    "no weights": (delete("hf/model.safetensors"), IN, 2, "hf has neither model.safetensors"),
+    "an absent input": (None, IN.replace("hf --", "absent --"), 2, "absent is no Hugging Face"),
+    "a file as input": (
+        None,
+        IN.replace("--input hf", "--input hf/config.json"),
+        2,
+        "hf/config.json is no Hugging Face folder",
+    ),
+    "an output that exists": (
+        None,
+        IN.replace("--output out", "--output mcore"),
+        1,
+        "already holds a complete",
+    ),
+    "an output in the way": (
+        None,
+        "convert mcore-to-hf --input mcore --output hf",
+        2,
+        "hf exists and is not empty",
+    ),
+    "an output in the input": (
+        None,
+        IN.replace("--output out", "--output hf/out"),
+        2,
+        "--output hf/out lies in --input hf",
+    ),
+    "an output that is the input": (
+        None,
+        IN.replace("--output out", "--output hf"),
+        2,
+        "so that the input stays as it is",
+    ),
+    "an output below a file": (
+        write("note", b""),
+        IN.replace("--output out", "--output note/out"),
+        2,
+        "note is a file",
+    ),
+    "fewer rows than tokens": (None, f"{IN} --vocab-size 16", 2, "has 17: give 17 or more"),
+    "a negative vocabulary": (None, f"{IN} --vocab-size -1", 2, "must be 0 or more"),
+    "an unknown dtype": (None, f"{IN} --dtype int3", 2, "--dtype int3 is not known: use fp32"),
+    "an unknown size": (None, f"{IN} --max-shard-size five", 2, "five is no size"),
+    "an unknown direction": (
+        None,
+        IN.replace("hf-to-mcore", "hf-to-onnx"),
+        2,
+        "use FROM-to-TO",
+    ),
+    "an unknown flag": (None, f"{IN} --dytpe bf16", 2, "Perhaps you meant"),
+    "a family that cannot say it": (
+        None,
+        "convert mcore-to-hf --input mcore --output out --model-type gpt2",
+        2,
+        "gpt2 cannot say this model",
+    ),
+    "an unknown family to write": (
+        None,
+        "convert mcore-to-hf --input mcore --output out --model-type gtp2",
+        2,
+        "'gtp2' is not known",
+    ),
+    "another format's folder": (
+        None,
+        "convert megatron-to-hf --input hf --output out",
+        2,
+        "holds neither .metadata nor mp_rank_00",
+    ),
+    "a file without its index": (
+        delete("mcore/release/index.json"),
+        "convert mcore-to-hf --input mcore --output out",
+        2,
+        "release holds no complete checkpoint",
+    ),
+    "an index without its file": (
+        delete("mcore/release/rank_00000.safetensors"),
+        "convert mcore-to-hf --input mcore --output out",
+        1,
+        "rank_00000.safetensors is missing: the index names it",
+    ),
+    "an index that is cut": (
+        write(f"mcore/release/{INDEX}", b'{"format": "mcore"'),
+        "inspect mcore",
+        1,
+        "index.json is damaged",
+    ),
+    "a pointer to nothing": (
+        write(f"mcore/{TRACKER}", b"12"),
+        "inspect mcore",
+        2,
+        "iter_0000012 holds no complete checkpoint",
+    ),
+    "a pointer that is no step": (
+        write(f"mcore/{TRACKER}", b"banana"),
+        "verify mcore",
+        2,
+        "it must hold a step or 'release'",
+    ),
+    "nothing to look at": (None, "inspect absent", 2, "absent is no folder"),
+    "nothing to compare with": (
+        None,
+        "inspect mcore --compare absent",
+        2,
+        "absent is no folder",
+    ),
+    "one to average": (None, "average mcore --output out", 2, "give two or more"),
+    "a step resharded onto itself": (
+        None,
+        "reshard mcore --output mcore",
+        1,
+        "never overwritten",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_told_and_leaves_nothing_behind(home, capsys, name):
+    break_it, words, code, message = WRONG[name]
+    if break_it:
+        break_it(home)
+    before = sorted(home.rglob("*"))
+    found, told = said(words, capsys)
+    assert message in told
+    assert found == code
+    assert "Traceback" not in told
+    assert sorted(home.rglob("*")) == before
+
+
+def test_a_folder_without_a_tokenizer_says_so(home, capsys):
+    delete("hf/tokenizer.json")(home)
+    code, told = said(IN, capsys)
+    assert code == 0
+    assert "There was no tokenizer to go along." in told
+
+
+@pytest.mark.parametrize("form", ["mcore", "hf", "megatron", "dcp"])
+def test_a_full_disk_is_told_and_what_was_written_goes(home, capfd, form):
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        code = main(f"convert hf-to-{form} --input hf --output out".split())
+        sys.stderr.flush()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert "the disk or a quota is full" in capfd.readouterr().err
+    left = [path for path in home.rglob("*") if "out" in path.relative_to(home).parts]
+    assert all(path.is_dir() and path.name == "out" for path in left)
+    assert not list(home.glob(".out*"))
