@@ -73,7 +73,9 @@ class _RingAttention(torch.autograd.Function):
         for step in range(axis.size):
             leaving = held if step < axis.size - 1 else ()
             coming = _pass_on(leaving, axis)
-            mixed.add(q, *held, ring_blocks(q.shape[0], axis, step, documents), attention)
+            mixed.add(
+                q, held[0], held[1], ring_blocks(q.shape[0], axis, step, documents), attention
+            )
             held = _received(coming, leaving)
         # A forward that returns the alias which an idle .to gives loses all its gradients under
         # torch.compile, without a word (seen on 2.11).
@@ -96,7 +98,14 @@ class _RingAttention(torch.autograd.Function):
             blocks = ring_blocks(q.shape[0], axis, step, ctx.documents)
             own = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
             add_gradients(
-                (grad_q, own[0], own[1]), grad, q, *held, (out, lse), blocks, ctx.attention
+                (grad_q, own[0], own[1]),
+                grad,
+                q,
+                held[0],
+                held[1],
+                (out, lse),
+                blocks,
+                ctx.attention,
             )
             received = _received(coming, leaving)
             totals = [a + b for a, b in zip(received, own, strict=False)] if step else own
