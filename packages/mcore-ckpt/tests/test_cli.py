@@ -1,4 +1,4 @@
-"""The command as users type it, through a real shell."""
+"""The command as users type it, through a real shell once, else as a shell would start it."""
 
 import json
 import os
@@ -28,6 +28,27 @@ def shell(text, folder, program="bash"):
         timeout=240,
         check=False,
     )
+
+
+def redirected(text, folder, *files):
+    """Do what a shell does to ``text > file ...``, without a Python that starts anew.
+
+    The shell opens each file; the last is the command's standard output.
+    """
+    for name in files:
+        (folder / name).write_bytes(b"")
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        for name, stream in ((files[-1], 1), ("told", 2)):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        with open(1, "w") as sys.stdout, open(2, "w") as sys.stderr:
+            code = main(text.split())
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    told = (folder / "told").read_text()
+    (folder / "told").unlink()
+    return code, told
 
 
 def make_hf(folder):
@@ -80,16 +101,16 @@ def test_an_unquoted_arrow_converts_all_the_same_and_leaves_no_file(tmp_path):
 
 def test_an_output_called_as_the_eaten_name_becomes_a_folder(tmp_path):
     make_hf(tmp_path / "in")
-    done = shell(f"{COMMAND} convert hf->mcore --input in --output mcore", tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, told = redirected("convert hf- --input in --output mcore", tmp_path, "mcore")
+    assert code == 0, told
     assert (tmp_path / "mcore" / "latest_checkpointed_iteration.txt").read_text() == "release"
 
 
 def test_an_unquoted_arrow_to_any_format_is_understood_by_the_file_it_made(tmp_path):
     make_hf(tmp_path / "in")
-    done = shell(f"{COMMAND} convert hf->megatron --input in --output there", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "converting hf to megatron all the same" in done.stderr
+    code, told = redirected("convert hf- --input in --output there", tmp_path, "megatron")
+    assert code == 0, told
+    assert "converting hf to megatron all the same" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "there"]
     assert (tmp_path / "there" / "release" / "metadata.json").is_file()
 
@@ -97,8 +118,8 @@ def test_an_unquoted_arrow_to_any_format_is_understood_by_the_file_it_made(tmp_p
 def test_a_file_that_is_not_standard_output_is_never_removed(tmp_path):
     make_hf(tmp_path / "in")
     # Both redirections make a file; the program's output is the second.
-    done = shell(f"{COMMAND} convert hf->mcore --input in --output run > log", tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, told = redirected("convert hf- --input in --output run", tmp_path, "mcore", "log")
+    assert code == 0, told
     assert (tmp_path / "mcore").read_text() == ""
     assert (tmp_path / "log").read_text() == ""
 
@@ -112,9 +133,9 @@ def test_a_file_with_content_is_never_removed(tmp_path, monkeypatch, capsys):
 
 
 def test_a_conversion_that_fails_after_an_unquoted_arrow_leaves_no_file_either(tmp_path):
-    done = shell(f"{COMMAND} convert hf->mcore --input absent --output run", tmp_path)
-    assert done.returncode == 2
-    assert "absent is no Hugging Face folder" in done.stderr
+    code, told = redirected("convert hf- --input absent --output run", tmp_path, "mcore")
+    assert code == 2
+    assert "absent is no Hugging Face folder" in told
     assert list(tmp_path.iterdir()) == []
 
 
