@@ -143,7 +143,7 @@ def test_where_a_document_went_is_every_step_that_read_it(texts, tmp_path, monke
         (["--step", "2", "--sample", "3"], "step 2 has the samples 0 to 2"),
         (["--step", "2", "--document", "3"], "give --step"),
         (["--prefix", "other", "--document", "3"], "the run reads"),
-        (["--prefix", a, "--document", "99"], "documents 0 to 29"),
+        (["--document", "99"], "documents 0 to 29"),
         (["--step", "99999"], "the run's data end before step"),
     ):
         assert mcore_data([*command, *words]) == 2

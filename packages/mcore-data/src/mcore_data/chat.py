@@ -15,6 +15,7 @@ from typing import Any
 from mcore_data.index_format import token_dtype
 from mcore_data.indexed import IndexedDataset
 from mcore_data.indexed_writing import IndexedWriter
+from mcore_data.outputs import make_folder
 from mcore_data.packing import PackedDataset, TooLong
 from mcore_data.tokenizer import Tokenizer
 
@@ -147,8 +148,10 @@ def prepare_chats(
         template: Jinja text; "" takes the tokenizer's own.
 
     Raises:
-        ValueError: for a chat without a turn of the assistant, with its number.
+        ValueError: for a chat without a turn of the assistant, with its number, or if the
+            outputs cannot be written.
     """
+    make_folder(Path(output_prefix).parent, f"--output-prefix {output_prefix}")
     render = load_template(template, tokenizer)
     num_chats = num_tokens = num_learnt = 0
     dtype = token_dtype(tokenizer.vocab_size).name

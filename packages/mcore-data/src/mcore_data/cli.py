@@ -92,7 +92,7 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
     for line in report.bad_records:
         print(f"skipped: {line}", file=sys.stderr)
     if report.num_bad_records:
-        print(f"skipped {report.num_bad_records} bad records in all", file=sys.stderr)
+        print(f"bad records skipped in all: {report.num_bad_records}", file=sys.stderr)
     if not report.num_documents:
         print("warning: the inputs hold no record, so the outputs are empty", file=sys.stderr)
     for key, prefix in report.prefixes.items():
@@ -234,7 +234,7 @@ def explain(
         run: run folder or step folder of mcore-train.
         step: step to explain, counted from 1.
         sample: index in the step's global batch.
-        prefix: pair whose document is looked for.
+        prefix: pair whose document is looked for; left out where the run reads one only.
         document: number of that document in the pair.
     """
     from mcore_data.explaining import RunData, draw_explanation

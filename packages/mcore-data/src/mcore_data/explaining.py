@@ -106,12 +106,17 @@ class RunData:
     def visits(self, prefix: str, document: int) -> Iterator[Visit]:
         """Yield the steps done so far that read a document, in the order of the run.
 
+        Args:
+            prefix: of the pair; "" where the run reads one only.
+            document: its number in the pair.
+
         Raises:
             ValueError: if the run has no such source or document.
         """
-        known = [name for name in self._stored if _same(name, prefix)]
-        if not known:
-            raise ValueError(f"the run reads {', '.join(self._stored)}, not {prefix}.")
+        known = [name for name in self._stored if not prefix or _same(name, prefix)]
+        if len(known) != 1:
+            asked = f", not {prefix}" if prefix else ": give one by --prefix"
+            raise ValueError(f"the run reads {', '.join(self._stored)}{asked}.")
         stored = self._stored[known[0]]
         sequences = _sequences_of(stored, document)
         found = []

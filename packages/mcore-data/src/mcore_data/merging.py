@@ -7,6 +7,7 @@ from typing import Any
 from mcore_data.indexed import IndexedDataset
 from mcore_data.indexed_writing import IndexedWriter
 from mcore_data.manifest import check_files, read_manifest, write_manifest
+from mcore_data.outputs import make_folder
 
 
 def merge_pairs(prefixes: Sequence[str | Path], output_prefix: str | Path) -> IndexedDataset:
@@ -20,6 +21,7 @@ def merge_pairs(prefixes: Sequence[str | Path], output_prefix: str | Path) -> In
         ValueError: if pairs differ in dtype or kind, or by their manifests in tokenizer.
         CorruptDatasetError: if a pair is damaged, as its index or its manifest tells.
     """
+    make_folder(Path(output_prefix).parent, f"--output-prefix {output_prefix}")
     manifests = [read_manifest(prefix) for prefix in prefixes]
     hashes = {
         facts["tokenizer"]["sha256"]: str(prefix)

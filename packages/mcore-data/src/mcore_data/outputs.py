@@ -19,21 +19,24 @@ from mcore_data.manifest import manifest_path, read_manifest
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
-def make_folder(prefix: str | Path) -> None:
-    """Make the folder of ``--output-prefix``, and try whether it takes files.
+def make_folder(folder: Path, flag: str) -> None:
+    """Make a folder for outputs, and try whether it takes files.
+
+    Args:
+        folder: made with those above it.
+        flag: what names it, with its value, for the error.
 
     Raises:
-        ValueError: if it cannot be made or does not, with the reason.
+        ValueError: if it cannot be made or takes none, with the reason.
     """
-    folder = Path(prefix).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ValueError(
-            f"--output-prefix {prefix}: {folder} takes no files ({error.strerror}). Name a "
-            "prefix in a folder that can be written."
+            f"{flag}: {folder} takes no files ({error.strerror}). Name a place in a folder "
+            "that can be written."
         ) from error
 
 

@@ -72,6 +72,11 @@ class PackedDataset:
         too_long: TooLong = "split",
         cache_folder: str | Path = "",
     ) -> None:
+        if sequence_length < 1 or num_samples < 0:
+            raise ValueError(
+                f"{num_samples} rows of --seq-length {sequence_length} cannot be made: use at "
+                "least 1 token, and at least 0 rows."
+            )
         self.sequences = texts
         self.weights = weights
         self.sequence_length = sequence_length

@@ -42,6 +42,14 @@ class SampleIndexSpec:
     seed: int = 1234
     drop_last_partial: bool = True
 
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        if self.sequence_length < 1 or self.num_samples < 0:
+            raise ValueError(
+                f"{self.num_samples} samples of --seq-length {self.sequence_length} cannot be "
+                "made: use at least 1 token, and at least 0 samples."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class SampleIndex:

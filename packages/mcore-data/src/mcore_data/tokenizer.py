@@ -143,7 +143,7 @@ def _build_sentencepiece(config: TokenizerConfig) -> Tokenizer:
     from mcore_data.sentencepiece_tokenizer import SentencePieceTokenizer
 
     return SentencePieceTokenizer(
-        _needed_file(config, "tokenizer_model"),
+        _needed_file(config, "tokenizer_model", may_be_folder=True),
         add_bos=config.tokenizer_type == "Llama2Tokenizer",
         special_tokens=_extra_tokens(config),
     )
@@ -165,7 +165,7 @@ def _build_hf(config: TokenizerConfig) -> Tokenizer:
     from mcore_data import hf_tokenizer
 
     if config.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer"):
-        source = _needed_file(config, "tokenizer_model")
+        source = _needed_file(config, "tokenizer_model", may_be_folder=True)
         return hf_tokenizer.open_hf_tokenizer(source, _extra_tokens(config))
     if config.tokenizer_type == "GPT2BPETokenizer":
         return hf_tokenizer.build_gpt2_bpe(
@@ -235,7 +235,7 @@ def _needed(config: TokenizerConfig, field: str) -> int:
     return value
 
 
-def _needed_file(config: TokenizerConfig, field: str) -> Path:
+def _needed_file(config: TokenizerConfig, field: str, *, may_be_folder: bool = False) -> Path:
     flag = "--" + field.replace("_", "-")
     value = getattr(config, field)
     if not value:
@@ -245,5 +245,10 @@ def _needed_file(config: TokenizerConfig, field: str) -> Path:
         raise FileNotFoundError(
             f"{flag} {value} does not exist. Tokenizers are read from local files, never "
             "downloaded."
+        )
+    if path.is_dir() and not may_be_folder:
+        raise ValueError(
+            f"{flag} {value} is a folder, and --tokenizer-type {config.tokenizer_type} takes a "
+            "file."
         )
     return path

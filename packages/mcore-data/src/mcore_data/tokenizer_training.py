@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from mcore_data.hf_tokenizer import END_OF_TEXT, HFTokenizer, set_byte_level
+from mcore_data.outputs import make_folder
 from mcore_data.sources import find_inputs, read_texts
 
 _SMALLEST = 257
@@ -36,14 +37,15 @@ def train_tokenizer(
         show_progress: let the tokenizers library draw its bars.
 
     Raises:
-        ValueError: if ``vocab_size`` is below 257, there is no text, or a record is bad
-            (file and line named).
+        ValueError: if ``vocab_size`` is below 257, there is no text, a record is bad (file
+            and line named), or the output cannot be written.
     """
     if vocab_size < _SMALLEST:
         raise ValueError(
             f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} take "
             f"{_SMALLEST}."
         )
+    make_folder(Path(output), f"--output {output}")
     core = tokenizers.Tokenizer(models.BPE())
     set_byte_level(core)
     trainer = trainers.BpeTrainer(
