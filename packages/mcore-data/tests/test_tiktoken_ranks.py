@@ -121,3 +121,20 @@ def test_too_few_special_tokens_are_refused(files):
         build_tiktoken(files / "vocab.json", num_special_tokens=3)
     with pytest.raises(ValueError, match="the is a token"):
         build_tiktoken(files / "vocab.json", special_tokens=["the"])
+
+
+def test_the_tokenizer_holds_all_pairs_that_make_a_token_and_knows_its_text(files):
+    tokenizer = build_tiktoken(
+        files / "tokenizer.model", num_special_tokens=0, special_tokens=["<|end|>"]
+    )
+    assert tokenizer.text == tokenizer.core.to_str()
+    model = json.loads(tokenizer.text)["model"]
+    rank_of = model["vocab"]
+    pairs = sorted(
+        (rank, rank_of[token[:i]], rank_of[token[i:]], token, i)
+        for token, rank in rank_of.items()
+        for i in range(1, len(token))
+        if token[:i] in rank_of and token[i:] in rank_of
+    )
+    assert len(pairs) > len(WORDS)
+    assert model["merges"] == [[token[:i], token[i:]] for *_, token, i in pairs]
