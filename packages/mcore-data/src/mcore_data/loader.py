@@ -17,7 +17,7 @@ from mcore_data.blending import MapDataset, batch_of
 from mcore_data.sampler import CyclicSampler, FullSampler, SingleSampler
 
 _PREFETCH = 4
-_SAMPLES_AT_ONCE = 32
+_SAMPLES_AT_ONCE = 64
 
 
 def build_loader(
