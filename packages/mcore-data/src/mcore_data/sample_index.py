@@ -144,8 +144,11 @@ def cut_samples(sizes: NDArray[np.int32], spec: SampleIndexSpec) -> NDArray[Any]
         ends += before
         before = int(ends[-1])
         last_rows = (ends - extra) // length  # the last sample that starts by each end
-        found = np.repeat(places[: len(piece)], np.diff(last_rows, prepend=row - 1))
-        stop = row + len(found)
+        counts = np.diff(last_rows, prepend=row - 1)
+        stop = int(last_rows[-1]) + 1
+        found = np.flatnonzero(counts)
+        if len(found) != stop - row:  # some document starts several samples
+            found = np.repeat(places[: len(piece)], counts)
         samples[row:stop, 0] = found + first
         samples[row:stop, 1] = np.arange(row, stop) * length - (ends - piece)[found]
         row = stop
