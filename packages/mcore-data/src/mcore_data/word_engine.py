@@ -47,7 +47,7 @@ class WordEngine:
         self._behind = np.array(behind, np.uint32)
         self._max_words = max_words
         specials = sorted(self._tokenizer.special_names, key=len, reverse=True)
-        words = [*map(re.escape, specials), rf"[^\s{_PUNCTUATION}]+", f"[{_PUNCTUATION}]"]
+        words = [rf"[^\s{_PUNCTUATION}]+", *map(re.escape, specials), f"[{_PUNCTUATION}]"]
         self._split = re.compile("|".join(words)).findall
         self._forget()
         self.name = "words"
