@@ -151,6 +151,8 @@ def _read_ranks(path: Path) -> dict[str, int]:
     ranks = {name: rank for name, (_, rank) in zip(names, pairs, strict=True)}
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"--tokenizer-model {path}: the ranks do not count from 0 on.")
+    if "" in ranks:
+        raise ValueError(f"--tokenizer-model {path} holds an empty token.")
     if not ranks.keys() >= set(letters.values()):
         raise ValueError(f"--tokenizer-model {path} lacks some of the 256 single bytes.")
     return dict(sorted(ranks.items(), key=itemgetter(1)))

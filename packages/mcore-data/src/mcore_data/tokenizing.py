@@ -1,7 +1,7 @@
 """One pass over sources: bounded memory, in order, and able to continue after a crash.
 
 This process cuts the inputs into blocks, workers parse and tokenize them, and this process
-appends the results in order. Every moment a journal says how far inputs and outputs
+appends the results in order. Many times a second a journal says how far inputs and outputs
 are, so a run that was killed continues there; the result is the same byte for byte. Final
 names appear only when all is written, and a manifest last.
 """
