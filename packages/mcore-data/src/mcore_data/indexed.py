@@ -159,7 +159,7 @@ class IndexedDataset:
         else:
             read = self._bin.read
             parts = [read(start, (stop - start) // size) for start, stop in places]
-        out[:] = np.frombuffer(b"".join(parts), self.dtype)
+        out[:] = np.frombuffer(b"".join(parts), self.dtype)  # pyrefly: ignore[bad-argument-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as prefix and ways of reading."""
@@ -173,7 +173,7 @@ class _MappedBin:
         self._dtype = dtype
         empty = path.stat().st_size == 0
         self._buffer = b"" if empty else np.memmap(path, dtype=np.uint8, mode="r")
-        self.view = memoryview(self._buffer)
+        self.view = memoryview(self._buffer)  # pyrefly: ignore[bad-argument-type]
 
     def read(self, start_bytes: int, count: int) -> NDArray[Any]:
         return np.frombuffer(self._buffer, self._dtype, count, start_bytes if count else 0)
