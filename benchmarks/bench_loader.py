@@ -9,13 +9,13 @@ the copy: 16-bit tokens read, 64-bit tokens, positions and a loss mask written.
 
 import argparse
 import itertools
-import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+import torch
+from reporting import add_options, host_versions, keep, spread
 
 from mcore_data.blending import BlendedDataset
 from mcore_data.gpt import GPTDataset
@@ -31,9 +31,10 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--commit", default="", help="of the source that is timed")
-    parser.add_argument("--output", default="", help="file to keep the line in")
+    parser.add_argument("--name", default="loader")
+    add_options(parser)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "tokens"
         write_pair(prefix, options.tokens)
@@ -42,20 +43,19 @@ def main() -> None:
         other = GPTDataset(pair, sequence_length=options.seq_length, seed=1)
         blend = BlendedDataset([single, other], [0.6, 0.4], len(single))
         row = {
-            "benchmark": "loader",
+            "name": options.name,
+            **host_versions(options),
+            "torch": torch.__version__,
+            "threads": 1,
             "tokens": options.tokens,
             "seq_length": options.seq_length,
             "micro_batch_size": options.micro_batch_size,
-            "gpt_tokens_per_s": rates(single, options),
-            "gpt_pinned_layout_tokens_per_s": rates(single, options, contiguous=True),
-            "blend_tokens_per_s": rates(blend, options),
-            "numpy": np.__version__,
-            "commit": options.commit,
+            "repeats": options.repeats,
+            **rates(single, "gpt_mtokens_per_s", options),
+            **rates(single, "gpt_pinned_layout_mtokens_per_s", options, contiguous=True),
+            **rates(blend, "blend_mtokens_per_s", options),
         }
-    line = json.dumps(row)
-    print(line)
-    if options.output:
-        Path(options.output).write_text(line + "\n")
+    keep(options, row)
 
 
 def write_pair(prefix: Path, num_tokens: int) -> None:
@@ -70,11 +70,12 @@ def write_pair(prefix: Path, num_tokens: int) -> None:
 
 def rates(
     dataset: GPTDataset | BlendedDataset,
+    key: str,
     options: argparse.Namespace,
     *,
     contiguous: bool = False,
-) -> dict[str, int]:
-    """Tokens a second of some passes over the dataset: the worst, the middle, the best."""
+) -> dict[str, float]:
+    """Millions of tokens a second of some passes over the dataset."""
     found = []
     for number in range(options.repeats + 1):
         loader = build_loader(dataset, micro_batch_size=options.micro_batch_size)
@@ -85,12 +86,8 @@ def rates(
                 for value in batch.values():
                     value.contiguous()
         if number:  # the first pass fills the page cache
-            found.append(tokens / (time.perf_counter() - begin))
-    return {
-        "worst": round(min(found)),
-        "median": round(statistics.median(found)),
-        "best": round(max(found)),
-    }
+            found.append(tokens / (time.perf_counter() - begin) / 1e6)
+    return spread(found, key, 1)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,25 @@
 
     python benchmarks/bench_preprocess.py --ranks tokenizer.model --case bpe-sample
 
-Text is gathered from the sources and documents of installed packages. Every case is a fresh
-process, timed from its start to its end, imports and tokenizer included ("cold"). Prints one
-JSON line a case: tokens/s, text bytes/s, peak memory of all its processes together.
+Text is gathered from the sources and documents of installed packages (``--roots``). Every run
+is a fresh process, timed from its start to its end, imports, tokenizer and the flush to the
+disk included ("cold"). Prints one JSON line a case: tokens/s over some repeats, peak memory of
+all its processes together.
 
-Cases: bpe-sample, bpe-full, bpe-off (Llama-3 byte pairs through the command), bpe-reference
-(the tokenizers library in the same command), bpe-line-at-a-time (a pool that is given one
-line after the other and returns lists, as the reference script works), wordpiece,
-wordpiece-reference, sentencepiece, sentencepiece-reference.
+Cases: bpe-sample, bpe-full, bpe-off (Llama-3 byte pairs through the command), bpe-start (the
+same on one line, which is the cost of starting), bpe-reference (the tokenizers library in the
+same command), bpe-line-at-a-time (a pool that is given one line after the other and returns
+lists, as the reference script works), wordpiece, wordpiece-reference, sentencepiece,
+sentencepiece-reference, and bpe-memory: many times the text under changing alphabets, so that
+new words come to the end, for its peak memory.
 """
 
 import argparse
 import json
 import multiprocessing
-import os
-import platform
+import random
 import resource
+import string
 import subprocess
 import sys
 import sysconfig
@@ -27,19 +30,22 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
+from reporting import add_options, host_versions, keep, spread
 
 CASES = (
     "bpe-sample",
     "bpe-full",
     "bpe-off",
+    "bpe-start",
     "bpe-reference",
     "bpe-line-at-a-time",
+    "bpe-memory",
     "wordpiece",
     "wordpiece-reference",
     "sentencepiece",
     "sentencepiece-reference",
 )
+_ALPHABETS = 8
 _TEXTS = {".py", ".pyi", ".md", ".rst", ".txt", ".h", ".html", ".js", ".c", ".json", ".pm"}
 _LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 
@@ -53,11 +59,7 @@ def main() -> None:
     if not corpus.exists():
         gather(corpus, options.megabytes * 1_000_000, options.roots)
     for case in options.case:
-        row = run_case(case, corpus, folder, options)
-        print(json.dumps(row), flush=True)
-        if options.output:
-            with open(options.output, "a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep(options, run_case(case, corpus, folder, options))
 
 
 def gather(path: Path, wanted_bytes: int, roots: list[str]) -> None:
@@ -89,52 +91,63 @@ def gather(path: Path, wanted_bytes: int, roots: list[str]) -> None:
 
 
 def run_case(case: str, corpus: Path, folder: Path, options: argparse.Namespace) -> dict:
-    """Time one case in a process of its own."""
+    """Time one case, each repeat in a process of its own."""
     tokenizer = _tokenizer_flags(case, folder, corpus, options)
-    slow = case.endswith(("reference", "line-at-a-time", "full"))
-    source = _head(corpus, options.slow_megabytes) if slow else corpus
+    sources = _sources(case, corpus, options)
+    before = host_versions(options)
+    runs = [
+        run_once(case, sources, tokenizer, folder, options)
+        for _ in range(1 if case.endswith("memory") else options.repeats)
+    ]
+    facts = runs[0]["facts"]
+    tokens = facts["tokens"]
+    text_bytes = sum(source.stat().st_size for source in sources)
+    rates = [tokens / run["seconds"] / 1e6 for run in runs]
+    return {
+        "name": f"preprocess-{case}{options.suffix}",
+        **before,
+        "tokenizers": version("tokenizers"),
+        "engine": facts["tokenizer"]["engine"],
+        "workers": options.workers,
+        "megabytes": round(text_bytes / 1e6, 1),
+        "documents": facts["documents"],
+        "mtokens": round(tokens / 1e6, 2),
+        "repeats": len(runs),
+        **spread(rates, "mtokens_per_s", 2),
+        **spread([run["seconds"] for run in runs], "seconds"),
+        **spread([run["cpu_seconds"] for run in runs], "cpu_seconds"),
+        "peak_mib": round(max(run["peak"] for run in runs) / 2**20),
+        "verification": facts["verification"],
+    }
+
+
+def run_once(
+    case: str,
+    sources: list[Path],
+    tokenizer: list[str],
+    folder: Path,
+    options: argparse.Namespace,
+) -> dict:
+    """One run of a case from the start of its process to the end."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
         prefix = f"{out}/out"
         if case.endswith("line-at-a-time"):
-            command = [sys.executable, __file__, "--line-at-a-time", str(source), prefix]
+            command = [sys.executable, __file__, "--line-at-a-time", str(sources[0]), prefix]
             command += ["--tokenizer-json", str(_saved(tokenizer, folder))]
             command += ["--workers", str(options.workers)]
         else:
-            command = [sys.executable, "-m", "mcore_data", "preprocess", "--input", str(source)]
+            command = [sys.executable, "-m", "mcore_data", "preprocess"]
+            command += ["--input", *map(str, sources)]
             command += ["--output-prefix", prefix, "--append-eod", *tokenizer]
             command += ["--workers", str(options.workers)]
             command += ["--engine", "reference" if case.endswith("reference") else "auto"]
             for mode in ("full", "off"):
                 command += ["--verify", mode] if case.endswith(mode) else []
-        load = os.getloadavg()[0]
         cpu_began, began = _cpu_seconds(), time.perf_counter()
         peak = _watch(command)
         seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - cpu_began
-        facts_path = Path(f"{prefix}_text_document.manifest.json")
-        facts = json.loads(facts_path.read_text())
-        tokens = facts["tokens"]
-    text_bytes = source.stat().st_size
-    return {
-        "case": case,
-        "mtokens_per_s": round(tokens / seconds / 1e6, 2),
-        "mb_per_s": round(text_bytes / seconds / 1e6, 1),
-        "seconds": round(seconds, 2),
-        "cpu_seconds": round(cpu_seconds, 2),
-        "mtokens": round(tokens / 1e6, 2),
-        "megabytes": round(text_bytes / 1e6, 1),
-        "workers": options.workers,
-        "load_average_before": round(load, 1),
-        "peak_mib": round(peak / 2**20),
-        "engine": facts["tokenizer"]["engine"],
-        "verification": facts["verification"],
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "tokenizers": version("tokenizers"),
-        },
-        "cpu": _cpu(),
-        "commit": options.commit,
-    }
+        facts = json.loads(Path(f"{prefix}_text_document.manifest.json").read_text())
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": peak, "facts": facts}
 
 
 def line_at_a_time(source: str, prefix: str, tokenizer_json: str, workers: int) -> None:
@@ -225,13 +238,39 @@ def _saved(flags: list[str], folder: Path) -> Path:
     return folder / "bpe" / "tokenizer.json"
 
 
+def _sources(case: str, corpus: Path, options: argparse.Namespace) -> list[Path]:
+    """The inputs of a case: the corpus, its first lines, or many copies of it."""
+    if case.endswith("memory"):
+        variants = [_scrambled(corpus, number) for number in range(_ALPHABETS)]
+        copies = -(-options.memory_gigabytes * 1_000_000_000 // corpus.stat().st_size)
+        return [variants[number % _ALPHABETS] for number in range(copies)]
+    if case.endswith("start"):
+        return [_head(corpus, 0)]
+    slow = case.endswith(("reference", "line-at-a-time", "full"))
+    return [_head(corpus, options.slow_megabytes) if slow else corpus]
+
+
 def _head(corpus: Path, megabytes: int) -> Path:
-    """The first lines of the corpus, for cases that would take minutes."""
+    """The first lines of the corpus, one at least, for cases that would take minutes."""
     path = corpus.with_name(f"head-{megabytes}.jsonl")
     if not path.exists():
         with corpus.open("rb") as file:
             data = file.read(megabytes * 1_000_000)
             path.write_bytes(data + file.readline())
+    return path
+
+
+def _scrambled(corpus: Path, number: int) -> Path:
+    """The corpus under another alphabet; letters of keys and of JSON's escapes stay."""
+    path = corpus.with_name(f"scrambled-{number}.jsonl")
+    letters = "".join(sorted(set(string.ascii_lowercase) - set("textnamebfru")))
+    others = list(letters)
+    random.Random(number).shuffle(others)
+    table = bytes.maketrans(letters.encode(), "".join(others).encode())
+    if not path.exists():
+        with corpus.open("rb") as source, path.open("wb") as out:
+            while data := source.read(1 << 24):
+                out.write(data.translate(table))
     return path
 
 
@@ -271,15 +310,6 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _cpu() -> str:
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
 def _options() -> argparse.Namespace:
     spec = find_spec("llama_models")
     found = (
@@ -294,8 +324,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--slow-megabytes", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/bench_preprocess")
-    parser.add_argument("--output", default="")
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory-gigabytes", type=int, default=20)
+    parser.add_argument("--suffix", default="", help="put behind each result's name")
+    add_options(parser)
     parser.add_argument("--line-at-a-time", nargs=2, default=[])
     parser.add_argument("--tokenizer-json", default="")
     options = parser.parse_args()

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 
@@ -53,6 +54,31 @@ def versions(options: argparse.Namespace) -> dict[str, object]:
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
+    }
+
+
+def host_versions(options: argparse.Namespace) -> dict[str, object]:
+    """Return the same for what runs on a processor: commit, processor, load, versions."""
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "commit": options.commit or _commit(),
+        "processor": f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores",
+        "load_average": round(os.getloadavg()[0], 1),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def spread(values: Sequence[float], key: str, digits: int = 3) -> dict[str, float]:
+    """Return the median of few repeats with the least and the greatest, by name."""
+    return {
+        key: round(statistics.median(values), digits),
+        f"{key}_min": round(min(values), digits),
+        f"{key}_max": round(max(values), digits),
     }
 
 

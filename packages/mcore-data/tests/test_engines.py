@@ -4,6 +4,7 @@ import pickle
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from mcore_data.engines import (
     differing_probe,
     special_ids,
 )
+from mcore_data.gigatoken_engine import GigatokenEngine
 from mcore_data.hf_tokenizer import HFTokenizer
 from mcore_data.tokenizer import load_tokenizer
 from mcore_data.word_engine import WordEngine
@@ -88,6 +90,39 @@ def test_words_need_a_bert_tokenizer(bpe_folder, bert):
     with_blank.core.add_special_tokens(["[A B]"])
     with pytest.raises(ValueError, match="no white space"):
         WordEngine(with_blank)
+    for name, options in (("end", {}), ("[X]", {"single_word": True}), ("[X]", {})):
+        odd = HFTokenizer(type(core).from_str(core.to_str()))
+        odd.core.add_tokens([tokenizers.AddedToken(name, normalized=not options, **options)])
+        with pytest.raises(ValueError, match="found anywhere in a text"):
+            WordEngine(odd)
+
+
+def test_gigatoken_gives_the_same_ids_once_it_has_forgotten_its_words(bpe_folder):
+    tokenizer = load_tokenizer(bpe_folder)
+    engine = GigatokenEngine(tokenizer, forget_after=20)
+    first = engine._core
+    for _ in range(3):
+        assert_equal(engine, tokenizer, ["in the beginning was the word", "void"])
+    assert engine._core is not first
+
+
+def test_special_tokens_are_words_wherever_a_text_spells_them(tmp_path):
+    names = ["[X]", "[X]]", "<extra_id_1>", "<extra_id_10>"]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(PIECES) + "\n")
+    tokenizer = load_tokenizer(
+        "BertWordPieceLowerCase", vocab_file=vocab, tokenizer_special_tokens=names
+    )
+    texts = [
+        "a[X]b",
+        "[X]]]",
+        "[[X]",
+        "the<extra_id_10>0>",
+        "[x] [ X]",
+        "<extra_id_1",
+        "[SEP][",
+    ]
+    assert_equal(WordEngine(tokenizer), tokenizer, texts)
 
 
 def test_a_bert_tokenizer_gets_words_and_bytes_get_bytes(bert):

@@ -73,3 +73,18 @@ def test_micro_batches_may_be_of_different_lengths():
         [[2] * 5, [3] * 5],
         [[4] * 6, [5] * 6],
     ]
+
+
+def test_long_samples_are_made_few_at_a_time(dataset, monkeypatch):
+    asked = []
+    make = dataset.batch
+    monkeypatch.setattr(
+        dataset, "batch", lambda samples: asked.append(len(samples)) or make(samples)
+    )
+    whole = [batch["tokens"] for batch in build_loader(dataset, micro_batch_size=2)]
+    assert max(asked) == 40
+    asked.clear()
+    monkeypatch.setattr("mcore_data.loader._NUMBERS_AT_ONCE", 8 * 6)
+    parts = [batch["tokens"] for batch in build_loader(dataset, micro_batch_size=2)]
+    assert max(asked) == 6
+    assert torch.equal(torch.stack(whole), torch.stack(parts))

@@ -63,7 +63,7 @@ def test_ids_are_those_of_the_plain_rule_behind_the_special_ones(files, pattern,
     tokenizer = load_tokenizer("TikTokenizer", tokenizer_model=files / "vocab.json") if (
         pattern == "v2"
     ) else build_tiktoken(files / "vocab.json", pattern=pattern)  # fmt: skip
-    if not any(name in text for name in ("<s>", "</s>", "<unk>", "<pad>")):
+    if not any(name in text for name in tokenizer.special_names):
         assert tokenizer.encode(text) == plain_bpe(text, pattern, 1000)
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -108,6 +108,7 @@ def test_a_smaller_vocabulary_leaves_the_last_ranks_out(files):
         ('[{"rank": 0}]', "holds no mergeable ranks"),
         ("YQ== 0\nYg== 5\n", "do not count from 0"),
         ("YQ== 0\nYg== 1\n", "lacks some of the 256"),
+        ('[{"rank": 0, "token_bytes": ""}]', "holds an empty token"),
     ],
 )
 def test_a_file_that_is_no_ranks_is_refused(tmp_path, text, reason):
@@ -121,3 +122,20 @@ def test_too_few_special_tokens_are_refused(files):
         build_tiktoken(files / "vocab.json", num_special_tokens=3)
     with pytest.raises(ValueError, match="the is a token"):
         build_tiktoken(files / "vocab.json", special_tokens=["the"])
+
+
+def test_the_tokenizer_holds_all_pairs_that_make_a_token_and_knows_its_text(files):
+    tokenizer = build_tiktoken(
+        files / "tokenizer.model", num_special_tokens=0, special_tokens=["<|end|>"]
+    )
+    assert tokenizer.text == tokenizer.core.to_str()
+    model = json.loads(tokenizer.text)["model"]
+    rank_of = model["vocab"]
+    pairs = sorted(
+        (rank, rank_of[token[:i]], rank_of[token[i:]], token, i)
+        for token, rank in rank_of.items()
+        for i in range(1, len(token))
+        if token[:i] in rank_of and token[i:] in rank_of
+    )
+    assert len(pairs) > len(WORDS)
+    assert model["merges"] == [[token[:i], token[i:]] for *_, token, i in pairs]

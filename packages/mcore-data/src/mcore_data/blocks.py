@@ -15,7 +15,7 @@ from mcore_data.compression import COMPRESSED
 from mcore_data.records import Kind, ParsedRecords, parse_records
 from mcore_data.remote import open_remote
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 2 << 20
 STDIN = "-"
 
 

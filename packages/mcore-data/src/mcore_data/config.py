@@ -99,8 +99,8 @@ class PreprocessConfig:
     """What encodes: gigatoken (extra fast) for byte pairs, words for WordPiece, reference for
     the tokenizer itself, or the fastest of them that gives the tokenizer's ids."""
     verify: Literal["full", "sample", "off"] = "sample"
-    """Encode texts by the tokenizer too, and stop where the engine differs: all, one in 512
-    (those over a million characters left out), or none. The manifest says what was done."""
+    """Encode texts by the tokenizer too, and stop where the engine differs: all, one in
+    1024 (those over a million characters left out), or none. The manifest says which."""
     overwrite: bool = False
     """Replace finished outputs that other inputs or options have made; they stay until the
     new ones are whole. The same command again always may."""

@@ -28,14 +28,19 @@ class HFTokenizer:
         config: content of ``tokenizer_config.json``: which token plays which role, chat
             template and what else Hugging Face keeps there. A missing ``eos_token`` is
             taken from the usual names if the vocabulary has one of them.
+        text: what ``core.to_str()`` gives, if that is known already.
     """
 
     def __init__(
-        self, core: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None
+        self,
+        core: tokenizers.Tokenizer,
+        config: Mapping[str, Any] | None = None,
+        text: str = "",
     ) -> None:
         core.no_truncation()
         core.no_padding()
         self.core = core
+        self._known_text = text
         self.config = {"tokenizer_class": "PreTrainedTokenizerFast", **(config or {})}
         if "eos_token" not in self.config:
             known = [name for name in _END_NAMES if core.token_to_id(name) is not None]
@@ -49,7 +54,7 @@ class HFTokenizer:
     @cached_property
     def text(self) -> str:
         """The tokenizer as ``tokenizer.json`` holds it."""
-        return self.core.to_str()
+        return self._known_text or self.core.to_str()
 
     @property
     def special_names(self) -> list[str]:

@@ -150,16 +150,16 @@ class IndexedDataset:
             out: filled in place.
         """
         size = self.dtype.itemsize
-        starts = self.index.pointers[sequences] // size + offsets
-        stops = starts + lengths
-        places = zip(starts.tolist(), stops.tolist(), strict=True)
+        starts = self.index.pointers[sequences] + offsets * size
+        places = zip(starts.tolist(), (starts + lengths * size).tolist(), strict=True)
         if isinstance(self._bin, _MappedBin):
-            tokens = self._bin.tokens
-            np.concatenate([tokens[start:stop] for start, stop in places], out=out)
+            # Joined as bytes and widened in one go: numpy takes far longer for each range.
+            view = self._bin.view
+            parts = [view[start:stop] for start, stop in places]
         else:
             read = self._bin.read
-            ranges = [read(start * size, stop - start) for start, stop in places]
-            np.concatenate(ranges, out=out)
+            parts = [read(start, (stop - start) // size) for start, stop in places]
+        out[:] = np.frombuffer(b"".join(parts), self.dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as prefix and ways of reading."""
@@ -173,7 +173,7 @@ class _MappedBin:
         self._dtype = dtype
         empty = path.stat().st_size == 0
         self._buffer = b"" if empty else np.memmap(path, dtype=np.uint8, mode="r")
-        self.tokens = np.frombuffer(self._buffer, dtype)
+        self.view = memoryview(self._buffer)
 
     def read(self, start_bytes: int, count: int) -> NDArray[Any]:
         return np.frombuffer(self._buffer, self._dtype, count, start_bytes if count else 0)

@@ -27,6 +27,7 @@ from mcore_data.index_format import (
 )
 from mcore_data.indexed import IndexedDataset
 
+_FLOW_BYTES = 32 << 20
 _LONGEST = np.iinfo(np.int32).max
 
 
@@ -70,6 +71,7 @@ class IndexedWriter:
             kind: _open_partial(self._partial(kind), (resume_at or {}).get(kind))
             for kind in kinds
         }
+        self._flowing = self._files["bin"].tell()  # bytes that are on their way to the disk
         self._digest = None
         if checksum:
             with self._partial("bin").open("rb") as written:
@@ -228,9 +230,13 @@ class IndexedWriter:
         self.num_sequences += len(lengths)
 
     def _write_tokens(self, data: bytes | memoryview) -> None:
-        self._files["bin"].write(data)
+        file = self._files["bin"]
+        file.write(data)
         if self._digest:
             self._digest.update(data)
+        if (size := file.tell() - self._flowing) >= _FLOW_BYTES:
+            _start_flow(file, self._flowing, size)
+            self._flowing += size
 
     def _partial(self, kind: str) -> Path:
         return Path(f"{self.prefix}.{kind}.partial")
@@ -272,6 +278,17 @@ def _open_partial(path: Path, resume_bytes: int | None) -> BinaryIO:
     file.truncate(resume_bytes)
     file.seek(resume_bytes)
     return file
+
+
+def _start_flow(file: BinaryIO, start: int, size: int) -> None:
+    """Let the system write a range to the disk now, so that little is left for the end.
+
+    It does so for a range that is said not to be needed; what is still to be written stays
+    in memory meanwhile.
+    """
+    if hasattr(os, "posix_fadvise"):
+        file.flush()
+        os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
 
 def _write_pointers(lengths: Path, itemsize: int, out: BinaryIO) -> None:

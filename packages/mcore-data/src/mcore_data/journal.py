@@ -1,7 +1,8 @@
 """Where a preprocessing run stands: the state that survives a kill.
 
-After each block the journal is replaced as a whole, once the outputs hold that block; a run
-that finds it cuts the outputs to what it says and goes on from there.
+Every now and then, and whatever ends a run but a kill, the journal is replaced as a whole,
+once the outputs hold all that it says; a run that finds it cuts the outputs to that and goes
+on from there.
 """
 
 import json
@@ -49,11 +50,16 @@ class Journal:
     bad_records: list[str] = field(default_factory=list)
     outputs: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def save(self, path: Path) -> None:
-        """Replace the file as a whole."""
-        partial = Path(f"{path}.partial")
-        partial.write_text(json.dumps(asdict(self)))
-        partial.replace(path)
+    def to_text(self) -> str:
+        """The journal as it stands, for ``write_journal``."""
+        return json.dumps(asdict(self))
+
+
+def write_journal(path: Path, text: str) -> None:
+    """Replace the file as a whole."""
+    partial = Path(f"{path}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def open_journal(path: Path, fingerprint: str) -> Journal:

@@ -17,7 +17,8 @@ from mcore_data.blending import MapDataset, batch_of
 from mcore_data.sampler import CyclicSampler, FullSampler, SingleSampler
 
 _PREFETCH = 4
-_SAMPLES_AT_ONCE = 32
+_SAMPLES_AT_ONCE = 128
+_NUMBERS_AT_ONCE = 1 << 19
 
 
 def build_loader(
@@ -69,7 +70,7 @@ def build_loader(
         sampler = SingleSampler(**share, consumed_samples=consumed_samples)
     # Rows of other datasets may be of other lengths in each micro-batch.
     is_joint = hasattr(dataset, "batch")
-    num_joined = max(1, _SAMPLES_AT_ONCE // micro_batch_size) if is_joint else 1
+    num_joined = max(1, _samples_at_once(dataset) // micro_batch_size) if is_joint else 1
     loader = DataLoader(
         _Batches(dataset),  # pyrefly: ignore
         batch_sampler=_Grouped(sampler, num_joined),
@@ -80,6 +81,12 @@ def build_loader(
         collate_fn=_Collate(contiguous=pin_memory),  # pyrefly: ignore[bad-argument-type]
     )
     return _MicroBatches(loader, sampler, micro_batch_size)
+
+
+def _samples_at_once(dataset: Any) -> int:
+    """Samples to make at once: many share a fixed cost, but long ones would fill memory."""
+    largest = max(value.size for value in dataset[0].values()) if len(dataset) else 1
+    return min(_SAMPLES_AT_ONCE, _NUMBERS_AT_ONCE // largest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ so that both give the same.
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -27,6 +27,7 @@ _MAGIC = {
 Kind = Literal["lines", "text_lines", "text", "table"]
 Text = str | list[str]
 """One value of a record: a text, or its sentences one by one."""
+_LONG_LINE = 2000
 
 
 class BadRecordError(ValueError):
@@ -86,11 +87,22 @@ def parse_records(kind: Kind, data: bytes, json_keys: Sequence[str]) -> ParsedRe
 
 def parse_lines(data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
     """Read JSON lines and pick keys; lines that will not do are listed, not raised."""
-    lines = _split_lines(data)
-    columns = _parse_all(lines, json_keys)
+    columns = _parse_all(data, json_keys)
     if columns is not None:
-        return ParsedRecords(columns, [], len(lines))
+        return ParsedRecords(columns, [], len(columns[0]))
+    lines = _split_lines(data)
     return _collect(lines, lambda line: _pick(line, json_keys), len(json_keys))
+
+
+def _views_of_lines(data: bytes) -> Iterator[memoryview]:
+    """Lines without a copy, which pays for long ones."""
+    view, find = memoryview(data), data.find
+    start = 0
+    while start < len(data):
+        end = find(b"\n", start)
+        end = len(data) if end < 0 else end
+        yield view[start:end]
+        start = end + 1
 
 
 def _split_lines(data: bytes) -> list[bytes]:
@@ -119,7 +131,7 @@ def _collect(
 
 
 @cache
-def _json_reader() -> tuple[Callable[[bytes], Any], bool]:
+def _json_reader() -> tuple[Callable[[Any], Any], bool]:
     """The fastest reader there is, and whether it refuses halves of surrogate pairs."""
     try:
         from orjson import loads
@@ -128,11 +140,13 @@ def _json_reader() -> tuple[Callable[[bytes], Any], bool]:
     return loads, True
 
 
-def _parse_all(lines: list[bytes], json_keys: Sequence[str]) -> list[list[Text]] | None:
+def _parse_all(data: bytes, json_keys: Sequence[str]) -> list[list[Text]] | None:
     """Columns of the lines if all are good, None if any is not or may not be."""
     loads, is_strict = _json_reader()
-    if not is_strict and any(b"\\ud" in line or b"\\uD" in line for line in lines):
+    if not is_strict and (b"\\ud" in data or b"\\uD" in data):
         return None
+    has_views = is_strict and data.count(b"\n") * _LONG_LINE < len(data)
+    lines = _views_of_lines(data) if has_views else _split_lines(data)
     try:
         if len(json_keys) == 1:
             key = json_keys[0]

@@ -21,7 +21,7 @@ _SEPARATE_BELOW = 0.80
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_LIMIT = 2**32 - 2
 _FORMAT = b"sample-index-1"
-_PIECE = 1 << 17
+_PIECE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,16 +82,14 @@ def build_sample_index(
     """
     # A document is shuffled as one int64, its id and its length side by side: the order is
     # the same as that of ids alone, and no length is looked up at random afterwards.
-    cards = np.empty((len(ids), 2), np.int32)
-    cards[:, 0] = ids
-    cards[:, 1] = (
-        lengths[ids.start : ids.stop : ids.step] if isinstance(ids, range) else lengths[ids]
-    )
+    is_range = isinstance(ids, range)
+    deck = np.arange(ids.start, ids.stop, ids.step) if is_range else ids.astype(np.int64)
+    cards = deck.view(np.int32).reshape(-1, 2)  # little-endian: an id's low half comes first
+    cards[:, 1] = lengths[ids.start : ids.stop : ids.step] if is_range else lengths[ids]
     tokens_per_epoch = int(cards[:, 1].sum(dtype=np.int64))
     num_epochs = count_epochs(tokens_per_epoch, spec)
     separate = _is_final_epoch_separate(tokens_per_epoch, num_epochs, spec)
     random = np.random.RandomState(spec.seed)  # Megatron's order needs the legacy generator
-    deck = cards.view(np.int64).reshape(-1)
     dealt = _shuffle_documents(deck, num_epochs, random, separate)
     dealt = dealt.view(np.int32).reshape(-1, 2)
     samples = cut_samples(dealt[:, 1], spec)
@@ -136,21 +134,23 @@ def cut_samples(sizes: NDArray[np.int32], spec: SampleIndexSpec) -> NDArray[Any]
     total = int(sizes.sum(dtype=np.int64))
     whole, rest = divmod(total - extra, length)
     num_samples = whole + (rest > 0 and not spec.drop_last_partial)
-    fits = len(sizes) <= _INT32_MAX and int(sizes.max(initial=0)) <= _INT32_MAX
+    fits = len(sizes) <= _INT32_MAX  # so do offsets: no stored length is larger
     samples = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
     row, before = 0, 0
-    for place in range(0, len(sizes), _PIECE):
-        piece = sizes[place : place + _PIECE]
+    places = np.arange(_PIECE)
+    for first in range(0, len(sizes), _PIECE):
+        piece = sizes[first : first + _PIECE]
         ends = np.cumsum(piece, dtype=np.int64)
         ends += before
         before = int(ends[-1])
-        stop = min((before - extra) // length, num_samples) + 1
-        if stop <= row:
-            continue
-        starts = np.arange(row, stop, dtype=np.int64) * length
-        found = np.searchsorted(ends, starts + (extra - 1), side="right")
-        samples[row:stop, 0] = found + place
-        samples[row:stop, 1] = starts - (ends[found] - piece[found])
+        last_rows = (ends - extra) // length  # the last sample that starts by each end
+        counts = np.diff(last_rows, prepend=row - 1)
+        stop = int(last_rows[-1]) + 1
+        found = np.flatnonzero(counts)
+        if len(found) != stop - row:  # some document starts several samples
+            found = np.repeat(places[: len(piece)], counts)
+        samples[row:stop, 0] = found + first
+        samples[row:stop, 1] = np.arange(row, stop) * length - (ends - piece)[found]
         row = stop
     if row <= num_samples:  # the last sample is partial: it ends where the text ends
         last = len(sizes) - 1 - int((sizes[::-1] > 0).argmax())
@@ -241,7 +241,7 @@ def _shuffle_documents(
 
 def _shuffle_samples(borders: list[int], random: np.random.RandomState) -> NDArray[Any]:
     dtype = np.uint32 if borders[-1] < _UINT32_LIMIT else np.int64
-    parts = [np.arange(start, stop, dtype=dtype) for start, stop in pairwise(borders)]
-    for part in parts:
-        random.shuffle(part)
-    return np.concatenate(parts)
+    order = np.arange(borders[-1])  # numpy shuffles eight bytes faster than four, alike
+    for start, stop in pairwise(borders):
+        random.shuffle(order[start:stop])
+    return order.astype(dtype)

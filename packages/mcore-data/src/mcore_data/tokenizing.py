@@ -1,7 +1,7 @@
 """One pass over sources: bounded memory, in order, and able to continue after a crash.
 
 This process cuts the inputs into blocks, workers parse and tokenize them, and this process
-appends the results in order. After every block a journal says how far inputs and outputs
+appends the results in order. Many times a second a journal says how far inputs and outputs
 are, so a run that was killed continues there; the result is the same byte for byte. Final
 names appear only when all is written, and a manifest last.
 """
@@ -20,7 +20,7 @@ from mcore_data.encoding import EncodedBlock, Encoder
 from mcore_data.engines import build_engine
 from mcore_data.index_format import idx_path, token_dtype
 from mcore_data.indexed_writing import IndexedWriter
-from mcore_data.journal import Journal, open_journal
+from mcore_data.journal import Journal, open_journal, write_journal
 from mcore_data.manifest import manifest_path, write_manifest
 from mcore_data.outputs import naming_full_disks, only_writer, refuse_finished
 from mcore_data.records import BadRecordError
@@ -33,6 +33,7 @@ from mcore_data.workers import encode_all
 log = logging.getLogger(__name__)
 
 _NAMED_BAD_RECORDS = 20
+_JOURNAL_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +214,22 @@ class _Run:
             num_workers=self.config.workers,
             block_bytes=self.block_bytes,
         )
-        with closing(results):
-            for (source, block), result in results:
-                self._append(source, block, result)
-                self.journal.done_bytes = before[source] + block.done_bytes
-                self.journal.save(self.journal_path)
-                self._tell(start)
-                if 0 < self.config.max_documents <= self.journal.num_documents:
-                    return
+        unsaved, saved_at = "", 0.0
+        try:
+            with closing(results):
+                for (source, block), result in results:
+                    self._append(source, block, result)
+                    self.journal.done_bytes = before[source] + block.done_bytes
+                    unsaved = self.journal.to_text()
+                    if time.monotonic() - saved_at >= _JOURNAL_EVERY_S:
+                        write_journal(self.journal_path, unsaved)
+                        unsaved, saved_at = "", time.monotonic()
+                    self._tell(start)
+                    if 0 < self.config.max_documents <= self.journal.num_documents:
+                        return
+        finally:
+            if unsaved:  # as of the last whole block, even if one is half appended
+                write_journal(self.journal_path, unsaved)
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
         keys = self.config.json_keys

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mcore_data.tokenizer import Tokenizer
 
-SAMPLE_SHARE = 1 / 512
+SAMPLE_SHARE = 1 / 1024
 LONGEST_SAMPLED = 1 << 20
 _SHOWN = 160
 

@@ -1,11 +1,13 @@
 """WordPiece from remembered words: a corpus uses few of them, again and again.
 
-BERT's normalisation, splitting and word pieces never look over white space, so the ids of a
-text are those of its words, one after the other. Each distinct word is encoded once, by the
-tokenizer itself; a text is then a look-up for each word and one gather.
+BERT's normalisation, splitting and word pieces never look over white space or a punctuation
+character of ASCII, each of which is a word of its own, so the ids of a text are those of its
+words, one after the other. Each distinct word is encoded once, by the tokenizer itself; a
+text is then a look-up for each word and one gather. Special tokens are words too.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -19,6 +21,7 @@ from mcore_data.hf_tokenizer import HFTokenizer
 from mcore_data.tokenizer import Tokenizer
 
 MAX_WORDS = 400_000
+_PUNCTUATION = r"!-/:-@\[-`{-~"
 # Python splits at these, BERT's cleaning removes them and so joins what is around them.
 _ODD = ("\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x1f", "\x85")
 
@@ -33,7 +36,8 @@ class WordEngine:
 
     Raises:
         ValueError: if the tokenizer is of another kind, or has a special token with white
-            space in its name.
+            space in its name, one that is found only as a word or in normalised text, or one
+            that does not start with punctuation.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_words: int = MAX_WORDS) -> None:
@@ -42,12 +46,15 @@ class WordEngine:
         self._before = np.array(before, np.uint32)
         self._behind = np.array(behind, np.uint32)
         self._max_words = max_words
+        specials = sorted(self._tokenizer.special_names, key=len, reverse=True)
+        words = [rf"[^\s{_PUNCTUATION}]+", *map(re.escape, specials), f"[{_PUNCTUATION}]"]
+        self._split = re.compile("|".join(words)).findall
         self._forget()
         self.name = "words"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text."""
-        split = [[] if _is_odd(text) else text.split() for text in texts]
+        split = [[] if _is_odd(text) else self._split(text) for text in texts]
         numbers = self._numbers(split)
         lengths = self._lengths[numbers]
         ends = np.cumsum(lengths)
@@ -119,14 +126,24 @@ def _is_odd(text: str) -> bool:
     return any(character in text for character in _ODD)
 
 
+def _is_plain(token: dict[str, Any]) -> bool:
+    """Whether an added token is found wherever a text spells it, as the words are split."""
+    name = token["content"]
+    starts = re.match(f"[{_PUNCTUATION}]", name) is not None
+    return (
+        starts and len(name.split()) == 1 and not (token["single_word"] or token["normalized"])
+    )
+
+
 def _checked(tokenizer: Tokenizer) -> HFTokenizer:
     if isinstance(tokenizer, HFTokenizer) and isinstance(tokenizer.core.model, WordPiece):
         parts: dict[str, Any] = json.loads(tokenizer.text)
         kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer")]
-        plain = not any(len(token["content"].split()) != 1 for token in parts["added_tokens"])
+        plain = all(map(_is_plain, parts["added_tokens"]))
         if kinds == ["BertNormalizer", "BertPreTokenizer"] and plain:
             return tokenizer
     raise ValueError(
         "--engine words needs a BERT tokenizer (WordPiece, BertNormalizer, BertPreTokenizer) "
-        "whose special tokens hold no white space. Use --engine reference."
+        "whose special tokens start with punctuation, hold no white space and are found "
+        "anywhere in a text. Use --engine reference."
     )
