@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mcore_ckpt.locking import FolderLock
 from mcore_parallel.testing import run_command
 
 SHAPE = "--num-layers 2 --hidden-size 48 --num-attention-heads 12 --seq-length 32"
@@ -104,6 +105,27 @@ def test_a_save_that_was_interrupted_leaves_the_one_before(tmp_path):
     )
     assert code == 0, told
     assert "continuing at iteration 2" in told
+
+
+def test_a_flipped_byte_and_a_second_job_are_told_and_an_older_step_loads(tmp_path):
+    folder = tmp_path / "run"
+    assert train(SHAPE, RUN, "--save", folder, "--save-interval 1")[0] == 0
+    shard = folder / "iter_0000002" / "rank_00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    longer = RUN.replace("--train-iters 2", "--train-iters 3 --override-opt-param-scheduler")
+    code, told = train(longer, "--load", folder)
+    assert code == 1
+    assert f"{shard} is damaged" in told
+    assert "Load another step." in told
+    code, told = train(longer, "--ckpt-step 1 --load", folder)
+    assert code == 0, told
+    assert "continuing at iteration 1" in told
+    with FolderLock(folder):
+        code, told = train(longer, "--ckpt-step 1 --load", folder, "--save", folder)
+    assert code == 1
+    assert f"is writing to {folder}" in told
 
 
 def test_ranks_are_not_started_twice(monkeypatch):

@@ -137,6 +137,7 @@ class LocalSaver:
                 "checkpoint of --save."
             )
         with agreed(self._world):
+            # Communicates if copies travel: the package's ranks then wait for each other.
             state, _ = self._manager.load()
             state.fill(shards)
         return state.extra

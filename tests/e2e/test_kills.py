@@ -1,0 +1,65 @@
+"""A job of two ranks that is killed again and again goes on each time from a whole step."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mcore_ckpt.inspection import check
+from mcore_ckpt.locking import LOCK
+from mcore_ckpt.paths import complete_steps, latest_step
+
+SHAPE = [
+    *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 4),
+    *("--vocab-size", 500, "--tensor-model-parallel-size", 2),
+]
+RUN = [
+    *("--mock-data", "--num-workers", 0, "--device", "cpu", "--seq-length", 8, "--lr", 1e-3),
+    *("--micro-batch-size", 1, "--global-batch-size", 1, "--save-interval", 1),
+    *("--log-interval", 1000, "--save-retain-last", 3, "--nproc", 2, "--train-iters", 100_000),
+]
+
+
+def killed_after(seconds, run, words):
+    """Start the job; once it saves, give it so many seconds more, then kill its processes."""
+    before = latest_step(run)
+    command = [sys.executable, "-m", "mcore_train", "gpt", *SHAPE, *RUN, *words]
+    job = subprocess.Popen(
+        [str(word) for word in (*command, "--save", run, "--load", run)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while latest_step(run) == before:
+            assert job.poll() is None, job.communicate()[0]
+            assert time.monotonic() < deadline, "nothing was saved"
+            time.sleep(0.01)
+        time.sleep(seconds)
+        assert job.poll() is None, job.communicate()[0]
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", [[], ["--async-save"]], ids=["sync", "async"])
+def test_each_kill_leaves_a_whole_step_that_the_next_start_goes_on_from(tmp_path, words):
+    draw = random.Random(5)
+    newest = 0
+    for _ in range(6):
+        killed_after(draw.uniform(0, 1.5), tmp_path, words)
+        step = latest_step(tmp_path)
+        assert step > newest
+        newest = step
+        # Every byte of the newest has its checksum, and of the older ones that are kept.
+        check(tmp_path)
+        assert step in complete_steps(tmp_path)
+        assert (tmp_path / LOCK).exists()
