@@ -226,8 +226,9 @@ def _decode(data: bytes) -> str:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> BadRecordError:
+    first = bytes(error.object[:8])
     for magic, name in _MAGIC.items():
-        if bytes(error.object).startswith(magic):
+        if first.startswith(magic):
             return BadRecordError(f"not UTF-8 but {name}")
     return BadRecordError(f"not UTF-8 ({error.reason} at byte {error.start})")
 
