@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from mcore_train.log import Reporter
 from mcore_train.loop import train
 from mcore_train.resolution import resolve
 from mcore_train.resuming import load_run, take_snapshot
+from mcore_train.trial import Rows
 
 TINY = {
     "num_layers": 2,
@@ -35,27 +35,14 @@ TINY = {
 }
 
 
-class Rows:
-    """Sequences by number: random tokens."""
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, sample):
-        text = np.random.default_rng(sample).integers(0, 43, 9)
-        return {
-            "tokens": text[:-1],
-            "labels": text[1:],
-            "loss_mask": np.ones(8, dtype=np.float32),
-            "position_ids": np.arange(8),
-        }
+ROWS = Rows(seq_length=8, vocab_size=43, global_batch_size=4, num_steps=16)
 
 
 def build(**changes):
     config = compose({**TINY, **changes})
     plan = resolve(config, 2)
     ctx = ParallelContext.build(config.parallelism)
-    return assemble(plan, ctx, datasets=Datasets(train=Rows()))
+    return assemble(plan, ctx, datasets=Datasets(train=ROWS))
 
 
 def ended(run):

@@ -121,8 +121,6 @@ class BERTDataset:
         self.seed = seed
         self.masking = masking
         self.classification_head = classification_head
-        borders = np.asarray(sentences.documents, np.int64)
-        documents = range(len(borders) - 1) if document_ids is None else document_ids
         spec = SentenceMapSpec(
             max_length=sequence_length - 3,
             min_sentences=2 if classification_head else 1,
@@ -131,7 +129,7 @@ class BERTDataset:
             num_samples=num_samples,
         )
         self.map = build_sentence_map(
-            np.asarray(sentences.lengths), borders, np.asarray(documents, np.int64), spec
+            sentences.lengths, sentences.documents, document_ids, spec
         )
 
     def __len__(self) -> int:

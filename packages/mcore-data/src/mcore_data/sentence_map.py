@@ -10,6 +10,7 @@ of a document's k-th sample is a hash of seed, epoch, document and k, and each e
 shuffled by itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +42,7 @@ class SentenceMapSpec:
 def build_sentence_map(
     lengths: NDArray[np.int32],
     borders: NDArray[np.int64],
-    document_ids: NDArray[np.int64],
+    document_ids: Sequence[int] | range | NDArray[np.int64] | None,
     spec: SentenceMapSpec,
 ) -> NDArray[np.int64]:
     """Rows (first sentence, last sentence + 1, target length) in shuffled order, int64 [N, 3].
@@ -49,13 +50,15 @@ def build_sentence_map(
     Args:
         lengths: tokens of every sentence.
         borders: document j owns the sentences ``borders[j]`` to ``borders[j + 1]``.
-        document_ids: documents to use.
+        document_ids: documents to use; None means all.
         spec: lengths, counts and seed.
 
     Raises:
         ValueError: if no document makes a sample.
     """
-    usable = _usable(lengths, borders, document_ids, spec.min_sentences)
+    lengths, borders = np.asarray(lengths), np.asarray(borders, np.int64)
+    documents = range(len(borders) - 1) if document_ids is None else document_ids
+    usable = _usable(lengths, borders, np.asarray(documents, np.int64), spec.min_sentences)
     if not len(usable):
         raise ValueError(
             f"no document has the {spec.min_sentences} sentences that a sample needs: "

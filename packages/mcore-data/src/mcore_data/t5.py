@@ -117,8 +117,6 @@ class T5Dataset:
                 f"that are cut out with as many sentinels: raise "
                 f"--decoder-seq-length to {1 + 2 * longest} or lower --mask-prob."
             )
-        borders = np.asarray(sentences.documents, np.int64)
-        documents = range(len(borders) - 1) if document_ids is None else document_ids
         spec = SentenceMapSpec(
             max_length=sequence_length - 2,
             short_seq_prob=short_seq_prob,
@@ -126,7 +124,7 @@ class T5Dataset:
             num_samples=num_samples,
         )
         self.map = build_sentence_map(
-            np.asarray(sentences.lengths), borders, np.asarray(documents, np.int64), spec
+            sentences.lengths, sentences.documents, document_ids, spec
         )
 
     def __len__(self) -> int:

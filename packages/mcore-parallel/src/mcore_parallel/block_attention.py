@@ -72,6 +72,12 @@ class Mixed:
             q.new_empty(q.shape[:-1], dtype=wide),
         )
 
+    def rounded(self, dtype: torch.dtype) -> Float[Tensor, "S B N J"]:
+        """Return the output in a dtype, once all blocks are in."""
+        # A forward that returns the alias which an idle .to gives loses all its gradients under
+        # torch.compile, without a word (seen on 2.11).
+        return self.out if self.out.dtype == dtype else self.out.to(dtype)
+
     def add(
         self,
         q: Float[Tensor, "S B N H"],

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_parallel.context_parallel import chunk_length, own_chunks
@@ -185,3 +185,22 @@ def own_ranges(length: int, axis: Axis) -> list[range]:
     """
     chunk = chunk_length(length, axis)
     return [range(i * chunk, (i + 1) * chunk) for i in own_chunks(axis.rank, axis.size)]
+
+
+def check_own_tokens(
+    q: Float[Tensor, "s B N H"], axis: Axis, documents: Documents | None
+) -> None:
+    """Refuse queries that are not this rank's share of the rows; talks to nobody.
+
+    Args:
+        q: queries of this rank's tokens.
+        axis: context ranks.
+        documents: of packed rows, whole; None: each row is one.
+
+    Raises:
+        ValueError: if they are not two equal chunks, or not those of the documents' rows.
+    """
+    length = q.shape[0] * axis.size
+    chunk_length(length, axis)
+    if documents is not None:
+        documents.check(q.shape[1], length)

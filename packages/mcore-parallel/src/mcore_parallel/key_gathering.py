@@ -21,12 +21,11 @@ from mcore_parallel.collectives import (
     wait,
 )
 from mcore_parallel.context_parallel import (
-    chunk_length,
     natural_order,
     own_chunks,
     zigzag_order,
 )
-from mcore_parallel.documents import Documents, Pieces
+from mcore_parallel.documents import Documents, Pieces, check_own_tokens
 from mcore_parallel.mesh import Axis
 
 
@@ -56,10 +55,7 @@ def gathered_attention(
         ValueError: if this rank's tokens are not two equal chunks, or not those of the
             documents' rows.
     """
-    length = q.shape[0] * axis.size
-    chunk_length(length, axis)
-    if documents is not None:
-        documents.check(q.shape[1], length)
+    check_own_tokens(q, axis, documents)
     return _GatheredAttention.apply(q, k, v, axis, attention, documents)
 
 
@@ -77,8 +73,7 @@ class _GatheredAttention(torch.autograd.Function):
         mixed = Mixed.empty(q, v)
         blocks = gathered_blocks(q.shape[0], axis, documents)
         mixed.add(q, *_gather(k, v, axis), blocks, attention)
-        # Not an idle .to: see ``ring``.
-        out = mixed.out if q.dtype == mixed.out.dtype else mixed.out.to(q.dtype)
+        out = mixed.rounded(q.dtype)
         ctx.save_for_backward(q, k, v, out, mixed.lse)
         ctx.axis, ctx.attention, ctx.blocks = axis, attention, blocks
         return out

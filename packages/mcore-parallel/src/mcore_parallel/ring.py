@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mcore_parallel.block_attention import Block, BlockAttention, Mixed, add_gradients
 from mcore_parallel.collectives import start_shift, wait
-from mcore_parallel.context_parallel import chunk_length, own_chunks
-from mcore_parallel.documents import Documents, Pieces, own_ranges
+from mcore_parallel.context_parallel import own_chunks
+from mcore_parallel.documents import Documents, Pieces, check_own_tokens, own_ranges
 from mcore_parallel.mesh import Axis
 
 
@@ -50,10 +50,7 @@ def ring_attention(
         ValueError: if this rank's tokens are not two equal chunks, or not those of the
             documents' rows.
     """
-    length = q.shape[0] * axis.size
-    chunk_length(length, axis)
-    if documents is not None:
-        documents.check(q.shape[1], length)
+    check_own_tokens(q, axis, documents)
     return _RingAttention.apply(q, k, v, axis, attention, documents)
 
 
@@ -77,9 +74,7 @@ class _RingAttention(torch.autograd.Function):
                 q, held[0], held[1], ring_blocks(q.shape[0], axis, step, documents), attention
             )
             held = _received(coming, leaving)
-        # A forward that returns the alias which an idle .to gives loses all its gradients under
-        # torch.compile, without a word (seen on 2.11).
-        out = mixed.out if q.dtype == mixed.out.dtype else mixed.out.to(q.dtype)
+        out = mixed.rounded(q.dtype)
         ctx.save_for_backward(q, k, v, out, mixed.lse)
         ctx.axis, ctx.attention, ctx.documents = axis, attention, documents
         return out
