@@ -47,6 +47,8 @@ def main() -> None:
     cases = CASES | (PARALLEL if torch.cuda.device_count() > 1 else {})
     rows = []
     for name, flags in cases.items():
+        if options.cases and name not in options.cases:
+            continue
         with tempfile.TemporaryDirectory(prefix="determinism") as folder:
             runs = [
                 train(flags, options.steps, Path(folder) / mode, deterministic=mode != "fast")
@@ -111,6 +113,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--name", default="determinism")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--cases", nargs="+", default=[], help="only these rows")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", default="")
     return parser.parse_args()
