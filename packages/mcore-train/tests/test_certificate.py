@@ -14,6 +14,7 @@ from mcore_train.certificate import (
     compare_rounded,
     draw,
     tensor_errors,
+    vanishing,
 )
 from mcore_train.trial import Trial
 
@@ -53,6 +54,21 @@ def test_an_equal_trial_passes_every_line():
 def test_a_constant_factor_is_seen_in_loss_norm_and_gradients():
     wrong = failed(compare(trial(2.0), trial()))
     assert {what for what, _ in wrong} == {"loss", "gradient norm", "gradient"}
+
+
+def test_the_update_of_a_vanishing_gradient_is_measured_by_the_largest_update():
+    gradients = {"fc1.weight": torch.tensor([-2.0]), "k.bias": torch.tensor([1e-18])}
+    updates = {"fc1.weight": torch.tensor([0.01]), "k.bias": torch.tensor([1e-16])}
+    oracle = replace(trial(), gradients=gradients, updates=updates)
+    assert vanishing(gradients) == {"k.bias"}
+
+    def moved(by):
+        return replace(oracle, updates=updates | {"k.bias": torch.tensor([by])})
+
+    assert not failed(compare(moved(1e-13), oracle))
+    assert failed(compare(moved(1e-11), oracle)) == {("weights after steps", "k.bias")}
+    also = replace(oracle, gradients=gradients | {"k.bias": torch.tensor([1e-9])})
+    assert failed(compare(moved(1e-13), also)) >= {("weights after steps", "k.bias")}
 
 
 def test_the_worst_tensor_of_a_class_is_named():
