@@ -157,8 +157,9 @@ def _package() -> Any:
 
 @contextmanager
 def _without_compiler_noise() -> Iterator[None]:
-    """Hide what the package's compiler says of its own code at the first call."""
+    """Hide what the package and its compiler say of their own code at the first call."""
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
         yield
 

@@ -25,7 +25,12 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
-FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    # torch lets four times this pass between a timeout and the end of the process: a minute.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
+}
 """Environment of nccl groups: the last collectives of each rank, written down on a timeout."""
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 """Workspace settings under which cuBLAS gives the same bits in every run."""
