@@ -7,22 +7,24 @@
 Everything after ``--`` is flags of ``mcore-train gpt``. Steps run on random tokens as
 ``mcore-train`` runs them with ``--async-save``. A step's stall is its time above the median of
 the steps during which nothing was saved; the first save, which pins the host memory, is told
-apart. Then rank files are written and read plainly, for comparison, and the step is loaded.
-Rank 0 prints a table, then one JSON line, and keeps it in ``--output``.
+apart. Each save is durable before the next is asked for. Then rank files are read plainly, for
+comparison, and the step is loaded. Rank 0 prints a JSON line after each save and a table in the
+end; ``--output`` always holds what is known so far.
 """
 
 import argparse
-import json
+import itertools
 import os
-import platform
 import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from bench_train_step import random_batches
+from reporting import add_options, keep, versions
 
 from mcore_ckpt.loading import load
 from mcore_ckpt.paths import complete_steps, resolve_folder
@@ -56,12 +58,11 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def step_ms(self) -> list[float]:
-        """Return the time between marks."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in pairs]
-        return [1e3 * (b - a) for a, b in pairs]
+        """Return the time between the marks that the device has come to."""
+        if not self._on_gpu:
+            return [1e3 * (b - a) for a, b in itertools.pairwise(self._marks)]
+        reached = itertools.takewhile(torch.cuda.Event.query, self._marks)
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(reached)]
 
 
 class Calls(Reporter):
@@ -88,24 +89,23 @@ def main() -> None:
     plan = resolve(parse(flags), launching.read_environment().world_size)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx, datasets=Datasets())
-        row = {
+        row: dict[str, object] = {
             "name": options.name,
-            "commit": options.commit,
+            **versions(options),
             "flags": " ".join(flags),
-            "device": torch.cuda.get_device_name() if ctx.device.type == "cuda" else "cpu",
             "num_ranks": plan.world_size,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            **training(run, options),
-            **bandwidths(run, options),
         }
+
+        def tell(results: dict) -> None:
+            row.update(results)
+            if ctx.global_rank == 0:
+                keep(options, row)
+
+        training(run, options, tell)
+        tell(bandwidths(run, options))
         if ctx.global_rank == 0:
             for key, value in row.items():
                 print(f"{key:28} {value}")
-            print(json.dumps(row))
-            if options.output:
-                options.output.mkdir(parents=True, exist_ok=True)
-                (options.output / f"{options.name}.json").write_text(json.dumps(row) + "\n")
             shutil.rmtree(options.folder, ignore_errors=True)
 
 
@@ -116,15 +116,14 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--quiet-steps", type=int, default=25, help="before the first save")
     parser.add_argument("--saves", type=int, default=5, help="beside the first")
-    parser.add_argument("--steps-per-save", type=int, default=20)
-    parser.add_argument("--reshard-gib", type=float, default=4.0)
-    parser.add_argument("--output", type=Path, default=None, help="folder for NAME.json")
-    parser.add_argument("--commit", default="", help="where there is no git")
+    parser.add_argument("--steps-per-save", type=int, default=20, help="at least")
+    parser.add_argument("--reshard-gib", type=float, default=4.0, help="0: leave it out")
+    add_options(parser)
     return parser.parse_args(argv)
 
 
-def training(run: Run, options: argparse.Namespace) -> dict:
-    """Step through quiet steps and saves; return the stalls."""
+def training(run: Run, options: argparse.Namespace, tell: Callable[[dict], None]) -> None:
+    """Step through quiet steps and saves; tell the stalls after each save."""
     batches = [random_batches(run) for _ in range(4)]
     calls, clock = Calls(), Clock(run.ctx.device)
     under_way: list[bool] = []
@@ -132,52 +131,69 @@ def training(run: Run, options: argparse.Namespace) -> dict:
     with Checkpoints(run, calls) as checkpoints:
 
         def step() -> None:
-            before = len(calls.durable_s)
+            under_way.append(checkpoints.is_saving)
             train_step(run, batches[run.iteration % 4], 1e-5, 0.01, checkpoints.hold)
             run.iteration += 1
             checkpoints.poll()
             clock.mark()
-            under_way.append(len(calls.stall_ms) > before)
+
+        def save(steps: int) -> None:
+            checkpoints.save()
+            for _ in range(steps):
+                step()
+            while checkpoints.is_saving:
+                step()
+            if len(calls.durable_s) < len(calls.stall_ms):
+                raise RuntimeError("a save came to nothing: the log says why.")
 
         for _ in range(options.warmup):
             step()
-        checkpoints.save()
-        first_ms = calls.stall_ms[-1]
-        while len(calls.durable_s) < 1:
-            step()
+        save(0)
         begin = len(under_way)
         for _ in range(options.quiet_steps):
             step()
-        for _ in range(options.saves):
-            checkpoints.save()
-            for _ in range(options.steps_per_save):
-                step()
-        end = len(under_way)
-        checkpoints.finish()
-        host_bytes = checkpoints.host_bytes
-    # Step i lies between marks i - 1 and i; a save's own call is part of the step after it.
-    times = clock.step_ms()[begin - 1 : end - 1]
-    busy = [under_way[i] for i in range(begin, end)]
-    quiet = [ms for ms, is_busy in zip(times, busy, strict=True) if not is_busy]
-    writing = [ms for ms, is_busy in zip(times, busy, strict=True) if is_busy]
+        first = len(under_way)
+        for number in range(1, options.saves + 1):
+            save(options.steps_per_save)
+            if number == options.saves and run.ctx.device.type == "cuda":
+                torch.cuda.synchronize()
+            # Step i lies between marks i - 1 and i; a save's call is part of the step after it.
+            times = clock.step_ms()[begin - 1 :]
+            tell(
+                {
+                    "saves": number,
+                    **stalls(times, under_way[begin:], first - begin),
+                    "save_call_ms": [round(ms, 2) for ms in calls.stall_ms[1:]],
+                    "first_save_call_ms": round(calls.stall_ms[0], 1),
+                    "durable_after_s": [round(s, 1) for s in calls.durable_s],
+                    "host_gib_per_rank": round(checkpoints.host_bytes / 2**30, 2),
+                }
+            )
+
+
+def stalls(times: list[float], under_way: list[bool], first: int) -> dict:
+    """Return what saves cost the steps from ``first`` on: those before saw none.
+
+    Args:
+        times: milliseconds of each step; the last may be missing.
+        under_way: whether a save was, when the step began.
+        first: number of steps before the first measured save.
+    """
+    steps = list(zip(times, under_way, strict=False))
+    quiet = sorted(ms for ms, is_busy in steps if not is_busy)
+    writing = sorted(ms for ms, is_busy in steps if is_busy)
     median = statistics.median(quiet)
-    stalls = sorted(max(0.0, ms - median) for ms in times)
+    above = sorted(max(0.0, ms - median) for ms, _ in steps[first:])
     return {
-        "steps": len(times),
-        "saves": options.saves,
+        "steps": len(above),
+        "writing_steps": len(writing),
         "quiet_step_ms": round(median, 2),
-        "quiet_step_ms_p99": round(_percentile(sorted(quiet), 0.99), 2),
-        "writing_step_ms": round(statistics.mean(writing), 2) if writing else 0.0,
-        "writing_over_quiet_mean": round(statistics.mean(writing) / statistics.mean(quiet), 4)
-        if writing
-        else 0.0,
-        "stall_ms_p50": round(_percentile(stalls, 0.5), 2),
-        "stall_ms_p99": round(_percentile(stalls, 0.99), 2),
-        "stall_ms_max": round(stalls[-1], 2),
-        "save_call_ms": [round(ms, 2) for ms in calls.stall_ms[1 : 1 + options.saves]],
-        "first_save_call_ms": round(first_ms, 1),
-        "durable_after_s": [round(s, 1) for s in calls.durable_s],
-        "host_gib_per_rank": round(host_bytes / 2**30, 2),
+        "quiet_step_ms_p99": round(_percentile(quiet, 0.99), 2),
+        "writing_step_ms": round(statistics.mean(writing), 2),
+        "writing_over_quiet_mean": round(statistics.mean(writing) / statistics.mean(quiet), 4),
+        "stall_ms_p50": round(_percentile(above, 0.5), 2),
+        "stall_ms_p99": round(_percentile(above, 0.99), 2),
+        "stall_ms_max": round(above[-1], 2),
     }
 
 
@@ -204,7 +220,7 @@ def bandwidths(run: Run, options: argparse.Namespace) -> dict:
         "load_again_gb_per_s": round(total / warm_s / 1e9, 2),
     }
     del shards
-    if run.ctx.global_rank == 0 and size:
+    if run.ctx.global_rank == 0 and size and options.reshard_gib:
         row |= rewriting(options)
     timed(run, lambda: None)
     return row

@@ -63,12 +63,16 @@ def main() -> None:
             case.unit: round(rate, 2),
             "share_of_limit": round(rate / limits[case.unit], 3),
         }
+        show(case.name, rows[case.name])
         del case
         torch.cuda.empty_cache()
-    for name, row in rows.items():
-        rate = " ".join(f"{row[u]:8.2f} {u}" for u in ("TB/s", "TFLOP/s") if u in row)
-        print(f"{name:40s} {row['ms']:9.4f} ms {rate:18s} {row['share_of_limit']:6.1%}")
     report(options, rows)
+
+
+def show(name: str, row: dict) -> None:
+    """Print a row of the table at once: the run may be cut short."""
+    rate = " ".join(f"{row[u]:8.2f} {u}" for u in ("TB/s", "TFLOP/s") if u in row)
+    print(f"{name:40s} {row['ms']:9.4f} ms {rate:18s} {row['share_of_limit']:6.1%}", flush=True)
 
 
 def time_ms(run: Callable[[], object], options: argparse.Namespace) -> list[float]:

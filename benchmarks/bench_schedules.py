@@ -11,6 +11,7 @@ measured beyond its prediction is their cost. Rank 0 prints a table and one JSON
 """
 
 import argparse
+import gc
 import sys
 
 import torch
@@ -55,13 +56,24 @@ def main() -> None:
         name: resolve(parse([*flags, *FLAGS[name]]), world_size) for name in options.schedules
     }
     with joined_world(next(iter(plans.values()))) as ctx:
-        rows = {name: measure(assemble(plan, ctx), options) for name, plan in plans.items()}
-        if ctx.global_rank == 0:
-            for name, row in rows.items():
-                print(f"{name:12s} {row['ms']:9.2f} ms, predicted {row['predicted_ms']:9.2f}")
-            row = {"name": options.name, **versions(options), "flags": " ".join(flags)}
-            counts = {"warmup": options.warmup, "steps": options.steps}
-            keep(options, {**row, "num_gpus": world_size, **counts, "schedules": rows})
+        rows: dict[str, dict] = {}
+        for name, plan in plans.items():
+            rows[name] = measure(assemble(plan, ctx), options)
+            gc.collect()  # the next run needs the memory of this one
+            torch.cuda.empty_cache()
+            if ctx.global_rank == 0:
+                report(options, flags, world_size, rows)
+
+
+def report(
+    options: argparse.Namespace, flags: list[str], world_size: int, rows: dict[str, dict]
+) -> None:
+    """Print what is measured so far, and keep it if a folder is given."""
+    for name, row in rows.items():
+        print(f"{name:12s} {row['ms']:9.2f} ms, predicted {row['predicted_ms']:9.2f}")
+    row = {"name": options.name, **versions(options), "flags": " ".join(flags)}
+    counts = {"warmup": options.warmup, "steps": options.steps}
+    keep(options, {**row, "num_gpus": world_size, **counts, "schedules": rows})
 
 
 def measure(run: Run, options: argparse.Namespace) -> dict:

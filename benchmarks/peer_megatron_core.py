@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import statistics
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 VOCAB, HIDDEN, FFN, HEADS, GROUPS = 128_256, 4096, 14_336, 32, 8
 
@@ -42,9 +44,8 @@ VOCAB, HIDDEN, FFN, HEADS, GROUPS = 128_256, 4096, 14_336, 32, 8
 def main() -> None:
     """Time the step and report."""
     options = _options()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when the context is made
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    os.environ.setdefault("NVTE_FUSED_ATTN", "1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     with contextlib.suppress(AssertionError):
@@ -93,6 +94,7 @@ def _build(options: argparse.Namespace):
         apply_rope_fusion=True,
         cross_entropy_loss_fusion=True,
         cross_entropy_fusion_impl="native",
+        attention_backend=AttnBackend.fused,
     )
     model = GPTModel(
         config,
@@ -188,7 +190,11 @@ def _report(options: argparse.Namespace, times: list[float]) -> None:
         "device": torch.cuda.get_device_name(),
         "num_gpus": dist.get_world_size(),
         "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
         "megatron_core": megatron_version,
+        "transformer_engine": version("transformer_engine"),
+        "warmup": options.warmup,
+        "steps": options.steps,
         "micro_batches": options.accumulate,
         "step_ms": round(ms, 2),
         "step_ms_p10": round(ordered[len(ordered) // 10], 2),

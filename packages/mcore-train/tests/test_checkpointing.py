@@ -17,6 +17,7 @@ from mcore_ckpt.saving import save
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing import run_ranks
 from mcore_train.assembly import Datasets, assemble
+from mcore_train.checkpointing import Checkpoints
 from mcore_train.composition import compose
 from mcore_train.log import Reporter
 from mcore_train.loop import train
@@ -187,3 +188,13 @@ def test_a_model_that_no_family_can_say_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
         train(run, Reporter(None))
     assert run.iteration == 0
+
+
+def test_a_save_in_the_background_is_told_until_it_is_durable(tmp_path):
+    run = build(save=str(tmp_path), async_save=True, train_iters=1)
+    with Checkpoints(run, Reporter(None)) as checkpoints:
+        assert not checkpoints.is_saving
+        checkpoints.save()
+        assert checkpoints.is_saving
+        checkpoints.finish()
+        assert not checkpoints.is_saving

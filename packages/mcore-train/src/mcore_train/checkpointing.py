@@ -111,6 +111,11 @@ class Checkpoints:
         """Host memory that saves in the background hold on this rank."""
         return self._saver.host_bytes
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save in the background is under way; equal on all ranks."""
+        return self._saver.is_under_way
+
     def save(self) -> None:
         """Save this step, or begin to; the run may change after ``hold``."""
         if not self.is_async:
