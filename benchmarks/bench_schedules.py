@@ -156,7 +156,9 @@ def chunk_durations(
 
     forward, both = median(False), median(True)
     chunk.requires_grad_(False)
-    first = forward if x is None else median(True)
+    if x is None:  # the first stage's blocks are differentiated for the embedding's sake
+        chunk.embedding.requires_grad_(True)
+    first = median(True)
     chunk.requires_grad_(True)
     return {
         Kind.FORWARD: forward,
