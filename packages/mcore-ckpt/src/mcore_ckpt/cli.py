@@ -10,6 +10,8 @@ from typing import Annotated, TextIO
 
 import tyro
 
+from mcore_ckpt.errors import CheckpointError
+
 USAGE = """usage: mcore-ckpt COMMAND ...
 
 Look at checkpoints and turn them into other formats.
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tyro.cli(command, args=rest, prog=f"mcore-ckpt {name}")
     except ValueError as error:
         return _refuse(str(error), 2)
-    except (RuntimeError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         return _refuse(str(error), 1)
 
 
