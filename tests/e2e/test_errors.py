@@ -23,6 +23,7 @@ def failed(*words):
     """Run a command that files or peers end; return its exit code and its last line."""
     line = [w for word in words for w in str(word).split(" ")]
     done = run_command("mcore_train", "gpt", *line)
+    assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr.splitlines()[-1]
 
 

@@ -34,9 +34,11 @@ def test_the_well_ranks_raise_what_the_others_said():
     assert answers[0] == answers[2]
     answers = run_ranks(fail_on, 3, (0, 2), "world")
     assert answers[0][0] == "OSError"
-    assert answers[1][0] == "RuntimeError"
+    assert answers[1][0] == "CheckpointError"
     assert "rank 0: " in answers[1][1]
     assert "rank 2: " in answers[1][1]
+    answers = run_ranks(fail_on, 3, (0, 2), "program")
+    assert [name for name, _ in answers] == ["KeyError", "RuntimeError", "KeyError"]
     assert run_ranks(fail_on, 2, (), "none") == ["well", "well"]
 
 
@@ -45,9 +47,9 @@ def fail_on(ranks, kind):
     try:
         with agreed(ctx.world):
             if ctx.world.rank in ranks:
-                error = ValueError if kind == "value" else OSError
-                raise error(f"rank {ctx.world.rank} is unwell")
-    except (ValueError, RuntimeError, OSError) as error:
+                kinds = {"value": ValueError, "world": OSError, "program": KeyError}
+                raise kinds[kind](f"rank {ctx.world.rank} is unwell")
+    except (ValueError, RuntimeError, OSError, KeyError) as error:
         return type(error).__name__, str(error)
     finally:
         ctx.destroy()

@@ -316,3 +316,67 @@ def test_a_full_disk_is_told_and_what_was_written_goes(home, capfd, form):
     left = [path for path in home.rglob("*") if "out" in path.relative_to(home).parts]
     assert all(path.is_dir() and path.name == "out" for path in left)
     assert not list(home.glob(".out*"))
+
+
+def flipped(path, place):
+    def change(home):
+        content = bytearray((home / path).read_bytes())
+        content[place % len(content)] ^= 1
+        (home / path).write_bytes(content)
+
+    return change
+
+
+def cut_short(path, part=0.5):
+    def change(home):
+        content = (home / path).read_bytes()
+        (home / path).write_bytes(content[: int(len(content) * part)])
+
+    return change
+
+
+OURS = "mcore/release"
+DAMAGED = {
+    "a byte of ours": ("mcore", flipped(f"{OURS}/rank_00000.safetensors", -5)),
+    "a file of ours": ("mcore", cut_short(f"{OURS}/rank_00000.safetensors")),
+    "our index": ("mcore", cut_short(f"{OURS}/index.json")),
+    "our pointer": ("mcore", write(f"mcore/{TRACKER}", b"\xff\x00")),
+    "a header of theirs": ("hf", write("hf/model.safetensors", b"\xff" * 40)),
+    "a length of theirs": ("hf", write("hf/model.safetensors", b"\0" * 5)),
+    "a file of theirs": ("hf", cut_short("hf/model.safetensors", 0.9)),
+    "a config": ("hf", write("hf/config.json", b"[1, 2]")),
+    "Megatron's list": ("megatron", cut_short("megatron/release/.metadata")),
+    "Megatron's file": ("megatron", cut_short("megatron/release/__0_0.distcp")),
+    "Megatron's bytes": ("megatron", write("megatron/release/__0_0.distcp", bytes(9000))),
+    "torch's list": ("dcp", flipped("dcp/.metadata", 30)),
+    "torch's file": ("dcp", cut_short("dcp/__0_0.distcp", 0.9)),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_checkpoint_ends_every_command_with_one_line(home, capsys, name):
+    form, damage = DAMAGED[name]
+    damage(home)
+    other = "mcore" if form != "mcore" else "hf"
+    commands = [
+        f"convert {form}-to-{other} --input {form} --output out",
+        f"inspect {form} --compare {other}",
+        f"verify {form}",
+        f"reshard {form} --output out",
+        f"average {form} {form} --output out",
+    ]
+    for words in commands if form == "mcore" else commands[:2]:
+        code, told = said(words, capsys)
+        assert code in (1, 2), (words, told)
+        assert told.startswith("mcore-ckpt: error: "), (words, told)
+        assert told.count("\n") == 1, (words, told)
+        assert not [path for path in home.rglob("out/**/*") if path.is_file()]
+
+
+def test_a_fault_of_the_program_shows_where_it_is(home, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("mcore_ckpt.inspection.describe", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["inspect", "mcore"])

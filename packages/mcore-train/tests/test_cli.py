@@ -4,6 +4,9 @@ import time
 
 import pytest
 
+from mcore_ckpt.errors import CheckpointError
+from mcore_data.index_format import CorruptDatasetError
+from mcore_train import cli
 from mcore_train.cli import COMMANDS, main, without_option
 
 
@@ -84,3 +87,22 @@ def test_a_schedule_that_does_not_fit_is_refused(capsys):
 @pytest.mark.parametrize("words", [["--nproc", "2", "--lr", "1"], ["--lr", "1", "--nproc=2"]])
 def test_ranks_do_not_start_ranks_of_their_own(words):
     assert without_option(words, "--nproc") == ["--lr", "1"]
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, CorruptDatasetError])
+def test_damaged_files_end_a_command_with_one_line(monkeypatch, capsys, kind):
+    def damaged(_):
+        raise kind("x.bin is damaged")
+
+    monkeypatch.setitem(cli.COMMANDS, "gpt", ("", damaged))
+    assert cli.main(["gpt"]) == 1
+    assert capsys.readouterr().err == "mcore-train: error: x.bin is damaged\n"
+
+
+def test_a_fault_of_the_program_shows_where_it_is(monkeypatch):
+    def broken(_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(cli.COMMANDS, "gpt", ("", broken))
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["gpt"])

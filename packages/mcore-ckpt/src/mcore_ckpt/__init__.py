@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 _ROOMS: dict[str, str] = {
     "AsyncSaver": "async_saving",
+    "CheckpointError": "errors",
     "ConvertOptions": "conversion",
     "FolderLock": "locking",
     "HFView": "hf_saving",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt.errors import CheckpointError
 from mcore_parallel.collectives import all_gather, all_reduce
 from mcore_parallel.mesh import Axis
 
@@ -70,22 +71,34 @@ def agreed(axis: Axis) -> Iterator[None]:
 
     Raises:
         ValueError: on the ranks that are well, if the others' fault is the user's.
-        RuntimeError: on the ranks that are well, with what the others said.
+        CheckpointError: on them, if it is that of files or disks.
+        RuntimeError: on them, if it is the program's.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
-    told = None if failure is None else [isinstance(failure, ValueError), str(failure)]
+    told = None if failure is None else [_kind(failure), str(failure)]
     answers = gather_json(told, axis)
     if failure is not None:
         raise failure
     faults = {rank: answer for rank, answer in enumerate(answers) if answer}
     if faults:
         texts = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in faults.items())
-        kind = ValueError if all(mine for mine, _ in faults.values()) else RuntimeError
-        raise kind(f"{len(faults)} of {axis.size} ranks failed:\n{texts}")
+        worst = _KINDS[max(number for number, _ in faults.values())]
+        raise worst(f"{len(faults)} of {axis.size} ranks failed:\n{texts}")
+
+
+_KINDS = (ValueError, CheckpointError, RuntimeError)
+"""Whose fault it is: the user's, that of files and disks, the program's."""
+
+
+def _kind(failure: Exception) -> int:
+    """Say whose fault a failure is, as a place in ``_KINDS``."""
+    if isinstance(failure, ValueError):
+        return 0
+    return 1 if isinstance(failure, (CheckpointError, OSError)) else 2
 
 
 def host_device(axis: Axis) -> torch.device:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, any_rank, gather_bytes, gather_json, pack, unpack
 from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.hf_saving import HFView
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import step_folder
@@ -74,7 +75,7 @@ class _Job:
         """Note progress at each tensor that passes."""
         for tensor in tensors:
             if self._is_cancelled:
-                raise RuntimeError("the save was given up")
+                raise CheckpointError("the save was given up")
             self.moved_s = time.monotonic()
             yield tensor
 
@@ -180,7 +181,7 @@ class AsyncSaver:
 
         Raises:
             ValueError: as ``saving.save``, before anything is written.
-            RuntimeError: as ``saving.save``.
+            CheckpointError: as ``saving.save``.
         """
         if self._pending is not None:
             self._wait_for_the_one_before(step)

@@ -10,6 +10,8 @@ from typing import Annotated, TextIO
 
 import tyro
 
+from mcore_ckpt.errors import CheckpointError
+
 USAGE = """usage: mcore-ckpt COMMAND ...
 
 Look at checkpoints and turn them into other formats.
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tyro.cli(command, args=rest, prog=f"mcore-ckpt {name}")
     except ValueError as error:
         return _refuse(str(error), 2)
-    except (RuntimeError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         return _refuse(str(error), 1)
 
 
@@ -64,6 +66,7 @@ def convert(
     make_vocab_size_divisible_by: int = 128,
     transformer_impl: str = "transformer_engine",
     dcp_names: str = "mcore",
+    optimizer: bool = False,
     verify: bool = True,
     check: bool = False,
 ) -> int:
@@ -83,6 +86,8 @@ def convert(
         make_vocab_size_divisible_by: Megatron's vocabulary is padded to a multiple of this.
         transformer_impl: Megatron's layers that will load it: transformer_engine or local.
         dcp_names: Names in a directory of PyTorch's: mcore, hf or torchtitan.
+        optimizer: Between mcore and megatron, take along the optimizer's state, how far the
+            run is, its schedule and its place in the data, so that it goes on.
         verify: Read the result back and compare it with the source, bit by bit.
         check: Compute logits of the source and of the result with transformers, on the CPU.
     """
@@ -103,7 +108,12 @@ def convert(
         transformer_impl=transformer_impl,
     )
     options = ConvertOptions(
-        dtype=dtype, config=config, vocab_size=vocab_size, wanted=wanted, check=verify
+        dtype=dtype,
+        config=config,
+        vocab_size=vocab_size,
+        wanted=wanted,
+        check=verify,
+        optimizer=optimizer,
     )
     report = run(source, input, target, output, options, on_progress=_progress())
     proof = "each used once, read back and equal" if report.is_proven else "not read back"

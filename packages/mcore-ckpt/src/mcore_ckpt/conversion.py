@@ -6,32 +6,33 @@ conversion ends with its proof: the result is opened like any other input, turne
 what was read, and compared with it bit by bit.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from mcore_ckpt.files import SLAB_BYTES, Checksums, Item, Reader, memory
+from mcore_ckpt.files import SLAB_BYTES, Item
 from mcore_ckpt.hf_folder import num_tokens
 from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.paths import RELEASE, commit, is_complete, make_fresh, remove, step_folder
+from mcore_ckpt.paths import RELEASE, commit, fresh_step
+from mcore_ckpt.proving import proven, proven_native
 from mcore_ckpt.rewriting import write_whole
-from mcore_ckpt.sources import FORMATS, PREFIX, Asked, Opened, opened
-from mcore_ckpt.streams import Rows, Source, same_bits, slabs
+from mcore_ckpt.sources import FORMATS, Asked, Opened, opened
 from mcore_ckpt.targets import WRITERS, Wanted, appearing, our_items, write_small_files
-from mcore_ckpt.views import Resized, their_slabs
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
     "bf16": "BF16",
     "bfloat16": "BF16",
 }
 """Dtypes to cast to, by the words that users write."""
+
+STATE_FORMATS = ("mcore", "megatron")
+"""Formats that hold an optimizer's state by the names of the weights."""
 
 Progress = Callable[[int, int, str], None]
 """Told bytes done, bytes in all, and the tensor at hand."""
@@ -73,6 +74,8 @@ class ConvertOptions:
     """How the output is written."""
     check: bool = True
     """Read the result back and compare."""
+    optimizer: bool = False
+    """Take the optimizer's state and the run's progress along; ``mcore`` and ``megatron``."""
 
     def __post_init__(self) -> None:
         """Check what this object alone decides.
@@ -83,6 +86,11 @@ class ConvertOptions:
         if self.dtype and self.dtype not in DTYPE_WORDS:
             raise ValueError(
                 f"--dtype {self.dtype} is not known: use {', '.join(DTYPE_WORDS)}."
+            )
+        if self.optimizer and self.dtype:
+            raise ValueError(
+                f"--dtype {self.dtype} does not go with --optimizer: main weights and moments "
+                "belong to the weights as they are."
             )
         if self.vocab_size < 0:
             raise ValueError(f"--vocab-size {self.vocab_size} must be 0 or more.")
@@ -109,13 +117,19 @@ def convert(
 
     Raises:
         ValueError: if a format is not known, or one side cannot say the model; names what.
-        RuntimeError: if files are damaged, the output is in the way, or the proof fails.
+        CheckpointError: if files are damaged, the output is in the way, or the proof fails.
     """
     options = options or ConvertOptions()
     for form in (source_format, target_format):
         if form not in FORMATS:
             raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
-    asked = Asked(DTYPE_WORDS.get(options.dtype, ""), options.config, options.vocab_size)
+        if options.optimizer and form not in STATE_FORMATS:
+            raise ValueError(
+                f"--optimizer goes between {' and '.join(STATE_FORMATS)}: a conversion with "
+                f"{form} is one of weights alone."
+            )
+    dtype = DTYPE_WORDS.get(options.dtype, "")
+    asked = Asked(dtype, options.config, options.vocab_size, options.optimizer)
     output = Path(output)
     _check_place(Path(source), output)
     watched: list[Item] = []
@@ -131,7 +145,7 @@ def convert(
         else:
             with appearing(output) as folder:
                 word = WRITERS[target_format](folder, found, options.wanted, watch)
-                print_ = _proven(found, target_format, folder) if options.check else ""
+                print_ = proven(found, target_format, folder) if options.check else ""
         return Report(
             output,
             word,
@@ -163,7 +177,7 @@ def hf_to_mcore(
 
     Raises:
         ValueError: if the source cannot be represented; names what.
-        RuntimeError: if files are damaged, the output exists, or the proof fails.
+        CheckpointError: if files are damaged, the output exists, or the proof fails.
     """
     options = ConvertOptions(dtype=dtype, check=check)
     return convert("hf", source, "mcore", output, options, on_progress=on_progress)
@@ -193,114 +207,33 @@ def mcore_to_hf(
 
     Raises:
         ValueError: if the family cannot say the model, or the output is in the way.
-        RuntimeError: if files are damaged, or the proof fails.
+        CheckpointError: if files are damaged, or the proof fails.
     """
     wanted = Wanted(max_shard_bytes=max_shard_bytes, model_type=model_type)
     options = ConvertOptions(dtype=dtype, check=check, wanted=wanted)
     return convert("mcore", source, "hf", output, options, on_progress=on_progress)
 
 
-def fingerprint(tensors: Rows) -> str:
-    """Hash tensors: names, dtypes, shapes and content, in the order of names.
-
-    The content counts by the CRC32 of each block, which files of ours have already.
-    """
-    total = hashlib.sha256()
-    for name in sorted(tensors.entries):
-        entry = tensors.entries[name]
-        sums: tuple[int, ...] = ()
-        if len(entry.chunks) == 1 and tensors.dtype(name) == entry.dtype:
-            sums = entry.chunks[0].checksums
-        if not sums:
-            checksums = Checksums()
-            for slab in slabs(tensors, name):
-                checksums.update(memory(slab))
-            sums = checksums.finish()
-        shape = list(entry.shape)
-        total.update(f"{name} {tensors.dtype(name)} {shape} {list(sums)}\n".encode())
-    return total.hexdigest()[:32]
-
-
-def prove(source: Opened, again: Rows) -> None:
-    """Turn tensors that were written and read back into the source's, and compare.
-
-    Raises:
-        RuntimeError: naming the first tensor that differs.
-    """
-    if again.entries.keys() != source.ours.entries.keys():
-        odd = sorted(again.entries.keys() ^ source.ours.entries.keys())
-        raise RuntimeError(f"proof failed: {odd[0]} is on one side only. It was not kept.")
-    before: dict[str, int] = {}
-    for link in source.links:
-        shape = source.theirs.entries[link.theirs].shape
-        before |= dict(zip(link.ours, link.shares(shape), strict=True)) if shape else {}
-    back = Resized(again, before)
-    for link in source.links:
-        shape = source.theirs.entries[link.theirs].shape
-        rows = shape[0] if shape else 1
-        if not link.transposed and shape:
-            # Padding means nothing; rows that were cut off cannot come back.
-            kept = [min(again.entries[name].shape[0], before[name]) for name in link.ours]
-            rows = sum(kept)
-        _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
-
-
-def _compare(name: str, written: Iterator[Tensor], source: Rows, rows: int) -> None:
-    done = 0
-    for slab in written:
-        count = min(slab.shape[0] if slab.dim() else 1, rows - done)
-        if count <= 0:
-            return
-        there = source.rows(name, done, done + count)
-        if not same_bits(slab[:count] if slab.dim() else slab, there):
-            raise RuntimeError(
-                f"proof failed: {name} is not what the output gives on the way back. It was "
-                "not kept."
-            )
-        done += count
-    if done != rows:
-        raise RuntimeError(f"proof failed: {name} came back with {done} of {rows} rows")
-
-
-def _proven(source: Opened, form: str, folder: Path) -> str:
-    """Open what was written as if it were an input, compare, and return its fingerprint."""
-    asked = Asked()
-    if form == "megatron":
-        asked = Asked(vocab_size=source.description["vocab_size"])
-    with opened(form, folder, asked) as again:
-        prove(source, again.ours)
-        return fingerprint(again.ours)
-
-
 def _write_native(
     source: Opened, output: Path, watch: Callable[[Sequence[Item]], list[Item]], check: bool
 ) -> tuple[str, str]:
-    """Write a release of a run folder; return ``model_type`` and the fingerprint."""
-    extra = {"model": source.description, "hf": source.hf}
-    with FolderLock(output), _gone_if_it_fails(output) as target:
+    """Write a release of a run folder, or the step that an optimizer's state is of.
+
+    Returns:
+        ``model_type`` and the fingerprint.
+    """
+    extra: dict[str, Any] = {"model": source.description, "hf": source.hf}
+    step: int | str = RELEASE
+    if source.state is not None:
+        # No layout is this one's, so that nobody takes random streams for their own.
+        extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
+        step = extra["iteration"]
+    with FolderLock(output), fresh_step(output, step) as target:
         index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
-        print_ = ""
-        if check:
-            weights = {name.removeprefix(PREFIX): e for name, e in index.tensors.items()}
-            with Reader(target) as reader:
-                again = Source(reader, weights)
-                prove(source, again)
-                print_ = fingerprint(again)
-        commit(target, output, RELEASE, index.to_bytes())
+        print_ = proven_native(source, target, index) if check else ""
+        commit(target, output, step, index.to_bytes())
     return source.hf.get("model_type") or source.description["family"], print_
-
-
-@contextmanager
-def _gone_if_it_fails(output: Path) -> Iterator[Path]:
-    """Give a fresh folder for a release; what was written goes away with an error."""
-    target = make_fresh(step_folder(output, RELEASE))
-    try:
-        yield target
-    except BaseException:
-        if not is_complete(target):
-            remove(target)
-        raise
 
 
 def _check_place(source: Path, output: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.boxes import cover_problems
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.index import Chunk, TensorEntry
 from mcore_ckpt.pickles import Record, load_inert
 from mcore_ckpt.torch_files import FileTensor, read_torch_file
@@ -59,7 +60,7 @@ class DcpFolder:
         """Find the bytes of tensors; a box must lie in its file row-major.
 
         Raises:
-            RuntimeError: if files are damaged, or boxes do not cover a tensor.
+            CheckpointError: if files are damaged, or boxes do not cover a tensor.
         """
         return {name: self._entry(name, self.tensors[name]) for name in names}
 
@@ -71,18 +72,20 @@ class DcpFolder:
     def _entry(self, name: str, listed: Listed) -> TensorEntry:
         problems = cover_problems(listed.shape, [(o, n) for o, n, _ in listed.boxes])
         if problems and all(listed.shape):
-            raise RuntimeError(f"{self.path / METADATA}: {name}: {problems[0]}")
+            raise CheckpointError(f"{self.path / METADATA}: {name}: {problems[0]}")
         chunks = []
         for offsets, lengths, place in listed.boxes:
             if not all(lengths):
                 continue
             found = read_torch_file(self.path / place.file, place.offset, place.length)
             if not isinstance(found, FileTensor) or found.shape != lengths:
-                raise RuntimeError(
+                raise CheckpointError(
                     f"{self.path / place.file} has not the box of {name} that {METADATA} says."
                 )
             if found.dtype != listed.dtype:
-                raise RuntimeError(f"{self.path / place.file}: {name} is not {listed.dtype}.")
+                raise CheckpointError(
+                    f"{self.path / place.file}: {name} is not {listed.dtype}."
+                )
             chunks.append(Chunk(place.file, found.offset, offsets, lengths))
         return TensorEntry(listed.shape, listed.dtype, tuple(chunks))
 
@@ -92,7 +95,7 @@ def read_dcp_folder(path: str | Path) -> DcpFolder:
 
     Raises:
         ValueError: if it is no such directory.
-        RuntimeError: if its ``.metadata`` is damaged or asks for unknown names.
+        CheckpointError: if its ``.metadata`` is damaged or asks for unknown names.
     """
     path = Path(path)
     try:
@@ -107,7 +110,7 @@ def read_dcp_folder(path: str | Path) -> DcpFolder:
     try:
         return _folder(path, found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(f"{where} is not what torch writes: {error!r}") from None
+        raise CheckpointError(f"{where} is not what torch writes: {error!r}") from None
 
 
 def _folder(path: Path, found: Record) -> DcpFolder:
@@ -115,10 +118,10 @@ def _folder(path: Path, found: Record) -> DcpFolder:
     for key, info in found.get("storage_data").items():
         offset = key.get("offset")
         if info.get("transform_descriptors"):
-            raise RuntimeError(f"{path} is compressed or transformed: write it plain first.")
+            raise CheckpointError(f"{path} is compressed or transformed: write it plain first.")
         name = str(info.get("relative_path"))
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise RuntimeError(f"{path / METADATA} names {name}, outside its folder")
+            raise CheckpointError(f"{path / METADATA} names {name}, outside its folder")
         place = Place(name, info.get("offset"), info.get("length"))
         places[(key.get("fqn"), None if offset is None else tuple(offset))] = place
     tensors: dict[str, Listed] = {}

@@ -50,7 +50,7 @@ def write_dcp_folder(
         max_file_bytes: when to begin another file.
 
     Raises:
-        RuntimeError: if the disk fails.
+        CheckpointError: if the disk fails.
     """
     try:
         _write(path, items, objects or {}, _Writer(path, max_file_bytes))

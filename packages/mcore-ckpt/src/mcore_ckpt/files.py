@@ -27,6 +27,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mcore_ckpt.boxes import Box, shifted, small_spans, span, strides
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.index import BLOCK_BYTES, DTYPE_BYTES, Chunk, TensorEntry
 from mcore_ckpt.stores import StorePath, is_store
 
@@ -108,7 +109,8 @@ def write_file(
 
     Raises:
         ValueError: if a name comes twice.
-        RuntimeError: if the disk fails, or an item's slabs are not as long as its shape says.
+        CheckpointError: if the disk fails, or an item's slabs are not as long as its shape
+            says.
     """
     header, first = _header(items, metadata)
     try:
@@ -126,10 +128,10 @@ def write_file(
     return written
 
 
-def write_error(path: Path, error: OSError) -> RuntimeError:
+def write_error(path: Path, error: OSError) -> CheckpointError:
     """Make a sentence of what the system says against writing to ``path``."""
     hint = ": the disk or a quota is full" if error.errno in _FULL else ""
-    return RuntimeError(f"cannot write {path}: {error}{hint}.")
+    return CheckpointError(f"cannot write {path}: {error}{hint}.")
 
 
 def slabs_of(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[Tensor]:
@@ -223,7 +225,7 @@ class Reader:
             target: of the region's shape; any strides, any device.
 
         Raises:
-            RuntimeError: if a block does not have its checksum, or the file ends early.
+            CheckpointError: if a block does not have its checksum, or the file ends early.
         """
         dtype = DTYPES[entry.dtype]
         inside = shifted(box, chunk.offsets)
@@ -257,7 +259,7 @@ class Reader:
             begin = chunk.offset + start
             content = path.read_range(begin, begin + len(target))
             if len(content) != len(target):
-                raise RuntimeError(f"{path} ends within {name}: the object was cut short.")
+                raise CheckpointError(f"{path} ends within {name}: the object was cut short.")
             target[:] = content
             self._check(name, chunk, start, target, path)
             return
@@ -269,7 +271,7 @@ class Reader:
                 self._files[chunk.file], [target[done:]], chunk.offset + start + done
             )
             if not got:
-                raise RuntimeError(f"{path} ends within {name}: the file was cut short.")
+                raise CheckpointError(f"{path} ends within {name}: the file was cut short.")
             done += got
         self._check(name, chunk, start, target, path)
 
@@ -281,7 +283,7 @@ class Reader:
         for begin in range(0, len(target), BLOCK_BYTES):
             block = (start + begin) // BLOCK_BYTES
             if zlib.crc32(target[begin : begin + BLOCK_BYTES]) != chunk.checksums[block]:
-                raise RuntimeError(
+                raise CheckpointError(
                     f"{path} is damaged: {name} has not the checksum it was saved with "
                     f"(bytes from {chunk.offset + block * BLOCK_BYTES}). Load another step."
                 )
@@ -291,13 +293,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """Read what a safetensors file holds, each tensor as one chunk without checksums.
 
     Raises:
-        RuntimeError: if it is no safetensors file or its data does not fit its header.
+        CheckpointError: if it is no safetensors file or its data does not fit its header.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise RuntimeError(f"{path} is no safetensors file: it has no header.")
+            raise CheckpointError(f"{path} is no safetensors file: it has no header.")
         try:
             table = json.loads(file.read(length))
             return {
@@ -306,7 +308,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 if name != "__metadata__"
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RuntimeError(f"{path} is no sound safetensors file: {error!r}") from None
+            raise CheckpointError(f"{path} is no sound safetensors file: {error!r}") from None
 
 
 def _header_entry(path: Path, row: dict[str, Any], first: int, size: int) -> TensorEntry:
@@ -354,7 +356,7 @@ def _write_items(
                 offset += checksums.num_bytes
                 checksums = Checksums()
         if checksums.num_bytes or sum(sections[len(done) :]):
-            raise RuntimeError(
+            raise CheckpointError(
                 f"{path}: {item.name} gave {sum(sections[: len(done)]) + checksums.num_bytes} "
                 f"bytes, not the {item.num_bytes} of its shape"
             )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.files import Item, read_header, write_file
 from mcore_ckpt.index import TensorEntry
 from mcore_ckpt.paths import write_durably
@@ -41,7 +42,7 @@ def read_hf_folder(path: str | Path) -> HFFolder:
 
     Raises:
         ValueError: if it is no such folder, or its weights are pickles.
-        RuntimeError: if files are damaged or contradict the folder's index.
+        CheckpointError: if files are damaged or contradict the folder's index.
     """
     path = Path(path)
     try:
@@ -52,9 +53,9 @@ def read_hf_folder(path: str | Path) -> HFFolder:
             "ours, say mcore->hf."
         ) from None
     except ValueError as error:
-        raise RuntimeError(f"{path / 'config.json'} is damaged: {error}") from None
+        raise CheckpointError(f"{path / 'config.json'} is damaged: {error}") from None
     if not isinstance(config, dict):
-        raise RuntimeError(f"{path / 'config.json'} is damaged: it holds no object")
+        raise CheckpointError(f"{path / 'config.json'} is damaged: it holds no object")
     if (path / _INDEX).is_file():
         return HFFolder(path, config, _read_sharded(path))
     if (path / _SINGLE).is_file():
@@ -73,17 +74,19 @@ def _read_sharded(path: Path) -> dict[str, TensorEntry]:
     try:
         places: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
     except (ValueError, KeyError) as error:
-        raise RuntimeError(f"{path / _INDEX} is damaged: {error!r}") from None
+        raise CheckpointError(f"{path / _INDEX} is damaged: {error!r}") from None
     tensors: dict[str, TensorEntry] = {}
     for file in sorted(set(places.values())):
         if not (path / file).is_file():
-            raise RuntimeError(f"{path / file} is missing: {_INDEX} names it.")
+            raise CheckpointError(f"{path / file} is missing: {_INDEX} names it.")
         for name, entry in read_header(path / file).items():
             if places.get(name) == file:
                 tensors[name] = entry
     absent = sorted(places.keys() - tensors.keys())
     if absent:
-        raise RuntimeError(f"{places[absent[0]]} does not hold {absent[0]}, as {_INDEX} says.")
+        raise CheckpointError(
+            f"{places[absent[0]]} does not hold {absent[0]}, as {_INDEX} says."
+        )
     return tensors
 
 

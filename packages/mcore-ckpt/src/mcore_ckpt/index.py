@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.paths import INDEX
 from mcore_ckpt.stores import as_path
 
@@ -105,7 +106,7 @@ def read_index(folder: str | Path) -> Index:
 
     Raises:
         ValueError: if there is none, it is no index of ours, or a newer version's.
-        RuntimeError: if it is damaged: not JSON, fields missing, a file that is absent or
+        CheckpointError: if it is damaged: not JSON, fields missing, a file that is absent or
             has another size, a chunk that reaches beyond its file.
     """
     path = as_path(folder) / INDEX
@@ -116,7 +117,7 @@ def read_index(folder: str | Path) -> Index:
     try:
         table = json.loads(content)
     except ValueError as error:
-        raise RuntimeError(f"{path} is damaged: {error}") from None
+        raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise ValueError(f"{path} is not an index of the {FORMAT} format.")
     if table.get("version") != VERSION or table.get("block_bytes") != BLOCK_BYTES:
@@ -129,7 +130,7 @@ def read_index(folder: str | Path) -> Index:
         index = Index(tensors, table["extra"], table["files"])
         _check_files(as_path(folder), index)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise RuntimeError(f"{path} is damaged: {error!r}") from None
+        raise CheckpointError(f"{path} is damaged: {error!r}") from None
     return index
 
 
@@ -153,19 +154,19 @@ def _entry(row: list[Any]) -> TensorEntry:
 def _check_files(folder: Path, index: Index) -> None:
     for name, size in index.files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise RuntimeError(f"{folder / INDEX} names {name}, outside its folder")
+            raise CheckpointError(f"{folder / INDEX} names {name}, outside its folder")
         try:
             found = (folder / name).stat().st_size
         except FileNotFoundError:
-            raise RuntimeError(f"{folder / name} is missing: the index names it") from None
+            raise CheckpointError(f"{folder / name} is missing: the index names it") from None
         if found != size:
-            raise RuntimeError(f"{folder / name} has {found} bytes, not the {size} written")
+            raise CheckpointError(f"{folder / name} has {found} bytes, not the {size} written")
     for name, entry in index.tensors.items():
         item = DTYPE_BYTES[entry.dtype]
         for chunk in entry.chunks:
             end = chunk.offset + prod(chunk.lengths) * item
             if chunk.offset < 0 or end > index.files[chunk.file]:
-                raise RuntimeError(
+                raise CheckpointError(
                     f"{folder / INDEX}: {name} reaches beyond {chunk.file} "
                     f"({end} of {index.files[chunk.file]} bytes)"
                 )

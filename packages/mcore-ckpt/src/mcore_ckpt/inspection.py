@@ -69,7 +69,7 @@ def contents(folder: str | Path) -> Contents:
 
     Raises:
         ValueError: if it holds none.
-        RuntimeError: if it is damaged.
+        CheckpointError: if it is damaged.
     """
     form, path = format_of(folder)
     if form == "hf":
@@ -170,7 +170,7 @@ def check(folder: str | Path) -> tuple[Path, int, int]:
         The step folder, how many tensors it holds and of how many bytes.
 
     Raises:
-        RuntimeError: naming the first tensor that is damaged.
+        CheckpointError: naming the first tensor that is damaged.
         ValueError: if there is no checkpoint.
     """
     step = resolve_folder(folder)

@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_ckpt.agreement import agreed, gather_json
 from mcore_ckpt.boxes import shifted
 from mcore_ckpt.config import StrictnessConfig
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.exchanging import Move, exchange, travel_device
 from mcore_ckpt.files import DTYPES, Reader
 from mcore_ckpt.index import Index, TensorEntry, read_index
@@ -78,7 +79,7 @@ def load(
 
     Raises:
         ValueError: if there is no checkpoint, or names, shapes or dtypes differ.
-        RuntimeError: if files are missing, cut short or damaged.
+        CheckpointError: if files are missing, cut short or damaged.
     """
     with agreed(world):
         folder = resolve_folder(folder)
@@ -87,7 +88,7 @@ def load(
         fingerprint = zlib.crc32((folder / INDEX).read_bytes())
     told = gather_json([fingerprint, list(wanted)], world)
     if any(other != fingerprint for other, _ in told):
-        raise RuntimeError(
+        raise CheckpointError(
             f"ranks read different indices in {folder}: is it one shared folder?"
         )
     names = {name for _, mine in told for name in mine}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
 from mcore_ckpt.config import LocalConfig
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.files import DTYPES, Item, Reader, slabs_of, write_file
 from mcore_ckpt.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.paths import INDEX, is_complete, remove, write_durably
@@ -90,7 +91,7 @@ class LocalSaver:
 
         Raises:
             ValueError: if the step is no newer, or shards contradict their pieces.
-            RuntimeError: on all ranks, if one could not write; the step before stays.
+            CheckpointError: on all ranks, if one could not write; the step before stays.
         """
         newest = self.latest()
         with agreed(self._world):
@@ -105,7 +106,7 @@ class LocalSaver:
         told = gather_json(self._files.failure, self._world)
         faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
         if refusal:
-            raise RuntimeError(f"local step {step} was not saved: {faults or refusal}")
+            raise CheckpointError(f"local step {step} was not saved: {faults or refusal}")
         if faults:
             log.warning("local step %s is whole, but lacks copies: %s", step, faults)
         log.info("saved local step %s to %s", step, self._files.folder)
@@ -123,7 +124,7 @@ class LocalSaver:
 
         Raises:
             ValueError: if there is none, or it was saved under another layout.
-            RuntimeError: if files are damaged, or a copy would have to travel without GPUs.
+            CheckpointError: if files are damaged, or a copy would have to travel without GPUs.
         """
         newest = self.latest()
         if newest is None:
@@ -131,7 +132,7 @@ class LocalSaver:
         has_own = is_complete(self._files.where(newest, self._world.rank))
         told = gather_json(has_own, self._world)
         if not all(told) and not torch.cuda.is_available():
-            raise RuntimeError(
+            raise CheckpointError(
                 f"the local checkpoint of rank {told.index(False)} is on another's disk, and "
                 "nvidia-resiliency-ext sends copies through GPUs alone: load the last "
                 "checkpoint of --save."

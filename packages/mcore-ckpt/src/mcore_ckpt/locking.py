@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.stores import StorePath, as_path
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class FolderLock:
         """Take the lock, or share it if this process holds it already.
 
         Raises:
-            RuntimeError: if another live process holds it.
+            CheckpointError: if another live process holds it.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(3):
@@ -67,23 +68,23 @@ class FolderLock:
             if self._is_mine(holder):
                 return
             if not self._is_dead(holder):
-                raise RuntimeError(
+                raise CheckpointError(
                     f"process {holder['pid']} on {holder['host']} is writing to "
                     f"{self._path.parent}: end it, or save to another folder."
                 )
             self._take_away(holder)
-        raise RuntimeError(f"{self._path} changes hands too fast: is another job starting?")
+        raise CheckpointError(f"{self._path} changes hands too fast: is another job starting?")
 
     def check(self) -> None:
         """Make sure that this process still holds the lock, before something is made final.
 
         Raises:
-            RuntimeError: if it was taken over, or is gone.
+            CheckpointError: if it was taken over, or is gone.
         """
         holder = self._holder()
         if holder is None or not self._is_mine(holder):
             who = "nobody" if holder is None else f"process {holder['pid']} on {holder['host']}"
-            raise RuntimeError(
+            raise CheckpointError(
                 f"the lock of {self._path.parent} was lost: {who} holds it now. Was this "
                 "process stopped for minutes?"
             )

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_ckpt.conversion import ConvertOptions, convert
+from mcore_ckpt.errors import CheckpointError
 
 ROUNDING = 1e-4
 """Largest difference of float32 logits, relative to the largest of them, for equal weights."""
@@ -47,7 +48,7 @@ def compare_logits(
 
     Raises:
         ValueError: if transformers is missing, or a side is no causal language model.
-        RuntimeError: if logits differ by more.
+        CheckpointError: if logits differ by more.
     """
     try:
         from transformers import AutoConfig
@@ -67,7 +68,7 @@ def compare_logits(
         first, second = (_logits(folder, tokens)[..., :vocab] for folder in folders)
     worst = ((first - second).abs().max() / first.abs().max()).item()
     if not worst <= bound:
-        raise RuntimeError(
+        raise CheckpointError(
             f"logits of the two sides differ by {worst:.3g} of the largest: {bound:.3g} at most"
         )
     return worst

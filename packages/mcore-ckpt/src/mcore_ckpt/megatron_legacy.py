@@ -14,6 +14,7 @@ from typing import Any
 
 from mcore_ckpt import megatron
 from mcore_ckpt.boxes import cover_problems
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families.fields import setting
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, TensorEntry
 from mcore_ckpt.pickles import Record
@@ -83,7 +84,7 @@ def read_legacy_folder(
 
     Raises:
         ValueError: if arguments are missing, or say what we cannot represent.
-        RuntimeError: if files are damaged or ask for unknown names, or shards do not fit.
+        CheckpointError: if files are damaged or ask for unknown names, or shards do not fit.
     """
     states = _states(folder)
     first = next(iter(states.values()))[1]
@@ -93,7 +94,7 @@ def read_legacy_folder(
     is_bert = "binary_head.weight" in names or any(n.startswith("lm_head.dense") for n in names)
     word = parts.get("embedding.word_embeddings.weight")
     if word is None:
-        raise RuntimeError(f"{folder} has no word embeddings: its first stage is missing.")
+        raise CheckpointError(f"{folder} has no word embeddings: its first stage is missing.")
     padded = sum(part.tensor.shape[0] for part in word)
     if not description:
         args = first.get("args")
@@ -120,18 +121,18 @@ def _states(folder: Path) -> dict[tuple[int, int, int], tuple[str, dict[str, Any
         match = _FOLDER.fullmatch(path.name)
         file = next((path / name for name in _FILES if (path / name).is_file()), None)
         if match is None or file is None:
-            raise RuntimeError(f"{path} is no rank's folder: it holds no {_FILES[0]}.")
+            raise CheckpointError(f"{path} is no rank's folder: it holds no {_FILES[0]}.")
         tp, *more = (int(n) for n in match.groups() if n is not None)
         pp, ep = (*more, 0, 0)[:2]
         state = read_torch_file(file)
         if not isinstance(state, dict):
-            raise RuntimeError(f"{file} is not what Megatron writes.")
+            raise CheckpointError(f"{file} is not what Megatron writes.")
         if len(more) == 1 and _expert_degree(state) > 1:
             pp, ep = 0, more[0]
         states[(tp, pp, ep)] = (f"{path.name}/{file.name}", state)
     degrees = [max(key[axis] for key in states) + 1 for axis in range(3)] if states else [0]
     if not states or len(states) != degrees[0] * degrees[1] * degrees[2]:
-        raise RuntimeError(
+        raise CheckpointError(
             f"{folder} holds {len(states)} ranks of {' x '.join(map(str, degrees))} (tensor, "
             "pipeline, expert): some are missing."
         )
@@ -213,7 +214,7 @@ def _joined(
     """Lay shards side by side: along rows, along columns, or take one of equal copies."""
     shape, count = parts[0].tensor.shape, len(parts)
     if any((p.tensor.shape, p.tensor.dtype) != (shape, parts[0].tensor.dtype) for p in parts):
-        raise RuntimeError(f"{name} has another shape or dtype on another rank")
+        raise CheckpointError(f"{name} has another shape or dtype on another rank")
     dtype = parts[0].tensor.dtype
     bands = _bands(name, description, version)
     if bands and _ROWS.search(name):
@@ -230,7 +231,7 @@ def _joined(
         chunks = [Chunk(first.file, first.tensor.offset, (0,) * len(shape), shape)]
     problems = cover_problems(whole, [(c.offsets, c.lengths) for c in chunks])
     if problems:
-        raise RuntimeError(f"{name}: {problems[0]}")
+        raise CheckpointError(f"{name}: {problems[0]}")
     return TensorEntry(whole, dtype, tuple(chunks))
 
 

@@ -10,8 +10,11 @@ goes to ``<step>.incoming`` and takes the place of the first by renames once it 
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.stores import StorePath, as_path, is_store
 
 INDEX = "index.json"
@@ -128,17 +131,17 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
         Where to write; hand it to ``commit``.
 
     Raises:
-        RuntimeError: if the step exists and is not to be replaced.
+        CheckpointError: if the step exists and is not to be replaced.
     """
     _repair(folder)
     if is_complete(folder):
         if not replace:
-            raise RuntimeError(
+            raise CheckpointError(
                 f"{folder} already holds a complete checkpoint, which is never overwritten: "
                 "save another step or to another folder, or ask to replace it."
             )
         if is_store(folder):
-            raise RuntimeError(
+            raise CheckpointError(
                 f"{folder} already holds a complete checkpoint, and an object store cannot "
                 "swap one for another at once: delete it first, or save to another folder."
             )
@@ -150,6 +153,24 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
         folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
     folder.mkdir(parents=True)
     return folder
+
+
+@contextmanager
+def fresh_step(run_folder: str | Path, step: int | str) -> Iterator[Path]:
+    """Give a fresh folder for a step, which the caller commits; it goes away with an error.
+
+    For commands: a save leaves what a kill would leave, and the next one cleans up.
+
+    Raises:
+        CheckpointError: if the step is there already.
+    """
+    target = make_fresh(step_folder(run_folder, step))
+    try:
+        yield target
+    except BaseException:
+        if not is_complete(target):
+            remove(target)
+        raise
 
 
 def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:

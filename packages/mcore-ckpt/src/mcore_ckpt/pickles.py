@@ -11,6 +11,8 @@ from collections.abc import Callable
 from io import BufferedIOBase, BytesIO
 from typing import Any
 
+from mcore_ckpt.errors import CheckpointError
+
 TORCH_DTYPES: dict[str, str] = {
     "float64": "F64",
     "float32": "F32",
@@ -149,7 +151,7 @@ class InertUnpickler(pickle.Unpickler):
         """Return what stands for a name in the pickle.
 
         Raises:
-            RuntimeError: for a name that is not on the list.
+            CheckpointError: for a name that is not on the list.
         """
         full = f"{module}.{name}"
         if full in self._special:
@@ -162,7 +164,7 @@ class InertUnpickler(pickle.Unpickler):
             return STORAGE_DTYPES[name]
         if full in _KNOWN_NAMES or module.startswith(_KNOWN_MODULES):
             return record_class(full)
-        raise RuntimeError(
+        raise CheckpointError(
             f"{self._where} holds a pickle that asks for {full}: it is not on the list of "
             "names that checkpoints need, so the file is refused. Nothing in it was run."
         )
@@ -171,10 +173,10 @@ class InertUnpickler(pickle.Unpickler):
         """Return what stands for a reference.
 
         Raises:
-            RuntimeError: if the pickle should have none.
+            CheckpointError: if the pickle should have none.
         """
         if self._persistent is None:
-            raise RuntimeError(f"{self._where} holds a pickle with references to nothing.")
+            raise CheckpointError(f"{self._where} holds a pickle with references to nothing.")
         return self._persistent(pid)
 
 
@@ -193,13 +195,13 @@ def load_inert(
         special: what stands for certain full names, instead of a record.
 
     Raises:
-        RuntimeError: if it asks for a name that is not known, or is damaged.
+        CheckpointError: if it asks for a name that is not known, or is damaged.
     """
     file = BytesIO(content) if isinstance(content, bytes) else content
     try:
         return InertUnpickler(file, where, persistent, special).load()
-    except RuntimeError:
+    except CheckpointError:
         raise
     except Exception as error:
         # A damaged pickle fails in as many ways as there are opcodes.
-        raise RuntimeError(f"{where} holds a damaged pickle: {error!r}") from error
+        raise CheckpointError(f"{where} holds a damaged pickle: {error!r}") from error

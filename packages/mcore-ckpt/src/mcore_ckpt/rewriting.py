@@ -23,9 +23,8 @@ from mcore_ckpt.paths import (
     RELEASE,
     commit,
     copy_durably,
-    make_fresh,
+    fresh_step,
     resolve_folder,
-    step_folder,
 )
 from mcore_ckpt.planning import listed, name_problems
 from mcore_ckpt.streams import Source, row_groups, slabs
@@ -70,7 +69,7 @@ def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Pa
 
     Raises:
         ValueError: if there is no checkpoint, or ``num_files`` is below 1.
-        RuntimeError: if files are damaged, or the output holds this step.
+        CheckpointError: if files are damaged, or the output holds this step.
     """
     if num_files < 1:
         raise ValueError(f"--num-files {num_files} must be 1 or more.")
@@ -83,10 +82,10 @@ def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Pa
             Item(name, entry.dtype, entry.shape, partial(slabs, tensors, name))
             for name, entry in index.tensors.items()
         ]
-        target = make_fresh(step_folder(output, number))
-        new = write_whole(target, items, index.extra, num_files)
-        _copy_small_files(step, target, index)
-        return commit(target, Path(output), number, new.to_bytes())
+        with fresh_step(output, number) as target:
+            new = write_whole(target, items, index.extra, num_files)
+            _copy_small_files(step, target, index)
+            return commit(target, Path(output), number, new.to_bytes())
 
 
 def average(sources: Sequence[str | Path], output: str | Path) -> Path:
@@ -104,7 +103,7 @@ def average(sources: Sequence[str | Path], output: str | Path) -> Path:
 
     Raises:
         ValueError: if fewer than two are given, or they hold different tensors; names them.
-        RuntimeError: if files are damaged, or the output holds a release.
+        CheckpointError: if files are damaged, or the output holds a release.
     """
     if len(sources) < 2:
         raise ValueError(f"{len(sources)} checkpoints cannot be averaged: give two or more.")
@@ -127,10 +126,10 @@ def average(sources: Sequence[str | Path], output: str | Path) -> Path:
             Item(name, entry.dtype, entry.shape, partial(_mean_slabs, tensors, name))
             for name, entry in weights[0].items()
         ]
-        target = make_fresh(step_folder(output, RELEASE))
-        new = write_whole(target, items, extra)
-        _copy_small_files(steps[0], target, indices[0])
-        return commit(target, Path(output), RELEASE, new.to_bytes())
+        with fresh_step(output, RELEASE) as target:
+            new = write_whole(target, items, extra)
+            _copy_small_files(steps[0], target, indices[0])
+            return commit(target, Path(output), RELEASE, new.to_bytes())
 
 
 def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:

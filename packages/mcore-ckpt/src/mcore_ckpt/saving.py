@@ -23,6 +23,7 @@ from torch import Tensor
 from mcore_ckpt.agreement import agreed, gather_json
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.exchanging import travel_device
 from mcore_ckpt.files import DTYPE_NAMES, Item, slabs_of, write_file
 from mcore_ckpt.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
@@ -144,7 +145,7 @@ def save(
 
     Raises:
         ValueError: if shards contradict their pieces or each other, leave holes or overlap.
-        RuntimeError: if the step exists, another job writes to the run folder, or the ranks
+        CheckpointError: if the step exists, another job writes to the run folder, or the ranks
             do not see one folder.
     """
     lock = FolderLock(run_folder)
@@ -259,7 +260,7 @@ def commit_step(
         retention: which older steps are deleted.
 
     Raises:
-        RuntimeError: if another job took the run folder over, or files are not to be seen.
+        CheckpointError: if another job took the run folder over, or files are not to be seen.
     """
     begun.lock.check()
     index = _index(begun.folder, begun.claims, told, beside.extra)
@@ -342,7 +343,7 @@ def _index(
         for name, size in answer["files"].items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != size:
-                raise RuntimeError(
+                raise CheckpointError(
                     f"rank {rank} wrote {size} bytes to {path}, which rank 0 does not see: the "
                     "folder to save to must be shared by all hosts."
                 )

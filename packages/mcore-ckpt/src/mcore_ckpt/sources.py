@@ -6,7 +6,7 @@ Nothing is read but what says where things are; tensors come by rows when they a
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from mcore_ckpt.files import Reader
 from mcore_ckpt.hf_folder import read_hf_folder, small_files
 from mcore_ckpt.index import Index, read_index
 from mcore_ckpt.megatron_legacy import is_legacy, read_legacy_folder
+from mcore_ckpt.megatron_optimizer import read_megatron
 from mcore_ckpt.model_shapes import check_shapes
+from mcore_ckpt.optimizer_state import OptimizerState, read_native
 from mcore_ckpt.paths import latest_step, resolve_folder, step_folder
 from mcore_ckpt.pickles import Record
 from mcore_ckpt.rules import Link, Rule, Table, expand, match_theirs, split_index, unstacked
@@ -35,6 +37,7 @@ PREFIX = "model."
 EXTRA = "mcore"
 """Entry of foreign checkpoints that we wrote: JSON that says which model it is."""
 
+_COMMON = "common_state/shard_0_1"
 _WORDS = "embedding.word_embeddings.weight"
 _PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
 _STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
@@ -50,6 +53,8 @@ class Asked:
     """config.json, or folder with one, of the model; or JSON of one of our descriptions."""
     vocab_size: int = 0
     """Rows of vocabulary to keep; beyond the input's, rows of zeros. 0: as in the input."""
+    optimizer: bool = False
+    """Whether the optimizer's state, and how far the run is, are wanted too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,8 @@ class Opened:
     """generation_config.json, if there is one."""
     left_behind: int = 0
     """Entries that are no weights (optimizer, random state) and are not converted."""
+    state: OptimizerState | None = None
+    """The optimizer's, if it was asked for."""
 
 
 @contextmanager
@@ -85,7 +92,7 @@ def opened(form: str, path: str | Path, asked: Asked | None = None) -> Iterator[
 
     Raises:
         ValueError: if it cannot be represented, or does not say which model it is.
-        RuntimeError: if files are damaged, or hold a pickle that asks for unknown names.
+        CheckpointError: if files are damaged, or hold a pickle that asks for unknown names.
     """
     read = {"hf": _open_hf, "mcore": _open_mcore, "dcp": _open_dcp, "megatron": _open_megatron}
     with read[form](Path(path), asked or Asked()) as found:
@@ -132,13 +139,16 @@ def _open_mcore(path: Path, asked: Asked) -> Iterator[Opened]:
     links = [Link((name,), name) for name in tensors]
     with Reader(step) as reader:
         theirs = _cast(Source(reader, tensors), asked)
-        yield Opened(
+        found = Opened(
             *_described(description, links, theirs, asked),
             hf=dict(index.extra.get("hf", {})),
             tokenizer=tokenizer,
             generation=generation,
             left_behind=len(index.tensors) - len(tensors),
         )
+        if asked.optimizer:
+            found = _with_state(found, read_native(index, reader, theirs, str(step)), asked)
+        yield found
 
 
 @contextmanager
@@ -183,6 +193,11 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
     small = {"tokenizer": tokenizer, "generation": generation}
     if is_legacy(step):
         legacy = read_legacy_folder(step, asked.vocab_size, _asked_description(asked.config))
+        if asked.optimizer:
+            raise ValueError(
+                f"{step} is in Megatron's old form, whose optimizer state has no names: leave "
+                "--optimizer out to convert the weights."
+            )
         with Reader(step) as reader:
             theirs = Source(reader, legacy.tensors)
             yield _link(legacy.table, theirs, legacy.description, asked, **small)
@@ -191,7 +206,7 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
     if _WORDS not in folder.tensors:
         raise ValueError(f"{step} holds no {_WORDS}: it is no GPT that Megatron saved.")
     padded = folder.tensors[_WORDS].shape[0]
-    common = _common_state(step, folder)
+    common, common_file = _common_state(step, folder)
     extra = json.loads(common[EXTRA]) if EXTRA in common else {}
     description = extra.get("model") or _megatron_description(step, common, padded, asked)
     weights = [name for name in folder.tensors if not name.startswith(_STATE)]
@@ -201,7 +216,27 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
     entries = unstacked(folder.locate(weights), expand(table))
     more = {"hf": dict(extra.get("hf", {})), "left_behind": len(folder.tensors) - len(weights)}
     with Reader(step) as reader:
-        yield _link(table, Source(reader, entries), description, asked, **more, **small)
+        found = _link(table, Source(reader, entries), description, asked, **more, **small)
+        if asked.optimizer:
+            weights = (found.theirs, Turned(found.links, found.theirs))
+            state = read_megatron(folder, reader, table, weights, common, common_file)
+            found = _with_state(found, state, asked)
+        yield found
+
+
+def _with_state(found: Opened, state: OptimizerState, asked: Asked) -> Opened:
+    """Add an optimizer's state, its rows of vocabulary resized like the weights'."""
+    sizes = dict.fromkeys(_PADDED, asked.vocab_size) if asked.vocab_size else {}
+    parts = {
+        kind: replace(part, ours=Resized(part.ours, sizes))
+        for kind, part in state.parts.items()
+    }
+    taken = sum(len(part.theirs.entries) for part in parts.values())
+    return replace(
+        found,
+        state=replace(state, parts=parts),
+        left_behind=max(0, found.left_behind - taken),
+    )
 
 
 def _megatron_description(
@@ -304,16 +339,22 @@ def _hf_table(description: dict[str, Any]) -> Table:
     return family_of(family_for(description)).table(description)
 
 
-def _common_state(step: Path, folder: DcpFolder) -> dict[str, Any]:
-    """Read what Megatron stores once: arguments, iteration. Its file, else its object."""
-    if (step / "common.pt").is_file():
-        found = read_torch_file(step / "common.pt")
-    elif "common_state/shard_0_1" in folder.objects:
-        found = folder.read_object("common_state/shard_0_1")
+def _common_state(step: Path, folder: DcpFolder) -> tuple[dict[str, Any], Path]:
+    """Read what Megatron stores once: arguments, iteration. Its file, else its object.
+
+    Returns:
+        It, and the file that holds its tensors.
+    """
+    file = step / "common.pt"
+    if file.is_file():
+        found = read_torch_file(file)
+    elif _COMMON in folder.objects:
+        file = step / folder.objects[_COMMON].file
+        found = folder.read_object(_COMMON)
         found = found[0] if isinstance(found, list) and found else found
     else:
         found = {}
-    return found if isinstance(found, dict) else {}
+    return (found if isinstance(found, dict) else {}), file
 
 
 def _megatron_step(path: Path) -> Path:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.boxes import Box, small_spans
+from mcore_ckpt.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Staging:
                 GPU tensors at once.
 
         Raises:
-            RuntimeError: if the host has no room.
+            CheckpointError: if the host has no room.
         """
         sources = list(tensors)
         on_gpu = any(tensor.is_cuda for tensor in sources)
@@ -134,7 +135,7 @@ class Staging:
             try:
                 block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             except RuntimeError as error:
-                raise RuntimeError(
+                raise CheckpointError(
                     f"no room for a save in the background: {self.num_bytes / 2**30:.1f} GiB "
                     "of host memory are taken, and more is needed. Leave --async-save out."
                 ) from error

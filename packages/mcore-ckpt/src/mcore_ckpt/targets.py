@@ -6,7 +6,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from mcore_ckpt import megatron, torchtitan
 from mcore_ckpt.families import family_for, family_of
 from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import write_hf_folder
-from mcore_ckpt.paths import RELEASE, TRACKER, sync_folder, write_durably
+from mcore_ckpt.megatron_optimizer import state_items, to_common
+from mcore_ckpt.optimizer_state import native_name
+from mcore_ckpt.paths import RELEASE, TRACKER, step_folder, sync_folder, write_durably
 from mcore_ckpt.rules import Table, expand, match_ours
 from mcore_ckpt.sources import EXTRA, PREFIX, Opened, native_table
 from mcore_ckpt.views import their_items
@@ -43,11 +45,16 @@ class Wanted:
 
 def our_items(source: Opened) -> list[Item]:
     """List a checkpoint's tensors under our names, ready to be written."""
-    table = native_table(source.ours.entries)
-    return [
-        Item(PREFIX + item.name, item.dtype, item.shape, item.slabs)
-        for item in their_items(expand(table), source.ours)
+    items = [
+        replace(item, name=PREFIX + item.name)
+        for item in their_items(expand(native_table(source.ours.entries)), source.ours)
     ]
+    for kind, part in source.state.parts.items() if source.state else ():
+        items += [
+            replace(item, name=native_name(kind, item.name))
+            for item in their_items(expand(native_table(part.ours.entries)), part.ours)
+        ]
+    return items
 
 
 def model_type_of(source: Opened, wanted: str = "") -> str:
@@ -111,7 +118,9 @@ def write_dcp(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str
 
 
 def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
-    """Write a run folder that megatron-core loads as a release; return ``torch_dist``.
+    """Write a run folder that megatron-core loads; return ``torch_dist``.
+
+    Without an optimizer's state it is a release, with it the step that the run is at.
 
     Raises:
         ValueError: if Megatron cannot say the model, or an option is out of range.
@@ -126,26 +135,32 @@ def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -
         )
     padded = -(-source.description["vocab_size"] // multiple) * multiple
     table = megatron.table(source.description, padded, transformer_impl=wanted.transformer_impl)
-    items = watch(_items(table, source))
+    items = _items(table, source)
+    step = RELEASE
+    more: dict[str, Any] = {"iteration": 0}
     arguments = megatron.to_arguments(source.description, padded)
     arguments["make_vocab_size_divisible_by"] = multiple
+    if source.state is not None:
+        items += state_items(table, source.state, source.ours)
+        more = to_common(source.state.progress, arguments)
+        step = more["iteration"]
     common = {
         "args": Namespace(**arguments),
         "checkpoint_version": megatron.CHECKPOINT_VERSION,
-        "iteration": 0,
+        **more,
         EXTRA: _extra(source),
     }
     from mcore_ckpt.dcp_writing import write_dcp_folder
 
-    step = folder / RELEASE
-    step.mkdir()
+    target = step_folder(folder, step)
+    target.mkdir()
     objects: dict[str, Any] = {name: [None] for name in megatron.extra_states(table)}
     objects["common_state/shard_0_1"] = [common]
-    write_dcp_folder(step, items, objects, max_file_bytes=wanted.max_shard_bytes)
-    write_small_files(step, source)
+    write_dcp_folder(target, watch(items), objects, max_file_bytes=wanted.max_shard_bytes)
+    write_small_files(target, source)
     form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    write_durably(step / "metadata.json", json.dumps(form).encode())
-    write_durably(folder / TRACKER, RELEASE.encode())
+    write_durably(target / "metadata.json", json.dumps(form).encode())
+    write_durably(folder / TRACKER, str(step).encode())
     return "torch_dist"
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.boxes import strides
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.index import DTYPE_BYTES
 from mcore_ckpt.pickles import STORAGE_DTYPES, Record, load_inert
 
@@ -97,15 +98,17 @@ def read_torch_file(path: Path, offset: int = 0, length: int = -1) -> Any:
         as ``Record``s.
 
     Raises:
-        RuntimeError: if it is no such file, it asks for a name that is not known, or a tensor
-            does not lie in order or within the file.
+        CheckpointError: if it is no such file, it asks for a name that is not known, or a
+            tensor does not lie in order or within the file.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
         length = size - offset if length < 0 else length
         if offset < 0 or offset + length > size:
-            raise RuntimeError(f"{path} ends before byte {offset + length}: it was cut short.")
+            raise CheckpointError(
+                f"{path} ends before byte {offset + length}: it was cut short."
+            )
         window = Window(descriptor, offset, length)
         if os.pread(descriptor, 2, offset) == b"PK":
             return _read_zip(window, descriptor, path, offset)
@@ -119,10 +122,10 @@ def _read_zip(window: Window, descriptor: int, path: Path, offset: int) -> Any:
         archive = zipfile.ZipFile(window)
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
-            raise RuntimeError(f"{path} was written on a big-endian machine.")
+            raise CheckpointError(f"{path} was written on a big-endian machine.")
         content = archive.read(members["data.pkl"])
     except (zipfile.BadZipFile, KeyError) as error:
-        raise RuntimeError(f"{path} is no sound file of torch.save: {error!r}") from None
+        raise CheckpointError(f"{path} is no sound file of torch.save: {error!r}") from None
 
     found = load_inert(content, str(path), _storage, _SPECIAL)
     place = partial(_place_in_zip, members, descriptor, path, offset)
@@ -139,7 +142,7 @@ def _place_in_zip(
     """Find a storage's first and one-past-last byte in a file that holds an archive."""
     info = members.get(f"data/{storage.key}")
     if info is None or info.compress_type != zipfile.ZIP_STORED:
-        raise RuntimeError(f"{path} lacks storage {storage.key}, or has it compressed.")
+        raise CheckpointError(f"{path} lacks storage {storage.key}, or has it compressed.")
     header = os.pread(descriptor, _LOCAL_HEADER_BYTES, offset + info.header_offset)
     # Its name and its extra field, whose lengths close the header, stand before the data.
     between = sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
@@ -151,10 +154,10 @@ def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) 
     """Read torch's form of before 1.6: five pickles, then the storages with their sizes."""
     where = str(path)
     if load_inert(file, where) != _LEGACY_MAGIC or load_inert(file, where) != 1001:
-        raise RuntimeError(f"{path} is no file of torch.save.")
+        raise CheckpointError(f"{path} is no file of torch.save.")
     system = load_inert(file, where)
     if not isinstance(system, dict) or not system.get("little_endian", True):
-        raise RuntimeError(f"{path} was written on a big-endian machine.")
+        raise CheckpointError(f"{path} was written on a big-endian machine.")
     found = load_inert(file, where, _storage, _SPECIAL)
     keys = load_inert(file, where)
     dtypes: dict[str, str] = {}
@@ -165,7 +168,7 @@ def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) 
         start = file.tell()
         end = start + count * DTYPE_BYTES[dtypes.get(str(key), "U8")]
         if count < 0 or end > length:
-            raise RuntimeError(f"{path} ends within its storages: the file was cut short.")
+            raise CheckpointError(f"{path} ends within its storages: the file was cut short.")
         places[str(key)] = (offset + start, offset + end)
         file.seek(end)
 
@@ -178,7 +181,7 @@ def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) 
 def _storage(pid: Any) -> _Storage:
     kind, dtype, key, *_ = pid
     if kind != "storage":
-        raise RuntimeError(f"a reference to {kind!r} is not known")
+        raise CheckpointError(f"a reference to {kind!r} is not known")
     name = dtype if isinstance(dtype, str) else STORAGE_DTYPES.get(dtype.name, "")
     return _Storage(name, str(key))
 
@@ -239,11 +242,11 @@ def _located(tensor: _Pending, place: Any, path: Path) -> FileTensor:
     real = [(n, s) for n, s in zip(tensor.shape, tensor.steps, strict=True) if n != 1]
     plain = strides([n for n, _ in real])
     if prod(tensor.shape) and tuple(s for _, s in real) != plain:
-        raise RuntimeError(
+        raise CheckpointError(
             f"{path} holds a tensor of shape {list(tensor.shape)} that does not lie in order "
             f"(strides {list(tensor.steps)}): save it contiguous."
         )
     offset = start + tensor.first * DTYPE_BYTES[dtype]
     if tensor.first < 0 or offset + prod(tensor.shape) * DTYPE_BYTES[dtype] > end:
-        raise RuntimeError(f"{path} holds a tensor that reaches beyond its storage.")
+        raise CheckpointError(f"{path} holds a tensor that reaches beyond its storage.")
     return FileTensor(dtype, tensor.shape, offset)

@@ -241,7 +241,7 @@ def flat_shards(
     shards: dict[str, Shard] = {}
     for named, start, stop, flat in ranges:
         local_shape = tuple(named.parameter.shape)
-        boxes = list(_boxes(local_shape, start, stop))
+        boxes = list(flat_boxes(local_shape, start, stop))
         for part in named.layout.parts:
             for offsets, lengths in boxes:
                 cut = _intersect(offsets, lengths, part.local_offsets, part.lengths)
@@ -286,7 +286,7 @@ def _add(
     shards[part.name] = replace(known, pieces=known.pieces + pieces)
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Cut the flat range [start, stop) of a tensor into boxes: head, whole rows, tail."""
     if start >= stop:
         return
@@ -299,18 +299,18 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         if stop - start == row:
             yield (first, *(0,) * (len(shape) - 1)), (1, *shape[1:])
             return
-        for offsets, lengths in _boxes(shape[1:], start - first * row, stop - first * row):
+        for offsets, lengths in flat_boxes(shape[1:], start - first * row, stop - first * row):
             yield (first, *offsets), (1, *lengths)
         return
     if start > first * row:
-        yield from _boxes(shape, start, (first + 1) * row)
+        yield from flat_boxes(shape, start, (first + 1) * row)
         first += 1
     tail = stop < (last + 1) * row
     whole_rows = last - first + (0 if tail else 1)
     if whole_rows:
         yield (first, *(0,) * (len(shape) - 1)), (whole_rows, *shape[1:])
     if tail:
-        yield from _boxes(shape, last * row, stop)
+        yield from flat_boxes(shape, last * row, stop)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

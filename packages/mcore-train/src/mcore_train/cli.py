@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _refuse(str(error))
     except FloatingPointError as error:
-        print(f"mcore-train: error: {error}", file=sys.stderr)
-        return 1
+        return _refuse(str(error), 1)
+    except RuntimeError as error:
+        if not is_of_files(error):
+            raise
+        return _refuse(str(error), 1)
 
 
 def gpt(words: Sequence[str]) -> int:
@@ -136,9 +139,18 @@ def without_option(words: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-def _refuse(message: str) -> int:
+def is_of_files(error: RuntimeError) -> bool:
+    """Whether an error is that of files or disks, and no fault in a program."""
+    from mcore_ckpt.errors import CheckpointError
+    from mcore_data.index_format import CorruptDatasetError
+
+    is_theirs = isinstance(error, (CheckpointError, CorruptDatasetError))
+    return is_theirs and not logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
+def _refuse(message: str, code: int = 2) -> int:
     print(f"mcore-train: error: {message}", file=sys.stderr)
-    return 2
+    return code
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {

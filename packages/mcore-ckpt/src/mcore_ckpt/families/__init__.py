@@ -2,7 +2,8 @@
 
 A family is a module with ``to_ours(config) -> description``, ``to_theirs(description) ->
 config`` and ``table(description) -> Table``; where config.json may promise more than a folder
-has, also ``as_stored(description, names) -> description``. A description is what our
+has, also ``as_stored(description, names) -> description``; where the model is no GPT of ours,
+``shapes(description)``. A description is what our
 checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with
 the fields of mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have
 their defaults. Families whose model does not run here yet have a name of their own in
@@ -34,6 +35,20 @@ def family_of(model_type: str) -> Any:
             f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
         )
     return import_module(f"{__name__}.{model_type.replace('-', '_')}")
+
+
+def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """List the shapes of a model's weights by their names within a layer.
+
+    Returns:
+        As ``families.shapes`` names them; nothing for a family that is not known.
+    """
+    name = description.get("family", "")
+    if name == "gpt":
+        return import_module(f"{__name__}.shapes").gpt_shapes(description)
+    if name not in {model_type.replace("-", "_") for model_type in MODEL_TYPES}:
+        return {}
+    return import_module(f"{__name__}.{name}").shapes(description)
 
 
 def check_architectures(config: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ No model here runs it yet; Megatron's own, with norms before, is ``megatron_bert
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.families import megatron_bert
 from mcore_ckpt.families.megatron_bert import list_weights, read, write
 from mcore_ckpt.rules import Table
 
@@ -19,6 +20,8 @@ _POST = {
     "mlp.fc2": "output.dense",
     "mlp_post_norm": "output.LayerNorm",
 }
+
+shapes = megatron_bert.shapes
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:

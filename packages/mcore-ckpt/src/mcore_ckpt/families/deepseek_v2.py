@@ -14,6 +14,7 @@ from mcore_ckpt.families.fields import Fields
 _DEFAULT_EXPERTS = {"n_group": 0, "topk_group": 0, "n_shared_experts": 0}
 
 table = deepseek_v3.table
+shapes = deepseek_v3.shapes
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mcore_ckpt.families.fields import (
     setting,
     write_pairs,
 )
+from mcore_ckpt.families.shapes import Shapes, gpt_shapes
 from mcore_ckpt.rules import Rule, Table
 
 PAIRS = (
@@ -235,3 +236,27 @@ def _predictor(
         for expert in range(expert_setting(description, "num_experts") if many else 1):
             rules.append(Rule(a.replace("*", str(expert)), b.replace("*", str(expert))))
     return rules
+
+
+def shapes(description: Mapping[str, Any]) -> Shapes:
+    """List the shapes of the weights, see ``families.shapes``."""
+    config = description["config"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rank, rotated = config["kv_lora_rank"], config["qk_pos_emb_head_dim"]
+    query = heads * (config["qk_head_dim"] + rotated)
+    q_rank = config["q_lora_rank"] or 0
+    # The number of heads need not divide the hidden size.
+    found = gpt_shapes({**description, "config": {**config, "kv_channels": 1}})
+    return found | {
+        "attention.kv_down": (rank + rotated, hidden),
+        "attention.kv_norm": (rank,),
+        "attention.kv_up": (heads * (config["qk_head_dim"] + config["v_head_dim"]), rank),
+        "attention.q": (query, hidden),
+        "attention.q_down": (q_rank, hidden),
+        "attention.q_norm": (q_rank,),
+        "attention.q_up": (query, q_rank),
+        "attention.proj": (hidden, heads * config["v_head_dim"]),
+        "enorm": (hidden,),
+        "hnorm": (hidden,),
+        "eh_proj": (hidden, 2 * hidden),
+    }

@@ -15,6 +15,7 @@ from mcore_ckpt.families.fields import (
     require_family,
     write_pairs,
 )
+from mcore_ckpt.families.shapes import Shapes, gpt_shapes
 from mcore_ckpt.rules import Table
 
 NORMS = {
@@ -109,3 +110,9 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
     return decoder_table(description, norms=NORMS)
+
+
+def shapes(description: Mapping[str, Any]) -> Shapes:
+    """List the shapes of the weights, see ``families.shapes``."""
+    hidden = (description["config"]["hidden_size"],)
+    return gpt_shapes(description) | {"attention_post_norm": hidden, "mlp_post_norm": hidden}

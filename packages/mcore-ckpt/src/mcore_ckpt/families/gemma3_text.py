@@ -6,6 +6,7 @@ No model here runs it yet: the fields that have no flag keep the family's own na
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.families import gemma2
 from mcore_ckpt.families.decoder import decoder_table
 from mcore_ckpt.families.gemma2 import NORMS, PAIRS, read, write
 from mcore_ckpt.rules import Table
@@ -16,6 +17,8 @@ _PAIRS = (
     ("_sliding_window_pattern", "_sliding_window_pattern", None),
     ("rope_local_base_freq", "rope_local_base_freq", None),
 )
+
+shapes = gemma2.shapes
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:

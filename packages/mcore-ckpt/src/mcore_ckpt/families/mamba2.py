@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
+from mcore_ckpt.families.shapes import Shapes
 from mcore_ckpt.rules import Rule, Table
 
 PAIRS = (
@@ -102,3 +103,24 @@ def table(description: Mapping[str, Any]) -> Table:
 
 def _is_tied(description: Mapping[str, Any]) -> bool:
     return not description["config"]["untie_embeddings_and_output_weights"]
+
+
+def shapes(description: Mapping[str, Any]) -> Shapes:
+    """List the shapes of the weights, see ``families.shapes``."""
+    config, vocab = description["config"], description["vocab_size"]
+    hidden, heads = config["hidden_size"], config["mamba_num_heads"]
+    inner = heads * config["mamba_head_dim"]
+    states = config["mamba_num_groups"] * config["mamba_state_dim"]
+    rows = {"z": inner, "x": inner, "B": states, "C": states, "dt": heads}
+    kernel = (1, config["conv_kernel"])
+    return {
+        "embedding": (vocab, hidden),
+        "head": (vocab, hidden),
+        "final_norm": (hidden,),
+        "mixer_norm": (hidden,),
+        "mixer.norm": (inner,),
+        "mixer.out_proj": (hidden, inner),
+        **{f"mixer.in_proj.{name}": (count, hidden) for name, count in rows.items()},
+        **{f"mixer.conv1d.{name}": (rows[name], *kernel) for name in "xBC"},
+        **{f"mixer.{name}": (heads,) for name in ("dt_bias", "A_log", "D")},
+    }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
+from mcore_ckpt.families.shapes import Shapes, gpt_shapes
 from mcore_ckpt.rules import Rule, Table
 
 PAIRS = (
@@ -151,3 +152,21 @@ def list_weights(
     positions = (f"{at}embeddings.position_ids",)
     count = description["config"]["num_layers"]
     return Table(tuple(rules), count, droppable=positions, copies=copies)
+
+
+def shapes(description: Mapping[str, Any]) -> Shapes:
+    """List the shapes of the weights, see ``families.shapes``."""
+    config = description["config"]
+    hidden, vocab = config["hidden_size"], description["vocab_size"]
+    return gpt_shapes(description) | {
+        "position_embedding": (config["max_position_embeddings"], hidden),
+        "tokentype_embedding": (config["num_tokentypes"], hidden),
+        "embedding_norm": (hidden,),
+        "attention_post_norm": (hidden,),
+        "mlp_post_norm": (hidden,),
+        "pooler.dense": (hidden, hidden),
+        "lm_head.dense": (hidden, hidden),
+        "lm_head.norm": (hidden,),
+        "lm_head": (vocab,),
+        "binary_head": (2, hidden),
+    }

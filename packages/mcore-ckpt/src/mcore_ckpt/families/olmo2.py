@@ -8,6 +8,7 @@ from typing import Any
 
 from mcore_ckpt.families.decoder import decoder_table
 from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
+from mcore_ckpt.families.shapes import Shapes, gpt_shapes
 from mcore_ckpt.rules import Table
 
 _NORMS = {
@@ -69,3 +70,16 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
     return decoder_table(description, norms=_NORMS)
+
+
+def shapes(description: Mapping[str, Any]) -> Shapes:
+    """List the shapes of the weights, see ``families.shapes``."""
+    found = gpt_shapes(description)
+    norms = {
+        "attention_post_norm": found["attention_norm"],
+        "mlp_post_norm": found["mlp_norm"],
+        # Over all heads at once.
+        "attention.q_norm": found["attention.qkv.q"][:1],
+        "attention.k_norm": found["attention.qkv.k"][:1],
+    }
+    return found | norms

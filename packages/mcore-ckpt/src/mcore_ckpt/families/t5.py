@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
+from mcore_ckpt.families.shapes import Shapes, mlp_shapes
 from mcore_ckpt.rules import Rule, Table
 
 PAIRS = (
@@ -117,3 +118,20 @@ def _stack(description: Mapping[str, Any], stack: str, depth: int) -> list[Rule]
 
 def _is_untied(description: Mapping[str, Any]) -> bool:
     return description["config"]["untie_embeddings_and_output_weights"]
+
+
+def shapes(description: Mapping[str, Any]) -> Shapes:
+    """List the shapes of the weights, see ``families.shapes``."""
+    config, vocab = description["config"], description["vocab_size"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    inner = heads * config["kv_channels"]
+    norms = ("attention_norm", "cross_attention_norm", "mlp_norm", "final_norm")
+    linears = [*(f"attention.{n}" for n in _SELF), *(f"cross_attention.{n}" for n in _CROSS)]
+    return {
+        "embedding": (vocab, hidden),
+        "head": (vocab, hidden),
+        "relative_position_bias": (config["relative_attention_num_buckets"], heads),
+        **dict.fromkeys(norms, (hidden,)),
+        **{n: (hidden, inner) if n.endswith("proj") else (inner, hidden) for n in linears},
+        **mlp_shapes("mlp", config["ffn_hidden_size"], hidden),
+    }

@@ -1,0 +1,116 @@
+"""The proof that ends a conversion: what was written is read and turned back, bit by bit."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.files import Checksums, Reader, memory
+from mcore_ckpt.index import Index
+from mcore_ckpt.optimizer_state import Part, native_name
+from mcore_ckpt.sources import PREFIX, Asked, Opened, opened
+from mcore_ckpt.streams import Rows, Source, same_bits, slabs
+from mcore_ckpt.views import Resized, their_slabs
+
+
+def fingerprint(tensors: Rows) -> str:
+    """Hash tensors: names, dtypes, shapes and content, in the order of names.
+
+    The content counts by the CRC32 of each block, which files of ours have already.
+    """
+    total = hashlib.sha256()
+    for name in sorted(tensors.entries):
+        entry = tensors.entries[name]
+        sums: tuple[int, ...] = ()
+        if len(entry.chunks) == 1 and tensors.dtype(name) == entry.dtype:
+            sums = entry.chunks[0].checksums
+        if not sums:
+            checksums = Checksums()
+            for slab in slabs(tensors, name):
+                checksums.update(memory(slab))
+            sums = checksums.finish()
+        shape = list(entry.shape)
+        total.update(f"{name} {tensors.dtype(name)} {shape} {list(sums)}\n".encode())
+    return total.hexdigest()[:32]
+
+
+def prove(source: Opened | Part, again: Rows) -> None:
+    """Turn tensors that were written and read back into the source's, and compare.
+
+    Raises:
+        CheckpointError: naming the first tensor that differs.
+    """
+    if again.entries.keys() != source.ours.entries.keys():
+        odd = sorted(again.entries.keys() ^ source.ours.entries.keys())
+        raise CheckpointError(f"proof failed: {odd[0]} is on one side only. It was not kept.")
+    before: dict[str, int] = {}
+    for link in source.links:
+        shape = source.theirs.entries[link.theirs].shape
+        before |= dict(zip(link.ours, link.shares(shape), strict=True)) if shape else {}
+    back = Resized(again, before)
+    for link in source.links:
+        shape = source.theirs.entries[link.theirs].shape
+        rows = shape[0] if shape else 1
+        if not link.transposed and shape:
+            # Padding means nothing; rows that were cut off cannot come back.
+            kept = [min(again.entries[name].shape[0], before[name]) for name in link.ours]
+            rows = sum(kept)
+        _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
+
+
+def proven(source: Opened, form: str, folder: Path) -> str:
+    """Open what was written as if it were an input, compare, and return its fingerprint.
+
+    Raises:
+        CheckpointError: naming the first tensor that differs.
+    """
+    has_state = source.state is not None
+    size = source.description["vocab_size"] if form == "megatron" else 0
+    with opened(form, folder, Asked(vocab_size=size, optimizer=has_state)) as again:
+        prove(source, again.ours)
+        if source.state is not None and again.state is not None:
+            for kind, part in source.state.parts.items():
+                prove(part, again.state.parts[kind].ours)
+        return fingerprint(again.ours)
+
+
+def proven_native(source: Opened, folder: Path, index: Index) -> str:
+    """Compare what was written of ours, before its index makes it a step; return the same.
+
+    Raises:
+        CheckpointError: naming the first tensor that differs.
+    """
+    with Reader(folder) as reader:
+
+        def written(prefix: str) -> Source:
+            entries = {
+                name.removeprefix(prefix): entry
+                for name, entry in index.tensors.items()
+                if name.startswith(prefix)
+            }
+            return Source(reader, entries)
+
+        weights = written(PREFIX)
+        prove(source, weights)
+        for kind, part in source.state.parts.items() if source.state else ():
+            prove(part, written(native_name(kind, "")))
+        return fingerprint(weights)
+
+
+def _compare(name: str, written: Iterator[Tensor], source: Rows, rows: int) -> None:
+    done = 0
+    for slab in written:
+        count = min(slab.shape[0] if slab.dim() else 1, rows - done)
+        if count <= 0:
+            return
+        there = source.rows(name, done, done + count)
+        if not same_bits(slab[:count] if slab.dim() else slab, there):
+            raise CheckpointError(
+                f"proof failed: {name} is not what the output gives on the way back. It was "
+                "not kept."
+            )
+        done += count
+    if done != rows:
+        raise CheckpointError(f"proof failed: {name} came back with {done} of {rows} rows")
