@@ -42,6 +42,22 @@ def check_sums(ctx):
         assert torch.equal(all_reduce(mine, axis), expected), name
 
 
+def context_with_settings(path):
+    """Build under settings for nccl, which gloo has none of; say which axes share a group."""
+    config = ParallelConfig(nccl_communicator_config_path=path)
+    ctx = ParallelContext.build(config, compare_calls=True)
+    check_sums(ctx)
+    groups = ctx.world.group, ctx.dp_cp.group, ctx.optimizer_shard.group, ctx.dp.group
+    ctx.destroy()
+    return groups[0] is groups[3], groups[0] is groups[1], groups[1] is groups[2]
+
+
+def test_an_axis_with_settings_for_nccl_has_a_group_of_its_own(tmp_path):
+    file = tmp_path / "nccl.toml"
+    file.write_text("[dp_cp]\nmax_ctas = 8\n")
+    assert run_ranks(context_with_settings, 2, str(file)) == [(True, False, True)] * 2
+
+
 def two_contexts():
     first, second = ParallelContext.build(TP2_CP2_PP2), ParallelContext.build(TP4)
     for ctx in (first, second, first):

@@ -56,6 +56,10 @@ class ParallelConfig:
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that does not finish ends the job."""
 
+    nccl_communicator_config_path: str = ""
+    """TOML file with a table for some axes, such as [dp_cp] max_ctas = 8: how many
+    multiprocessors nccl may take from the products that run beside it."""
+
     def __post_init__(self) -> None:
         """Check each degree on its own.
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_parallel.agreeing import Agreement
+from mcore_parallel.communicators import Communicator, read_communicators
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.layout import (
     DENSE_AXES,
@@ -125,8 +126,8 @@ class ParallelContext:
                 world's store, so that those that disagree are named (see ``agreeing``).
 
         Raises:
-            ValueError: if the degrees do not fit the world; raised on every rank, before any
-                group is made.
+            ValueError: if the degrees do not fit the world, or the settings of nccl cannot be
+                read; raised on every rank, before any group is made.
         """
         device = torch.device(device)
         ready = dist.is_initialized()
@@ -134,31 +135,36 @@ class ParallelContext:
         global_rank = dist.get_rank() if ready else 0
         dense, expert = build_grids(config, world_size)
         plan = _group_plan(config, dense, expert)
-        made: dict[tuple[int, ...], Any] = {}  # groups of others are placeholders
+        settings = read_communicators(config.nccl_communicator_config_path, plan)
+        # Groups of others are placeholders; axes of the same ranks and settings share one.
+        made: dict[_Key, Any] = {}
         axes = {}
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
-        agreements: dict[tuple[int, ...], Agreement] = {}
+        agreements: dict[_Key, Agreement] = {}
         for name, groups in plan.items():
             axes[name] = Axis(name, 1, 0, None, (global_rank,))
+            wanted = settings.get(name)
             for ranks in groups:
-                if len(ranks) > 1 and ranks not in made:
+                key = (ranks, wanted)
+                if len(ranks) > 1 and key not in made:
                     both = name == "world" and backend == "nccl"
-                    made[ranks] = dist.new_group(
+                    made[key] = dist.new_group(
                         list(ranks),
                         timeout=timeout,
                         backend="cpu:gloo,cuda:nccl" if both else backend,
+                        pg_options=wanted.options() if wanted and backend == "nccl" else None,
                         group_desc=name,  # what profiles and watchdogs call it
                     )
                 if global_rank not in ranks or len(ranks) == 1:
                     continue
                 place = ranks.index(global_rank)
-                if compare_calls and ranks not in agreements:
-                    agreements[ranks] = Agreement.of_group(made[ranks], ranks, place, timeout)
+                if compare_calls and key not in agreements:
+                    agreements[key] = Agreement.of_group(made[key], ranks, place, timeout)
                 axes[name] = Axis(
-                    name, len(ranks), place, made[ranks], ranks, agreements.get(ranks)
+                    name, len(ranks), place, made[key], ranks, agreements.get(key)
                 )
-        mine = [group for ranks, group in made.items() if global_rank in ranks]
+        mine = [group for (ranks, _), group in made.items() if global_rank in ranks]
         return cls(config, device, global_rank, axes, mine)
 
     @classmethod
@@ -205,6 +211,10 @@ class ParallelContext:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups = []
+
+
+_Key = tuple[tuple[int, ...], Communicator | None]
+"""What makes a group: its ranks, and the settings of nccl that it has."""
 
 
 def _product_name(names: tuple[str, ...]) -> str:

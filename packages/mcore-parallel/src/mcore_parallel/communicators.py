@@ -1,0 +1,94 @@
+"""How many multiprocessors nccl may take from the products beside it, axis by axis.
+
+A collective under backward runs on multiprocessors that its products would use. Data ranks
+have a whole backward to sum gradients in and need few; tensor ranks wait for every sum and
+want all. So the counts belong to axes. They are read from a TOML file with a table each::
+
+    [dp_cp]
+    max_ctas = 8
+
+An axis that is named has a group of its own even where another has the same ranks, since
+nccl's counts belong to a communicator. On gloo the counts mean nothing.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+FLAG = "--nccl-communicator-config-path"
+DATA = {
+    "dp_cp": ("cp_dp", "optimizer_shard"),
+    "expert_dp": ("expert_dp", "expert_optimizer_shard"),
+}
+"""Where gradients are summed: the mesh's name, and what a sharded optimizer cuts it to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communicator:
+    """Settings of one nccl communicator; 0 leaves nccl its own."""
+
+    min_ctas: int = 0
+    """Least blocks, each on a multiprocessor, that a collective runs on."""
+    max_ctas: int = 0
+    """Most of them."""
+    cga_cluster_size: int = 0
+    """Blocks in a cluster."""
+
+    def options(self) -> Any:
+        """Build what torch's nccl groups are made with."""
+        options = dist.ProcessGroupNCCL.Options()
+        for field in fields(self):
+            if value := getattr(self, field.name):
+                setattr(options.config, field.name, value)
+        return options
+
+
+def read_communicators(path: str, axes: Mapping[str, object]) -> dict[str, Communicator]:
+    """Read the settings of some axes; talks to nobody.
+
+    What is said of the data ranks, ``dp_cp`` and ``expert_dp``, also holds for the shards of
+    their optimizer, unless these have tables of their own.
+
+    Args:
+        path: of the file; empty: there are none.
+        axes: all that there are, by name.
+
+    Raises:
+        ValueError: if the file is missing or no TOML, or names an axis or a setting that is
+            not known, or a count below 1; says which.
+    """
+    if not path:
+        return {}
+    try:
+        tables = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{FLAG} {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"{FLAG} {path} is not TOML: {error}.") from error
+    known = {name: (name,) for name in axes} | DATA
+    found: dict[str, Communicator] = {}
+    for name in sorted(tables, key=lambda name: name not in DATA):
+        if name not in known:
+            raise ValueError(f"{FLAG} {path}: no axis {name}; there are {', '.join(known)}.")
+        one = _communicator(f"{FLAG} {path}: [{name}]", tables[name])
+        found |= dict.fromkeys(known[name], one)
+    return found
+
+
+def _communicator(where: str, table: Any) -> Communicator:
+    known = [field.name for field in fields(Communicator)]
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} must be a table of {', '.join(known)}.")
+    for name, value in table.items():
+        if name not in known:
+            raise ValueError(f"{where} says {name}; known are {', '.join(known)}.")
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{where} says {name} = {value!r}: it must be 1 or more.")
+    one = Communicator(**table)
+    if one.max_ctas and one.min_ctas > one.max_ctas:
+        raise ValueError(f"{where} says min_ctas {one.min_ctas} above max_ctas {one.max_ctas}.")
+    return one
