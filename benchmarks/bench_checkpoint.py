@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from bench_train_step import random_batches
-from reporting import add_options, keep, versions
+from reporting import add_options, keep, spread, versions
 
 from mcore_ckpt.loading import load
 from mcore_ckpt.paths import complete_steps, resolve_folder
@@ -36,9 +36,12 @@ from mcore_train.checkpointing import Checkpoints
 from mcore_train.log import Reporter
 from mcore_train.parsing import parse
 from mcore_train.resolution import resolve
-from mcore_train.resuming import take_snapshot
+from mcore_train.resuming import save_run, take_snapshot
 from mcore_train.running import joined_world
 from mcore_train.step import train_step
+
+ROUNDS = 3
+"""Times that each bandwidth is measured, in turns."""
 
 
 class Clock:
@@ -101,7 +104,10 @@ def main() -> None:
             if ctx.global_rank == 0:
                 keep(options, row)
 
-        training(run, options, tell)
+        if options.saves:
+            training(run, options, tell)
+        else:
+            save_run(run)
         tell(bandwidths(run, options))
         if ctx.global_rank == 0:
             for key, value in row.items():
@@ -115,7 +121,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="run folder; is deleted")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--quiet-steps", type=int, default=25, help="before the first save")
-    parser.add_argument("--saves", type=int, default=5, help="beside the first")
+    parser.add_argument(
+        "--saves", type=int, default=5, help="beside the first; 0: no steps, one plain save"
+    )
     parser.add_argument("--steps-per-save", type=int, default=20, help="at least")
     parser.add_argument("--reshard-gib", type=float, default=4.0, help="0: leave it out")
     add_options(parser)
@@ -207,17 +215,23 @@ def bandwidths(run: Run, options: argparse.Namespace) -> dict:
     mine = step / f"rank_{run.ctx.global_rank:05d}.safetensors"
     total = sum(file.stat().st_size for file in step.glob("*.safetensors"))
     size = mine.stat().st_size if mine.exists() else 0
-    forget(mine)
-    plain_s = timed(run, lambda: read_plainly(mine))
-    forget(mine)
     shards = take_snapshot(run).shards
-    load_s = timed(run, lambda: load(step, shards, world=run.ctx.world))
-    warm_s = timed(run, lambda: load(step, shards, world=run.ctx.world))
+    plain_s, load_s, warm_s = [], [], []
+    for _ in range(ROUNDS):  # in turns: disks have moods
+        forget(mine)
+        plain_s.append(timed(run, lambda: read_plainly(mine)))
+        forget(mine)
+        load_s.append(timed(run, lambda: load(step, shards, world=run.ctx.world)))
+        warm_s.append(timed(run, lambda: load(step, shards, world=run.ctx.world)))
+
+    def rates(key: str, seconds: list[float]) -> dict:
+        return spread([total / s / 1e9 for s in seconds], key, 2)
+
     row = {
         "checkpoint_gib": round(total / 2**30, 2),
-        "plain_read_gb_per_s": round(total / plain_s / 1e9, 2),
-        "load_gb_per_s": round(total / load_s / 1e9, 2),
-        "load_again_gb_per_s": round(total / warm_s / 1e9, 2),
+        **rates("plain_read_gb_per_s", plain_s),
+        **rates("load_gb_per_s", load_s),
+        **rates("load_again_gb_per_s", warm_s),
     }
     del shards
     if run.ctx.global_rank == 0 and size and options.reshard_gib:
@@ -246,22 +260,25 @@ def rewriting(options: argparse.Namespace) -> dict:
         step = save(folder / "a", 1, shards, world=SINGLE)
         (file,) = step.glob("*.safetensors")
         size = file.stat().st_size
-        forget(file)
-        begin = time.perf_counter()
-        with file.open("rb") as one, (folder / "copy").open("wb") as two:
-            shutil.copyfileobj(one, two, 1 << 24)
-            two.flush()
-            os.fsync(two.fileno())
-        copy_s = time.perf_counter() - begin
-        forget(file)
-        begin = time.perf_counter()
-        reshard(step, folder / "b", num_files=2)
-        reshard_s = time.perf_counter() - begin
+        copy_s, reshard_s = [], []
+        for number in range(ROUNDS):
+            forget(file)
+            begin = time.perf_counter()
+            with file.open("rb") as one, (folder / "copy").open("wb") as two:
+                shutil.copyfileobj(one, two, 1 << 24)
+                two.flush()
+                os.fsync(two.fileno())
+            copy_s.append(time.perf_counter() - begin)
+            forget(file)
+            begin = time.perf_counter()
+            reshard(step, folder / f"b{number}", num_files=2)
+            reshard_s.append(time.perf_counter() - begin)
+            shutil.rmtree(folder / f"b{number}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {
-        "copy_gb_per_s": round(size / copy_s / 1e9, 2),
-        "reshard_gb_per_s": round(size / reshard_s / 1e9, 2),
+        **spread([size / s / 1e9 for s in copy_s], "copy_gb_per_s", 2),
+        **spread([size / s / 1e9 for s in reshard_s], "reshard_gb_per_s", 2),
     }
 
 

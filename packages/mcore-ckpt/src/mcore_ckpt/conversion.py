@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_ckpt.files import SLAB_BYTES, Item
+from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import num_tokens
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import RELEASE, commit, fresh_step
 from mcore_ckpt.proving import proven, proven_native
 from mcore_ckpt.rewriting import write_whole
 from mcore_ckpt.sources import FORMATS, Asked, Opened, opened
+from mcore_ckpt.streams import read_ahead
 from mcore_ckpt.targets import WRITERS, Wanted, appearing, our_items, write_small_files
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
@@ -136,7 +137,7 @@ def convert(
 
     def watch(items: Sequence[Item]) -> list[Item]:
         watched.extend(items)
-        return _with_progress([_read_ahead(item, reading) for item in items], on_progress)
+        return _with_progress([read_ahead(item, reading) for item in items], on_progress)
 
     with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
         _check_tokens(found, options.vocab_size)
@@ -267,20 +268,6 @@ def _check_tokens(source: Opened, vocab_size: int) -> None:
             f"--vocab-size {vocab_size} cuts off ids of the tokenizer that goes along, which "
             f"has {needed}: give {needed} or more."
         )
-
-
-def _read_ahead(item: Item, reading: ThreadPoolExecutor) -> Item:
-    """Read an item's next slab while the one before is summed and written."""
-    is_long = item.num_bytes > SLAB_BYTES
-    return replace(item, slabs=partial(_slabs_ahead, item, reading)) if is_long else item
-
-
-def _slabs_ahead(item: Item, reading: ThreadPoolExecutor) -> Iterator[Tensor]:
-    there = iter(item.slabs())
-    waiting = reading.submit(next, there, None)
-    while (slab := waiting.result()) is not None:
-        waiting = reading.submit(next, there, None)
-        yield slab
 
 
 def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,7 +183,10 @@ class Checksums:
 
 
 class Reader:
-    """Reads regions of tensors from the files of one folder; keeps files open until closed."""
+    """Reads regions of tensors from the files of one folder; keeps files open until closed.
+
+    Several threads may read at once.
+    """
 
     def __init__(self, folder: Path, *, checksums: bool = True) -> None:
         """Open nothing yet.
@@ -193,7 +197,8 @@ class Reader:
         """
         self._folder = folder
         self._checksums = checksums
-        self._files: dict[str, int] = {}
+        self._files: dict[Path, int] = {}
+        self._opening = threading.Lock()
 
     def __enter__(self) -> Reader:
         """Return the reader."""
@@ -263,17 +268,20 @@ class Reader:
             target[:] = content
             self._check(name, chunk, start, target, path)
             return
-        if chunk.file not in self._files:
-            self._files[chunk.file] = os.open(path, os.O_RDONLY)
+        descriptor = self._open(path)
         done = 0
         while done < len(target):
-            got = os.preadv(
-                self._files[chunk.file], [target[done:]], chunk.offset + start + done
-            )
+            got = os.preadv(descriptor, [target[done:]], chunk.offset + start + done)
             if not got:
                 raise CheckpointError(f"{path} ends within {name}: the file was cut short.")
             done += got
         self._check(name, chunk, start, target, path)
+
+    def _open(self, path: Path) -> int:
+        with self._opening:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY)
+            return self._files[path]
 
     def _check(
         self, name: str, chunk: Chunk, start: int, target: memoryview, path: Path

@@ -9,6 +9,7 @@ import logging
 import socket
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,8 @@ from mcore_parallel.sharding import Shard
 
 log = logging.getLogger(__name__)
 
+READERS = 4
+"""Threads of a rank that read: one waits for the disk while others sum and copy."""
 STRICT = StrictnessConfig()
 """Every difference is an error."""
 
@@ -207,11 +210,23 @@ def _read(
                 for read in plan_reads(entry, box_of(piece)):
                     chunk = entry.chunks[read.chunk]
                     jobs.append((chunk.file, chunk.offset, name, chunk, read.box, piece))
-        # In file order, which disks and their read-ahead like best.
-        for _, _, name, chunk, box, piece in sorted(jobs, key=lambda job: job[:2]):
+
+        def read_job(job: tuple) -> None:
+            _, _, name, chunk, box, piece = job
             target = piece.data.detach()
             for dim, (offset, length) in enumerate(
                 zip(*shifted(box, piece.offsets), strict=True)
             ):
                 target = target.narrow(dim, offset, length)
             reader.read(name, tensors[name], chunk, box, target)
+
+        # In file order, which disks and their read-ahead like best.
+        jobs.sort(key=lambda job: job[:2])
+        with ThreadPoolExecutor(READERS) as pool:
+            waiting = [pool.submit(read_job, job) for job in jobs]
+            try:
+                for one in waiting:
+                    one.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise

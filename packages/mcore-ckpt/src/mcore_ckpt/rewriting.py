@@ -6,6 +6,7 @@ ranks together again, so that later reads are long. Tensors stream in slabs of r
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from mcore_ckpt.paths import (
     resolve_folder,
 )
 from mcore_ckpt.planning import listed, name_problems
-from mcore_ckpt.streams import Source, row_groups, slabs
+from mcore_ckpt.streams import Source, read_ahead, row_groups, slabs
 
 
 def write_whole(
@@ -76,10 +77,12 @@ def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Pa
     step = resolve_folder(source)
     index = read_index(step)
     number = _step_of(step)
-    with Reader(step) as reader, FolderLock(output):
+    with Reader(step) as reader, FolderLock(output), ThreadPoolExecutor(1) as reading:
         tensors = Source(reader, index.tensors)
         items = [
-            Item(name, entry.dtype, entry.shape, partial(slabs, tensors, name))
+            read_ahead(
+                Item(name, entry.dtype, entry.shape, partial(slabs, tensors, name)), reading
+            )
             for name, entry in index.tensors.items()
         ]
         with fresh_step(output, number) as target:

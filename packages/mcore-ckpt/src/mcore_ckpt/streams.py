@@ -1,6 +1,9 @@
 """Tensors in flight: rows of a folder, read and cast, never all at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Protocol, runtime_checkable
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.boxes import Box, shifted
-from mcore_ckpt.files import DTYPES, SLAB_BYTES, Reader
+from mcore_ckpt.files import DTYPES, SLAB_BYTES, Item, Reader
 from mcore_ckpt.index import TensorEntry
 from mcore_ckpt.planning import plan_reads
 
@@ -69,6 +72,25 @@ def slabs(source: Rows, name: str) -> Iterator[Tensor]:
     """Give a tensor by groups of rows."""
     for begin, stop in row_groups(source.entries[name].shape):
         yield source.rows(name, begin, stop)
+
+
+def read_ahead(item: Item, reading: ThreadPoolExecutor) -> Item:
+    """Make an item's next slab while the one before is summed and written.
+
+    Args:
+        item: to be written.
+        reading: one thread, which must live until the item is written.
+    """
+    is_long = item.num_bytes > SLAB_BYTES
+    return replace(item, slabs=partial(_slabs_ahead, item, reading)) if is_long else item
+
+
+def _slabs_ahead(item: Item, reading: ThreadPoolExecutor) -> Iterator[Tensor]:
+    there = iter(item.slabs())
+    waiting = reading.submit(next, there, None)
+    while (slab := waiting.result()) is not None:
+        waiting = reading.submit(next, there, None)
+        yield slab
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
