@@ -84,9 +84,13 @@ class WordTable:
         if len(rare):
             spans = zip(starts[rare].tolist(), ends[rare].tolist(), strict=True)
             words = [data[start:end] for start, end in spans]
-            known = self._long.get
-            fresh = self._learn([*dict.fromkeys(word for word in words if not known(word))])
-            numbers[rare] = [known(word) or fresh[word] for word in words]
+            found = list(map(self._long.get, words))
+            if None in found:
+                new = [word for word, number in zip(words, found, strict=True) if not number]
+                fresh = self._learn(list(dict.fromkeys(new)))
+                pairs = zip(words, found, strict=True)
+                found = [number or fresh[word] for word, number in pairs]
+            numbers[rare] = found
         return numbers
 
     def _find(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -106,8 +110,6 @@ class WordTable:
 
     def _learn(self, words: list[bytes]) -> dict[bytes, int]:
         """Encode words, remember them, and return their numbers."""
-        if not words:
-            return {}
         encoded = self._encode(words)
         lengths = np.fromiter(map(len, encoded), np.int64, len(words))
         ids = np.fromiter(chain.from_iterable(encoded), np.uint32, int(lengths.sum()))
