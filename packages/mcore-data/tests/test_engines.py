@@ -17,7 +17,7 @@ from mcore_data.engines import (
 )
 from mcore_data.gigatoken_engine import GigatokenEngine
 from mcore_data.hf_tokenizer import HFTokenizer
-from mcore_data.sentencepiece_engine import SentencePieceEngine
+from mcore_data.sentencepiece_engine import SentencePieceEngine, _fields
 from mcore_data.tokenizer import load_tokenizer
 from mcore_data.word_engine import WordEngine
 
@@ -164,7 +164,7 @@ def test_gigatoken_gives_the_same_ids_once_it_has_forgotten_its_words(bpe_folder
 
 
 def test_special_tokens_are_words_wherever_a_text_spells_them(tmp_path):
-    names = ["[X]", "[X]]", "<extra_id_1>", "<extra_id_10>"]
+    names = ["[X]", "[X]]", "<extra_id_1>", "<extra_id_10>", "<", "<e", "[SEPARATOR]"]
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(PIECES) + "\n")
     tokenizer = load_tokenizer(
@@ -178,8 +178,18 @@ def test_special_tokens_are_words_wherever_a_text_spells_them(tmp_path):
         "[x] [ X]",
         "<extra_id_1",
         "[SEP][",
+        "<extra<e<ex[SEPARATO[SEPARATOR]",
     ]
     assert_equal(WordEngine(tokenizer), tokenizer, texts)
+
+
+def test_words_do_a_tokenizer_without_special_tokens(bert):
+    core = bert["BertWordPieceCase"].core
+    fields = json.loads(core.to_str())
+    fields["added_tokens"] = []
+    tokenizer = HFTokenizer(type(core).from_str(json.dumps(fields)))
+    assert not tokenizer.special_names
+    assert_equal(WordEngine(tokenizer), tokenizer, ["the earth [MASK] a", ""])
 
 
 def test_a_bert_tokenizer_gets_words_and_bytes_get_bytes(bert):
@@ -254,6 +264,13 @@ def test_words_refuse_a_sentencepiece_model_whose_words_they_cannot_tell(
     )
     with pytest.raises(ValueError, match=reason):
         build_engine(tokenizer, "words")
+
+
+def test_words_of_sentencepiece_need_such_a_model(bert):
+    with pytest.raises(ValueError, match="needs a SentencePiece model"):
+        SentencePieceEngine(bert["BertWordPieceCase"])
+    with pytest.raises(ValueError, match="cannot read the SentencePiece model"):
+        list(_fields(bytes([1 << 3 | 3])))
 
 
 def test_words_do_a_sentencepiece_model_without_a_blank_in_front(tmp_path, corpus):

@@ -51,9 +51,7 @@ class WordEngine:
         self._before = np.array(before, np.uint32)
         self._behind = np.array(behind, np.uint32)
         self._max_words = max_words
-        names = [name.encode() for name in self._tokenizer.special_names]
-        names.sort(key=len, reverse=True)
-        self._specials = re.compile(b"|".join(map(re.escape, names))).finditer
+        self._specials = _longest_of(self._tokenizer.special_names).finditer
         self._normalizer: dict[str, Any] = parts["normalizer"]
         self._pieces = _Pieces(parts["model"], lower=self._normalizer["lowercase"])
         self._table = WordTable(self._encode_words, max_words)
@@ -153,6 +151,16 @@ def _longest_by_beginning(pieces: Iterable[bytes]) -> dict[bytes, int]:
     for piece in sorted(pieces, key=len):
         longest[piece[:_BEGINNING]] = len(piece)
     return longest
+
+
+def _longest_of(names: Sequence[str]) -> re.Pattern[bytes]:
+    """What finds the longest name at a place; those that begin alike are tried together."""
+    rests: dict[bytes, list[bytes]] = {}
+    for name in sorted(map(str.encode, names), key=len, reverse=True):
+        rests.setdefault(name[:_BEGINNING], []).append(re.escape(name[_BEGINNING:]))
+    beginnings = sorted(rests, key=len, reverse=True)
+    found = [b"%s(?:%s)" % (re.escape(one), b"|".join(rests[one])) for one in beginnings]
+    return re.compile(b"|".join(found) or b"(?!)")
 
 
 def _kinds() -> bytes:

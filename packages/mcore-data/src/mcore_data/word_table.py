@@ -10,12 +10,14 @@ is encoded by the caller's function, once.
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_WORDS = 1 << 20
 MAX_BYTES = 64 << 20
+"""Of long words and of ids, after which all is forgotten."""
 
 _BATCH_BYTES = 1 << 18
 _BLANK = re.compile(rb"[^ ] ").search
@@ -98,14 +100,13 @@ class WordTable:
         slots = _slots(low, high, len(self._table))
         numbers = self._table[slots]
         wrong = (self._low[numbers] != low) | (self._high[numbers] != high)
-        open_ = np.flatnonzero(wrong)
-        while len(open_):
-            open_ = open_[numbers[open_] != 0]  # an empty slot: there is no such word
-            slots[open_] = (slots[open_] + 1) & (len(self._table) - 1)
-            found = self._table[slots[open_]]
-            numbers[open_] = found
-            wrong_now = (self._low[found] != low[open_]) | (self._high[found] != high[open_])
-            open_ = open_[wrong_now]
+        left = np.flatnonzero(wrong)
+        while len(left):
+            left = left[numbers[left] != 0]  # an empty slot: there is no such word
+            slots[left] = (slots[left] + 1) & (len(self._table) - 1)
+            found = self._table[slots[left]]
+            numbers[left] = found
+            left = left[(self._low[found] != low[left]) | (self._high[found] != high[left])]
         return numbers
 
     def _learn(self, words: list[bytes]) -> dict[bytes, int]:
@@ -119,9 +120,10 @@ class WordTable:
         starts = np.cumsum(sizes) - sizes
         joined = padded(b"".join(words))
         low, high = _keys(joined, starts, sizes)
-        for name, values in (("_low", low), ("_high", high), ("_lengths", lengths),
-                             ("_firsts", firsts)):  # fmt: skip
-            setattr(self, name, _appended(getattr(self, name), self._count, values))
+        self._low = _appended(self._low, self._count, low)
+        self._high = _appended(self._high, self._count, high)
+        self._lengths = _appended(self._lengths, self._count, lengths)
+        self._firsts = _appended(self._firsts, self._count, firsts)
         self._ids = _appended(self._ids, self._num_ids, ids)
         numbers = np.arange(self._count, count)
         self._count, self._num_ids = count, num_ids
@@ -208,7 +210,7 @@ def _keys(
     data: bytes, starts: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Bytes 0 to 7 of each word, and its other bytes below its length; 0 if it is long."""
-    lanes = np.frombuffer(data, np.uint64)
+    lanes = np.frombuffer(data, "<u8")
     low = _eight_bytes(lanes, starts)
     low &= _MASKS[np.minimum(sizes, 8)]
     high = sizes.astype(np.uint64) << np.uint64(56)
@@ -245,7 +247,7 @@ def _slots(
     return mixed.view(np.int64)
 
 
-def _appended(array: NDArray, used: int, values: NDArray) -> NDArray:
+def _appended(array: NDArray[Any], used: int, values: NDArray[Any]) -> NDArray[Any]:
     """Put values behind the used part of an array, in a larger one if there is no room."""
     if used + len(values) > len(array):
         larger = np.zeros(2 * (used + len(values)), array.dtype)
