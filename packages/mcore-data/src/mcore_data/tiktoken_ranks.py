@@ -90,7 +90,7 @@ def build_tiktoken(
     vocab |= {name: num_special_tokens + rank for name, rank in ranks.items()}
     merges = _merges(ranks)
     core = _tokenizer(vocab, merges, [*first, *special_tokens], pattern)
-    size = max(len(vocab), *(core.token_to_id(name) + 1 for name in special_tokens), 0)
+    size = max([len(vocab), *(i + 1 for i in core.get_added_tokens_decoder())])
     text = _text_of(core, vocab, merges, pattern)
     return HFTokenizer(core, _ROLES if first else {}, text, vocab_size=size)
 

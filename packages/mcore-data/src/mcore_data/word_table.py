@@ -92,7 +92,7 @@ class WordTable:
                 fresh = self._learn(list(dict.fromkeys(new)))
                 pairs = zip(words, found, strict=True)
                 found = [number or fresh[word] for word, number in pairs]
-            numbers[rare] = found
+            numbers[rare] = np.fromiter(found, np.int64, len(found))
         return numbers
 
     def _find(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.int64]:
