@@ -140,7 +140,8 @@ def run_once(
             command += ["--input", *map(str, sources)]
             command += ["--output-prefix", prefix, "--append-eod", *tokenizer]
             command += ["--workers", str(options.workers)]
-            command += ["--engine", "reference" if case.endswith("reference") else "auto"]
+            engine = "reference" if case.endswith("reference") else options.engine
+            command += ["--engine", engine]
             for mode in ("full", "off"):
                 command += ["--verify", mode] if case.endswith(mode) else []
         cpu_began, began = _cpu_seconds(), time.perf_counter()
@@ -323,6 +324,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, default=600)
     parser.add_argument("--slow-megabytes", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--engine", default="auto", help="of all cases but references")
     parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/bench_preprocess")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory-gigabytes", type=int, default=20)

@@ -76,6 +76,9 @@ def test_preprocess_merge_inspect_verify_and_index(book, tmp_path):
     done = data("merge", "--input", tmp_path / "parts", "--output-prefix", merged)
     assert done.returncode == 0, done.stderr
     assert IndexedDataset(merged).num_documents == 8
+    Path(f"{merged}.manifest.json").unlink()
+    again = ("--output-prefix", merged, "--overwrite")
+    assert data("merge", "--input", tmp_path / "parts", *again).returncode == 0
     done = data("inspect", merged, "--tokenizer", book / "tokenizer", "--samples", 1)
     assert "num documents: 8" in done.stdout
     assert "checks: index, pointers and sizes fit, to the manifest too; encoded" in done.stdout

@@ -17,6 +17,7 @@ from mcore_data.engines import (
 )
 from mcore_data.gigatoken_engine import GigatokenEngine
 from mcore_data.hf_tokenizer import HFTokenizer
+from mcore_data.sentencepiece_engine import SentencePieceEngine, _fields
 from mcore_data.tokenizer import load_tokenizer
 from mcore_data.word_engine import WordEngine
 
@@ -28,7 +29,9 @@ TEXTS = st.lists(
         st.sampled_from(
             ["the", "Earth", "formed", " ", "  ", "\n", "\t", "\x0b", "\x0c", "\x1c", "\x1f",
              "\x85", "\xa0", "\u2028", "\u3000", "\u200b", "\u0301", "\u00c9", "\u4f60",
-             "[MASK]", "[mask]", "a[SEP]b", ",", "...", "\u0130", "\x00", "\ufffd"]
+             "[MASK]", "[mask]", "a[SEP]b", ",", "...", "\u0130", "\x00", "\ufffd",
+             "\u4e00", "\u9fff", "\u4dff", "\u3400", "\u2581", "</s>", "7", "42", "\x7f",
+             "ab" * 8, "b" * 15, "b" * 16, "e" * 101, "Theearthformeds", "a\u0300\u0323"]
         ),
         st.text(max_size=4),
     ),
@@ -50,13 +53,20 @@ def bert(tmp_path_factory):
 def llama2(tmp_path_factory, corpus):
     """A small model as Llama 2's is: byte pairs with byte fallback, blanks kept."""
     folder = tmp_path_factory.mktemp("spm")
-    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"), vocab_size=320,
-        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
+    train_sentencepiece(folder, corpus)
     return folder / "tokenizer.model"
+
+
+def train_sentencepiece(folder, corpus, **options):
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    defaults = {
+        "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "hard_vocab_limit": False, "vocab_size": 320,
+    }  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"),
+        minloglevel=2, **(defaults | options),
+    )  # fmt: skip
 
 
 def assert_equal(engine, tokenizer, texts):
@@ -64,10 +74,57 @@ def assert_equal(engine, tokenizer, texts):
     assert [ids.tolist() for ids in found] == tokenizer.encode_batch(texts)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.fixture(scope="module")
+def words(bert, llama2):
+    """Each tokenizer that words can do, and an engine that all examples teach."""
+    llama = load_tokenizer("Llama2Tokenizer", tokenizer_model=llama2)
+    return [(each, build_engine(each, "words")) for each in (*bert.values(), llama)]
+
+
+@settings(max_examples=150, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=4))
-def test_words_give_the_ids_of_word_pieces(bert, texts):
+def test_words_give_the_ids_of_word_pieces_and_of_sentencepiece(words, texts):
+    for tokenizer, engine in words:
+        assert engine.name == "words"
+        assert_equal(engine, tokenizer, texts)
+
+
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(st.text(min_size=1, max_size=40), min_size=8, max_size=8))
+def test_words_give_the_ids_of_any_characters_though_they_forget(bert, llama2, texts):
+    llama = load_tokenizer("SentencePieceTokenizer", tokenizer_model=llama2)
     for tokenizer in bert.values():
+        engine = WordEngine(tokenizer, max_words=5)
+        assert_equal(engine, tokenizer, texts[:4])
+        assert_equal(engine, tokenizer, texts[4:])
+    engine = SentencePieceEngine(llama, max_words=5)
+    assert_equal(engine, llama, texts[:4])
+    assert_equal(engine, llama, texts[4:])
+
+
+def test_every_character_has_the_ids_of_its_tokenizer_alone_and_between_others(words):
+    """All of Unicode but surrogates, each beside letters, punctuation and blanks."""
+    every = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
+    few = [*every[:0x3400:3], *every[0x3400:0x4E10:53], *every[0x9FF0:0xA010], *every[::997]]
+    texts = ["".join(f"b{one}e {one},{one}1" for one in few[at::40]) for at in range(40)]
+    for tokenizer, engine in words:
+        assert_equal(engine, tokenizer, texts)
+
+
+def test_a_long_text_is_encoded_in_parts(words, monkeypatch):
+    monkeypatch.setattr("mcore_data.word_table._BATCH_BYTES", 50)
+    long = "the earth,  formed   [MASK]\u4f60 </s> the " * 40
+    for tokenizer, engine in words:
+        assert_equal(engine, tokenizer, [long, "", "a", "b" * 300, "the earth " * 9, " "])
+
+
+def test_chinese_characters_are_parted_only_where_the_tokenizer_parts_them(bert):
+    core = bert["BertWordPieceCase"].core
+    fields = json.loads(core.to_str())
+    for parts in (True, False):
+        fields["normalizer"]["handle_chinese_chars"] = parts
+        tokenizer = HFTokenizer(type(core).from_str(json.dumps(fields)))
+        texts = ["a\u4f60b", "\u4f60\u4f60", "\u4dffa\u4e00", "the\u9fffearth \ua000a"]
         assert_equal(WordEngine(tokenizer), tokenizer, texts)
 
 
@@ -107,7 +164,7 @@ def test_gigatoken_gives_the_same_ids_once_it_has_forgotten_its_words(bpe_folder
 
 
 def test_special_tokens_are_words_wherever_a_text_spells_them(tmp_path):
-    names = ["[X]", "[X]]", "<extra_id_1>", "<extra_id_10>"]
+    names = ["[X]", "[X]]", "<extra_id_1>", "<extra_id_10>", "<", "<e", "[SEPARATOR]"]
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(PIECES) + "\n")
     tokenizer = load_tokenizer(
@@ -121,8 +178,18 @@ def test_special_tokens_are_words_wherever_a_text_spells_them(tmp_path):
         "[x] [ X]",
         "<extra_id_1",
         "[SEP][",
+        "<extra<e<ex[SEPARATO[SEPARATOR]",
     ]
     assert_equal(WordEngine(tokenizer), tokenizer, texts)
+
+
+def test_words_do_a_tokenizer_without_special_tokens(bert):
+    core = bert["BertWordPieceCase"].core
+    fields = json.loads(core.to_str())
+    fields["added_tokens"] = []
+    tokenizer = HFTokenizer(type(core).from_str(json.dumps(fields)))
+    assert not tokenizer.special_names
+    assert_equal(WordEngine(tokenizer), tokenizer, ["the earth [MASK] a", ""])
 
 
 def test_a_bert_tokenizer_gets_words_and_bytes_get_bytes(bert):
@@ -155,9 +222,63 @@ def test_gigatoken_gives_the_ids_of_sentencepiece_with_its_control_pieces_as_tex
 ):
     pytest.importorskip("gigatoken")
     tokenizer = load_tokenizer("Llama2Tokenizer", tokenizer_model=llama2)
-    engine = build_engine(tokenizer)
+    engine = build_engine(tokenizer, "gigatoken")
     assert engine.name.startswith("gigatoken")
     assert_equal(engine, tokenizer, [*texts, "in </s> the <s>beginning<unk>", "   deep  "])
+
+
+def test_a_sentencepiece_model_gets_words_and_keeps_its_control_pieces_as_text(llama2):
+    for kind in ("Llama2Tokenizer", "SentencePieceTokenizer"):
+        tokenizer = load_tokenizer(kind, tokenizer_model=llama2)
+        engine = build_engine(tokenizer)
+        assert isinstance(engine, SentencePieceEngine)
+        texts = [
+            "",
+            " ",
+            "   deep  ",
+            "in </s> the <s>beginning<unk>",
+            "\u2581a \u2581",
+            "\n\t 1",
+        ]
+        assert_equal(engine, tokenizer, texts)
+        assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"model_type": "unigram"}, "model of byte pairs with byte fallback"),
+        ({"byte_fallback": False}, "model of byte pairs with byte fallback"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "without normalisation"),
+        ({"remove_extra_whitespaces": True}, "keeps blanks"),
+        ({"treat_whitespace_as_suffix": True}, "keeps blanks"),
+        ({"split_by_whitespace": False}, "a blank in the middle"),
+    ],
+)
+def test_words_refuse_a_sentencepiece_model_whose_words_they_cannot_tell(
+    tmp_path, corpus, options, reason
+):
+    train_sentencepiece(tmp_path, corpus, **options)
+    tokenizer = load_tokenizer(
+        "SentencePieceTokenizer", tokenizer_model=tmp_path / "tokenizer.model"
+    )
+    with pytest.raises(ValueError, match=reason):
+        build_engine(tokenizer, "words")
+
+
+def test_words_of_sentencepiece_need_such_a_model(bert):
+    with pytest.raises(ValueError, match="needs a SentencePiece model"):
+        SentencePieceEngine(bert["BertWordPieceCase"])
+    with pytest.raises(ValueError, match="cannot read the SentencePiece model"):
+        list(_fields(bytes([1 << 3 | 3])))
+
+
+def test_words_do_a_sentencepiece_model_without_a_blank_in_front(tmp_path, corpus):
+    train_sentencepiece(tmp_path, corpus, add_dummy_prefix=False)
+    tokenizer = load_tokenizer(
+        "SentencePieceTokenizer", tokenizer_model=tmp_path / "tokenizer.model"
+    )
+    assert_equal(build_engine(tokenizer, "words"), tokenizer, ["in the", " in", "", "deep, "])
 
 
 def test_gigatoken_adds_what_the_tokenizer_adds_around_a_text(bpe_folder, tmp_path):

@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from mcore_data.indexed_writing import IndexedWriter
 from mcore_data.inspection import look_over, verify_pair
 from mcore_data.manifest import manifest_path, read_manifest, write_manifest
 from mcore_data.merging import merge_pairs
+from mcore_data.outputs import only_writer
 
 
 def make(prefix, documents, **facts):
@@ -86,6 +88,41 @@ def test_a_merged_pair_names_its_parts_and_sums_their_counts(pair, tmp_path):
     assert [one["pair"] for one in facts["merged_from"]] == ["x", "y"]
     assert facts["tokenizer"] == {"sha256": "a", "vocab_size": 5}
     assert "checksums" in verify_pair(tmp_path / "z")
+
+
+def test_a_merge_replaces_what_other_files_made_only_when_asked(pair, tmp_path):
+    other = make(tmp_path / "y", [[0]], tokenizer={"sha256": "a", "vocab_size": 5})
+    merge_pairs([pair], tmp_path / "z")
+    merge_pairs([pair], tmp_path / "z")
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("z*")}
+    for target in (tmp_path / "z", other):  # joined from others, and not joined
+        with pytest.raises(ValueError, match=rf"{target.name}\.bin exists.*--overwrite"):
+            merge_pairs([other, pair], target)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("z*")} == before
+    merge_pairs([other, pair], tmp_path / "z", overwrite=True)
+    assert len(read_manifest(tmp_path / "z")["merged_from"]) == 2
+    assert "checksums" in verify_pair(tmp_path / "z")
+    manifest_path(pair).unlink()
+    manifest_path(other).unlink()
+    merge_pairs([pair, other], tmp_path / "n")
+    with pytest.raises(ValueError, match="have no manifests that would tell"):
+        merge_pairs([pair, other], tmp_path / "n")
+    with pytest.raises(ValueError, match="no pairs to join"):
+        merge_pairs([], tmp_path / "n")
+
+
+def test_two_merges_do_not_write_one_prefix(pair, tmp_path):
+    path = tmp_path / "z.lock"
+    with only_writer(tmp_path / "z"):
+        held = multiprocessing.get_context("fork").Process(target=refused, args=(pair, path))
+        held.start()
+        held.join()
+        assert held.exitcode == 0
+
+
+def refused(pair, path):
+    with pytest.raises(ValueError, match="another process is writing"):
+        merge_pairs([pair], path.with_suffix(""))
 
 
 def test_pairs_of_two_tokenizers_or_damaged_ones_are_not_merged(pair, tmp_path):

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import signal
@@ -24,10 +25,18 @@ class _Failing(ReferenceEngine):
 
 
 def results(
-    tmp_path, texts, *, engine=ReferenceEngine, num_workers=2, block_bytes=100, **options
+    tmp_path,
+    texts,
+    *,
+    engine=ReferenceEngine,
+    num_workers=2,
+    block_bytes=100,
+    name="in.jsonl",
+    **options,
 ):
-    path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = tmp_path / name
+    data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     tokenizer = load_tokenizer("ByteTokenizer")
     encoder = Encoder(engine(tokenizer), None, ("text",), np.dtype("<u2"))
     source = find_inputs([str(path)])[0]
@@ -52,6 +61,12 @@ def test_results_come_in_order_from_any_number_of_workers(tmp_path, num_workers)
 def test_a_result_that_outgrows_shared_memory_arrives_all_the_same(tmp_path):
     texts = ["short", "x" * 100_000, "short again", "y" * 70_000]
     assert results(tmp_path, texts) == "".join(texts)
+
+
+def test_blocks_and_results_that_both_outgrow_a_pipe_do_not_wait_for_each_other(tmp_path):
+    texts = [letter * 300_000 for letter in "abcdefgh"]
+    assert results(tmp_path, texts, name="in.jsonl.gz") == "".join(texts)
+    assert results(tmp_path, TEXTS, name="in.jsonl.gz") == "".join(TEXTS)
 
 
 def test_workers_that_are_not_forked_give_the_same(tmp_path):

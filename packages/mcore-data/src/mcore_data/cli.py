@@ -113,18 +113,20 @@ def _time_workers(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
     return 0
 
 
-def merge(input: Path, output_prefix: str) -> int:
+def merge(input: Path, output_prefix: str, overwrite: bool = False) -> int:
     """Join all .bin/.idx pairs of a folder, by name, into one.
 
     Args:
         input: folder of pairs of one dtype.
         output_prefix: the pair to write, without .bin or .idx.
+        overwrite: replace a finished pair that other files have made; it stays until the new
+            one is whole. The same command again always may.
     """
     from mcore_data.inspection import find_pairs
     from mcore_data.merging import merge_pairs
 
     prefixes = [p for p in find_pairs(input) if Path(p) != Path(output_prefix)]
-    merged = merge_pairs(prefixes, output_prefix)
+    merged = merge_pairs(prefixes, output_prefix, overwrite=overwrite)
     print(
         f"{output_prefix}.bin/.idx: {len(prefixes)} pairs, {merged.num_documents:,} documents, "
         f"{merged.num_tokens:,} tokens"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mcore_data.config import EngineName
 from mcore_data.plain_tokenizers import ByteTokenizer
+from mcore_data.sentencepiece_tokenizer import SentencePieceTokenizer
 from mcore_data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,17 @@ def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     raise ValueError("the tokenizer adds more than ids before and behind a text.")
 
 
+def surrounded(
+    ids: list[NDArray[np.integer]],
+    before: NDArray[np.uint32],
+    behind: NDArray[np.uint32],
+) -> list[NDArray[np.integer]]:
+    """Put the ids of ``special_ids`` before and behind those of each text."""
+    if not len(before) and not len(behind):
+        return ids
+    return [np.concatenate((before, each, behind)) for each in ids]
+
+
 def _special_probes(tokenizer: Tokenizer) -> list[str]:
     """Texts with special tokens spelled out, where the tokenizer can say which it has."""
     names: list[str] = getattr(tokenizer, "special_names", [])
@@ -147,6 +159,10 @@ def _special_probes(tokenizer: Tokenizer) -> list[str]:
 
 
 def _build(tokenizer: Tokenizer, name: str) -> Any:
+    if name == "words" and isinstance(tokenizer, SentencePieceTokenizer):
+        from mcore_data.sentencepiece_engine import SentencePieceEngine
+
+        return SentencePieceEngine(tokenizer)
     if name == "words":
         from mcore_data.word_engine import WordEngine
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.engines import special_ids
+from mcore_data.engines import special_ids, surrounded
 from mcore_data.hf_tokenizer import HFTokenizer
 from mcore_data.sentencepiece_tokenizer import SentencePieceTokenizer
 from mcore_data.tokenizer import Tokenizer
@@ -60,9 +60,7 @@ class GigatokenEngine:
                 if any(name in text for name in found):
                     bare = self._tokenizer.encode(text, add_special_tokens=False)
                     ids[i] = np.array(bare, np.uint32)
-        if len(self._before) or len(self._behind):
-            return [np.concatenate((self._before, each, self._behind)) for each in ids]
-        return ids
+        return surrounded(ids, self._before, self._behind)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the tokenizer, from which the engine is built again."""

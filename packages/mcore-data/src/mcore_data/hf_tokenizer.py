@@ -29,6 +29,7 @@ class HFTokenizer:
             template and what else Hugging Face keeps there. A missing ``eos_token`` is
             taken from the usual names if the vocabulary has one of them.
         text: what ``core.to_str()`` gives, if that is known already.
+        vocab_size: one more than the largest id, if that is known already.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class HFTokenizer:
         core: tokenizers.Tokenizer,
         config: Mapping[str, Any] | None = None,
         text: str = "",
+        vocab_size: int = 0,
     ) -> None:
         core.no_truncation()
         core.no_padding()
@@ -46,7 +48,7 @@ class HFTokenizer:
             known = [name for name in _END_NAMES if core.token_to_id(name) is not None]
             if known:
                 self.config["eos_token"] = known[0]
-        self.vocab_size = max(core.get_vocab().values(), default=-1) + 1
+        self.vocab_size = vocab_size or max(core.get_vocab().values(), default=-1) + 1
         self.eod = self._role("eos_token")
         self.bos = self._role("bos_token")
         self.pad = self._role("pad_token")

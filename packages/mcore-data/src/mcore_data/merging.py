@@ -4,23 +4,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_data.index_format import bin_path
 from mcore_data.indexed import IndexedDataset
 from mcore_data.indexed_writing import IndexedWriter
-from mcore_data.manifest import check_files, read_manifest, write_manifest
-from mcore_data.outputs import make_folder
+from mcore_data.manifest import check_files, manifest_path, read_manifest, write_manifest
+from mcore_data.outputs import make_folder, naming_full_disks, only_writer
 
 
-def merge_pairs(prefixes: Sequence[str | Path], output_prefix: str | Path) -> IndexedDataset:
+def merge_pairs(
+    prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False
+) -> IndexedDataset:
     """Write all documents of some pairs, in order, as one pair.
 
     Args:
         prefixes: pairs of one dtype and kind.
         output_prefix: the pair to write; its files appear once they are whole.
+        overwrite: replace a pair that stands there. One that by its manifest was joined from
+            the same files always may be.
 
     Raises:
-        ValueError: if pairs differ in dtype or kind, or by their manifests in tokenizer.
+        ValueError: if there are none, or they differ in dtype or kind, or by their manifests
+            in tokenizer; if another pair stands at ``output_prefix``, or another process is
+            writing there.
         CorruptDatasetError: if a pair is damaged, as its index or its manifest tells.
     """
+    if not prefixes:
+        raise ValueError(f"there are no pairs to join into {output_prefix}.")
     make_folder(Path(output_prefix).parent, f"--output-prefix {output_prefix}")
     manifests = [read_manifest(prefix) for prefix in prefixes]
     hashes = {
@@ -33,9 +42,47 @@ def merge_pairs(prefixes: Sequence[str | Path], output_prefix: str | Path) -> In
             f"{' and '.join(hashes.values())} were made by different tokenizers, as their "
             "manifests say: their ids do not mean the same. Merge pairs of one tokenizer."
         )
-    for prefix, facts in zip(prefixes, manifests, strict=True):
-        if facts:
-            check_files(prefix, facts)
+    merged_from = [
+        {"pair": Path(prefix).name, "files": facts.get("files", {})}
+        for prefix, facts in zip(prefixes, manifests, strict=True)
+    ]
+    with only_writer(output_prefix), naming_full_disks(output_prefix):
+        if not overwrite:
+            _refuse_other(output_prefix, merged_from)
+        for prefix, facts in zip(prefixes, manifests, strict=True):
+            if facts:
+                check_files(prefix, facts)
+        checksum = _join(prefixes, output_prefix)
+        merged = IndexedDataset(output_prefix)
+        write_manifest(
+            output_prefix,
+            {
+                "documents": merged.num_documents,
+                "tokens": merged.num_tokens,
+                "dtype": merged.dtype.name,
+                **_common(manifests),
+                "merged_from": merged_from,
+                "bin_sha256": checksum,
+            },
+        )
+    return merged
+
+
+def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None:
+    """Refuse to replace a pair, but by one of the same files, as far as manifests tell."""
+    told = all(pair["files"] for pair in merged_from)
+    if bin_path(prefix).is_file() and not (
+        told and read_manifest(prefix).get("merged_from") == merged_from
+    ):
+        raise ValueError(
+            f"{bin_path(prefix)} exists, and was not joined from these pairs as they are, or "
+            "they have no manifests that would tell: choose another --output-prefix, or give "
+            "--overwrite to replace it."
+        )
+
+
+def _join(prefixes: Sequence[str | Path], output_prefix: str | Path) -> str:
+    """Write the files of the joined pair; returns the checksum of its ``.bin``."""
     first = IndexedDataset(prefixes[0])
     multimodal = first.index.modes is not None
     with IndexedWriter(
@@ -43,23 +90,8 @@ def merge_pairs(prefixes: Sequence[str | Path], output_prefix: str | Path) -> In
     ) as writer:
         for prefix in prefixes:
             writer.add_index(prefix)
-        checksum = writer.finalize()
-    merged = IndexedDataset(output_prefix)
-    write_manifest(
-        output_prefix,
-        {
-            "documents": merged.num_documents,
-            "tokens": merged.num_tokens,
-            "dtype": merged.dtype.name,
-            **_common(manifests),
-            "merged_from": [
-                {"pair": Path(prefix).name, "files": facts.get("files", {})}
-                for prefix, facts in zip(prefixes, manifests, strict=True)
-            ],
-            "bin_sha256": checksum,
-        },
-    )
-    return merged
+        manifest_path(output_prefix).unlink(missing_ok=True)  # of what stood there before
+        return writer.finalize()
 
 
 def _common(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def preprocess_parts(
         return reports[0]
     whole = PreprocessReport(output_prefixes(config))
     for key, prefix in whole.prefixes.items():
-        merge_pairs([report.prefixes[key] for report in reports], prefix)
+        merge_pairs([report.prefixes[key] for report in reports], prefix, overwrite=True)
         whole.num_tokens[key] = sum(report.num_tokens.get(key, 0) for report in reports)
     for report in reports:
         whole.num_documents += report.num_documents

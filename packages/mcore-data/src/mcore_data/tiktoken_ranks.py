@@ -8,8 +8,9 @@ which saves as ``tokenizer.json``.
 import json
 from binascii import a2b_base64
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
-from operator import eq, itemgetter
+from functools import partial
+from itertools import accumulate, count, pairwise
+from operator import eq
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ _ROLES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_to
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _HASH_BASE_AND_INVERSE = (0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 1 << 64))
 _MASK = (1 << 21) - 1
+_from_base64 = partial(a2b_base64, strict_mode=True)
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -88,7 +90,9 @@ def build_tiktoken(
     vocab |= {name: num_special_tokens + rank for name, rank in ranks.items()}
     merges = _merges(ranks)
     core = _tokenizer(vocab, merges, [*first, *special_tokens], pattern)
-    return HFTokenizer(core, _ROLES if first else {}, _text_of(core, vocab, merges, pattern))
+    size = max([len(vocab), *(i + 1 for i in core.get_added_tokens_decoder())])
+    text = _text_of(core, vocab, merges, pattern)
+    return HFTokenizer(core, _ROLES if first else {}, text, vocab_size=size)
 
 
 def _tokenizer(
@@ -132,30 +136,37 @@ def _text_of(
 
 def _read_ranks(path: Path) -> dict[str, int]:
     """Tokens by rank, from either form of file; a letter stands for each byte."""
-    letters = _letters()
     data = path.read_bytes()
     try:
         if data.lstrip()[:1] == b"[":
-            pairs = [(one["token_bytes"], int(one["rank"])) for one in json.loads(data)]
+            rows = json.loads(data)
+            written = [row["token_bytes"] for row in rows]
+            numbers = [int(row["rank"]) for row in rows]
         else:
             words = data.split()
-            pairs = list(zip(words[::2], map(int, words[1::2]), strict=True))
-        raw = [a2b_base64(token, strict_mode=True) for token, _ in pairs]
+            written, numbers = words[::2], list(map(int, words[1::2]))
+            if len(written) != len(numbers):
+                raise ValueError("a token without a rank")
+        raw = list(map(_from_base64, written))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--tokenizer-model {path} holds no mergeable ranks: {error}. It must be a JSON "
             "list of rank and token_bytes, or lines of a base64 string and its rank."
         ) from error
-    text = b"".join(raw).decode("latin-1").translate(letters)
+    letters = np.array(list(map(ord, _letters())), "<u2")
+    text = letters[np.frombuffer(b"".join(raw), np.uint8)].tobytes().decode("utf-16-le")
     names = [text[start:end] for start, end in pairwise(accumulate(map(len, raw), initial=0))]
-    ranks = {name: rank for name, (_, rank) in zip(names, pairs, strict=True)}
-    if sorted(ranks.values()) != list(range(len(ranks))):
+    in_order = list(range(len(names)))
+    if numbers != in_order:
+        names = [name for _, name in sorted(zip(numbers, names, strict=True))]
+    ranks = dict(zip(names, in_order, strict=True))
+    if sorted(numbers) != in_order or len(ranks) < len(names):
         raise ValueError(f"--tokenizer-model {path}: the ranks do not count from 0 on.")
     if "" in ranks:
         raise ValueError(f"--tokenizer-model {path} holds an empty token.")
-    if not ranks.keys() >= set(letters.values()):
+    if not ranks.keys() >= set(_letters()):
         raise ValueError(f"--tokenizer-model {path} lacks some of the 256 single bytes.")
-    return dict(sorted(ranks.items(), key=itemgetter(1)))
+    return ranks
 
 
 def _merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -203,9 +214,8 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
     return np.cumprod(factors)
 
 
-def _letters() -> dict[int, str]:
+def _letters() -> list[str]:
     """For each byte the printable letter that byte-level vocabularies write (GPT-2's table)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    moved = {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return {byte: chr(byte) for byte in plain} | moved
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = count(256)
+    return [chr(byte if byte in plain else next(moved)) for byte in range(256)]

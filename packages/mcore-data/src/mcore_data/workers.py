@@ -1,6 +1,7 @@
 """Worker processes that encode blocks; results come back in the order of the blocks.
 
-Each worker has one block at a time. Its tokens come back through memory that is shared
+Each worker has a second block before it is done with the first, so that it need not wait for
+this process, which is writing meanwhile. Its tokens come back through memory that is shared
 since before the fork, nameless, so that nothing is left behind whatever is killed; the rest
 of a result is small and travels by a pipe. Where processes cannot be forked, or a result
 outgrows its place, the tokens take the pipe too.
@@ -25,7 +26,8 @@ from mcore_data.encoding import EncodedBlock, Encoder
 
 Task = tuple[int, Block]
 """A source's number and a block of it."""
-_SLOTS = 3
+_AHEAD = 2
+_SLOTS = 4
 _SLOT_BYTES_PER_BYTE = 5
 
 
@@ -37,7 +39,7 @@ class _Worker:
     pipe: Connection
     slots: list[mmap]
     free: deque[int] = field(default_factory=lambda: deque(range(_SLOTS)))
-    waits: bool = True
+    num_blocks: int = 0
 
 
 def encode_all(
@@ -48,7 +50,7 @@ def encode_all(
     block_bytes: int,
     start_method: str = "fork" if sys.platform == "linux" else "spawn",
 ) -> Generator[tuple[Task, EncodedBlock], None, None]:
-    """Encode blocks in worker processes, in order; at most three for each are in memory.
+    """Encode blocks in worker processes, in order; at most four for each are in memory.
 
     The tokens of a result are valid until the next one is asked for.
 
@@ -86,35 +88,48 @@ def _schedule(
     waiting: deque[tuple[Task, _Worker, int]] = deque()
     done: dict[tuple[int, int], Any] = {}  # by the worker's place and its slot
     place = {id(worker): number for number, worker in enumerate(workers)}
+    task: Task | None = None
     more = True
     while True:
-        for worker in workers:
-            if more and worker.waits and worker.free:
-                task = next(tasks, None)
-                if task is None:
-                    more = False
-                    break
-                slot = worker.free.popleft()
-                _send(worker, (slot, task[1]))
-                worker.waits = False
-                waiting.append((task, worker, slot))
+        while more and any(map(_takes, workers)):
+            task = task or next(tasks, None)
+            more = task is not None
+            takers = [worker for worker in workers if _takes(worker, task)]
+            if not task or not takers:
+                break
+            worker = min(takers, key=lambda one: one.num_blocks)
+            slot = worker.free.popleft()
+            _send(worker, (slot, task[1]))
+            worker.num_blocks += 1
+            waiting.append((task, worker, slot))
+            task = None
         if not waiting:
             return
-        task, worker, slot = waiting[0]
+        head, worker, slot = waiting[0]
         first = (place[id(worker)], slot)
-        busy = {other.pipe: other for other in workers if not other.waits}
+        busy = {other.pipe: other for other in workers if other.num_blocks}
         for pipe in wait(list(busy), 0 if first in done else None):
             other = busy[pipe]  # pyrefly: ignore
             number, answer = _receive(other)
             done[place[id(other)], number] = answer
-            other.waits = True
+            other.num_blocks -= 1
         if first in done:
             waiting.popleft()
             answer = done.pop(first)
             if isinstance(answer, BaseException):
                 raise answer
-            yield task, _with_tokens(answer, worker.slots[slot] if worker.slots else None)
+            yield head, _with_tokens(answer, worker.slots[slot] if worker.slots else None)
             worker.free.append(slot)
+
+
+def _takes(worker: _Worker, task: Task | None = None) -> bool:
+    """Whether a worker may be sent a task now.
+
+    One that carries its bytes may fill the pipe, and waits until the worker reads: were it to
+    write just then, both would wait for ever.
+    """
+    carries = task is not None and task[1].data is not None
+    return bool(worker.free) and worker.num_blocks < (1 if carries else _AHEAD)
 
 
 def _start(

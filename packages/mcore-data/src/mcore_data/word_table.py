@@ -1,0 +1,257 @@
+"""Ids of words that were seen before, looked up by the hundred thousand.
+
+A word is a run of bytes whose ids do not depend on what stands around it. Words of up to 15
+bytes, nearly all, are kept as two numbers of 64 bits that hold their bytes and length, in a
+hash table of numpy arrays: a batch of words is found by a handful of array operations, and
+found means equal, byte by byte. Longer words are kept in a dictionary, and a word that is new
+is encoded by the caller's function, once.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_WORDS = 1 << 20
+MAX_BYTES = 64 << 20
+"""Of long words and of ids, after which all is forgotten."""
+
+_BATCH_BYTES = 1 << 18
+_BLANK = re.compile(rb"[^ ] ").search
+_LONGEST_SHORT = 15
+_FIRST_SLOTS = 1 << 16
+_ODD_A = np.uint64(0x9E3779B97F4A7C15)
+_ODD_B = np.uint64(0xC2B2AE3D27D4EB4F)
+_MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
+
+
+class WordTable:
+    """Remembers the ids of words.
+
+    Args:
+        encode: gives the ids of words never seen.
+        max_words: words to remember; beyond, all are forgotten and learnt again.
+        max_bytes: the same for what long words and ids take.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[Sequence[bytes]], Sequence[Sequence[int]]],
+        max_words: int = MAX_WORDS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._encode = encode
+        self._max_words = max_words
+        self._max_bytes = max_bytes
+        self._forget()
+
+    def encode(
+        self, data: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Ids of all words, one after the other.
+
+        Args:
+            data: bytes in which the words lie, as ``padded`` gives them.
+            starts: first byte of each word.
+            ends: byte behind each word; none is empty.
+
+        Returns:
+            The ids, and for each word the number of ids before it and, last, of all.
+        """
+        numbers = self._numbers(data, starts, ends)
+        lengths = self._lengths[numbers]
+        borders = np.zeros(len(numbers) + 1, np.int64)
+        np.cumsum(lengths, out=borders[1:])
+        shift = self._firsts[numbers]
+        shift -= borders[:-1]
+        at = np.repeat(shift, lengths)
+        at += np.arange(len(at))
+        return self._ids[at], borders
+
+    def _numbers(
+        self, data: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Number of each word; words not seen before are encoded."""
+        if self._count > self._max_words or self._kept_bytes > self._max_bytes:
+            self._forget()
+        sizes = ends - starts
+        numbers = self._bytes[np.frombuffer(data, np.uint8)[starts]]
+        wider = np.flatnonzero(sizes > 1)
+        low, high = _keys(data, starts[wider], sizes[wider])
+        numbers[wider] = self._find(low, high)
+        rare = np.flatnonzero(numbers == 0)
+        if len(rare):
+            spans = zip(starts[rare].tolist(), ends[rare].tolist(), strict=True)
+            words = [data[start:end] for start, end in spans]
+            found = list(map(self._long.get, words))
+            if None in found:
+                new = [word for word, number in zip(words, found, strict=True) if not number]
+                fresh = self._learn(list(dict.fromkeys(new)))
+                pairs = zip(words, found, strict=True)
+                found = [number or fresh[word] for word, number in pairs]
+            numbers[rare] = np.fromiter(found, np.int64, len(found))
+        return numbers
+
+    def _find(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Number of each short word, 0 for what is not known."""
+        slots = _slots(low, high, len(self._table))
+        numbers = self._table[slots]
+        wrong = (self._low[numbers] != low) | (self._high[numbers] != high)
+        left = np.flatnonzero(wrong)
+        while len(left):
+            left = left[numbers[left] != 0]  # an empty slot: there is no such word
+            slots[left] = (slots[left] + 1) & (len(self._table) - 1)
+            found = self._table[slots[left]]
+            numbers[left] = found
+            left = left[(self._low[found] != low[left]) | (self._high[found] != high[left])]
+        return numbers
+
+    def _learn(self, words: list[bytes]) -> dict[bytes, int]:
+        """Encode words, remember them, and return their numbers."""
+        encoded = self._encode(words)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(words))
+        ids = np.fromiter(chain.from_iterable(encoded), np.uint32, int(lengths.sum()))
+        firsts = self._num_ids + np.cumsum(lengths) - lengths
+        count, num_ids = self._count + len(words), self._num_ids + len(ids)
+        sizes = np.fromiter(map(len, words), np.int64, len(words))
+        starts = np.cumsum(sizes) - sizes
+        joined = padded(b"".join(words))
+        low, high = _keys(joined, starts, sizes)
+        self._low = _appended(self._low, self._count, low)
+        self._high = _appended(self._high, self._count, high)
+        self._lengths = _appended(self._lengths, self._count, lengths)
+        self._firsts = _appended(self._firsts, self._count, firsts)
+        self._ids = _appended(self._ids, self._num_ids, ids)
+        numbers = np.arange(self._count, count)
+        self._count, self._num_ids = count, num_ids
+        known = dict(zip(words, numbers.tolist(), strict=True))
+        is_long = sizes > _LONGEST_SHORT
+        for i in np.flatnonzero(is_long).tolist():
+            self._long[words[i]] = known[words[i]]
+        is_byte = sizes == 1
+        self._bytes[np.frombuffer(joined, np.uint8)[starts[is_byte]]] = numbers[is_byte]
+        self._kept_bytes += int(sizes[is_long].sum()) + 4 * len(ids)
+        if 2 * count > len(self._table):
+            self._table = np.zeros(4 * len(self._table), np.int64)
+            numbers = np.arange(1, count)
+        self._place(numbers[self._high[numbers] != 0])
+        return known
+
+    def _place(self, numbers: NDArray[np.int64]) -> None:
+        """Give each of some words a slot."""
+        slots = _slots(self._low[numbers], self._high[numbers], len(self._table))
+        while len(numbers):
+            free = self._table[slots] == 0
+            self._table[slots[free]] = numbers[free]
+            left = self._table[slots] != numbers
+            numbers, slots = numbers[left], (slots[left] + 1) & (len(self._table) - 1)
+
+    def _forget(self) -> None:
+        """Know no words; number 0 is none."""
+        self._table = np.zeros(_FIRST_SLOTS, np.int64)
+        self._bytes = np.zeros(256, np.int64)  # of words that are a single byte
+        self._low = np.zeros(1, np.uint64)
+        self._high = np.zeros(1, np.uint64)
+        self._lengths = np.zeros(1, np.int64)
+        self._firsts = np.zeros(1, np.int64)
+        self._ids = np.zeros(0, np.uint32)
+        self._count, self._num_ids, self._kept_bytes = 1, 0, 0
+        self._long: dict[bytes, int] = {}
+
+
+def padded(data: bytes) -> bytes:
+    """Bytes with some behind them, for words are read by eight bytes at a time."""
+    return data + bytes(16 + -len(data) % 8)
+
+
+def encode_in_batches(
+    texts: Sequence[bytes], encode: Callable[[list[bytes]], list[NDArray[np.integer]]]
+) -> list[NDArray[np.integer]]:
+    """Encode texts some at a time, few enough for the caches of a processor.
+
+    Args:
+        texts: in UTF-8.
+        encode: gives the ids of each of some texts, or of parts that begin with a blank. A
+            text that is longer than a batch is divided before blanks.
+    """
+    parts = [_divided(text) for text in texts]
+    found: list[NDArray[np.integer]] = []
+    batch: list[bytes] = []
+    size = 0
+    for part in chain.from_iterable(parts):
+        batch.append(part)
+        size += len(part)
+        if size >= _BATCH_BYTES:
+            found += encode(batch)
+            batch, size = [], 0
+    if batch:
+        found += encode(batch)
+    if len(found) == len(texts):
+        return found
+    rest = iter(found)
+    return [np.concatenate([next(rest) for _ in each]) for each in parts]
+
+
+def _divided(text: bytes) -> list[bytes]:
+    """A text in parts of about a batch, each after the first from a blank on."""
+    cuts = [0]
+    while len(text) - cuts[-1] > 2 * _BATCH_BYTES:
+        found = _BLANK(text, cuts[-1] + _BATCH_BYTES)
+        if found is None:
+            break
+        cuts.append(found.end() - 1)
+    return [text[low:high] for low, high in pairwise([*cuts, len(text)])]
+
+
+def _keys(
+    data: bytes, starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Bytes 0 to 7 of each word, and its other bytes below its length; 0 if it is long."""
+    lanes = np.frombuffer(data, "<u8")
+    low = _eight_bytes(lanes, starts)
+    low &= _MASKS[np.minimum(sizes, 8)]
+    high = sizes.astype(np.uint64) << np.uint64(56)
+    more = np.flatnonzero(sizes > 8)
+    if len(more):
+        rest = sizes[more] - 8
+        behind = _eight_bytes(lanes, starts[more] + 8) & _MASKS[np.minimum(rest, 7)]
+        is_short = rest <= _LONGEST_SHORT - 8
+        high[more] = np.where(is_short, high[more] | behind, 0)
+        low[more[~is_short]] = 0
+    return low, high
+
+
+def _eight_bytes(lanes: NDArray[np.uint64], at: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The eight bytes from each place on, of which any two lanes hold all."""
+    lane = at >> 3
+    shift = ((at & 7) << 3).astype(np.uint64)
+    found = lanes[lane] >> shift
+    lane += 1
+    found |= lanes[lane] << (np.uint64(64) - shift)  # a shift by 64 gives 0
+    return found
+
+
+def _slots(
+    low: NDArray[np.uint64], high: NDArray[np.uint64], num_slots: int
+) -> NDArray[np.int64]:
+    """Where to look first for a word: the top bits of a product."""
+    mixed = high * _ODD_B
+    mixed ^= low
+    mixed *= _ODD_A
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _ODD_B
+    mixed >>= np.uint64(65 - num_slots.bit_length())
+    return mixed.view(np.int64)
+
+
+def _appended(array: NDArray[Any], used: int, values: NDArray[Any]) -> NDArray[Any]:
+    """Put values behind the used part of an array, in a larger one if there is no room."""
+    if used + len(values) > len(array):
+        larger = np.zeros(2 * (used + len(values)), array.dtype)
+        larger[:used] = array[:used]
+        array = larger
+    array[used : used + len(values)] = values
+    return array
