@@ -53,6 +53,12 @@ DESCRIPTION = {
     },
     "moe": {},
 }
+MOE = {
+    "num_experts": 2,
+    "moe_ffn_hidden_size": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 PROGRESS = {
     "iteration": 7,
     "num_steps": 6,
@@ -298,8 +304,46 @@ def test_what_holds_no_state_says_so_and_how_to_go_on(tmp_path, capsys):
     assert "--optimizer goes between mcore and megatron" in capsys.readouterr().err
 
 
+def test_the_state_of_experts_comes_in_from_an_optimizer_of_their_own(tmp_path):
+    config = {**DESCRIPTION, "moe": MOE}
+    shapes = {name: shape for name, shape in SHAPES.items() if ".mlp." not in name}
+    for layer in range(L):
+        moe = f"blocks.{layer}.moe."
+        shapes |= {f"{moe}router.weight": (2, D), f"{moe}router.expert_bias": (2,)}
+        for expert in range(2):
+            at = f"{moe}experts.{expert}."
+            shapes |= {f"{at}fc1.{part}.weight": (4, D) for part in ("gate", "up")}
+            shapes[f"{at}fc2.weight"] = (D, 4)
+    items, before = [], {}
+    # Each kind of state, as if it were weights, under Megatron's names.
+    for number, kind in enumerate(("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")):
+        generator = torch.Generator().manual_seed(number)
+        mine = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+        run = tmp_path / f"run{number}"
+        make_run(run, {f"model.{name}": t for name, t in mine.items()}, model=config)
+        convert("mcore", run, "megatron", tmp_path / f"there{number}")
+        word = f"optimizer.state.{kind.removeprefix('optimizer.')}."
+        for name, tensor in loaded_by_torch(tmp_path / f"there{number}" / "release").items():
+            chained = f"chained_{int('.experts.' in name)}."
+            is_state = number > 0 and "expert_bias" not in name
+            if number == 0 or is_state:
+                there = f"{chained}{word}{name}" if is_state else name
+                items.append(item_of(there, [tensor]))
+        has = {n: t for n, t in mine.items() if number == 0 or "expert_bias" not in n}
+        before |= {f"{kind}.{name}": tensor for name, tensor in has.items()}
+    arguments = megatron.to_arguments(config, 128) | {"consumed_train_samples": 56}
+    groups = {"optimizer": {"param_groups": [{"step": 6}, {"step": 6}]}}
+    common = common_state(args=Namespace(**arguments), optimizer={0: groups, 1: groups})
+    (tmp_path / "there").mkdir()
+    write_dcp_folder(tmp_path / "there", items, {"common_state/shard_0_1": [common]})
+    options = ConvertOptions(optimizer=True, vocab_size=V)
+    report = convert("megatron", tmp_path / "there", "mcore", tmp_path / "ours", options)
+    assert report.left_behind == 0
+    assert_equal_bitwise(before, held(tmp_path / "ours" / "iter_0000007"))
+
+
 def test_experts_state_is_not_written_for_megatron():
-    config = DESCRIPTION | {"moe": {"num_experts": 2, "moe_ffn_hidden_size": 4}}
+    config = {**DESCRIPTION, "moe": MOE}
     nothing = Turned([], Source(Reader(Path()), {}))
     with pytest.raises(ValueError, match="of a model with experts cannot be written"):
         state_items(megatron.table(config, PADDED), OptimizerState({}, {}), nothing)

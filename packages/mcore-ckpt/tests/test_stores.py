@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mcore_ckpt.async_saving import AsyncSaver
+from mcore_ckpt.cli import main
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.inspection import check, describe
 from mcore_ckpt.loading import load, read_tensor
@@ -110,3 +111,30 @@ def test_a_store_that_is_not_installed_is_told_with_what_to_install():
     with pytest.raises(ValueError, match=r"install mcore-ckpt\[s3\]"):
         as_path("nowhere://bucket/run")
     assert str(as_path("a/b")) == "a/b"
+
+
+def test_commands_read_and_write_stores_as_they_do_folders(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    for run, value in ((RUN, 1), ("memory://bucket/other", 3)):
+        folders = {"tokenizer": tmp_path / "tokenizer"}
+        save(run, 7, state(value), world=SINGLE, extra={"model": {}}, folders=folders)
+    other = "memory://bucket/other"
+    assert main(["verify", RUN]) == 0
+    assert main(["inspect", RUN]) == 0
+    assert main(["inspect", RUN, "--compare", other]) == 1
+    assert main(["reshard", RUN, "--output", "here"]) == 0
+    assert (tmp_path / "here" / "iter_0000007" / "tokenizer" / "tokenizer.json").is_file()
+    assert main(["reshard", "here", "--output", "memory://bucket/there"]) == 0
+    assert main(["inspect", RUN, "--compare", "memory://bucket/there"]) == 0
+    assert main(["average", RUN, other, "--output", "memory://bucket/mean"]) == 0
+    mean = read_tensor("memory://bucket/mean/release", "model.w")
+    assert torch.equal(mean, torch.full((30, 10), 2.0))
+    capsys.readouterr()
+    assert main(["convert", "mcore-to-hf", "--input", RUN, "--output", "s3x://b/hf"]) == 2
+    assert main(["convert", "mcore-to-hf", "--input", RUN, "--output", "memory://b/hf"]) == 2
+    assert "only checkpoints of mcore are read and written" in capsys.readouterr().err
+    assert main(["convert", "hf-to-mcore", "--input", "memory://b/hf", "--output", "x"]) == 2
+    assert "copy the hf side to or from a disk" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "tokenizer"]

@@ -23,6 +23,7 @@ from mcore_ckpt.paths import RELEASE, commit, fresh_step
 from mcore_ckpt.proving import proven, proven_native
 from mcore_ckpt.rewriting import write_whole
 from mcore_ckpt.sources import FORMATS, Asked, Opened, opened
+from mcore_ckpt.stores import as_path, is_store
 from mcore_ckpt.streams import read_ahead
 from mcore_ckpt.targets import WRITERS, Wanted, appearing, our_items, write_small_files
 
@@ -131,8 +132,16 @@ def convert(
             )
     dtype = DTYPE_WORDS.get(options.dtype, "")
     asked = Asked(dtype, options.config, options.vocab_size, options.optimizer)
-    output = Path(output)
-    _check_place(Path(source), output)
+    places = ((source_format, as_path(source)), (target_format, as_path(output)))
+    for form, place in places:
+        if form != "mcore" and is_store(place):
+            raise ValueError(
+                f"{place} lies in an object store, where only checkpoints of mcore are read "
+                f"and written: copy the {form} side to or from a disk."
+            )
+    output = places[1][1]
+    if not is_store(output):
+        _check_place(Path(source), output)
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:

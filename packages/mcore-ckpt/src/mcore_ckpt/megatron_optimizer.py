@@ -6,6 +6,7 @@ longer writes. The others hold the memory of one layout, byte after byte without
 and are refused. Written is ``fully_reshardable``.
 """
 
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -34,6 +35,9 @@ from mcore_ckpt.views import their_items
 from mcore_parallel.sharding import flat_boxes
 
 _PREFIX = "optimizer.state."
+_NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<word>\w+)\.(?P<weight>.+)")
+"""Older releases number the optimizers, experts have one of their own; names tell enough."""
+
 _MAIN_WORDS = ("param", "fp32_param")
 _SCHEDULE = {
     "max_lr": "max_lr",
@@ -81,16 +85,18 @@ def read_megatron(
         ValueError: if there is none, it is in a form without names, or it is not that of the
             weights.
     """
-    parts = {}
+    table = state_table(table)
+    parts, count = {}, 0
     for kind in (MAIN, *MOMENTS):
-        words = _MAIN_WORDS if kind == MAIN else (kind,)
-        entries = _entries(folder, state_table(table), words)
-        if not entries and kind != MAIN:
+        named = _named(folder, kind)
+        if not named and kind != MAIN:
             raise ValueError(_refusal(folder))
-        parts[kind] = _part(kind, entries, reader, state_table(table), weights[0])
+        entries = _entries(folder, table, named)
+        parts[kind] = _part(kind, entries, reader, table, weights[0])
+        count += len(named)
     check_parts(parts, weights[1])
     kept = {kind: part for kind, part in parts.items() if part.links}
-    return OptimizerState(kept, _progress(folder.path, common, common_file))
+    return OptimizerState(kept, _progress(folder.path, common, common_file), count)
 
 
 def _refusal(folder: DcpFolder) -> str:
@@ -108,17 +114,24 @@ def _refusal(folder: DcpFolder) -> str:
     )
 
 
-def _entries(folder: DcpFolder, table: Table, words: tuple[str, ...]) -> dict[str, TensorEntry]:
-    """List one kind of state under the weights' names, one entry a layer and expert."""
-    listed: dict[str, str] = {}
-    for name in folder.tensors:
-        for word in words:
-            if name.startswith(f"{_PREFIX}{word}."):
-                listed[name.removeprefix(f"{_PREFIX}{word}.")] = name
+def _named(folder: DcpFolder, kind: str) -> dict[str, str]:
+    """List the tensors of one kind of state, by the name of the weight that each belongs to."""
+    words = _MAIN_WORDS if kind == MAIN else (kind,)
     found = {}
-    for weight, name in listed.items():
+    for name in folder.tensors:
+        match = _NAME.fullmatch(name)
+        if match is not None and match["word"] in words:
+            found[match["weight"]] = name
+    return found
+
+
+def _entries(
+    folder: DcpFolder, table: Table, named: Mapping[str, str]
+) -> dict[str, TensorEntry]:
+    """Find one kind of state under the weights' names, one entry a layer and expert."""
+    found = {}
+    for weight, name in named.items():
         like = folder.tensors.get(weight)
-        # Ranges that follow one another need not cover a box in order: the weight tells.
         entry = folder.locate([name])[name]
         is_flat = like is not None and entry.shape != like.shape
         found[weight] = unflattened(name, entry, like.shape) if is_flat and like else entry

@@ -49,6 +49,8 @@ class OptimizerState:
     """By kind: ``main`` if any weight has one, and each of ``MOMENTS``."""
     progress: Mapping[str, Any]
     """``NUMBERS``, and ``schedule`` as far as it is known, as in the ``extra`` of our index."""
+    num_entries: int = 0
+    """Tensors of the checkpoint that hold it."""
 
 
 def wants_main(dtype: str) -> bool:
@@ -97,7 +99,8 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
     check_parts(parts, weights)
     told = (*NUMBERS, "schedule", "recipe")
     progress = {name: index.extra[name] for name in told if name in index.extra}
-    return OptimizerState(_without_empty(parts), progress)
+    count = sum(len(part.links) for part in parts.values())
+    return OptimizerState(_without_empty(parts), progress, count)
 
 
 def turned(links: list[Link], theirs: Rows) -> Part:

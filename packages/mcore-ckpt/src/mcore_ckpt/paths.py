@@ -264,8 +264,8 @@ def copy_durably(source: Path, target: Path) -> None:
             copy_durably(entry, target / entry.name)
         sync_folder(target)
         return
-    if isinstance(target, StorePath):
-        target.write_whole(source.read_bytes())
+    if is_store(source) or is_store(target):
+        write_durably(target, source.read_bytes())
         return
     shutil.copyfile(source, target)
     with target.open("rb") as file:

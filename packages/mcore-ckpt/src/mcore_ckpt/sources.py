@@ -231,12 +231,8 @@ def _with_state(found: Opened, state: OptimizerState, asked: Asked) -> Opened:
         kind: replace(part, ours=Resized(part.ours, sizes))
         for kind, part in state.parts.items()
     }
-    taken = sum(len(part.theirs.entries) for part in parts.values())
-    return replace(
-        found,
-        state=replace(state, parts=parts),
-        left_behind=max(0, found.left_behind - taken),
-    )
+    behind = found.left_behind - state.num_entries
+    return replace(found, state=replace(state, parts=parts), left_behind=behind)
 
 
 def _megatron_description(
