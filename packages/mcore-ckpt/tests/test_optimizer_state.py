@@ -362,3 +362,10 @@ def test_buckets_are_refused_with_the_flag_that_helps(tmp_path, plain):
     report = convert("megatron", there, "mcore", tmp_path / "ours")
     assert report.left_behind == 1
     assert json.loads((tmp_path / "ours" / "release" / "index.json").read_text())
+
+
+def test_old_files_are_refused_before_they_are_read(tmp_path):
+    (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "old" / "mp_rank_00" / "model_optim_rng.pt").touch()
+    with pytest.raises(ValueError, match="old form, whose optimizer state has no names"):
+        convert("megatron", tmp_path / "old", "mcore", tmp_path / "ours", WITH_STATE)

@@ -192,12 +192,12 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
     _, generation = small_files(step)
     small = {"tokenizer": tokenizer, "generation": generation}
     if is_legacy(step):
-        legacy = read_legacy_folder(step, asked.vocab_size, _asked_description(asked.config))
         if asked.optimizer:
             raise ValueError(
                 f"{step} is in Megatron's old form, whose optimizer state has no names: leave "
                 "--optimizer out to convert the weights."
             )
+        legacy = read_legacy_folder(step, asked.vocab_size, _asked_description(asked.config))
         with Reader(step) as reader:
             theirs = Source(reader, legacy.tensors)
             yield _link(legacy.table, theirs, legacy.description, asked, **small)
@@ -218,8 +218,8 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
     with Reader(step) as reader:
         found = _link(table, Source(reader, entries), description, asked, **more, **small)
         if asked.optimizer:
-            weights = (found.theirs, Turned(found.links, found.theirs))
-            state = read_megatron(folder, reader, table, weights, common, common_file)
+            both = (found.theirs, Turned(found.links, found.theirs))
+            state = read_megatron(folder, reader, table, both, common, common_file)
             found = _with_state(found, state, asked)
         yield found
 
