@@ -116,6 +116,7 @@ def test_a_long_text_is_encoded_in_parts(words, monkeypatch):
     long = "the earth,  formed   [MASK]\u4f60 </s> the " * 40
     for tokenizer, engine in words:
         assert_equal(engine, tokenizer, [long, "", "a", "b" * 300, "the earth " * 9, " "])
+        assert_equal(engine, tokenizer, ["the,\nearth\t\r\n" * 30, "\n" * 200, " " * 200])
 
 
 def test_chinese_characters_are_parted_only_where_the_tokenizer_parts_them(bert):

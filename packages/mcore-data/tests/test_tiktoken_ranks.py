@@ -27,22 +27,22 @@ def files(tmp_path_factory):
     return folder
 
 
-def plain_bpe(text, pattern, offset):
+def plain_bpe(text, pattern, offset, ranks=RANKS):
     """Tiktoken's rule, slowly: join the leftmost neighbours of lowest union until none is."""
     ids = []
     for piece in regex.findall(PATTERNS[pattern], text):
         data = piece.encode()
-        if data in RANKS:
-            ids.append(RANKS[data] + offset)
+        if data in ranks:
+            ids.append(ranks[data] + offset)
             continue
         parts = [bytes([b]) for b in data]
         while len(parts) > 1:
-            unions = [RANKS.get(a + b, 10**9) for a, b in pairwise(parts)]
+            unions = [ranks.get(a + b, 10**9) for a, b in pairwise(parts)]
             at = unions.index(min(unions))
             if unions[at] == 10**9:
                 break
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        ids += [RANKS[part] + offset for part in parts]
+        ids += [ranks[part] + offset for part in parts]
     return ids
 
 
@@ -122,6 +122,25 @@ def test_too_few_special_tokens_are_refused(files):
         build_tiktoken(files / "vocab.json", num_special_tokens=3)
     with pytest.raises(ValueError, match="the is a token"):
         build_tiktoken(files / "vocab.json", special_tokens=["the"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    words=st.lists(st.text("abc", min_size=2, max_size=6), unique=True, max_size=40),
+    texts=st.lists(st.text("abc", max_size=30), min_size=5, max_size=5),
+)
+def test_ids_are_those_of_the_plain_rule_whatever_ranks_before_its_parts(
+    tmp_path_factory, words, texts
+):
+    """Ranks that no training gives: unions before their parts, tokens that none can reach."""
+    ranks = {bytes([b]): b for b in range(256)}
+    ranks |= {word.encode(): 256 + i for i, word in enumerate(words)}
+    path = tmp_path_factory.mktemp("any") / "tokenizer.model"
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
+    path.write_text("\n".join(lines))
+    tokenizer = build_tiktoken(path, pattern="gpt4", num_special_tokens=0)
+    for text in [*texts, *words, "".join(words)]:
+        assert tokenizer.encode(text) == plain_bpe(text, "gpt4", 0, ranks)
 
 
 def test_the_tokenizer_holds_all_pairs_that_make_a_token_and_knows_its_text(files):

@@ -7,6 +7,7 @@ so the parts are short, and ``word_table.py`` has their ids. New ones are encode
 the model itself, told not to put a blank in front.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,7 @@ _BYTE_PAIRS = 2
 _NO_BLANK_FIRST = bytes([_NORMALIZER << 3 | 2, 2, _BLANK_FIRST << 3, 0])
 
 _BLANK = "\u2581"
+_FIRST_BLANK = re.compile(rb"[^ ] ")
 # All characters beyond ASCII are taken for one, which is seen by its first and last byte.
 _OTHER_FIRST, _OTHER_LAST = 0x80, 0x81
 _KINDS = bytes([*range(0x80), *[_OTHER_LAST] * 0x40, *[_OTHER_FIRST] * 0x40])
@@ -69,7 +71,7 @@ class SentencePieceEngine:
         lines = [(first + text).encode() if text else b"" for text in texts]
         if any(_BLANK in text for text in texts):  # spelled out, it is a blank too
             lines = [line.replace(_BLANK.encode(), b" ") for line in lines]
-        ids = encode_in_batches(lines, self._encode_batch)
+        ids = encode_in_batches(lines, self._encode_batch, _FIRST_BLANK)
         return surrounded(ids, self._before, self._behind)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ _WHITE, _WORD, _ALONE = 0, 1, 2
 _CHINESE = (0xE4, 0xE9)
 _FIRST_SECOND_BYTE = 0xB8
 _BEGINNING = 3
+_WHITE_BYTE = re.compile(rb"[ \t\n\r]")
 
 
 class WordEngine:
@@ -59,7 +60,9 @@ class WordEngine:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text."""
-        ids = encode_in_batches([text.encode() for text in texts], self._encode_batch)
+        ids = encode_in_batches(
+            [text.encode() for text in texts], self._encode_batch, _WHITE_BYTE
+        )
         return surrounded(ids, self._before, self._behind)
 
     def __reduce__(self) -> tuple[Any, ...]:

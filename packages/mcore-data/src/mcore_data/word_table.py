@@ -20,7 +20,6 @@ MAX_BYTES = 64 << 20
 """Of long words and of ids, after which all is forgotten."""
 
 _BATCH_BYTES = 1 << 18
-_BLANK = re.compile(rb"[^ ] ").search
 _LONGEST_SHORT = 15
 _FIRST_SLOTS = 1 << 16
 _ODD_A = np.uint64(0x9E3779B97F4A7C15)
@@ -168,16 +167,19 @@ def padded(data: bytes) -> bytes:
 
 
 def encode_in_batches(
-    texts: Sequence[bytes], encode: Callable[[list[bytes]], list[NDArray[np.integer]]]
+    texts: Sequence[bytes],
+    encode: Callable[[list[bytes]], list[NDArray[np.integer]]],
+    before_border: re.Pattern[bytes],
 ) -> list[NDArray[np.integer]]:
     """Encode texts some at a time, few enough for the caches of a processor.
 
     Args:
         texts: in UTF-8.
-        encode: gives the ids of each of some texts, or of parts that begin with a blank. A
-            text that is longer than a batch is divided before blanks.
+        encode: gives the ids of each of some texts, or of parts of one.
+        before_border: found where a text that is longer than a batch may be divided, before
+            the last byte of what it matches.
     """
-    parts = [_divided(text) for text in texts]
+    parts = [_divided(text, before_border) for text in texts]
     found: list[NDArray[np.integer]] = []
     batch: list[bytes] = []
     size = 0
@@ -195,11 +197,11 @@ def encode_in_batches(
     return [np.concatenate([next(rest) for _ in each]) for each in parts]
 
 
-def _divided(text: bytes) -> list[bytes]:
-    """A text in parts of about a batch, each after the first from a blank on."""
+def _divided(text: bytes, before_border: re.Pattern[bytes]) -> list[bytes]:
+    """A text in parts of about a batch, cut at borders."""
     cuts = [0]
     while len(text) - cuts[-1] > 2 * _BATCH_BYTES:
-        found = _BLANK(text, cuts[-1] + _BATCH_BYTES)
+        found = before_border.search(text, cuts[-1] + _BATCH_BYTES)
         if found is None:
             break
         cuts.append(found.end() - 1)
