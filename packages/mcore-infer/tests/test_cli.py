@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from mcore_infer import SamplingConfig, generate_text
+from mcore_infer import SamplingConfig, cli, generate_text
 from mcore_infer.cli import main
 
 
@@ -61,6 +61,15 @@ def test_damage_ends_with_one(loaded, tmp_path, capsys):
     tensors.write_bytes(tensors.read_bytes()[:-8])
     assert main(["generate", "--load", str(tmp_path)]) == 1
     assert "failed" in capsys.readouterr().err
+
+
+def test_a_fault_of_the_program_shows_where_it_is(monkeypatch):
+    def broken(words):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setitem(cli.COMMANDS, "generate", broken)
+    with pytest.raises(RuntimeError, match="a fault"):
+        main(["generate"])
 
 
 @pytest.mark.parametrize("words", [["--help"], ["generate", "--help"]])

@@ -104,8 +104,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # tyro's, after help or a flag that cannot be read
         return end.code if isinstance(end.code, int) else 2
     except RuntimeError as error:
+        if not _is_outside(error):
+            raise
         print(f"mcore-infer: failed: {error}", file=sys.stderr)
         return 1
+
+
+def _is_outside(error: RuntimeError) -> bool:
+    """Whether files or the device's memory are to blame, and no fault in a program."""
+    from torch import OutOfMemoryError
+
+    from mcore_ckpt.errors import CheckpointError
+
+    return isinstance(error, (CheckpointError, OutOfMemoryError))
 
 
 def generate(words: Sequence[str]) -> int:
