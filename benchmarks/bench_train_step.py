@@ -39,7 +39,9 @@ def main() -> None:
         times = time_steps(
             lambda i: train_step(run, batches[i % 4], 1e-5, 0.01), options.warmup, options.steps
         )
-        split, kernels = profile_steps(lambda i: train_step(run, batches[i % 4], 1e-5, 0.01))
+        split, kernels = profile_steps(
+            lambda i: train_step(run, batches[i % 4], 1e-5, 0.01), options.profiled_steps
+        )
         if ctx.global_rank == 0:
             report(options, flags, run, times, split)
             print("\n".join(kernels), file=sys.stderr)
@@ -55,6 +57,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--name", required=True)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--profiled-steps", type=int, default=2, help="1 for large models: events are many"
+    )
     add_options(parser)
     return parser.parse_args(argv)
 
@@ -78,8 +83,8 @@ def random_batches(run: Run) -> list[MicroBatch]:
     ]
 
 
-def profile_steps(step: Callable[[int], object], steps: int = 2) -> tuple[dict, list[str]]:
-    """Split two steps by kind of kernel; the wall time is between the steps' first and last."""
+def profile_steps(step: Callable[[int], object], steps: int) -> tuple[dict, list[str]]:
+    """Split some steps by kind of kernel; the wall time is between the first and the last."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.profiler.profile(activities=activities) as profile:
