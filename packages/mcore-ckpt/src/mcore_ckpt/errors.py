@@ -1,9 +1,11 @@
-"""What goes wrong outside the program: damaged files, full disks, another job's folder."""
+"""What goes wrong with files: damage, full disks, another job's folder, a proof that fails."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or written, and the program is not to blame.
+    """A checkpoint cannot be read or written, or is not what it should be.
 
-    Its message says what to do; commands print it alone, without the lines of code that led
-    there. Any other ``RuntimeError`` is a fault of ours or of a library.
+    Files that are damaged, disks that are full, locks of other jobs, and conversions whose
+    proof fails: the message says all there is to say, and commands print it alone, without
+    the lines of code that led there. Any other ``RuntimeError`` is a fault of ours or of a
+    library.
     """

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
-from mcore_ckpt.boxes import shifted
+from mcore_ckpt.boxes import Box, shifted
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.exchanging import Move, exchange, travel_device
 from mcore_ckpt.files import DTYPES, Reader
-from mcore_ckpt.index import Index, TensorEntry, read_index
+from mcore_ckpt.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.paths import INDEX, resolve_folder
 from mcore_ckpt.planning import (
     Claim,
@@ -37,7 +37,7 @@ from mcore_ckpt.planning import (
 from mcore_ckpt.saving import box_of, claims_of
 from mcore_ckpt.stores import as_path
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import Shard
+from mcore_parallel.sharding import Piece, Shard
 
 log = logging.getLogger(__name__)
 
@@ -201,18 +201,16 @@ def _read(
     checksums: bool,
 ) -> None:
     with Reader(folder, checksums=checksums) as reader:
-        jobs = []
+        jobs: list[tuple[str, Chunk, Box, Piece]] = []
         for name, shard in shards.items():
             entry = tensors[name]
             for piece in shard.pieces:
                 if 0 in piece.lengths or Write(name, box_of(piece)) in from_others:
                     continue
-                for read in plan_reads(entry, box_of(piece)):
-                    chunk = entry.chunks[read.chunk]
-                    jobs.append((chunk.file, chunk.offset, name, chunk, read.box, piece))
+                reads = plan_reads(entry, box_of(piece))
+                jobs += [(name, entry.chunks[read.chunk], read.box, piece) for read in reads]
 
-        def read_job(job: tuple) -> None:
-            _, _, name, chunk, box, piece = job
+        def read_one(name: str, chunk: Chunk, box: Box, piece: Piece) -> None:
             target = piece.data.detach()
             for dim, (offset, length) in enumerate(
                 zip(*shifted(box, piece.offsets), strict=True)
@@ -221,9 +219,9 @@ def _read(
             reader.read(name, tensors[name], chunk, box, target)
 
         # In file order, which disks and their read-ahead like best.
-        jobs.sort(key=lambda job: job[:2])
+        jobs.sort(key=lambda job: (job[1].file, job[1].offset))
         with ThreadPoolExecutor(READERS) as pool:
-            waiting = [pool.submit(read_job, job) for job in jobs]
+            waiting = [pool.submit(read_one, *job) for job in jobs]
             try:
                 for one in waiting:
                     one.result()

@@ -127,7 +127,7 @@ class ParallelContext:
 
         Raises:
             ValueError: if the degrees do not fit the world, or the settings of nccl cannot be
-                read; raised on every rank, before any group is made.
+                read, which all ranks read for themselves; before any group is made.
         """
         device = torch.device(device)
         ready = dist.is_initialized()
