@@ -82,6 +82,7 @@ def measure(run: Run, options: argparse.Namespace) -> dict:
     torch.cuda.reset_peak_memory_stats()
     batches = random_batches(run)
     times = time_steps(lambda _: backward(run, batches), options.warmup, options.steps)
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30
     ranks = durations_of_all(run.ctx, stage_durations(run, batches, options))
     predicted = predict(plan.config.pipeline, run.ctx.pp.size, plan.num_microbatches, ranks)
     return {
@@ -89,7 +90,7 @@ def measure(run: Run, options: argparse.Namespace) -> dict:
         **predicted,
         "measured_over_predicted": round(quantiles(times)["ms"] / predicted["predicted_ms"], 4),
         "micro_batches": plan.num_microbatches,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": round(peak_gib, 2),
         "stage_ms": {
             f"rank {rank} chunk {chunk}": {kind.value: round(ms, 3) for kind, ms in row.items()}
             for rank, chunks in enumerate(ranks)
@@ -151,6 +152,7 @@ def chunk_durations(
             output = function(None if x is None else x.detach().requires_grad_(), 0).output
             if backward:
                 torch.autograd.backward(output, torch.ones_like(output))
+                make_weights(run)
 
         return quantiles(time_steps(step, options.warmup, options.steps))["ms"]
 
@@ -166,6 +168,16 @@ def chunk_durations(
         Kind.BACKWARD_INPUT: first - forward,
         Kind.BACKWARD_WEIGHT: both - first,
     }
+
+
+def make_weights(run: Run) -> None:
+    """Do what the linears put off, if this schedule lets them; nothing where none was."""
+    works = [] if run.weight_queue is None else run.weight_queue.take()
+    with torch.no_grad():
+        for work, prepare in works:
+            if prepare is not None:
+                prepare()
+            work()
 
 
 def durations_of_all(ctx: ParallelContext, own: Durations) -> list[Durations]:

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
@@ -36,12 +37,13 @@ def main() -> None:
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)
         batches = [random_batches(run) for _ in range(4)]
-        times = time_steps(
-            lambda i: train_step(run, batches[i % 4], 1e-5, 0.01), options.warmup, options.steps
-        )
-        split, kernels = profile_steps(
-            lambda i: train_step(run, batches[i % 4], 1e-5, 0.01), options.profiled_steps
-        )
+
+        def step(i: int) -> None:
+            train_step(run, batches[i % 4], 1e-5, 0.01)
+
+        with run.recorder or nullcontext():
+            times = time_steps(step, options.warmup, options.steps)
+            split, kernels = profile_steps(step, options.profiled_steps)
         if ctx.global_rank == 0:
             report(options, flags, run, times, split)
             print("\n".join(kernels), file=sys.stderr)
