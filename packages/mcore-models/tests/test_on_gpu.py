@@ -15,6 +15,7 @@ from mcore_parallel import ParallelContext
 from mcore_parallel.block_attention import PLAIN_BLOCKS
 from mcore_parallel.documents import Documents, Pieces
 from mcore_parallel.key_gathering import gathered_attention
+from mcore_parallel.launching import deterministic_algorithms
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.ring import ring_attention
 
