@@ -1,13 +1,16 @@
 """A world is joined with the same options on every rank, or not at all."""
 
+import pytest
 import torch.distributed as dist
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing import run_ranks
 from mcore_train.composition import compose
-from mcore_train.running import check_same_options
+from mcore_train.resolution import resolve
+from mcore_train.running import check_same_options, joined_world
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+RUN = MODEL | {"train_iters": 1, "lr": 0.1, "vocab_size": 64}
 
 
 def complaint(by_rank):
@@ -29,3 +32,11 @@ def test_ranks_with_other_options_are_named_on_all_ranks():
     assert "--lr 0.0 there, 0.25 here" in told[0]
     assert "--window-size" in told[0]
     assert run_ranks(complaint, 2, equal) == ["", ""]
+
+
+def test_a_graph_is_refused_where_there_is_no_gpu():
+    changes = {"device": "cpu", "cuda_graph_impl": "full_iteration", "mock_data": True}
+    plan = resolve(compose(RUN | changes), 1)
+    refusal = pytest.raises(ValueError, match="--cuda-graph-impl full_iteration needs a GPU")
+    with refusal, joined_world(plan):
+        pass

@@ -147,9 +147,9 @@ class RngStreams:
             "expert": expert,
         }
         self._states = {
-            name: torch.Generator(self.device)
-            .manual_seed(_hash(seed, name, *places[name]))
-            .get_state()
+            name: _state_of(
+                torch.Generator(self.device).manual_seed(_hash(seed, name, *places[name]))
+            )
             for name in self.NAMES
         }
 
@@ -183,7 +183,7 @@ class RngStreams:
             RuntimeError: inside a ``fork``, where one stream is in use.
         """
         self._check_idle()
-        return {name: self._states[name].clone() for name in self.NAMES}
+        return {name: _copy_of(self._states[name]) for name in self.NAMES}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what ``state`` returned.
@@ -195,7 +195,24 @@ class RngStreams:
         self._check_idle()
         if set(state) != set(self.NAMES):
             raise ValueError(f"random streams are {self.NAMES}, the state has {sorted(state)}")
-        self._states = {name: state[name].clone() for name in self.NAMES}
+        for name in self.NAMES:
+            held = self._states[name]
+            if isinstance(held, torch.Generator):
+                held.set_state(state[name])  # in place: a CUDA graph may hold it
+            else:
+                self._states[name] = state[name].clone()
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the streams' generators on CUDA, for ``CUDAGraph.register_generator_state``.
+
+        A graph that was recorded with them draws new numbers at each replay, those that the
+        same calls would draw without it.
+
+        Raises:
+            RuntimeError: inside a ``fork``.
+        """
+        self._check_idle()
+        return [s for s in self._states.values() if isinstance(s, torch.Generator)]
 
     def _check_idle(self) -> None:
         if len(self._states) < len(self.NAMES):
@@ -297,14 +314,35 @@ def _mix(number: int) -> int:
     return number ^ number >> 16
 
 
-def _default_state(device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
+State = Tensor | torch.Generator
+"""Of a generator: on CUDA a generator that shares it, which a graph being recorded may swap
+in without the host having to read it; elsewhere its bytes."""
 
 
-def _set_default_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
+def _state_of(generator: torch.Generator) -> State:
+    if generator.device.type == "cuda":
+        return generator.graphsafe_get_state()
+    return generator.get_state()
+
+
+def _copy_of(state: State) -> Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _default_state(device: torch.device) -> State:
+    return _state_of(_default_generator(device))
+
+
+def _set_default_state(device: torch.device, state: State) -> None:
+    generator = _default_generator(device)
+    if isinstance(state, torch.Generator):
+        generator.graphsafe_set_state(state)
     else:
-        torch.set_rng_state(state)
+        generator.set_state(state)

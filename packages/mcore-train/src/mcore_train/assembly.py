@@ -22,6 +22,7 @@ from mcore_parallel.schedule import Action, build_schedule
 from mcore_parallel.stages import stages_of_rank
 from mcore_parallel.zero import ShardedAdamW
 from mcore_train.composition import TrainConfig
+from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan
 
@@ -64,6 +65,8 @@ class Run:
     tokenizer: Tokenizer | None = None
     weight_queue: WeightQueue | None = None
     """Where linears put their weight gradients off; None where backward is whole."""
+    recorder: BackwardRecorder | None = None
+    """What makes a CUDA graph of forward and backward; None where they are launched singly."""
     warmed_up: set[str] = field(default_factory=set)
     """Passes that have run once in this process, ``train`` and ``evaluate``: a pipeline's
     first pass waits for each message on the host (see ``run_schedule``)."""
@@ -130,6 +133,10 @@ def assemble(
         weight_queue = WeightQueue()
         weight_queue.serve(*chunks)
     data_parallel = DataParallel(chunks, ctx, config.data_parallelism)
+    recorder = None
+    if config.run.cuda_graph_impl == "full_iteration" and ctx.device.type == "cuda":
+        warmup_steps = config.run.cuda_graph_warmup_steps
+        recorder = BackwardRecorder(data_parallel, streams, warmup_steps)
     return Run(
         plan=plan,
         ctx=ctx,
@@ -144,6 +151,7 @@ def assemble(
         dtype=dtype,
         tokenizer=tokenizer,
         weight_queue=weight_queue,
+        recorder=recorder,
     )
 
 

@@ -313,6 +313,11 @@ class RunConfig:
     slower. On a CPU every run is repeatable anyway."""
     check_for_nan_in_loss_and_grad: bool = True
     """End the run, and save nothing more, when the gradient norm is nan or infinite."""
+    cuda_graph_impl: Literal["none", "full_iteration"] = "none"
+    """Launch forward and backward of a whole step as one CUDA graph (full_iteration): faster
+    where kernels are shorter than their launches, as in small models. The same bits."""
+    cuda_graph_warmup_steps: int = 3
+    """Steps before the graph is recorded, and again after the batch size changes."""
     manual_gc_interval: int = 100
     """Steps after which all ranks collect Python's garbage together, and never else; 0: each
     rank whenever Python thinks fit. Megatron's default: 0."""
@@ -325,6 +330,7 @@ class RunConfig:
         """
         counts = ("seed", "exit_interval", "exit_duration_in_mins", "manual_gc_interval")
         _check_at_least(self, 0, *counts)
+        _check_at_least(self, 1, "cuda_graph_warmup_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

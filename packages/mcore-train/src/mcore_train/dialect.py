@@ -32,6 +32,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--manual-gc": Spelling(note="on anyway, every --manual-gc-interval steps"),
     "--use-precision-aware-optimizer": Spelling(note="--exp-avg-dtype alone turns it on"),
     "--transformer-impl": Spelling(num_values=1, note="there is one implementation"),
+    "--enable-cuda-graph": Spelling(("--cuda-graph-impl", "full_iteration")),
     "--recompute-activations": Spelling(("--recompute-granularity", "selective")),
     "--distributed-backend": Spelling(num_values=1, note="nccl on GPUs, gloo on CPUs"),
     "--log-throughput": Spelling(note="throughput is always reported"),

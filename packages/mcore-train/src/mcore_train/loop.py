@@ -58,7 +58,8 @@ def train(
     collector = StillCollector(config.run.manual_gc_interval)
     checkpoints = Checkpoints(run, reporter)
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
-    with checkpoints, StopRequest(run.ctx) as stop, collector:
+    recorder = run.recorder or nullcontext()
+    with recorder, checkpoints, StopRequest(run.ctx) as stop, collector:
         while run.iteration < last:
             result = _one_step(run, batches, checkpoints.hold)
             interval.add(result)

@@ -31,6 +31,21 @@ class MicroBatch:
     """Documents that the whole rows pack and that do not see each other."""
 
 
+class StepLosses:
+    """Sums of the losses of a step's micro-batches on this rank, without gradients."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin at zero."""
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.aux_loss = torch.zeros((), dtype=torch.float64, device=device)
+
+    def clone(self) -> "StepLosses":
+        """Return a copy that later sums into this one do not change."""
+        copy = StepLosses(self.loss.device)
+        copy.loss, copy.aux_loss = self.loss.clone(), self.aux_loss.clone()
+        return copy
+
+
 def place(
     batch: Mapping[str, Tensor], ctx: ParallelContext, *, has_own_positions: bool = False
 ) -> MicroBatch:

@@ -280,6 +280,8 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
                 )
     yield from _recompute_conflicts(config)
     yield from _determinism_conflicts(config)
+    if config.run.cuda_graph_impl != "none":
+        yield from _graph_conflicts(config)
     if config.logging.tensorboard and not config.saving.save:
         yield "--tensorboard has nowhere to write: give --save DIR."
     if config.logging.tensorboard and "://" in config.saving.save:
@@ -302,6 +304,31 @@ def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:
     for module in options.recompute_modules:
         if module in ("moe", "moe_act", "shared_experts"):
             yield f"--recompute-modules {module} has no effect without --num-experts."
+
+
+def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What a recorded step cannot hold: see ``cuda_graph``."""
+    name = f"--cuda-graph-impl {config.run.cuda_graph_impl}"
+    if config.experts.num_experts:
+        yield (
+            f"{name} cannot record experts, which get other numbers of tokens in each step: "
+            "leave it out."
+        )
+    if config.parallelism.pipeline_model_parallel_size > 1:
+        yield (
+            f"{name} cannot record pipeline stages, whose hosts wait for messages: leave it "
+            "out, or use --pipeline-model-parallel-size 1."
+        )
+    if config.recomputation.recompute_granularity:
+        yield (
+            f"{name} cannot record recomputation, which reads random states on the host: leave "
+            "out one of the two. Graphs pay for small models, which need no recomputation."
+        )
+    if config.data.reset_attention_mask or config.data.dataloader_inter_document_masking:
+        yield (
+            f"{name} cannot record packed documents, whose borders change from step to step: "
+            "leave it out."
+        )
 
 
 def _determinism_conflicts(config: TrainConfig) -> Iterator[str]:

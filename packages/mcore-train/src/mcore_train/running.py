@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from mcore_ckpt.agreement import gather_json
@@ -59,6 +60,14 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
             stack.enter_context(launching.deterministic_algorithms())
         device = launching.initialize(config.run.device, timeout_minutes)
         stack.callback(launching.shut_down)
+        if config.run.cuda_graph_impl != "none":
+            if device.type != "cuda":
+                raise ValueError(
+                    f"--cuda-graph-impl {config.run.cuda_graph_impl} needs a GPU, and this run "
+                    "is on the CPU: leave it out here."
+                )
+            # A graph cannot be recorded on the default stream, nor from what began on it.
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         ctx = ParallelContext.build(config.parallelism, device, compare_calls=True)
         stack.callback(ctx.destroy)
         stack.enter_context(Watch.of_world(ctx.world.rank, ctx.world.size, timeout_minutes))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from mcore_moe.stats import finish_step
 from mcore_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
 from mcore_train.assembly import Run
-from mcore_train.losses import MicroBatch, count_valid_tokens, token_weights
+from mcore_train.losses import MicroBatch, StepLosses, count_valid_tokens, token_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +58,16 @@ def train_step(
     return StepResult(losses.loss, losses.aux_loss, norm)
 
 
-class StepLosses:
-    """Sums of the losses of a step's micro-batches on this rank, without gradients."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Begin at zero."""
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.aux_loss = torch.zeros((), dtype=torch.float64, device=device)
-
-
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
-    """Compute the gradients of one global batch: summed over all ranks, not clipped."""
+    """Compute the gradients of one global batch: summed over all ranks, not clipped.
+
+    With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
+    """
+    compute = partial(_backward, run)
+    return compute(batches) if run.recorder is None else run.recorder(compute, batches)
+
+
+def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     run.data_parallel.zero_grad()
     num_valid = count_valid_tokens(batches, run.ctx)
     losses = StepLosses(run.ctx.device)

@@ -7,6 +7,7 @@ checkpoint gives back. ``mcore-train verify`` and the parity tests compare these
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -150,6 +151,15 @@ def run_trial(
         saving = SaveConfig(save=str(folder))
         plan = replace(plan, config=replace(plan.config, saving=saving))
     run = build_run(plan, ctx, rows, dtype=dtype)
+    with run.recorder or nullcontext():
+        trial = _observe(run, folder, saved_step)
+    if folder is not None:
+        trial = replace(trial, resumed=_continue(plan, ctx, rows, dtype, folder))
+    return trial
+
+
+def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
+    plan, ctx = run.plan, run.ctx
     initial = whole_weights(run)
     batches = train_batches(run)
     first = next(batches)
@@ -176,7 +186,6 @@ def run_trial(
         initial=initial,
         saved=saved,
         final=fingerprint(run) if folder is not None else "",
-        resumed=_continue(plan, ctx, rows, dtype, folder) if folder is not None else "",
     )
 
 
@@ -189,8 +198,9 @@ def _continue(
     run = build_run(plan, ctx, rows, dtype=dtype)
     load_folder(run, folder)
     batches = train_batches(run)
-    while run.iteration < plan.train_iters:
-        train_one(run, next(batches))
+    with run.recorder or nullcontext():
+        while run.iteration < plan.train_iters:
+            train_one(run, next(batches))
     return fingerprint(run)
 
 

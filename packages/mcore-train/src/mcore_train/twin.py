@@ -108,7 +108,12 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
         saving=SaveConfig(),
         loading=LoadConfig(),
         logging=LogConfig(),
-        run=replace(config.run, exit_interval=0, exit_duration_in_mins=0.0),
+        run=replace(
+            config.run,
+            exit_interval=0,
+            exit_duration_in_mins=0.0,
+            cuda_graph_warmup_steps=1,  # so that a graph is recorded, and launched again
+        ),
         launch=LaunchConfig(),
     )
     return Twin(

@@ -1,0 +1,141 @@
+"""Forward and backward of a whole step as one CUDA graph: recorded once, launched at once.
+
+A small model's kernels are shorter than the host needs to launch them, so the GPU waits. A
+graph takes one launch for all. Kernels, their order and their random numbers are those of
+the step without it, so the results are the same bits.
+
+What a graph cannot hold is refused where the flags are read (``resolution``): shapes that
+depend on data, and hosts that wait.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.rng import RngStreams
+from mcore_train.losses import MicroBatch, StepLosses
+
+Compute = Callable[[Sequence[MicroBatch]], StepLosses]
+"""Computes the summed gradients of a step from this rank's micro-batches."""
+
+Signature = tuple[tuple[tuple[str, torch.Size, torch.dtype], ...], ...]
+"""The tensors of each micro-batch of a step."""
+
+
+class BackwardRecorder:
+    """The gradients of a step, by a graph once the same shapes have come a few times.
+
+    The memory of a step's activations stays with the graph. Only the latest shapes have one:
+    others, such as a batch that has grown, are computed as ever at first and then recorded
+    in its place.
+
+    Leave it as a context, or ``forget``, before process groups end: nccl waits for graphs
+    that hold its operations.
+    """
+
+    def __init__(
+        self, data_parallel: DataParallel, streams: RngStreams, num_warmup_steps: int
+    ) -> None:
+        """Begin without a graph.
+
+        Args:
+            data_parallel: holds the gradients that are computed.
+            streams: random streams that may be drawn from.
+            num_warmup_steps: steps of equal shapes that come before recording: they compile,
+                choose algorithms and connect ranks.
+        """
+        self._data_parallel, self._streams = data_parallel, streams
+        self._num_warmup_steps = num_warmup_steps
+        self._signature: Signature | None = None
+        self._num_seen = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[MicroBatch] = []
+        self._outputs: StepLosses | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next step of these shapes is launched as a graph."""
+        return self._graph is not None
+
+    def __call__(self, compute: Compute, batches: Sequence[MicroBatch]) -> StepLosses:
+        """Compute the gradients of a step; talks to the ranks that ``compute`` talks to.
+
+        Args:
+            compute: always the same; called at first, and once while recording.
+            batches: this rank's micro-batches; copied to where the graph reads them.
+
+        Raises:
+            RuntimeError: if recording begins on CUDA's default stream, or documents are
+                packed in a batch.
+        """
+        signature = tuple(map(_signature_of, batches))
+        if signature != self._signature:
+            self.forget()
+            self._signature = signature
+        if self._num_seen < self._num_warmup_steps:
+            self._num_seen += 1
+            return compute(batches)
+        # Gathers that began outside cannot be waited for inside.
+        self._data_parallel.wait_params()
+        if self._graph is None:
+            self._record(compute, batches)
+        for kept, batch in zip(self._inputs, batches, strict=True):
+            for name in _tensors_of(batch):
+                getattr(kept, name).copy_(getattr(batch, name), non_blocking=True)
+        assert self._graph is not None
+        assert self._outputs is not None
+        self._graph.replay()
+        return self._outputs.clone()
+
+    def __enter__(self) -> "BackwardRecorder":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Forget the graph."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the graph and its memory, and count warm-up steps anew."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph, self._inputs, self._outputs = None, [], None
+        self._signature, self._num_seen = None, 0
+
+    def _record(self, compute: Compute, batches: Sequence[MicroBatch]) -> None:
+        stream = torch.cuda.current_stream()
+        if stream == torch.cuda.default_stream():
+            raise RuntimeError(
+                "a graph cannot be recorded on CUDA's default stream: build and train the run "
+                "inside torch.cuda.stream(torch.cuda.Stream()), as joined_world does."
+            )
+        self._inputs = [_copy_of(batch) for batch in batches]
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._streams.generators():
+            graph.register_generator_state(generator)
+        # Threads that read data or write checkpoints may go on calling CUDA meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._outputs = compute(self._inputs)
+        self._graph = graph
+
+
+def _tensors_of(batch: MicroBatch) -> list[str]:
+    if batch.documents is not None:
+        raise RuntimeError(
+            "packed documents change from step to step, and a graph's kernels do not: leave "
+            "--cuda-graph-impl out."
+        )
+    names = [field.name for field in fields(batch)]
+    return [name for name in names if isinstance(getattr(batch, name), Tensor)]
+
+
+def _signature_of(batch: MicroBatch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    tensors = {name: getattr(batch, name) for name in _tensors_of(batch)}
+    return tuple((name, each.shape, each.dtype) for name, each in tensors.items())
+
+
+def _copy_of(batch: MicroBatch) -> MicroBatch:
+    return replace(batch, **{name: getattr(batch, name).clone() for name in _tensors_of(batch)})

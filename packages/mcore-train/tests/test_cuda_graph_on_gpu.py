@@ -1,0 +1,141 @@
+"""A step as one CUDA graph: the same bits as launched one by one, in one launch."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from mcore_parallel.documents import Documents
+from mcore_parallel.launching import deterministic_algorithms
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import assemble
+from mcore_train.composition import compose
+from mcore_train.losses import MicroBatch
+from mcore_train.resolution import resolve
+from mcore_train.step import train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Noise of torch's own compiler, on which no test can act.
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "seq_length": 256,
+    "micro_batch_size": 2,
+    "global_batch_size": 4,
+    "train_iters": 6,
+    "lr": 1e-3,
+    "bf16": True,
+    "mock_data": True,
+    "vocab_size": 1000,
+    "num_workers": 0,
+}
+GRAPHS = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 2}
+
+
+@pytest.fixture(autouse=True)
+def own_stream():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+def build(**changes):
+    plan = resolve(compose({**SMALL, **changes}), 1)
+    return assemble(plan, ParallelContext.single("cuda"))
+
+
+def batches(run, seed, count=2):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    config = run.plan.config.batch
+    shape = (config.micro_batch_size, config.seq_length)
+
+    def draw():
+        return torch.randint(0, 1000, shape, device="cuda", generator=generator)
+
+    mask = (draw() % 7 != 0).float()
+    return [MicroBatch(draw(), draw(), mask, positions=None) for _ in range(count)]
+
+
+def trained(run, counts=(2,) * 6):
+    losses = [
+        train_step(run, batches(run, seed, count), 1e-3, 0.1).loss
+        for seed, count in enumerate(counts)
+    ]
+    return losses, [parameter.detach().clone() for parameter in run.chunks[0].parameters()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+        {"untie_embeddings_and_output_weights": False, "normalization": "LayerNorm"},
+        {"use_distributed_optimizer": True, "overlap_param_gather": True},
+    ],
+    ids=["dense", "dropout", "tied", "sharded"],
+)
+def test_a_recorded_step_gives_the_bits_of_one_launched_singly(changes):
+    with deterministic_algorithms():
+        want_losses, want = trained(build(**changes))
+        run = build(**changes, **GRAPHS)
+        with run.recorder:
+            got_losses, got = trained(run)
+            assert run.recorder.is_recorded
+    assert not run.recorder.is_recorded
+    assert [float(loss) for loss in got_losses] == [float(loss) for loss in want_losses]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_dropout_of_a_recorded_step_goes_on_in_the_streams_that_are_saved():
+    changes = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+    plain, run = build(**changes), build(**changes, **GRAPHS)
+    trained(plain)
+    with run.recorder:
+        trained(run)
+    want, got = plain.streams.state(), run.streams.state()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+def test_a_step_is_one_launch_with_the_kernels_of_every_day():
+    run = build(**GRAPHS)
+    with run.recorder:
+        trained(run)
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, acc_events=True) as seen:
+            run.recorder(pytest.fail, batches(run, 9))
+    launches = {event.key: event.count for event in seen.key_averages()}
+    assert launches["cudaGraphLaunch"] == 1
+
+
+def test_a_batch_that_grows_is_recorded_anew():
+    with deterministic_algorithms():
+        counts = (2, 2, 2, 3, 3, 3, 3)
+        _, want = trained(build(), counts)
+        run = build(**GRAPHS)
+        with run.recorder:
+            _, got = trained(run, counts)
+            assert run.recorder.is_recorded
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_packed_documents_are_refused():
+    run = build(**GRAPHS)
+    borders = torch.tensor([[0, 100, 256]] * 2, dtype=torch.int32)
+    step = [
+        MicroBatch(b.tokens, b.labels, b.loss_mask, None, Documents.from_cu_seqlens(borders))
+        for b in batches(run, 0)
+    ]
+    with pytest.raises(RuntimeError, match="--cuda-graph-impl"):
+        train_step(run, step, 1e-3, 0.1)
+
+
+def test_the_default_stream_is_refused():
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        run = build(**GRAPHS)
+        with pytest.raises(RuntimeError, match="default stream"):
+            trained(run)
