@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
 AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused"]
+GemmBackend = Literal["torch", "tuned"]
 Config = TypeVar("Config")
 
 
@@ -294,6 +295,10 @@ class KernelConfig:
     attention_backend: AttentionBackend = "auto"
     """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (torch's
     own), unfused (plain products); auto: the fastest that is there and takes the shapes."""
+
+    gemm_backend: GemmBackend = "torch"
+    """Algorithms of large 16-bit products on a GPU: those that torch takes, or the fastest for
+    each shape (tuned), found by timing in the first step."""
 
 
 def head_dim(config: TransformerConfig) -> int:

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_parallel.tuned_products import multiply
+
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """Return the main gradient that an operation may add to; None: leave it to autograd.
@@ -85,11 +87,4 @@ def accumulate_product(
         b: second factor.
         overwrite: replace ``total`` by the product, without reading it.
     """
-    if a.dtype != total.dtype and not a.is_cuda:
-        a, b = a.to(total.dtype), b.to(total.dtype)
-    if a.dtype == total.dtype:
-        torch.mm(a, b, out=total) if overwrite else total.addmm_(a, b)
-    elif overwrite:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    multiply(a, b, out=total, adds=not overwrite)

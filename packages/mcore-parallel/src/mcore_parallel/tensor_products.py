@@ -28,6 +28,7 @@ from mcore_parallel.collectives import (
 )
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.overlapped import gathered_product, scattered_product
+from mcore_parallel.tuned_products import multiply_rows
 
 
 def column_parallel(
@@ -100,7 +101,9 @@ class _ColumnParallel(torch.autograd.Function):
         if overlap:
             return gathered_product(x, weight.t(), axis, bias)[0]
         gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
-        return F.linear(gathered, weight, bias)
+        if bias is not None:
+            return F.linear(gathered, weight, bias)
+        return multiply_rows(gathered, weight.t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -116,7 +119,7 @@ class _ColumnParallel(torch.autograd.Function):
         makes_weight = needs_weight and queue is None
         if makes_weight and sequence_parallel:
             x = start_all_gather(x, axis)  # runs under the next product
-        grad_x = grad @ weight if needs_x else None
+        grad_x = multiply_rows(grad, weight) if needs_x else None
         if makes_weight and sequence_parallel:
             x = wait(x)
         if grad_x is not None:  # runs under the weight's product
