@@ -143,6 +143,12 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it "
             "out, or raise the tensor-parallel size."
         )
+    instances = parallel.num_distributed_optimizer_instances
+    if instances > 1 and not config.data_parallelism.use_distributed_optimizer:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} has no effect without "
+            "--use-distributed-optimizer: every data rank holds a whole optimizer then."
+        )
     if parallel.tp_comm_overlap and not parallel.sequence_parallel:
         yield (
             "--tp-comm-overlap has no effect without --sequence-parallel: nothing is gathered "
