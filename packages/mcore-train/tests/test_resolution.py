@@ -71,6 +71,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (1, {"train_iters": 0}, "--train-iters or --train-samples"),
         (1, {"mock_data": False}, "Give --data-path"),
         (1, {"mock_data": False, "vocab_size": 0}, "Give --tokenizer-model"),
+        (1, {"reset_attention_mask": True, "attention_backend": "flash4"},
+         "flash4 takes no packed documents"),
         (1, {"create_attention_mask_in_dataloader": True}, "training has no use for"),
         (1, {"reset_attention_mask": True, "dataloader_inter_document_masking": True},
          "contradict: leave one out"),
@@ -114,3 +116,9 @@ def test_all_conflicts_are_told_at_once():
         plan(1, lr=0.0, train_iters=0, sequence_parallel=True)
     assert len(refusal.value.lines) == 3
     assert str(refusal.value).startswith("3 things to change:\n  - ")
+
+
+def test_what_two_checks_find_is_told_once():
+    with pytest.raises(ConflictError) as refused:
+        plan(num_virtual_stages_per_pipeline_rank=2)
+    assert len(refused.value.lines) == 1

@@ -147,6 +147,7 @@ def _shrink_layout(
         tensor_model_parallel_size=degrees["tp"],
         context_parallel_size=degrees["cp"],
         pipeline_model_parallel_size=degrees["pp"],
+        nccl_communicator_config_path="",  # changes when numbers come, not which
     )
     return _shrink_experts(shrunk, parallel, world, world_size), world
 
