@@ -87,8 +87,8 @@ REFUSED: dict[str, str] = {
     "--fp8-format": "FP8 training is not built yet; use --bf16.",
     "--fp8-amax-history-len": "FP8 training is not built yet; use --bf16.",
     "--fp8-amax-compute-algo": "FP8 training is not built yet; use --bf16.",
-    "--delay-wgrad-compute": "use --pipeline-schedule zb-h1, which makes weight gradients where "
-    "a stage would be idle.",
+    "--delay-wgrad-compute": "use --pipeline-schedule zb-h1, which makes weight gradients "
+    "where a stage would be idle.",
     "--ddp-num-buckets": "use --ddp-bucket-size, in elements.",
     "--standalone-embedding-stage": "use --pipeline-model-parallel-layout, such as "
     "'E|tt|tt|L'.",
