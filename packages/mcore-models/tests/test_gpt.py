@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mcore_models.attention import Attention
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.protocol import KVCache
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, Stage, run_ranks
-from mcore_parallel.rng import RngStreams
+from mcore_parallel.rng import RngStreams, StreamDropout
 
 VOCAB = 37
 SMALL = {
@@ -207,19 +208,30 @@ def test_chunks_of_one_rank_share_their_streams():
 
 
 def masks(sequence_parallel):
-    """Where dropout strikes on each tensor rank, in a model that passes its input on."""
+    """Where every dropout of a model strikes on this tensor rank, by path."""
     ctx = ParallelContext.build(
         ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     )
-    config = TransformerConfig(**(SMALL | DROPS))
-    hidden, _ = GPT(config, ctx, vocab_size=VOCAB, dtype=torch.float64)(tokens())
+    model = GPT(TransformerConfig(**(SMALL | DROPS)), ctx, vocab_size=VOCAB)
+    equal = torch.ones(8, 1, 2, 4)
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, StreamDropout):
+            found[path] = module(equal)
+        if isinstance(module, Attention):
+            found[path] = module._attend(equal, equal, equal, None)
     ctx.destroy()
-    return hidden.detach()
+    return found
 
 
-def test_tensor_ranks_drop_alike_what_they_hold_alike():
-    one, two = run_ranks(masks, 2, False)
-    torch.testing.assert_close(one, two, rtol=0, atol=0)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_ranks_drop_alike_what_they_hold_alike_and_nothing_else(sequence_parallel):
+    one, two = run_ranks(masks, 2, sequence_parallel)
+    assert len(one) == 1 + 2 * SMALL["num_layers"]
+    for path, mask in one.items():
+        has_own_heads = path.endswith("attention")
+        is_alike = not (sequence_parallel or has_own_heads)
+        assert torch.equal(mask, two[path]) == is_alike, path
 
 
 def test_auxiliary_losses_of_all_layers_are_summed():

@@ -3,7 +3,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mcore_moe import MoEConfig, Router, expert_scores, route
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import named_shards
+from mcore_parallel.testing import run_ranks
 
 # Three tokens and four experts; the numbers of this file were obtained by running the
 # reference implementation on them (Megatron-LM, August 2026).
@@ -209,6 +213,38 @@ def test_jitter_stays_within_its_bounds_and_out_of_eval():
     noisy = router.train()(torch.eye(3))[0].probs
     assert not torch.equal(noisy, quiet)
     assert (noisy / quiet - 1).abs().max() < 0.5
+
+
+def noise_of(ctx, streams_seed):
+    """What jitter makes of equal tokens, and whether torch's own generator moved."""
+    router = Router(
+        3,
+        config(moe_input_jitter_eps=0.1, moe_router_pre_softmax=True),
+        tp=ctx.tp,
+        streams=RngStreams(streams_seed, ctx),
+        init_std=0.0,
+    )
+    with torch.no_grad():
+        router.weight.fill_(1.0)[0] = 2.0
+    before = torch.random.get_rng_state()
+    probs = router(torch.ones(5, 3))[0].probs.detach()
+    return probs.tolist(), torch.equal(torch.random.get_rng_state(), before)
+
+
+def noise_on_a_rank(degrees):
+    ctx = ParallelContext.build(ParallelConfig(**degrees))
+    found = noise_of(ctx, 7), noise_of(ctx, 7)
+    ctx.destroy()
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tensor_model_parallel_size": 2}])
+def test_jitter_is_other_noise_on_every_rank_and_the_same_for_a_seed(degrees):
+    ranks = run_ranks(noise_on_a_rank, 2, degrees)
+    for (noise, is_default_untouched), again in ranks:
+        assert (noise, is_default_untouched) == again
+        assert is_default_untouched
+    assert ranks[0][0][0] != ranks[1][0][0]
 
 
 @pytest.mark.parametrize(("flag", "dtype"), [("", torch.float32), ("fp64", torch.float64)])

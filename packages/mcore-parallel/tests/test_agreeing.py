@@ -52,3 +52,29 @@ def test_after_the_first_calls_nothing_is_compared(pair):
 
 def test_a_group_without_agreement_compares_nothing():
     agree(None, "all_reduce (sum)", torch.ones(1))
+
+
+def test_messages_of_two_ranks_are_compared_in_their_order(pair):
+    sender, receiver = pair
+    first, second = (receiver.expect_message(0, torch.ones(n)) for n in (2, 3))
+    for n in (2, 4):
+        sender.tell_message(1, torch.ones(n))
+    first()
+    with pytest.raises(DisagreementError, match=r"\[4\] float32 is sent .* \[3\]") as caught:
+        second()
+    assert "ranks 4 and 6" in str(caught.value)
+    assert str(caught.value).count("test_agreeing.py") == 2
+
+
+def test_a_message_that_does_not_come_is_told_with_its_sender(pair):
+    compare = pair[1].expect_message(0, torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"rank 6 expects .* rank 4 sent nothing within"):
+        compare()
+
+
+def test_after_the_first_messages_of_two_ranks_nothing_is_compared(pair):
+    pair[1].num_messages[0, 1] = CHECKED_CALLS
+    assert pair[1].expect_message(0, torch.ones(2)) is None
+    pair[0].num_messages[0, 1] = CHECKED_CALLS
+    pair[0].tell_message(1, torch.ones(2))
+    assert pair[0].store.num_keys() == 0

@@ -68,11 +68,21 @@ def test_any_order_of_the_axes_may_be_asked_for():
     assert dense.groups(("pp",))[:2] == [(0, 1), (2, 3)]
     assert dense.groups(("dp",))[:2] == [(0, 2), (1, 3)]
     assert dense.groups(("tp",))[:2] == [(0, 8), (1, 9)]
-    assert expert.names == ("pp", "expert_dp", "expert_tp", "ep")
+    assert expert.groups(("expert_dp",)) == dense.groups(("dp", "cp"))
     usual = build_grids(config(tp=2, pp=2, rank_order="tp-cp-ep-dp-pp"), 8)
     assert usual == build_grids(config(tp=2, pp=2), 8)
     mapped = build_grids(config(tp=2, pp=2, rank_order="tp-cp-ep-pp-dp"), 8)
     assert mapped == build_grids(config(tp=2, pp=2, use_tp_pp_dp_mapping=True), 8)
+
+
+def test_copies_of_whole_experts_lie_where_those_of_dense_layers_do():
+    degrees = {"tp": 2, "cp": 2, "pp": 2, "use_tp_pp_dp_mapping": True}
+    dense, expert = build_grids(config(**degrees), 16)
+    assert dense.groups(("pp",)) == expert.groups(("pp",)) != []
+    assert dense.groups(("dp", "cp")) == expert.groups(("expert_dp",))
+    assert expert.size("expert_dp") == 4
+    copies = [expert.coordinates(rank)["expert_dp"] for rank in dense.groups(("dp", "cp"))[1]]
+    assert copies == [0, 1, 2, 3]
 
 
 @st.composite

@@ -56,6 +56,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (1, {"sequence_parallel": True}, "--sequence-parallel has no effect"),
         (2, {"tensor_model_parallel_size": 2, "tp_comm_overlap": True},
          "--tp-comm-overlap has no effect without --sequence-parallel"),
+        (2, {"num_distributed_optimizer_instances": 2},
+         "--num-distributed-optimizer-instances 2 has no effect without"),
         (2, {"micro_batch_size": 2, "global_batch_size": 6}, "use 4 or 8"),
         (1, {"max_position_embeddings": 16}, "--max-position-embeddings 16"),
         (2, {"context_parallel_size": 2, "seq_length": 30}, "--seq-length 30 cannot be cut"),
@@ -69,6 +71,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (1, {"train_iters": 0}, "--train-iters or --train-samples"),
         (1, {"mock_data": False}, "Give --data-path"),
         (1, {"mock_data": False, "vocab_size": 0}, "Give --tokenizer-model"),
+        (1, {"reset_attention_mask": True, "attention_backend": "flash4"},
+         "flash4 takes no packed documents"),
         (1, {"create_attention_mask_in_dataloader": True}, "training has no use for"),
         (1, {"reset_attention_mask": True, "dataloader_inter_document_masking": True},
          "contradict: leave one out"),
@@ -113,3 +117,9 @@ def test_all_conflicts_are_told_at_once():
         plan(1, lr=0.0, train_iters=0, sequence_parallel=True)
     assert len(refusal.value.lines) == 3
     assert str(refusal.value).startswith("3 things to change:\n  - ")
+
+
+def test_what_two_checks_find_is_told_once():
+    with pytest.raises(ConflictError) as refused:
+        plan(num_virtual_stages_per_pipeline_rank=2)
+    assert len(refused.value.lines) == 1

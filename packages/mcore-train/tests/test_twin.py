@@ -1,5 +1,7 @@
 """A twin is small, and keeps what makes layouts differ."""
 
+import random
+
 import pytest
 
 from mcore_models.config import num_kv_heads
@@ -142,7 +144,77 @@ def test_overlapped_reduction_gets_several_buckets_and_interleaving_its_groups()
         ({"tensor_model_parallel_size": 4}, 8),
         ({"num_experts": 8, "expert_model_parallel_size": 8}, 8),
         ({"num_distributed_optimizer_instances": 2}, 2),
+        (
+            {
+                "num_experts": 8,
+                "expert_model_parallel_size": 2,
+                "num_distributed_optimizer_instances": 2,
+            },
+            4,
+        ),
     ],
 )
 def test_the_smallest_world_has_two_data_ranks_and_fits_the_experts(flags, ranks):
     assert smallest_world(compose(LLAMA | flags)) == ranks
+
+
+AXES = {
+    "tensor_model_parallel_size": (1, 2, 3, 4, 8),
+    "context_parallel_size": (1, 2, 3, 4),
+    "pipeline_model_parallel_size": (1, 2, 3, 4),
+    "cp_comm_type": ("", "p2p", "all_gather", "a2a"),
+    "num_attention_heads": (6, 8, 12, 24, 32),
+    "num_query_groups": (0, 1, 2, 3, 4, 8),
+    "num_distributed_optimizer_instances": (1, 1, 2, 4),
+    "use_distributed_optimizer": (True,),
+    "rank_order": ("", "", "dp-pp-tp-cp-ep"),
+}
+EXPERT_AXES = {
+    "num_experts": (8, 24),
+    "expert_model_parallel_size": (1, 2, 3, 4, 8),
+    "expert_tensor_parallel_size": (0, 1, 2),
+}
+
+
+def drawn(source):
+    """A run's flags and its world, which need not fit each other."""
+    choices = AXES | (EXPERT_AXES if source.random() < 0.5 else {})
+    flags = {name: source.choice(values) for name, values in choices.items()}
+    if flags["context_parallel_size"] == 1:
+        flags["cp_comm_type"] = ""
+    world_size = source.choice((1, 2, 3, 4, 8))
+    for axis in ("tensor_model", "context", "pipeline_model"):
+        world_size *= flags[f"{axis}_parallel_size"]
+    return LLAMA | flags | {"seq_length": 9216, "num_layers": 12}, world_size
+
+
+def test_every_run_that_can_be_resolved_has_a_twin_that_can():
+    source, num_seen = random.Random(3), 0
+    while num_seen < 60:
+        flags, world_size = drawn(source)
+        try:
+            plan = resolve(compose(flags), world_size)
+            twin = build_twin(plan, 16)
+        except ValueError:
+            continue  # refused as it is, or more axes than ranks
+        again = resolve(twin.config, twin.world_size)
+        assert again.world_size <= 16
+        num_seen += 1
+
+
+def test_heads_that_context_ranks_exchange_stay_exchangeable_over_one_group():
+    degrees = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    twin, _ = twin_of(LLAMA | degrees | {"cp_comm_type": "a2a", "num_query_groups": 1}, 4)
+    assert num_kv_heads(twin.config.model) == 1
+    assert twin.config.model.num_attention_heads % 4 == 0
+
+
+def test_experts_split_even_where_no_room_for_optimizer_instances_is_left():
+    flags = DEEPSEEK | {"expert_tensor_parallel_size": 1, "use_distributed_optimizer": True}
+    flags |= {"tensor_model_parallel_size": 4, "num_distributed_optimizer_instances": 2}
+    flags |= {"pipeline_model_parallel_layout": "", "pipeline_model_parallel_size": 1}
+    twin, _ = twin_of(flags, 64, 4)
+    parallel = twin.config.parallelism
+    assert parallel.expert_model_parallel_size > 1
+    assert parallel.num_distributed_optimizer_instances <= 2
+    assert any("instances" in note for note in twin.notes)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from mcore_parallel.testing import run_ranks
 from mcore_train.certificate import Certificate, Line
 from mcore_train.cli import main
 from mcore_train.composition import compose
 from mcore_train.resolution import resolve
-from mcore_train.verification import alone, conclude
+from mcore_train.twin import build_twin
+from mcore_train.verification import alone, conclude, verify_on_rank
 
 README = Path(__file__).parents[1] / "README.md"
 FLAGS = {
@@ -63,6 +65,16 @@ def test_the_command_ends_as_the_certificate_says(tmp_path, caplog, error, code)
         assert conclude(certificate, str(tmp_path / "verify.json")) == code
     assert json.loads((tmp_path / "verify.json").read_text())["passed"] is (code == 0)
     assert "2 ranks: tp2" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["fused", "flash4"])
+def test_what_only_a_gpu_has_does_not_keep_a_run_from_being_verified(backend):
+    on_gpus = {"attention_backend": backend, "nccl_communicator_config_path": "absent.toml"}
+    small = {"num_layers": 1, "global_batch_size": 2}
+    twin = build_twin(resolve(compose(FLAGS | on_gpus | small), 2), 2)
+    certificate, _ = run_ranks(verify_on_rank, 2, twin)
+    assert certificate.passed
+    assert any("GPU kernels" in note for note in certificate.unchecked)
 
 
 def test_flags_that_cannot_run_are_refused_before_any_rank_starts(capsys):

@@ -112,6 +112,7 @@ class TransformerBlock(nn.Module):
                 dp_cp_tp=ctx.axis("dp", "cp", "tp"),
                 ep=ctx.ep,
                 expert_tp=ctx.expert_tp,
+                streams=streams,
                 recompute_activation="moe_act" in self.recomputed,
                 recompute_shared="shared_experts" in self.recomputed,
                 **feed_forward,

@@ -19,6 +19,7 @@ from mcore_moe.shared import SharedExpert
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams
 
 
 class MoELayer(nn.Module):
@@ -41,6 +42,7 @@ class MoELayer(nn.Module):
         dp_cp_tp: Axis = SINGLE,
         ep: Axis = SINGLE,
         expert_tp: Axis = SINGLE,
+        streams: RngStreams | None = None,
         sequence_parallel: bool = False,
         overlap: bool = False,
         gated: bool = True,
@@ -64,6 +66,7 @@ class MoELayer(nn.Module):
             dp_cp_tp: all ranks that share a step's batch; the global loss sums over them.
             ep: ranks that share the experts.
             expert_tp: ranks that share each expert's matrices.
+            streams: of random numbers, for the router's jitter; see ``Router``.
             sequence_parallel: whether tokens are cut over ``tp``.
             overlap: of the shared expert's linears, see ``ColumnParallelLinear``.
             gated: whether experts have a gate and an up-projection.
@@ -93,6 +96,7 @@ class MoELayer(nn.Module):
             tp=tp,
             cp_tp=cp_tp,
             dp_cp_tp=dp_cp_tp,
+            streams=streams,
             init_std=init_std,
             **placed,
         )

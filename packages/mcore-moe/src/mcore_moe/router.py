@@ -6,6 +6,7 @@ Where scores are equal the expert with the lower number wins, on every device.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from mcore_moe.balance import (
 from mcore_moe.config import MoEConfig
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.rng import reset_weight_
+from mcore_parallel.rng import RngStreams, reset_weight_
 from mcore_parallel.sharding import Layout, whole
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -129,6 +130,7 @@ class Router(nn.Module):
         tp: Axis = SINGLE,
         cp_tp: Axis = SINGLE,
         dp_cp_tp: Axis = SINGLE,
+        streams: RngStreams | None = None,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -141,6 +143,8 @@ class Router(nn.Module):
             tp: ranks that hold the weight and see different tokens.
             cp_tp: ranks that share a micro-batch.
             dp_cp_tp: ranks that share a step's batch.
+            streams: that jitter is drawn from, other numbers on every rank; None: torch's
+                default generator, which the caller then seeds.
             init_std: of the weight; 0 leaves zeros and draws nothing.
             device: of the weight.
             dtype: of the weight.
@@ -148,6 +152,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.tp, self.cp_tp, self.dp_cp_tp = tp, cp_tp, dp_cp_tp
+        self.streams = streams
         self.init_std = init_std
         shape = (config.num_experts, hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -225,7 +230,10 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps
         if self.training and eps:
-            x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
+            # Every rank routes tokens of its own, so no two may see the same noise.
+            stream = self.streams.fork("tensor_parallel") if self.streams else nullcontext()
+            with stream:
+                x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
         dtype = _DTYPES.get(self.config.moe_router_dtype, x.dtype)
         return F.linear(x.to(dtype), self.weight.to(dtype))
 

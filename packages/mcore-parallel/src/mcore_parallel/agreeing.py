@@ -3,9 +3,12 @@
 Two ranks that call one collective with other shapes hang, crash or, worst, go on with wrong
 numbers. The first calls of every group are therefore compared through the store, each
 before it happens; the count of calls decides which, so all ranks of a group compare the
-same ones. Afterwards a call costs one comparison of integers.
+same ones. Afterwards a call costs one comparison of integers. A message between two ranks is
+compared by its receiver, before it is read.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -17,7 +20,8 @@ from torch.distributed import distributed_c10d
 from mcore_parallel.watching import call_site
 
 CHECKED_CALLS = 256
-"""Calls of each group that are compared: forward and backward of some thirty layers."""
+"""Calls of each group, and messages of each pair of its ranks, that are compared: forward and
+backward of some thirty layers."""
 
 
 class DisagreementError(RuntimeError):
@@ -40,6 +44,8 @@ class Agreement:
     """How long to wait for the first rank's call."""
     num_calls: int = field(default=0)
     """Calls so far."""
+    num_messages: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Messages so far, by places of sender and receiver."""
 
     @classmethod
     def of_group(
@@ -64,8 +70,7 @@ class Agreement:
         number, self.num_calls = self.num_calls, self.num_calls + 1
         if number >= CHECKED_CALLS:
             return
-        shape = ["any", *x.shape[1:]] if any_rows else list(x.shape)
-        call = f"{what} of {shape} {str(x.dtype).removeprefix('torch.')}"
+        call = f"{what} of {_described(x, any_rows=any_rows)}"
         site = call_site(2)
         key = f"agree/{self.name}/{number}"
         if self.rank == 0:
@@ -84,6 +89,64 @@ class Agreement:
                 f"ranks {self.ranks[0]} and {self.ranks[self.rank]} disagree on call {number} "
                 f"of their group: {first} at {first_site}, but {call} at {site}"
             )
+
+    def tell_message(self, peer: int, x: Tensor) -> None:
+        """Tell a rank what it is about to be sent.
+
+        Args:
+            peer: its place among the ranks.
+            x: the message.
+        """
+        key = self._next_message(self.rank, peer)
+        if key:
+            self.store.set(key, f"{_described(x)}\n{call_site(2)}")
+
+    def expect_message(self, peer: int, x: Tensor) -> Callable[[], None] | None:
+        """Expect a message of a rank.
+
+        Args:
+            peer: its place among the ranks.
+            x: memory for the message.
+
+        Returns:
+            What compares it with the one sent, to be called before that is waited for: it
+            waits until it is on its way, and raises what ``check`` raises. None: no more
+            messages are compared.
+        """
+        key = self._next_message(peer, self.rank)
+        if not key:
+            return None
+        expected, site = _described(x), call_site(2)
+        sender, receiver = self.ranks[peer], self.ranks[self.rank]
+
+        def compare() -> None:
+            try:
+                self.store.wait([key], timedelta(seconds=self.timeout_s))
+            except dist.DistError as error:
+                raise RuntimeError(
+                    f"rank {receiver} expects {expected} at {site}; rank {sender} sent nothing "
+                    f"within {self.timeout_s:.0f} s"
+                ) from error
+            sent, sent_at = self.store.get(key).decode().split("\n")
+            if sent != expected:
+                raise DisagreementError(
+                    f"ranks {sender} and {receiver} disagree on a message: {sent} is sent at "
+                    f"{sent_at}, but {expected} is expected at {site}"
+                )
+
+        return compare
+
+    def _next_message(self, sender: int, receiver: int) -> str:
+        """Return where the next message of two ranks is told; empty: not compared."""
+        number = self.num_messages[sender, receiver]
+        self.num_messages[sender, receiver] += 1
+        key = f"agree/{self.name}/{sender}-{receiver}/{number}"
+        return key if number < CHECKED_CALLS else ""
+
+
+def _described(x: Tensor, *, any_rows: bool = False) -> str:
+    shape = ["any", *x.shape[1:]] if any_rows else list(x.shape)
+    return f"{shape} {str(x.dtype).removeprefix('torch.')}"
 
 
 def agree(agreement: Agreement | None, what: str, x: Tensor, *, any_rows: bool = False) -> None:

@@ -18,7 +18,10 @@ EXPERT_AXES = ("expert_tp", "ep", "expert_dp", "pp")
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """One factorisation of the world; ``sizes[i]`` belongs to ``names[i]``, fastest first."""
+    """One factorisation of the world; ``sizes[i]`` belongs to ``names[i]``, fastest first.
+
+    A name may stand in several places: its axis is then the product of these.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -30,13 +33,15 @@ class Grid:
 
     def size(self, name: str) -> int:
         """Ranks along one axis."""
-        return self.sizes[self.names.index(name)]
+        return prod(s for n, s in zip(self.names, self.sizes, strict=True) if n == name)
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
         """Position of a rank along every axis."""
-        position = {}
+        position, steps = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
         for name, size in zip(self.names, self.sizes, strict=True):
-            global_rank, position[name] = divmod(global_rank, size)
+            global_rank, digit = divmod(global_rank, size)
+            position[name] += digit * steps[name]
+            steps[name] *= size
         return position
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -98,19 +103,24 @@ def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
     expert_dp = world_size // (expert_tp * ep * pp)
     order = _rank_order(config)
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-    names = tuple(name for name in order if name in sizes)
-    dense = Grid(names, tuple(sizes[name] for name in names))
-    # The same order, each dense axis that has one replaced by the experts' own.
-    expert_sizes = {"expert_tp": expert_tp, "ep": ep, "expert_dp": expert_dp, "pp": pp}
-    own = {"tp": "expert_tp", "dp": "expert_dp"}
-    names = tuple(own.get(name, name) for name in order if name != "cp")
-    expert = Grid(names, tuple(expert_sizes[name] for name in names))
+    dense = Grid(*_places(order, {name: (name, size) for name, size in sizes.items()}))
+    # The same order, each dense axis replaced by the experts' own.
+    own = {"tp": ("expert_tp", expert_tp), "ep": ("ep", ep), "pp": ("pp", pp)}
+    if ep == 1 and expert_tp == tp:  # each copy of an expert lies where a dense layer's does
+        own |= {"cp": ("expert_dp", cp), "dp": ("expert_dp", dp)}
+    else:
+        own["dp"] = ("expert_dp", expert_dp)
+    expert = Grid(*_places(order, own))
     if set(dense.groups(("pp",))) != set(expert.groups(("pp",))):
         raise ValueError(
             f"rank order {'-'.join(order)} gives dense and expert layers different pipelines "
             f"here: TP*CP is {tp * cp} and expert TP*EP is {expert_tp * ep}. Make the two "
-            "products equal, use --pipeline-model-parallel-size 1, or an order that ends in pp "
-            "(--rank-order, --use-tp-pp-dp-mapping)."
+            "products equal, use --pipeline-model-parallel-size 1, or let pp come last: "
+            + (
+                "leave --use-tp-pp-dp-mapping out."
+                if config.use_tp_pp_dp_mapping
+                else f"--rank-order {'-'.join([n for n in order if n != 'pp'] + ['pp'])}."
+            )
         )
     instances = config.num_distributed_optimizer_instances
     for name, size in (("DP*CP", dp * cp), ("expert DP", expert_dp)):
@@ -120,6 +130,14 @@ def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
                 f"{name} = {size}."
             )
     return dense, expert
+
+
+def _places(
+    order: tuple[str, ...], axes: dict[str, tuple[str, int]]
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return names and sizes of the axes that stand at some of an order's places."""
+    names, sizes = zip(*(axes[place] for place in order if place in axes), strict=True)
+    return names, sizes
 
 
 def _rank_order(config: ParallelConfig) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ of nccl: it ends when all of its messages have. Messages posted one by one are w
 alone, but both ranks must then post sends and receives in one and the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -28,15 +28,34 @@ class Message:
 
 
 class Posted:
-    """A batch of messages on its way; keeps their memory alive."""
+    """A batch of messages on its way; keeps their memory alive.
 
-    def __init__(self, messages: Sequence[Message], works: list[dist.Work]) -> None:
+    Attributes:
+        axis: over which; ``watching`` names it when a rank hangs in ``wait``.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        works: list[dist.Work],
+        axis: Axis,
+        checks: Sequence[Callable[[], None]] = (),
+    ) -> None:
         """Use ``post`` instead."""
         self._messages = list(messages)
         self._works = works
+        self.axis, self._checks = axis, checks
 
     def wait(self) -> None:
-        """Wait for all of the batch; on CUDA the current stream waits, not the host."""
+        """Wait for all of the batch; on CUDA the current stream waits, not the host.
+
+        Raises:
+            DisagreementError: if a message is not what was expected; only the first ones of
+                two ranks are compared (see ``agreeing``), for which the host waits.
+        """
+        checks, self._checks = self._checks, ()
+        for check in checks:
+            check()
         for work in self._works:
             work.wait()
         self._works, self._messages = [], []
@@ -52,10 +71,11 @@ def post_each(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     """
     posted = []
     for message in messages:
+        checks = _announced([message], axis)
         start = dist.isend if message.is_send else dist.irecv
         work = start(message.tensor, axis.ranks[message.peer], group=axis.group)
         assert work is not None  # None: this rank is not of the group
-        posted.append(Posted([message], [work]))
+        posted.append(Posted([message], [work], axis, checks))
     return posted
 
 
@@ -66,6 +86,7 @@ def post(messages: Sequence[Message], axis: Axis) -> Posted:
         messages: at least one; ranks that exchange both ways must do so in one batch.
         axis: ranks that take part; its group is used for nothing else meanwhile.
     """
+    checks = _announced(messages, axis)
     operations = [
         dist.P2POp(
             dist.isend if message.is_send else dist.irecv,
@@ -75,4 +96,18 @@ def post(messages: Sequence[Message], axis: Axis) -> Posted:
         )
         for message in messages
     ]
-    return Posted(messages, dist.batch_isend_irecv(operations))
+    return Posted(messages, dist.batch_isend_irecv(operations), axis, checks)
+
+
+def _announced(messages: Sequence[Message], axis: Axis) -> list[Callable[[], None]]:
+    """Tell receivers what comes; return what compares the messages that come here."""
+    agreement = axis.agreement
+    if agreement is None:
+        return []
+    checks = []
+    for message in messages:
+        if message.is_send:
+            agreement.tell_message(message.peer, message.tensor)
+        else:
+            checks.append(agreement.expect_message(message.peer, message.tensor))
+    return [check for check in checks if check is not None]

@@ -258,15 +258,22 @@ def _place(stack: list[tuple[FrameType, int]]) -> str:
     if not inside:
         own = [entry for entry in stack if not _is_foreign(entry[0])]
         return f"at {_line(*(own or stack)[0])}" if stack else "nowhere"
-    named = [i for i in inside if hasattr(stack[i][0].f_locals.get("axis"), "ranks")]
+    named = [i for i in inside if _axis_of(stack[i][0]) is not None]
     frame = stack[(named or inside)[0]][0]
-    axis = frame.f_locals["axis"] if named else None
+    axis = _axis_of(frame)
     over = f" over {axis.name} (ranks {_numbers(axis.ranks)})" if axis is not None else ""
     outside = [
         e for e in stack[inside[0] :] if not _communicates(e[0]) and not _is_foreign(e[0])
     ]
     site = f" at {_line(*outside[0])}" if outside else ""
     return f"in {frame.f_code.co_name}{over}{site}"
+
+
+def _axis_of(frame: FrameType) -> Any:
+    """Return the axis that a function works over, its own or its object's; None: unknown."""
+    here = frame.f_locals
+    found = here.get("axis", getattr(here.get("self"), "axis", None))
+    return found if hasattr(found, "ranks") else None
 
 
 def _communicates(frame: FrameType) -> bool:

@@ -43,6 +43,23 @@ SPELLINGS: dict[str, Spelling] = {
     "--no-bias-gelu-fusion": Spelling(note="the compiler decides"),
     "--no-bias-swiglu-fusion": Spelling(note="the compiler decides"),
     "--no-bias-dropout-fusion": Spelling(note="the compiler decides"),
+    "--calculate-per-token-loss": Spelling(note="losses are always divided by all tokens"),
+    "--ddp-average-in-collective": Spelling(note="losses are divided, so gradients are summed"),
+    "--use-cpu-initialization": Spelling(note="weights are always drawn on the CPU, by blocks"),
+    "--init-model-with-meta-device": Spelling(note="no rank ever holds more than its share"),
+    "--tp-comm-overlap-cfg": Spelling(num_values=1, note="pieces follow from the layout"),
+    "--tp-comm-bootstrap-backend": Spelling(num_values=1, note="no second backend is used"),
+    "--overlap-param-gather-with-optimizer-step": Spelling(
+        note="--overlap-param-gather alone does it"
+    ),
+    "--overlap-p2p-communication-warmup-flush": Spelling(
+        note="messages travel under computation in all phases"
+    ),
+    "--defer-embedding-wgrad-compute": Spelling(note="the head's is made with its loss"),
+    "--use-ring-exchange-p2p": Spelling(note="messages that stand together are posted as one"),
+    "--align-param-gather": Spelling(note="every stage gathers when its weights are new"),
+    "--moe-extended-tp": Spelling(note="--expert-tensor-parallel-size says it"),
+    "--empty-unused-memory-level": Spelling(num_values=1, note="memory is kept"),
     "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
     "--ckpt-format": Spelling(num_values=1, note="one native format loads under any layout"),
     "--verify-integrity": Spelling(("--load-checksums",)),
@@ -68,6 +85,47 @@ REFUSED: dict[str, str] = {
     "to put their files together.",
     "--fp8-hybrid": "FP8 training is not built yet; use --bf16.",
     "--fp8-format": "FP8 training is not built yet; use --bf16.",
+    "--fp8-amax-history-len": "FP8 training is not built yet; use --bf16.",
+    "--fp8-amax-compute-algo": "FP8 training is not built yet; use --bf16.",
+    "--delay-wgrad-compute": "use --pipeline-schedule zb-h1, which makes weight gradients "
+    "where a stage would be idle.",
+    "--ddp-num-buckets": "use --ddp-bucket-size, in elements.",
+    "--standalone-embedding-stage": "use --pipeline-model-parallel-layout, such as "
+    "'E|tt|tt|L'.",
+    "--pipeline-model-parallel-split-rank": "there are no encoders yet; use "
+    "--pipeline-model-parallel-layout to place a decoder's layers.",
+    "--hierarchical-context-parallel-sizes": "use --cp-comm-type p2p, all_gather or a2a over "
+    "all of --context-parallel-size.",
+    "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes.",
+    "--high-priority-stream-groups": "use --nccl-communicator-config-path, which bounds what "
+    "the collectives of an axis take.",
+    "--nccl-ub": "buffers are not registered with nccl; use --nccl-communicator-config-path to "
+    "bound what collectives take.",
+    "--use-sharp": "switches are not asked for an axis alone; use nccl's own "
+    "NCCL_COLLNET_ENABLE=1.",
+    "--check-weight-hash-across-dp-replicas-interval": "use mcore-train verify with the run's "
+    "flags, which compares replicas to the last bit.",
+    "--fake-process-group": "use mcore-train verify, which runs the layout on this host's "
+    "processors.",
+    "--data-parallel-random-init": "weights are the same under every layout; use --seed for "
+    "others.",
+    "--main-grads-dtype": "use --grad-reduce-in-bf16 for gradients kept in 16 bits.",
+    "--main-params-dtype": "main weights are float32; use --exp-avg-dtype bf16 and "
+    "--exp-avg-sq-dtype bf16 to save memory.",
+    "--optimizer-cpu-offload": "the optimizer's state stays on the GPU in this version; use "
+    "--use-distributed-optimizer, or --exp-avg-dtype bf16.",
+    "--cpu-optimizer": "the optimizer's state stays on the GPU in this version; use "
+    "--use-distributed-optimizer, or --exp-avg-dtype bf16.",
+    "--cpu-optimizer-type": "the optimizer's state stays on the GPU in this version; use "
+    "--use-distributed-optimizer, or --exp-avg-dtype bf16.",
+    "--cpu-offloading-num-layers": "activations stay on the GPU in this version; use "
+    "--recompute-granularity.",
+    "--fine-grained-activation-offloading": "activations stay on the GPU in this version; use "
+    "--recompute-granularity.",
+    "--mtp-num-layers": "multi-token prediction is not built into training yet; use the model "
+    "without it.",
+    "--data-parallel-sharding-strategy": "fully sharded data parallelism is not built yet; use "
+    "--use-distributed-optimizer.",
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
     "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
     "--use-torch-fsdp2": "fully sharded data parallelism is not built yet; use "

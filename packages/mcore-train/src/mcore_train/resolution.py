@@ -107,7 +107,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
             lines, build_schedule, config.optimizer, config.schedule, config.batch, batch_size
         )
     if lines:
-        raise ConflictError(lines)
+        raise ConflictError(list(dict.fromkeys(lines)))
     assert stages is not None
     assert schedule is not None
     assert ramp is not None
@@ -142,6 +142,12 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield (
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it "
             "out, or raise the tensor-parallel size."
+        )
+    instances = parallel.num_distributed_optimizer_instances
+    if instances > 1 and not config.data_parallelism.use_distributed_optimizer:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} has no effect without "
+            "--use-distributed-optimizer: every data rank holds a whole optimizer then."
         )
     if parallel.tp_comm_overlap and not parallel.sequence_parallel:
         yield (
@@ -278,6 +284,14 @@ def _option_conflicts(config: TrainConfig) -> Iterator[str]:
                 yield (
                     f"{name} has no effect with --pipeline-model-parallel-size 1: leave it out."
                 )
+    is_packed = config.data.reset_attention_mask or (
+        config.data.dataloader_inter_document_masking
+    )
+    if is_packed and config.kernels.attention_backend == "flash4":
+        yield (
+            "--attention-backend flash4 takes no packed documents (--reset-attention-mask, "
+            "--dataloader-inter-document-masking): use auto."
+        )
     yield from _recompute_conflicts(config)
     yield from _determinism_conflicts(config)
     if config.run.cuda_graph_impl != "none":

@@ -14,6 +14,7 @@ from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import RecomputeConfig
 from mcore_moe.config import moe_layers
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
+from mcore_parallel.layout import build_grids
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
     BatchConfig,
@@ -54,7 +55,7 @@ class Twin:
 
 
 def smallest_world(config: TrainConfig) -> int:
-    """Return the fewest ranks that the layout can have with two or more data ranks."""
+    """Return the fewest ranks of the layout with two or more data ranks and all instances."""
     parallel = config.parallelism
     dense = (
         parallel.tensor_model_parallel_size
@@ -67,7 +68,7 @@ def smallest_world(config: TrainConfig) -> int:
         * parallel.pipeline_model_parallel_size
     )
     instances = parallel.num_distributed_optimizer_instances
-    return lcm(dense * lcm(2, instances), expert)
+    return lcm(dense * lcm(2, instances), expert * instances)
 
 
 def build_twin(plan: Plan, max_ranks: int) -> Twin:
@@ -141,21 +142,58 @@ def _shrink_layout(
                 f"give --max-ranks {world}."
             )
         degrees[name] //= least
-    etp = parallel.expert_tensor_parallel_size
-    outside = world // degrees["pp"]
-    expert_tp = gcd(etp, outside) if etp not in (0, tp) else degrees["tp"] if etp else 0
-    ep = gcd(parallel.expert_model_parallel_size, outside // (expert_tp or degrees["tp"]))
-    return replace(
+    shrunk = replace(
         parallel,
         tensor_model_parallel_size=degrees["tp"],
         context_parallel_size=degrees["cp"],
         pipeline_model_parallel_size=degrees["pp"],
-        expert_tensor_parallel_size=expert_tp,
-        expert_model_parallel_size=ep,
-        num_distributed_optimizer_instances=gcd(
-            parallel.num_distributed_optimizer_instances, degrees["dp"] * degrees["cp"]
-        ),
-    ), world
+        nccl_communicator_config_path="",  # changes when numbers come, not which
+    )
+    return _shrink_experts(shrunk, parallel, world, world_size), world
+
+
+def _shrink_experts(
+    shrunk: ParallelConfig, before: ParallelConfig, world: int, world_size: int
+) -> ParallelConfig:
+    """Choose degrees of experts and optimizer instances that the smaller world has room for.
+
+    Where only one of the two can split, experts do. Under orders of ranks that do not end in
+    pp, only some degrees give dense and expert layers the same pipelines.
+    """
+    tp, outside = (
+        shrunk.tensor_model_parallel_size,
+        world // shrunk.pipeline_model_parallel_size,
+    )
+    given = before.expert_tensor_parallel_size
+    kept = tp if given == before.tensor_model_parallel_size else gcd(given, outside)
+    expert_tp = kept if given else 0
+    room = outside // (expert_tp or tp)
+    data_ranks = outside // tp
+    instances = gcd(before.num_distributed_optimizer_instances, data_ranks, room)
+    ep = before.expert_model_parallel_size
+    for wanted in (gcd(ep, room // instances), gcd(ep, room), *range(room, 1, -1)):
+        if room % wanted or (wanted == 1) != (ep == 1):
+            continue
+        fitting = replace(
+            shrunk,
+            expert_tensor_parallel_size=expert_tp,
+            expert_model_parallel_size=wanted,
+            num_distributed_optimizer_instances=gcd(instances, room // wanted),
+        )
+        if _is_layout(fitting, world):
+            return fitting
+    raise ValueError(
+        f"no layout of {world} ranks splits experts as this one does: give --max-ranks "
+        f"{world_size}."
+    )
+
+
+def _is_layout(parallel: ParallelConfig, world_size: int) -> bool:
+    try:
+        build_grids(parallel, world_size)
+    except ValueError:
+        return False
+    return True
 
 
 def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[int]]]:

@@ -5,7 +5,7 @@ tensor ranks, experts by expert ranks, vocabulary rows by both padding and tenso
 """
 
 from dataclasses import replace
-from math import lcm
+from math import gcd, lcm
 
 from mcore_models.config import TransformerConfig, num_kv_heads
 from mcore_moe.config import MoEConfig, moe_layers
@@ -32,7 +32,7 @@ def shrink_model(plan: Plan, parallel: ParallelConfig, num_layers: int) -> Trans
     # All-to-all context parallelism hands whole heads to context ranks.
     cp = parallel.context_parallel_size
     if (heads // old_tp) % before.context_parallel_size == 0:
-        per_group = lcm(per_group, lcm(cp, kept // tp or 1) // (kept // tp or 1))
+        per_group = lcm(per_group, tp * cp // gcd(tp * cp, kept))
     if groups >= old_tp and (groups // old_tp) % before.context_parallel_size == 0:
         kept = lcm(kept, tp * cp)
         per_group = min(2, heads // groups)

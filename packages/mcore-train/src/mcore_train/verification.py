@@ -176,7 +176,8 @@ def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Cert
     dtype = torch_dtype(plan.dtype)
     rows = rows_of(plan)
     saved_step = plan.train_iters - 1
-    exact_plan = _with_exact_router(plan)
+    exact_plan = _in_float64(plan)
+    plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
     exact = run_trial(exact_plan, ctx, rows, folder=folder, saved_step=saved_step)
     rounded = run_trial(replace(plan, train_iters=1), ctx, rows, dtype=dtype)
     is_first = ctx.global_rank == 0
@@ -202,10 +203,17 @@ def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Cert
     return certificate
 
 
-def _with_exact_router(plan: Plan) -> Plan:
-    """Let the router compute in float64 with the rest, whatever format it is given."""
+def _in_float64(plan: Plan) -> Plan:
+    """Let router and attention compute in float64 with the rest, whatever they are given."""
+    plan = _with_any_kernels(plan)
     experts = replace(plan.config.experts, moe_router_dtype="")
     return replace(plan, config=replace(plan.config, experts=experts))
+
+
+def _with_any_kernels(plan: Plan) -> Plan:
+    """Name no backend: those that have a name take neither float64 nor a CPU's tensors."""
+    kernels = replace(plan.config.kernels, attention_backend="auto")
+    return replace(plan, config=replace(plan.config, kernels=kernels))
 
 
 def _reread(exact: Trial, plan: Plan, single: ParallelContext, folder: Path) -> Line:
