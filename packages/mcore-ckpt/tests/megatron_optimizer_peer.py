@@ -5,7 +5,7 @@
 ``save`` trains three steps of each kind, saves into FOLDER and trains three more; ``load``
 begins with other weights, loads FOLDER and trains those three. The rows to train on are
 LOCAL/rows.safetensors; the losses go to LOCAL/VERB_KIND.json. Runs where megatron-core is
-installed, on the CPU: it asks for a GPU in many places, and ``_AsIfCuda`` answers.
+installed, on the CPU: it asks for a GPU in many places, and ``AsIfCuda`` answers.
 """
 
 import json
@@ -57,7 +57,7 @@ SCHEDULE = {
 }
 
 
-class _AsIfCuda(TorchFunctionMode):
+class AsIfCuda(TorchFunctionMode):
     """Makes on the CPU what is asked for on a GPU, and calls it what is expected."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -71,7 +71,7 @@ class _AsIfCuda(TorchFunctionMode):
         return found.replace("torch.", "torch.cuda.") if is_type else found
 
 
-class _Nothing:
+class Nothing:
     """A stream, an event: whatever is asked of it, nothing is done."""
 
     def __call__(self, *_, **__):
@@ -81,22 +81,17 @@ class _Nothing:
         return self
 
 
-def main() -> None:
-    """Start two ranks."""
-    verb, folder, local = sys.argv[1:]
-    mp.spawn(_rank, (verb, Path(folder), Path(local)), nprocs=2)
-
-
-def _rank(rank: int, verb: str, folder: Path, local: Path) -> None:
+def join(rank: int, world_size: int, meeting: Path) -> None:
+    """Meet the other ranks, and prepare megatron-core for a machine without a GPU."""
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.stream = lambda *_: nullcontext()
     for name in ("current_stream", "default_stream", "Stream", "Event", "empty_cache"):
-        setattr(torch.cuda, name, _Nothing())
-    rendezvous = f"file://{local.resolve() / ('meeting_' + verb)}"
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=rendezvous)
+        setattr(torch.cuda, name, Nothing())
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world_size, init_method=f"file://{meeting}"
+    )
     os.environ.setdefault("LOCAL_RANK", str(rank))
-    from megatron.core import parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -107,11 +102,23 @@ def _rank(rank: int, verb: str, folder: Path, local: Path) -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = (
         lambda self, parameter, tensors: set_state(self, parameter, {"step": None, **tensors})
     )
+
+
+def main() -> None:
+    """Start two ranks."""
+    verb, folder, local = sys.argv[1:]
+    mp.spawn(_rank, (verb, Path(folder), Path(local)), nprocs=2)
+
+
+def _rank(rank: int, verb: str, folder: Path, local: Path) -> None:
+    join(rank, 2, local.resolve() / f"meeting_{verb}")
+    from megatron.core import parallel_state
+
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     rows = load_file(local / "rows.safetensors")
     for kind in KINDS if verb == "save" else LOADED:
         torch.manual_seed(100 + rank if verb == "save" else 200 + rank)
-        with _AsIfCuda():
+        with AsIfCuda():
             losses = _train(kind, verb, folder / kind, rows)
         if rank == 0:
             (local / f"{verb}_{kind}.json").write_text(json.dumps(losses))
@@ -237,6 +244,7 @@ def _arguments() -> Namespace:
         vocab_size=VOCAB_SIZE,
         padded_vocab_size=VOCAB_SIZE,
         consumed_train_samples=SAVED * BATCH,
+        tensor_model_parallel_size=2,
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mcore_ckpt.config import LocalConfig
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.index import INDEX
 from mcore_ckpt.local_saving import LocalSaver
 from mcore_parallel.config import ParallelConfig
@@ -156,8 +157,25 @@ def save_copies_and_lose_a_host(folder):
     # Its pieces are still on the other's disk; without copies they would be gone.
     saver = LocalSaver(options, world)
     assert saver.latest() == 4
-    if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="of rank 0 is on another's disk"):
-            saver.load(state(0, rank))
+    shards = state(0, rank)
+    assert saver.load(shards) == {"iteration": 4}
+    assert_holds(shards, 40, rank)
+    # Both ranks save the next, and both have both again.
+    saver.save(6, state(60, rank), {"iteration": 6})
+    assert len(list(mine.glob(f"iter_0000006*/{INDEX}"))) == 2
+    shutil.rmtree(mine / f"iter_0000006_of_{rank:05d}")
+    third = LocalSaver(options, world)
+    assert third.load(shards) == {"iteration": 6}
+    assert_holds(shards, 60, rank)
+    # A copy that is damaged is told on all ranks, and nothing is filled by halves.
+    if rank == 0:
+        damaged = mine / "iter_0000006_of_00001" / "pieces.safetensors"
+        content = bytearray(damaged.read_bytes())
+        content[-1] ^= 1
+        damaged.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"pieces\.safetensors"):
+        LocalSaver(options, world).load(shards)
+    assert_holds(shards, 60, rank)
+    shutil.rmtree(mine)
     assert LocalSaver(config(folder), world).latest() is None
     ctx.destroy()

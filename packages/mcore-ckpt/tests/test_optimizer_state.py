@@ -1,9 +1,7 @@
 """An optimizer's state goes to Megatron's format and back; half of one is refused."""
 
-import json
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +12,11 @@ from mcore_ckpt.cli import main
 from mcore_ckpt.conversion import ConvertOptions, convert
 from mcore_ckpt.dcp import read_dcp_folder
 from mcore_ckpt.dcp_writing import write_dcp_folder
-from mcore_ckpt.files import Item, Reader
+from mcore_ckpt.files import Item
 from mcore_ckpt.index import read_index
 from mcore_ckpt.loading import read_tensor
-from mcore_ckpt.megatron_optimizer import state_items
-from mcore_ckpt.optimizer_state import OptimizerState
 from mcore_ckpt.saving import save
-from mcore_ckpt.streams import Source
-from mcore_ckpt.views import Turned
+from mcore_ckpt.targets import Wanted
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 
@@ -257,10 +252,10 @@ def another_shape(state):
 @pytest.mark.parametrize(
     ("change", "common", "message"),
     [
-        (no_moments, {}, "no optimizer state that can be converted"),
+        (no_moments, {}, "dp_zero_gather_scatter.*dist-ckpt-optim-fully-reshardable"),
         (no_moment_of_one, {}, "missing: decoder.final_layernorm.weight"),
         (no_main, {}, r"main is missing for blocks\.0\.attention\.proj\.weight"),
-        (another_main, {}, "main weight of decoder.final_layernorm.weight is not the weight"),
+        (another_main, {}, "main weight of decoder.final_layernorm.weight, rounded, is not"),
         (another_shape, {}, "is no flat form of its weight"),
         (
             lambda _: None,
@@ -340,28 +335,25 @@ def test_the_state_of_experts_comes_in_from_an_optimizer_of_their_own(tmp_path):
     report = convert("megatron", tmp_path / "there", "mcore", tmp_path / "ours", options)
     assert report.left_behind == 0
     assert_equal_bitwise(before, held(tmp_path / "ours" / "iter_0000007"))
+    for apart in (False, True):
+        options = ConvertOptions(optimizer=True, wanted=Wanted(experts_apart=apart))
+        back = tmp_path / f"back{apart}"
+        convert("mcore", tmp_path / "ours", "megatron", back, options)
+        convert("megatron", back, "mcore", tmp_path / f"again{apart}", WITH_STATE)
+        assert_equal_bitwise(before, held(tmp_path / f"again{apart}" / "iter_0000007"))
+        there = read_dcp_folder(back / "iter_0000007")
+        optimizer = there.read_object("common_state/shard_0_1")[0]["optimizer"]
+        owners = [optimizer[number] for number in (0, 1)] if apart else [optimizer]
+        groups = [group for owner in owners for group in owner["optimizer"]["param_groups"]]
+        wanted = [False, False, True, True] if apart else [False, False]
+        assert [group["is_expert_parallel"] for group in groups] == wanted
 
 
-def test_experts_state_is_not_written_for_megatron():
-    config = {**DESCRIPTION, "moe": MOE}
-    nothing = Turned([], Source(Reader(Path()), {}))
-    with pytest.raises(ValueError, match="of a model with experts cannot be written"):
-        state_items(megatron.table(config, PADDED), OptimizerState({}, {}), nothing)
-
-
-def test_buckets_are_refused_with_the_flag_that_helps(tmp_path, plain):
-    def buckets(state):
-        for name in [name for name in state if name.startswith("optimizer.")]:
-            del state[name]
-        at = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0"
-        state[f"{at}.exp_avg"] = torch.randn(11)
-
-    _, there = megatrons(tmp_path, plain, common_state(), buckets)
-    with pytest.raises(ValueError, match="--dist-ckpt-optim-fully-reshardable"):
-        convert("megatron", there, "mcore", tmp_path / "ours", WITH_STATE)
-    report = convert("megatron", there, "mcore", tmp_path / "ours")
-    assert report.left_behind == 1
-    assert json.loads((tmp_path / "ours" / "release" / "index.json").read_text())
+def test_experts_of_their_own_are_refused_where_there_are_none(tmp_path):
+    make_run(tmp_path / "run", state_of(half=True))
+    options = ConvertOptions(optimizer=True, wanted=Wanted(experts_apart=True))
+    with pytest.raises(ValueError, match="--experts-apart is about the optimizer's state"):
+        convert("mcore", tmp_path / "run", "megatron", tmp_path / "there", options)
 
 
 def test_old_files_are_refused_before_they_are_read(tmp_path):

@@ -67,6 +67,7 @@ def convert(
     transformer_impl: str = "transformer_engine",
     dcp_names: str = "mcore",
     optimizer: bool = False,
+    experts_apart: bool = False,
     verify: bool = True,
     check: bool = False,
 ) -> int:
@@ -88,6 +89,8 @@ def convert(
         dcp_names: Names in a directory of PyTorch's: mcore, hf or torchtitan.
         optimizer: Between mcore and megatron, take along the optimizer's state, how far the
             run is, its schedule and its place in the data, so that it goes on.
+        experts_apart: With --optimizer to megatron: the run there will have
+            --expert-model-parallel-size above 1, and so an optimizer of the experts' own.
         verify: Read the result back and compare it with the source, bit by bit.
         check: Compute logits of the source and of the result with transformers, on the CPU.
     """
@@ -106,6 +109,7 @@ def convert(
         dcp_names=dcp_names,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         transformer_impl=transformer_impl,
+        experts_apart=experts_apart,
     )
     options = ConvertOptions(
         dtype=dtype,

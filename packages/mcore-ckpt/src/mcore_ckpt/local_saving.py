@@ -3,8 +3,8 @@
 Each rank keeps what it holds on a disk of its own host, and copies of what ranks of other
 hosts hold, so that a job that lost a host goes on from minutes ago. The package decides which
 iteration is whole, who keeps whose copy and what is deleted; files are ours, an index and
-safetensors each, where its own manager would pickle. Nothing here reshards: that is what
-``save`` is for.
+safetensors each, where its own manager would pickle, and so is the way back of a copy, which
+the package sends through GPUs alone. Nothing here reshards: that is what ``save`` is for.
 
 Reference:
     https://nvidia.github.io/nvidia-resiliency-ext (local checkpointing)
@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_ckpt.agreement import agreed, gather_json
+from mcore_ckpt.agreement import agreed, gather_json, host_device
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.exchanging import Move, exchange
 from mcore_ckpt.files import DTYPES, Item, Reader, slabs_of, write_file
 from mcore_ckpt.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.paths import INDEX, is_complete, remove, write_durably
@@ -114,7 +115,8 @@ class LocalSaver:
     def load(self, shards: Mapping[str, Shard]) -> Mapping[str, Any]:
         """Fill this rank's pieces from the newest step, wherever its copy is.
 
-        A copy on another host travels to this rank through GPU memory, as the package has it.
+        A copy on another host travels to this rank in rounds of bounded size, over gloo where
+        the world has it.
 
         Args:
             shards: as they were saved: same ranks, same pieces.
@@ -124,24 +126,51 @@ class LocalSaver:
 
         Raises:
             ValueError: if there is none, or it was saved under another layout.
-            CheckpointError: if files are damaged, or a copy would have to travel without GPUs.
+            CheckpointError: if files are damaged.
         """
         newest = self.latest()
         if newest is None:
             raise ValueError(f"{self._files.folder} holds no local checkpoint of all ranks.")
-        has_own = is_complete(self._files.where(newest, self._world.rank))
-        told = gather_json(has_own, self._world)
-        if not all(told) and not torch.cuda.is_available():
-            raise CheckpointError(
-                f"the local checkpoint of rank {told.index(False)} is on another's disk, and "
-                "nvidia-resiliency-ext sends copies through GPUs alone: load the last "
-                "checkpoint of --save."
-            )
+        state = self._brought(newest)
         with agreed(self._world):
-            # Communicates if copies travel: the package's ranks then wait for each other.
-            state, _ = self._manager.load()
             state.fill(shards)
         return state.extra
+
+    def _brought(self, step: int) -> "_State":
+        """Read this rank's own, and send copies to the ranks that lost theirs."""
+        world = self._world
+        held = gather_json(self._files.owners(step), world)
+        # A copy travels only to an owner who has none, from the first who has one.
+        ranks = range(world.size)
+        keepers = [[rank for rank in ranks if owner in held[rank]] for owner in ranks]
+        givers = [owner if owner in keepers[owner] else keepers[owner][0] for owner in ranks]
+        with agreed(world):
+            owners = [owner for owner, giver in enumerate(givers) if giver == world.rank]
+            given = {owner: self._files.read(step, owner) for owner in owners}
+        hollow = {o: [s.keys, s.extra] for o, s in given.items() if o != world.rank}
+        told = {int(o): what for each in gather_json(hollow, world) for o, what in each.items()}
+        states = given | {
+            owner: _State.empty(*what) for owner, what in told.items() if owner not in given
+        }
+        tensors = {owner: list(state.tensors) for owner, state in states.items()}
+        moves = [
+            Move(givers[owner], owner, tensor.nbytes, (owner, number))
+            for owner in sorted(told)
+            for number, tensor in enumerate(tensors[owner])
+            if tensor.nbytes
+        ]
+        exchange(
+            moves,
+            lambda key: tensors[key[0]][key[1]],
+            lambda key, box: _put(box, tensors[key[0]][key[1]]),
+            world=world,
+            device=host_device(world),
+        )
+        return states[world.rank]
+
+
+def _put(box: Tensor, target: Tensor) -> None:
+    target.reshape(-1).view(torch.uint8).copy_(box)
 
 
 class _State:
@@ -158,6 +187,14 @@ class _State:
         self.extra = dict(extra)
         self.is_hollow = False
         self._tensors = list(tensors)
+
+    @classmethod
+    def empty(cls, keys: Sequence[Sequence[Any]], extra: Mapping[str, Any]) -> "_State":
+        """Make room for pieces that another rank tells of."""
+        ours = [(n, tuple(s), dtype, tuple(o), tuple(k)) for n, s, dtype, o, k in keys]
+        state = cls(ours, [], extra)
+        state.init_tensors()
+        return state
 
     @classmethod
     def of(cls, shards: Mapping[str, Shard], extra: Mapping[str, Any]) -> "_State":
@@ -219,6 +256,12 @@ class _Files:
         """List iteration, owner and folder of each, whole or not."""
         parts = [(path.name.split("_"), path) for path in self.folder.glob("iter_*_of_*")]
         return [(int(words[1]), int(words[3]), path) for words, path in parts]
+
+    def owners(self, iteration: int) -> list[int]:
+        """List whose pieces of an iteration are here, whole."""
+        return [
+            owner for step, owner, path in self.all() if step == iteration and is_complete(path)
+        ]
 
     def write(self, state: _State, iteration: int, rank: int) -> None:
         """Write one; a fault is kept for later, since the package's ranks wait for all."""

@@ -2,13 +2,13 @@
 
 Read are the forms that name each weight: ``fully_reshardable``, that of an optimizer that is
 not distributed, and the flat ranges of ``fully_sharded_model_space``, which megatron-core no
-longer writes. The others hold the memory of one layout, byte after byte without a name in it,
-and are refused. Written is ``fully_reshardable``.
+longer writes; and the memory of one layout, ``dp_reshardable``, through ``megatron_buckets``.
+Written is ``fully_reshardable``.
 """
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from mcore_ckpt.dcp import DcpFolder
 from mcore_ckpt.files import Item, Reader
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.megatron_buckets import has_buckets, read_buckets
 from mcore_ckpt.optimizer_state import (
     MAIN,
     MOMENTS,
@@ -24,12 +25,13 @@ from mcore_ckpt.optimizer_state import (
     Part,
     check_parts,
     has_state,
+    is_main,
     turned,
     wants_main,
 )
 from mcore_ckpt.pickles import Record
-from mcore_ckpt.rules import Link, Table, expand, match_theirs, unstacked
-from mcore_ckpt.streams import Rows, Source, compare_copy, row_groups, same_bits
+from mcore_ckpt.rules import Table, expand, match_theirs, unstacked
+from mcore_ckpt.streams import Rows, Source, compare_copy
 from mcore_ckpt.torch_files import FileTensor
 from mcore_ckpt.views import their_items
 from mcore_parallel.sharding import flat_boxes
@@ -38,6 +40,7 @@ _PREFIX = "optimizer.state."
 _NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<word>\w+)\.(?P<weight>.+)")
 """Older releases number the optimizers, experts have one of their own; names tell enough."""
 
+_GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.\w+\.optimizer/shard_.*")
 _MAIN_WORDS = ("param", "fp32_param")
 _SCHEDULE = {
     "max_lr": "max_lr",
@@ -86,32 +89,37 @@ def read_megatron(
             weights.
     """
     table = state_table(table)
-    parts, count = {}, 0
-    for kind in (MAIN, *MOMENTS):
-        named = _named(folder, kind)
-        if not named and kind != MAIN:
+    kinds = (MAIN, *MOMENTS)
+    if has_buckets(folder):
+        arguments = _arguments(common)
+        entries, count = read_buckets(folder, reader, table, weights[0], arguments)
+    else:
+        named = {kind: _named(folder, kind) for kind in kinds}
+        if not all(named[kind] for kind in MOMENTS):
             raise ValueError(_refusal(folder))
-        entries = _entries(folder, table, named)
-        parts[kind] = _part(kind, entries, reader, table, weights[0])
-        count += len(named)
+        entries = {kind: _entries(folder, table, named[kind]) for kind in kinds}
+        count = sum(map(len, named.values()))
+    parts = {kind: _part(kind, entries[kind], reader, table, weights[0]) for kind in kinds}
     check_parts(parts, weights[1])
     kept = {kind: part for kind, part in parts.items() if part.links}
-    return OptimizerState(kept, _progress(folder.path, common, common_file), count)
+    trees = [(common.get("optimizer"), common_file), *_objects(folder)]
+    return OptimizerState(kept, _progress(folder.path, common, trees), count)
 
 
 def _refusal(folder: DcpFolder) -> str:
-    buckets = any(".gbuf_idx_" in name for name in (*folder.tensors, *folder.objects))
-    what = (
-        "it is in buckets (dp_reshardable, dp_zero_gather_scatter), which have no names and "
-        "fit the layout alone that saved them. Load and save the run once in Megatron with "
-        "--dist-ckpt-optim-fully-reshardable"
-        if buckets
-        else "it was saved without, or in a form that names no weights"
-    )
     return (
-        f"{folder.path} holds no optimizer state that can be converted: {what}, or leave "
-        "--optimizer out to convert the weights."
+        f"{folder.path} holds no optimizer state that can be converted: it was saved without, "
+        "or in a form that names no weights (dp_zero_gather_scatter). Load and save the run "
+        "once in Megatron with --dist-ckpt-optim-fully-reshardable, or leave --optimizer out "
+        "to convert the weights."
     )
+
+
+def _objects(folder: DcpFolder) -> Iterator[tuple[Any, Path]]:
+    """Read what optimizers that differ from rank to rank keep beside their buckets."""
+    for name, place in folder.objects.items():
+        if _GROUPS.fullmatch(name):
+            yield folder.read_object(name), folder.path / place.file
 
 
 def _named(folder: DcpFolder, kind: str) -> dict[str, str]:
@@ -193,30 +201,32 @@ def _part(
             compare_copy(theirs, name, table.copies[name])
     if kind != MAIN:
         return turned(links, theirs)
-    # Weights of 32 bits are their own main weights here, and equal copies of them there.
     for link in links:
-        if not wants_main(weights.dtype(link.theirs)):
-            _check_own_main(link, theirs, weights)
+        if not is_main(theirs, weights, link.theirs):
+            raise ValueError(
+                f"the optimizer's main weight of {link.theirs}, rounded, is not the weight: "
+                "the state is of other weights, or in the wrong place (megatron-core 0.19 "
+                "displaces it with --dist-ckpt-optim-fully-reshardable where buckets are "
+                "padded, and warns of it). Save the run in Megatron without that flag, or "
+                "leave --optimizer out to convert the weights."
+            )
+    # Weights of 32 bits are their own main weights here, and equal copies of them there.
     return turned([k for k in links if wants_main(weights.dtype(k.theirs))], theirs)
 
 
-def _check_own_main(link: Link, mains: Rows, weights: Rows) -> None:
-    name = link.theirs
-    for rows in row_groups(weights.entries[name].shape):
-        if not same_bits(mains.rows(name, *rows), weights.rows(name, *rows)):
-            raise ValueError(
-                f"the optimizer's main weight of {name} is not the weight, though both are of "
-                "32 bits: which of the two the run goes on with cannot be told."
-            )
+def _arguments(common: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = common.get("args")
+    return found.fields() if isinstance(found, Record) else {}
 
 
-def _progress(step: Path, common: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Read how far a run is."""
-    arguments = common.get("args")
-    arguments = arguments.fields() if isinstance(arguments, Record) else {}
+def _progress(
+    step: Path, common: Mapping[str, Any], trees: Iterable[tuple[Any, Path]]
+) -> dict[str, Any]:
+    """Read how far a run is; the trees are optimizers' states, each with its file."""
+    arguments = _arguments(common)
     scheduler = common.get("opt_param_scheduler")
     scheduler = scheduler if isinstance(scheduler, Mapping) else {}
-    steps = set(_steps(common.get("optimizer"), file))
+    steps = {count for tree, file in trees for count in _steps(tree, file)}
     if len(steps) != 1:
         told = ", ".join(map(str, sorted(steps))) or "none"
         raise ValueError(
@@ -259,19 +269,38 @@ def _number(value: Any, file: Path) -> float:
         return float(struct.unpack(form, content.read(struct.calcsize(form)))[0])
 
 
-def to_common(progress: Mapping[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def to_common(
+    progress: Mapping[str, Any], arguments: dict[str, Any], *, experts_apart: bool = False
+) -> dict[str, Any]:
     """Write how far a run is as Megatron stores it.
 
     Args:
         progress: of an ``OptimizerState``.
         arguments: get the place in the data.
+        experts_apart: experts have an optimizer of their own: where a run of Megatron's
+            spreads them over ranks.
 
     Returns:
         Entries beside the arguments.
     """
     schedule = progress.get("schedule") or {}
-    recipe = progress.get("recipe") or {}
     arguments["consumed_train_samples"] = progress["consumed_train_samples"]
+    optimizer: dict[Any, Any] = _groups(progress, is_of_experts=False)
+    if experts_apart:
+        optimizer = {0: optimizer, 1: _groups(progress, is_of_experts=True)}
+    common: dict[str, Any] = {"iteration": progress["iteration"], "optimizer": optimizer}
+    if schedule:
+        common["opt_param_scheduler"] = {
+            **{word: schedule[ours] for ours, word in _SCHEDULE.items() if ours in schedule},
+            "num_steps": progress["schedule_samples"],
+        }
+    return common
+
+
+def _groups(progress: Mapping[str, Any], *, is_of_experts: bool) -> dict[Any, Any]:
+    """Write what an optimizer keeps once: weights that decay, and weights that do not."""
+    schedule = progress.get("schedule") or {}
+    recipe = progress.get("recipe") or {}
     group = {
         "lr": schedule.get("max_lr", 0.0),
         "max_lr": schedule.get("max_lr"),
@@ -282,24 +311,16 @@ def to_common(progress: Mapping[str, Any], arguments: dict[str, Any]) -> dict[st
         "step": progress["num_steps"],
         "bias_correction": True,
         "lr_mult": 1.0,
-        "is_expert_parallel": False,
+        "is_expert_parallel": is_of_experts,
         "is_decoupled_lr": False,
         "default_config": True,
     }
-    groups = [{**group, "wd_mult": wd_mult} for wd_mult in (1.0, 0.0)]
-    common: dict[str, Any] = {
-        "iteration": progress["iteration"],
+    return {
         "optimizer": {
-            "optimizer": {"param_groups": groups},
-            "param_state_sharding_type": "fully_reshardable",
+            "param_groups": [{**group, "wd_mult": wd_mult} for wd_mult in (1.0, 0.0)]
         },
+        "param_state_sharding_type": "fully_reshardable",
     }
-    if schedule:
-        common["opt_param_scheduler"] = {
-            **{word: schedule[ours] for ours, word in _SCHEDULE.items() if ours in schedule},
-            "num_steps": progress["schedule_samples"],
-        }
-    return common
 
 
 def state_items(table: Table, state: OptimizerState, weights: Rows) -> list[Item]:
@@ -311,16 +332,7 @@ def state_items(table: Table, state: OptimizerState, weights: Rows) -> list[Item
         table: of the weights.
         state: ours.
         weights: ours.
-
-    Raises:
-        ValueError: if the model has experts, whose state Megatron may keep in an optimizer of
-            its own.
     """
-    if table.num_experts:
-        raise ValueError(
-            "the optimizer's state of a model with experts cannot be written for Megatron, "
-            "which keeps theirs apart: leave --optimizer out to convert the weights."
-        )
     links = expand(state_table(table))
     items = []
     for kind in (MAIN, *MOMENTS):

@@ -13,7 +13,7 @@ from mcore_ckpt.files import DTYPES, Reader
 from mcore_ckpt.index import Index, TensorEntry
 from mcore_ckpt.planning import listed, name_problems
 from mcore_ckpt.rules import Link
-from mcore_ckpt.streams import Rows, Source
+from mcore_ckpt.streams import Rows, Source, row_groups, same_bits
 from mcore_ckpt.views import Turned
 
 MAIN = "main"
@@ -56,6 +56,15 @@ class OptimizerState:
 def wants_main(dtype: str) -> bool:
     """Whether a weight of a dtype has a main weight beside it: those of 16 bits and fewer."""
     return DTYPES[dtype].itemsize < 4
+
+
+def is_main(mains: Rows, weights: Rows, name: str) -> bool:
+    """Whether a main weight, rounded, is the weight, bit by bit."""
+    dtype = DTYPES[weights.dtype(name)]
+    return all(
+        same_bits(mains.rows(name, *rows).to(dtype), weights.rows(name, *rows))
+        for rows in row_groups(weights.entries[name].shape)
+    )
 
 
 def has_state(name: str) -> bool:

@@ -41,6 +41,9 @@ class Wanted:
     """Megatron's vocabulary is padded to a multiple of this."""
     transformer_impl: str = "transformer_engine"
     """Megatron's layers that will load it: ``local`` names one norm otherwise."""
+    experts_apart: bool = False
+    """Megatron will load it with experts over ranks (``--expert-model-parallel-size``), whose
+    optimizer then is one of their own."""
 
 
 def our_items(source: Opened) -> list[Item]:
@@ -135,6 +138,11 @@ def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -
         )
     padded = -(-source.description["vocab_size"] // multiple) * multiple
     table = megatron.table(source.description, padded, transformer_impl=wanted.transformer_impl)
+    if wanted.experts_apart and not (table.num_experts and source.state is not None):
+        raise ValueError(
+            "--experts-apart is about the optimizer's state of experts: leave it out, or give "
+            "--optimizer with a model that has experts."
+        )
     items = _items(table, source)
     step = RELEASE
     more: dict[str, Any] = {"iteration": 0}
@@ -142,7 +150,8 @@ def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -
     arguments["make_vocab_size_divisible_by"] = multiple
     if source.state is not None:
         items += state_items(table, source.state, source.ours)
-        more = to_common(source.state.progress, arguments)
+        apart = wanted.experts_apart
+        more = to_common(source.state.progress, arguments, experts_apart=apart)
         step = more["iteration"]
     common = {
         "args": Namespace(**arguments),
