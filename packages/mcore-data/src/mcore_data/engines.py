@@ -81,13 +81,30 @@ class ByteEngine:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
-def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
+class Reference(Protocol):
+    """What an engine is held to: a tokenizer, or one that encodes in another process."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; ``add_special_tokens`` keeps what the tokenizer adds around it."""
+        ...
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of many texts."""
+        ...
+
+
+def build_engine(
+    tokenizer: Tokenizer, name: EngineName = "auto", reference: Reference | None = None
+) -> Engine:
     """Choose the engine of a tokenizer.
 
     Args:
         tokenizer: what the ids must be equal to.
         name: ``auto`` takes the fastest that is installed, can do this tokenizer and passes
             the probes; any other name takes that one or fails.
+        reference: gives the tokenizer's ids; None asks the tokenizer itself.
 
     Raises:
         ValueError: if the named engine cannot do this tokenizer, or parts from it.
@@ -100,13 +117,13 @@ def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
     problem: Exception | None = None
     for candidate in ("words", "gigatoken") if name == "auto" else (name,):
         try:
-            engine = _build(tokenizer, candidate)
+            engine = _build(tokenizer, candidate, reference or tokenizer)
         except (ValueError, ImportError) as error:
             if name != "auto":
                 raise
             problem = error
             continue
-        probe = differing_probe(engine, tokenizer)
+        probe = differing_probe(engine, tokenizer, reference)
         if probe is None:
             return engine
         message = f"--engine {candidate} does not encode {probe!r} as the tokenizer does."
@@ -118,16 +135,19 @@ def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
     return ReferenceEngine(tokenizer)
 
 
-def differing_probe(engine: Engine, tokenizer: Tokenizer) -> str | None:
+def differing_probe(
+    engine: Engine, tokenizer: Tokenizer, reference: Reference | None = None
+) -> str | None:
     """First of the probes that engine and tokenizer encode differently, None if none."""
     probes = [*PROBES, *_special_probes(tokenizer)]
-    for text, ids in zip(probes, engine.encode(probes), strict=True):
-        if ids.tolist() != tokenizer.encode(text):
+    right = (reference or tokenizer).encode_batch(probes)
+    for text, ids, expected in zip(probes, engine.encode(probes), right, strict=True):
+        if ids.tolist() != expected:
             return text
     return None
 
 
-def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def special_ids(tokenizer: Reference) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer puts before and behind every text.
 
     Raises:
@@ -158,7 +178,7 @@ def _special_probes(tokenizer: Tokenizer) -> list[str]:
     return [f"a{name} b {name}\n{name}{name}." for name in names[:300]]
 
 
-def _build(tokenizer: Tokenizer, name: str) -> Any:
+def _build(tokenizer: Tokenizer, name: str, reference: Reference) -> Any:
     if name == "words" and isinstance(tokenizer, SentencePieceTokenizer):
         from mcore_data.sentencepiece_engine import SentencePieceEngine
 
@@ -169,4 +189,4 @@ def _build(tokenizer: Tokenizer, name: str) -> Any:
         return WordEngine(tokenizer)
     from mcore_data.gigatoken_engine import GigatokenEngine
 
-    return GigatokenEngine(tokenizer)
+    return GigatokenEngine(tokenizer, reference=reference)

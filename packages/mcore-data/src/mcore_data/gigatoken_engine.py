@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.engines import special_ids, surrounded
+from mcore_data.engines import Reference, special_ids, surrounded
 from mcore_data.hf_tokenizer import HFTokenizer
 from mcore_data.sentencepiece_tokenizer import SentencePieceTokenizer
 from mcore_data.tokenizer import Tokenizer
@@ -29,18 +29,24 @@ class GigatokenEngine:
             model is BPE with byte fallback.
         forget_after: characters after which words are learnt again, which bounds memory:
             new text takes some 250 bytes for a thousand characters.
+        reference: gives the tokenizer's ids; None asks the tokenizer itself.
 
     Raises:
         ImportError: if gigatoken is not installed.
         ValueError: if it cannot do this tokenizer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, forget_after: int = FORGET_AFTER) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        forget_after: int = FORGET_AFTER,
+        reference: Reference | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._forget_after = forget_after
         self._num_characters = 0
         self._core, self._literals = _open(tokenizer)
-        before, behind = special_ids(tokenizer)
+        before, behind = special_ids(reference or tokenizer)
         self._before = np.array(before, np.uint32)
         self._behind = np.array(behind, np.uint32)
         self.name = f"gigatoken {version('gigatoken')}"

@@ -1,6 +1,7 @@
 """A corpus to token datasets, whole or in parts; ``tokenizing.py`` does the work."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from mcore_data.blocks import BLOCK_BYTES, Source
@@ -49,10 +50,10 @@ def preprocess(
     sources = find_inputs(config.input, text_lines=config.text_lines)
     _check_keys(config, sources)
     make_folder(Path(config.output_prefix).parent, f"--output-prefix {config.output_prefix}")
-    tools = build_tools(config, tokenizer_config)
-    if config.partitions > 1:
-        return preprocess_parts(config, sources, tools, on_progress, block_bytes)
-    return preprocess_sources(config, sources, tools, on_progress, block_bytes)
+    with closing(build_tools(config, tokenizer_config)) as tools:
+        if config.partitions > 1:
+            return preprocess_parts(config, sources, tools, on_progress, block_bytes)
+        return preprocess_sources(config, sources, tools, on_progress, block_bytes)
 
 
 def _check_keys(config: PreprocessConfig, sources: Sequence[Source]) -> None:

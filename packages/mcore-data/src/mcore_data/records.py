@@ -28,6 +28,7 @@ Kind = Literal["lines", "text_lines", "text", "table"]
 Text = str | list[str]
 """One value of a record: a text, or its sentences one by one."""
 _LONG_LINE = 2000
+_HEAD_BYTES = 1 << 17
 
 
 class BadRecordError(ValueError):
@@ -145,7 +146,8 @@ def _parse_all(data: bytes, json_keys: Sequence[str]) -> list[list[Text]] | None
     loads, is_strict = _json_reader()
     if not is_strict and (b"\\ud" in data or b"\\uD" in data):
         return None
-    has_views = is_strict and data.count(b"\n") * _LONG_LINE < len(data)
+    head = min(len(data), _HEAD_BYTES)
+    has_views = is_strict and data.count(b"\n", 0, head) * _LONG_LINE < head
     lines = _views_of_lines(data) if has_views else _split_lines(data)
     try:
         if len(json_keys) == 1:

@@ -24,11 +24,12 @@ from mcore_data.journal import Journal, open_journal, write_journal
 from mcore_data.manifest import manifest_path, write_manifest
 from mcore_data.outputs import naming_full_disks, only_writer, refuse_finished
 from mcore_data.records import BadRecordError
+from mcore_data.reference_process import ReferenceProcess
 from mcore_data.sentences import Splitter, build_splitter
 from mcore_data.sources import count_lines, digest, fingerprint, read_blocks
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_data.verification import SAMPLE_SHARE, Verifier
-from mcore_data.workers import encode_all
+from mcore_data.workers import START_METHOD, encode_all
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +87,18 @@ class Tools:
         tokenizer: the reference.
         encoder: what workers run.
         splitter: of sentences; None leaves texts whole.
+        reference: the process in which the tokenizer encodes; None if it does so here.
     """
 
     tokenizer: Tokenizer
     encoder: Encoder
     splitter: Splitter | None
+    reference: ReferenceProcess | None = None
+
+    def close(self) -> None:
+        """End the process of the reference."""
+        if self.reference:
+            self.reference.close()
 
 
 def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tools:
@@ -101,8 +109,12 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
             f"--append-eod: {tokenizer_config.tokenizer_type} knows no end-of-document token. "
             "Add it to the tokenizer's files as eos_token."
         )
-    engine = build_engine(tokenizer, config.engine)
+    reference = _reference_beside(config, tokenizer)
+    engine = build_engine(tokenizer, config.engine, reference)
+    if config.verify == "full" or engine.name == "reference":
+        tokenizer.encode("")  # opened here, each worker need not
     verifies = config.verify != "off" and engine.name != "reference"
+    verifier = Verifier(reference or tokenizer, config.verify, engine.name)
     splitter = None
     if config.split_sentences:
         splitter = build_splitter(
@@ -110,13 +122,25 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
         )
     encoder = Encoder(
         engine=engine,
-        verifier=Verifier(tokenizer, config.verify, engine.name) if verifies else None,
+        verifier=verifier if verifies else None,
         json_keys=config.json_keys,
         dtype=token_dtype(tokenizer.vocab_size),
         eod=tokenizer.eod if config.append_eod else None,
         split=splitter.split if splitter else None,
     )
-    return Tools(tokenizer, encoder, splitter)
+    return Tools(tokenizer, encoder, splitter, reference)
+
+
+def _reference_beside(
+    config: PreprocessConfig, tokenizer: Tokenizer
+) -> ReferenceProcess | None:
+    """A process for the tokenizer, if it takes long to open and is asked for little."""
+    asks_little = config.engine != "reference" and config.verify != "full"
+    opens_late = getattr(tokenizer, "opens_late", False)
+    if not (asks_little and opens_late and config.workers > 1 and START_METHOD == "fork"):
+        return None
+    tokenizer.fingerprint()  # what both need of it is there before the fork
+    return ReferenceProcess(tokenizer)
 
 
 def preprocess_sources(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.tokenizer import Tokenizer
+from mcore_data.engines import Reference
 
 SAMPLE_SHARE = 1 / 1024
 LONGEST_SAMPLED = 1 << 20
@@ -41,12 +41,12 @@ class Verifier:
     """Encodes texts by the reference and compares.
 
     Attributes:
-        reference: the tokenizer.
+        reference: the tokenizer, here or in another process.
         mode: ``full``, ``sample`` or ``off``.
         engine: name of what is checked, for the message.
     """
 
-    reference: Tokenizer
+    reference: Reference
     mode: Literal["full", "sample", "off"]
     engine: str
 
@@ -70,7 +70,7 @@ class Verifier:
             EngineDifferenceError: at the first difference.
         """
         chosen = self._choose(texts, seed)
-        again = self.reference.encode_batch([texts[i] for i in chosen])
+        again = self.reference.encode_batch([texts[i] for i in chosen]) if chosen else []
         for i, expected in zip(chosen, again, strict=True):
             if len(expected) != len(encoded[i]) or encoded[i].tolist() != expected:
                 raise EngineDifferenceError(

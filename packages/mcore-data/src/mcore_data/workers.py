@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from mmap import mmap
 from multiprocessing import get_context
@@ -26,6 +26,7 @@ from mcore_data.encoding import EncodedBlock, Encoder
 
 Task = tuple[int, Block]
 """A source's number and a block of it."""
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 _AHEAD = 2
 _SLOTS = 4
 _SLOT_BYTES_PER_BYTE = 5
@@ -48,7 +49,7 @@ def encode_all(
     *,
     num_workers: int,
     block_bytes: int,
-    start_method: str = "fork" if sys.platform == "linux" else "spawn",
+    start_method: str = START_METHOD,
 ) -> Generator[tuple[Task, EncodedBlock], None, None]:
     """Encode blocks in worker processes, in order; at most four for each are in memory.
 
@@ -79,6 +80,16 @@ def encode_all(
             worker.process.terminate()
         for worker in workers:
             worker.process.join()
+
+
+def started(context: Any, work: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """Start a process that ends with this one, and return it."""
+    process = context.Process(target=work, args=arguments, daemon=True)
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; the child runs nothing but its work.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    return process
 
 
 def _schedule(
@@ -142,13 +153,7 @@ def _start(
         slots = [mmap(-1, slot_bytes) for _ in range(_SLOTS)] if slot_bytes else []
         # A forked child holds the ends of the others too; open, they would hide our death.
         inherited = [worker.pipe for worker in workers] + [ours] if slot_bytes else []
-        process = context.Process(  # pyrefly: ignore
-            target=_work, args=(encoder, theirs, slots, inherited), daemon=True
-        )
-        with warnings.catch_warnings():
-            # Python 3.12 warns of forks beside threads; the child runs nothing but `_work`.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
+        process = started(context, _work, (encoder, theirs, slots, inherited))
         theirs.close()
         workers.append(_Worker(process, ours, slots))
     return workers
