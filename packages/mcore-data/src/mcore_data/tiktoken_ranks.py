@@ -118,8 +118,8 @@ class _Parts:
 
     def build(self) -> tokenizers.Tokenizer:
         """Build the tokenizer, with a look at all that was only reckoned before."""
-        unions = list(map(self.ranks.get, map("".join, self.merges)))
-        assert None not in unions, "hashes collide"
+        unions = [self.ranks.get("".join(merge), -1) for merge in self.merges]
+        assert -1 not in unions, "hashes collide"
         assert unions == sorted(unions), "hashes collide"
         core = _tokenizer(self.vocab, self.merges, list(self.special_ids), self.pattern)
         added = {token.content: i for i, token in core.get_added_tokens_decoder().items()}
