@@ -122,12 +122,12 @@ class _ColumnParallel(torch.autograd.Function):
         grad_x = multiply_rows(grad, weight) if needs_x else None
         if makes_weight and sequence_parallel:
             x = wait(x)
-        if grad_x is not None:  # runs under the weight's product
+        if grad_x is not None and axis.size > 1:  # runs under the weight's product
             reduce = start_reduce_scatter if sequence_parallel else start_all_reduce
             grad_x = reduce(grad_x, axis)
         grad_weight = _weight_gradient(ctx.parameter, grad, x) if makes_weight else None
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        if grad_x is not None:
+        if grad_x is not None and axis.size > 1:
             grad_x = wait(grad_x)
         return grad_x, grad_weight, grad_bias, None, None, None
 
