@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mcore_data import object_store
+from mcore_data.cli import main
 from mcore_data.gpt import GPTDataset
 from mcore_data.index_format import CorruptDatasetError
 from mcore_data.indexed import IndexedDataset
@@ -52,6 +53,14 @@ def test_a_missing_or_cut_file_of_a_store_is_named(stored, tmp_path):
     system.pipe_file(f"{path}.bin", system.cat_file(f"{path}.bin")[:-2])
     with pytest.raises(CorruptDatasetError, match="does not match"):
         IndexedDataset(stored[1], cache_path=tmp_path)
+
+
+def test_a_pair_in_a_store_is_looked_at_where_it_is(stored, tmp_path, capsys):
+    cache = ["--object-storage-cache-path", str(tmp_path / "cache")]
+    assert main(["inspect", stored[1], *cache]) == 0
+    remote = capsys.readouterr().out
+    assert main(["inspect", str(stored[0])]) == 0
+    assert remote == capsys.readouterr().out
 
 
 def test_a_store_without_fsspec_names_the_extra(monkeypatch, tmp_path):

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
+from mcore_data.engines import build_engine
+from mcore_data.multimodal_tokenizer import TAGS
 from mcore_data.tokenizer import load_tokenizer
 
 BERT_VOCAB = [
@@ -65,7 +67,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.fixture(
-    params=["HuggingFaceTokenizer", "SFTTokenizer", "GPT2BPETokenizer",
+    params=["HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer",
             "BertWordPieceLowerCase",
             "BertWordPieceCase", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
             "Llama2Tokenizer", "TikTokenizer", "NullTokenizer", "ByteTokenizer"]
@@ -75,6 +77,7 @@ def any_tokenizer(request, bpe_folder, gpt2_files, sentencepiece_model, bert_voc
         "TikTokenizer": {"tokenizer_model": ranks},
         "HuggingFaceTokenizer": {"tokenizer_model": bpe_folder},
         "SFTTokenizer": {"tokenizer_model": bpe_folder},
+        "MultimodalTokenizer": {"tokenizer_model": bpe_folder, "image_tag_type": "nvlm"},
         "GPT2BPETokenizer": {
             "vocab_file": gpt2_files / "vocab.json",
             "merge_file": gpt2_files / "merges.txt",
@@ -242,6 +245,38 @@ def test_missing_or_foreign_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is no tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_an_image_is_one_token_with_tags_around_it(bpe_folder):
+    plain = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=bpe_folder)
+    bare = load_tokenizer("MultimodalTokenizer", tokenizer_model=bpe_folder)
+    assert (plain.token_id("<image>"), bare.token_id("<image>")) == (None, plain.vocab_size)
+    for kind, (before, behind) in TAGS.items():
+        tokenizer = load_tokenizer(
+            "MultimodalTokenizer", tokenizer_model=bpe_folder, image_tag_type=kind
+        )
+        assert tokenizer.encode("in <image><image> the") == bare.encode(
+            f"in {before}<image>{behind}{before}<image>{behind} the"
+        )
+        assert tokenizer.encode("in the") == plain.encode("in the")
+        assert build_engine(tokenizer).encode(["<image>"])[0].tolist() == tokenizer.encode(
+            "<image>"
+        )
+        assert (tokenizer.fingerprint() == bare.fingerprint()) == (not kind)
+    with pytest.raises(ValueError, match="needs the token <image>"):
+        load_tokenizer(
+            "MultimodalTokenizer",
+            tokenizer_model=bpe_folder,
+            image_tag_type="nvlm",
+            tokenizer_special_tokens=["<|picture|>"],
+        )
+    with pytest.raises(ValueError, match="--image-tag-type nvlm has no effect"):
+        load_tokenizer("ByteTokenizer", image_tag_type="nvlm")
+
+
+def test_numbers_are_read_by_the_multimodal_null_tokenizer_too():
+    tokenizer = load_tokenizer("NullMultimodalTokenizer", vocab_size=9)
+    assert (tokenizer.encode("3 8"), tokenizer.eod) == ([3, 8], 9)
 
 
 def test_null_tokenizer_refuses_words_and_foreign_ids():

@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f" Did you mean {near[0]}?" if near else ""
         return _fail(f"there is no command {name}.{meant}", code=2)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("mcore_data").setLevel(logging.INFO)  # and of others what warns
     try:
         return _call(COMMANDS[name][1], name, rest)
     except (ValueError, FileNotFoundError, ImportError) as error:
@@ -134,13 +135,19 @@ def merge(input: Path, output_prefix: str, overwrite: bool = False) -> int:
     return 0
 
 
-def inspect(prefix: Prefix, tokenizer: str = "", samples: int = 2) -> int:
+def inspect(
+    prefix: Prefix,
+    tokenizer: str = "",
+    samples: int = 2,
+    object_storage_cache_path: str = "",
+) -> int:
     """Print what a .bin/.idx pair holds, and how long its sequences are.
 
     Args:
         prefix: the pair, without .bin or .idx.
         tokenizer: folder or file of the tokenizer, to print the text of some sequences.
         samples: sequences to print.
+        object_storage_cache_path: local folder for the index of a pair in an object store.
     """
     from dataclasses import asdict
 
@@ -149,10 +156,10 @@ def inspect(prefix: Prefix, tokenizer: str = "", samples: int = 2) -> int:
     from mcore_data.tokenizer import load_tokenizer
 
     coder = load_tokenizer(tokenizer) if tokenizer else None
-    dataset = IndexedDataset(prefix)
+    dataset = IndexedDataset(prefix, cache_path=object_storage_cache_path)
     for name, value in asdict(summarize(dataset)).items():
         print(f"{name.replace('_', ' '):>14}: {value}")
-    print(f"{'checks':>14}: {look_over(prefix)}")
+    print(f"{'checks':>14}: {look_over(prefix, cache_path=object_storage_cache_path)}")
     print("\nsequences by length in tokens")
     print("\n".join(length_histogram(dataset)))
     for number in range(min(samples, len(dataset))):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mcore_data.engines import Reference, special_ids, surrounded
 from mcore_data.hf_tokenizer import HFTokenizer
+from mcore_data.multimodal_tokenizer import MultimodalTokenizer
 from mcore_data.sentencepiece_tokenizer import SentencePieceTokenizer
 from mcore_data.tokenizer import Tokenizer
 
@@ -81,6 +82,11 @@ def _open(tokenizer: Tokenizer) -> tuple[Any, list[str]]:
         raise ImportError(
             "--engine gigatoken needs the extra: pip install 'mcore-data[fast]'."
         ) from None
+    if isinstance(tokenizer, MultimodalTokenizer) and tokenizer.image_tag_type:
+        raise ValueError(
+            f"--engine gigatoken puts no tags around images (--image-tag-type "
+            f"{tokenizer.image_tag_type}). Use --engine reference."
+        )
     try:
         if isinstance(tokenizer, HFTokenizer):
             return gigatoken.Tokenizer.from_json(tokenizer.text).backend, []

@@ -8,6 +8,7 @@ import numpy as np
 from mcore_data.index_format import CorruptDatasetError, bin_path, idx_path
 from mcore_data.indexed import IndexedDataset
 from mcore_data.manifest import check_files, has_files, read_manifest
+from mcore_data.object_store import is_remote
 
 _BARS = 12
 _WIDTH = 40
@@ -84,14 +85,18 @@ def find_pairs(folder: str | Path) -> list[str]:
     return [str(stem) for stem in sorted(stems)]
 
 
-def look_over(prefix: str | Path) -> str:
+def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
     """Say what is sound about a pair as far as its index and manifest tell; reads no token.
+
+    Args:
+        prefix: of the pair.
+        cache_path: local folder for the index of a pair in an object store.
 
     Raises:
         FileNotFoundError: if a file is missing.
         CorruptDatasetError: if the index is damaged or does not fit the ``.bin``.
     """
-    IndexedDataset(prefix)
+    IndexedDataset(prefix, cache_path=cache_path)
     facts = read_manifest(prefix)
     fits = "index, pointers and sizes fit"
     if not facts:
@@ -113,8 +118,10 @@ def verify_pair(prefix: str | Path) -> str:
     Raises:
         FileNotFoundError: if a file is missing.
         CorruptDatasetError: if anything does not fit.
-        ValueError: if a token is negative.
+        ValueError: if a token is negative, or the pair is in an object store.
     """
+    if is_remote(str(prefix)):
+        raise ValueError(f"{prefix}: every byte is read. Copy the pair to this machine first.")
     dataset = IndexedDataset(prefix)
     facts = read_manifest(prefix)
     largest = largest_token(dataset)

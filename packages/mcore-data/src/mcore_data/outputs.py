@@ -27,8 +27,13 @@ def make_folder(folder: Path, flag: str) -> None:
         flag: what names it, with its value, for the error.
 
     Raises:
-        ValueError: if it cannot be made or takes none, with the reason.
+        ValueError: if it cannot be made or takes none, with the reason, or is a URL.
     """
+    if "://" in flag:
+        raise ValueError(
+            f"{flag}: outputs are local files. Name a place on this machine, and copy .bin "
+            "and .idx to the store once they are whole; from there they are read as they are."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -75,6 +75,7 @@ def load_tokenizer(
     vocab_size: int = 0,
     vocab_extra_ids: int = 0,
     tokenizer_special_tokens: Sequence[str] = (),
+    image_tag_type: str = "",
 ) -> Tokenizer:
     """Open a tokenizer from a folder or file, or by Megatron's type name.
 
@@ -87,6 +88,7 @@ def load_tokenizer(
         vocab_size: true vocabulary of NullTokenizer, without its end-of-document id.
         vocab_extra_ids: sentinels ``<extra_id_0>``... to add.
         tokenizer_special_tokens: further special tokens to add.
+        image_tag_type: tags that MultimodalTokenizer puts around images.
 
     Raises:
         ValueError: if the type is unknown, or a file it needs was not given.
@@ -104,6 +106,7 @@ def load_tokenizer(
                 vocab_size=vocab_size,
                 vocab_extra_ids=vocab_extra_ids,
                 tokenizer_special_tokens=tuple(tokenizer_special_tokens),
+                image_tag_type=image_tag_type,  # pyrefly: ignore
             )
         )
     path = Path(name)
@@ -118,12 +121,14 @@ def load_tokenizer(
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that a config names; errors as ``load_tokenizer``."""
     kind = config.tokenizer_type
-    if kind in ("NullTokenizer", "ByteTokenizer"):
+    if kind in ("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer"):
         return _build_plain(config)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         return _build_sentencepiece(config)
     if kind == "TikTokenizer":
         return _build_tiktoken(config)
+    if kind == "MultimodalTokenizer":
+        return _build_multimodal(config)
     if kind in TOKENIZER_TYPES:
         return _build_hf(config)
     raise ValueError(
@@ -159,6 +164,14 @@ def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
         vocab_size=config.vocab_size,
         special_tokens=_extra_tokens(config),
     )
+
+
+def _build_multimodal(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.multimodal_tokenizer import IMAGE, MultimodalTokenizer
+
+    source = _needed_file(config, "tokenizer_model", may_be_folder=True)
+    special_tokens = _extra_tokens(config) or [IMAGE]
+    return MultimodalTokenizer.open(source, special_tokens, config.image_tag_type)
 
 
 def _build_hf(config: TokenizerConfig) -> Tokenizer:
