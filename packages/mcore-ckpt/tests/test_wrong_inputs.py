@@ -235,6 +235,19 @@ WRONG = {
         2,
         "holds neither .metadata nor mp_rank_00",
     ),
+    "another format where ours is wanted": (
+        None,
+        "convert mcore-to-dcp --input hf --output out",
+        2,
+        "hf is a checkpoint in the format hf, and one of mcore is wanted",
+    ),
+    "another format to verify": (None, "verify hf", 2, "convert hf-to-mcore makes one of it"),
+    "another format to average": (
+        None,
+        "average hf mcore --output out",
+        2,
+        "hf is a checkpoint in the format hf",
+    ),
     "a file without its index": (
         delete("mcore/release/index.json"),
         "convert mcore-to-hf --input mcore --output out",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import num_tokens
+from mcore_ckpt.inspection import native_step
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import RELEASE, commit, fresh_step
 from mcore_ckpt.proving import proven, proven_native
@@ -142,6 +143,8 @@ def convert(
     output = places[1][1]
     if not is_store(output):
         _check_place(Path(source), output)
+    if source_format == "mcore":
+        native_step(source)  # Says which format it is in, if it is in another.
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:

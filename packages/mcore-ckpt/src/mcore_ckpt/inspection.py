@@ -64,6 +64,21 @@ def format_of(folder: str | Path) -> tuple[str, Path]:
     return "mcore", resolve_folder(path)
 
 
+def native_step(folder: str | Path) -> Path:
+    """Find the step of ours that a folder names.
+
+    Raises:
+        ValueError: if there is none; says so where it is a checkpoint of another format.
+    """
+    form, step = format_of(folder)
+    if form != "mcore":
+        raise ValueError(
+            f"{step} is a checkpoint in the format {form}, and one of mcore is wanted: "
+            f"mcore-ckpt convert {form}-to-mcore makes one of it; inspect takes any."
+        )
+    return step
+
+
 def contents(folder: str | Path) -> Contents:
     """List what a checkpoint of any format holds.
 
@@ -173,7 +188,7 @@ def check(folder: str | Path) -> tuple[Path, int, int]:
         CheckpointError: naming the first tensor that is damaged.
         ValueError: if there is no checkpoint.
     """
-    step = resolve_folder(folder)
+    step = native_step(folder)
     index = read_index(step)
     with Reader(step) as reader:
         source = Source(reader, index.tensors)

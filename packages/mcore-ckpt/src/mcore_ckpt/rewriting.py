@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_ckpt.files import DTYPES, Item, Reader, write_file
 from mcore_ckpt.hf_saving import HF_INDEX
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.inspection import native_step
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import (
     INDEX,
@@ -25,7 +26,6 @@ from mcore_ckpt.paths import (
     commit,
     copy_durably,
     fresh_step,
-    resolve_folder,
 )
 from mcore_ckpt.planning import listed, name_problems
 from mcore_ckpt.streams import Source, read_ahead, row_groups, slabs
@@ -74,7 +74,7 @@ def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Pa
     """
     if num_files < 1:
         raise ValueError(f"--num-files {num_files} must be 1 or more.")
-    step = resolve_folder(source)
+    step = native_step(source)
     index = read_index(step)
     number = _step_of(step)
     with Reader(step) as reader, FolderLock(output), ThreadPoolExecutor(1) as reading:
@@ -110,7 +110,7 @@ def average(sources: Sequence[str | Path], output: str | Path) -> Path:
     """
     if len(sources) < 2:
         raise ValueError(f"{len(sources)} checkpoints cannot be averaged: give two or more.")
-    steps = [resolve_folder(source) for source in sources]
+    steps = [native_step(source) for source in sources]
     indices = [read_index(step) for step in steps]
     weights = [
         {n: e for n, e in index.tensors.items() if n.startswith("model.")} for index in indices
