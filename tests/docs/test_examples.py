@@ -48,6 +48,23 @@ def test_the_simple_loop_trains_and_resumes_on_one_rank_and_two(layout):
     assert answers[0][-1] < answers[0][0]
 
 
+def run_own_model():
+    """Run the README's model of one's own on this rank; return its losses."""
+    place = ROOT / "packages/mcore-parallel/README.md"
+    heading = "## A model of one's own"
+    code = place.read_text().split(heading)[1].split("```python\n")[1].split("```")[0]
+    names = {"__name__": "own_model"}
+    exec(compile(code, f"{place} {heading}", "exec"), names)
+    return names["losses"]
+
+
+def test_a_model_of_ones_own_has_the_same_losses_over_tensor_pipeline_and_data_ranks():
+    single = run_own_model()
+    assert single[-1] < single[0]
+    for losses in run_ranks(run_own_model, 8):
+        assert losses == pytest.approx(single, rel=1e-5)
+
+
 def told_by(script, **variables):
     """Run a script that shows what it would start."""
     env = {"PATH": os.environ["PATH"], "LAUNCH": "echo", **variables}

@@ -6,6 +6,7 @@ and row slices, key/value rows that a block of tensor ranks repeats, a padded ta
 """
 
 import zlib
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -25,7 +26,7 @@ from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.grads import clip_coefficient
 from mcore_parallel.linear import ColumnParallelLinear
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.sharding import Layout, Part, named_shards, sliced, whole
+from mcore_parallel.sharding import Layout, Part, named_shards, replicated, sliced, whole
 from mcore_parallel.testing import gather_logical, run_ranks
 from mcore_parallel.zero import ShardedAdamW
 
@@ -440,6 +441,37 @@ def test_models_that_cannot_be_wrapped_are_refused():
     wrap(model).remove_hooks()
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+
+
+def wrap_plain_modules():
+    """What is refused under two tensor ranks, and the gradient norms of what is declared."""
+    ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
+    refused, norms = "", []
+    try:
+        DataParallel([nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))], ctx, PLAIN)
+    except ValueError as error:
+        refused = str(error)
+    tokens = torch.ones(4, 2)
+    for partial in (False, True):
+        model = replicated(nn.Sequential(nn.Linear(2, 3)), ctx.tp, partial=partial)
+        model = deepcopy(model)
+        data_parallel = DataParallel([model], ctx, PLAIN)
+        optimizer = ShardedAdamW(data_parallel, AdamConfig())
+        model(own_slice(tokens, ctx.tp) if partial else tokens).sum().backward()
+        data_parallel.finish()
+        norms.append(optimizer.grad_norm().item())
+    ctx.destroy()
+    return refused, norms
+
+
+def test_plain_modules_under_tensor_ranks_say_who_holds_them_and_count_once():
+    model = nn.Linear(2, 3)
+    model(torch.ones(4, 2)).sum().backward()
+    alone = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
+    for refused, norms in run_ranks(wrap_plain_modules, 2):
+        assert refused.startswith("0.weight and 3 more: nothing says how 2 tensor ranks share")
+        assert "mcore_parallel.replicated(module, ctx.tp)" in refused
+        assert norms == pytest.approx([alone, alone])
 
 
 def test_frozen_parameters_stay_out_of_the_buckets():

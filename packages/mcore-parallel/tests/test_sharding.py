@@ -19,8 +19,10 @@ from mcore_parallel.sharding import (
     flat_shards,
     named_parameters,
     named_shards,
+    replicated,
     shards_of,
     sliced,
+    undeclared_parameters,
     whole,
 )
 
@@ -249,3 +251,18 @@ def test_tensors_and_names_that_contradict_are_refused():
     with pytest.raises(ValueError, match="w has shape"):
         shards_of([(named, torch.zeros(2, 2)), (other, torch.zeros(3))])
     assert Shard((2,), torch.float32, ()).is_owner
+
+
+def test_a_plain_module_is_declared_as_whole_and_layers_keep_their_own_layouts():
+    tp = fake_axis(2, 1)
+    split = ColumnParallelLinear(4, 6, axis=tp)
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "split": split})
+    assert undeclared_parameters(model) == ["norm.weight", "norm.bias"]
+    assert replicated(model, tp, partial=True) is model
+    assert undeclared_parameters(model) == []
+    found = {named.name: named.layout.parts[0] for named in named_parameters(model)}
+    assert found["norm.bias"].shape == (4,)
+    assert found["norm.bias"].replicas == found["norm.bias"].partial == tp
+    assert found["split.weight"].shape == (6, 4)
+    assert found["split.weight"].lengths == (3, 4)
+    assert not named_shards(model)["norm.weight"].is_owner

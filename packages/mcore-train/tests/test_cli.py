@@ -71,6 +71,31 @@ def test_a_schedule_is_drawn_as_text_and_as_a_picture(capsys, tmp_path):
     assert picture.read_text().startswith("<svg")
 
 
+def test_a_stage_takes_as_long_as_it_has_layers_and_megatrons_names_are_known(capsys):
+    words = ["--pipeline-model-parallel-size", "2", "--microbatches", "2", "--num-layers", "4"]
+    drawn = []
+    for layout in ("Ett|ttL", "Et|tttL"):
+        layout_words = ["--pipeline-model-parallel-layout", layout]
+        assert main(["schedule", "show", *words, *layout_words]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert "bubble 50.0%" in drawn[0]
+    assert "bubble 16.7%" in drawn[1]  # the second rank works 18 of 21
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--layers", "4", "--pipeline-model-parallel-layout", "Et|ttL"], "holds 3 layers t"),
+        (["--pipeline-model-parallel-layout", "Et|ttL"], "say how many, by --layers"),
+        (["--layers", "3"], "--num-layers 3 cannot be split"),
+        (["--output", "absent/x.svg"], "--output absent/x.svg cannot be written: No such file"),
+    ],
+)
+def test_a_schedule_that_cannot_be_drawn_says_what_to_change(capsys, words, told):
+    assert main(["schedule", "show", "--ranks", "2", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_schedule_that_does_not_fit_is_refused(capsys):
     words = [
         "--ranks",

@@ -65,6 +65,7 @@ _ROOMS: dict[str, str] = {
     "reduce_from": "collectives",
     "reduce_scatter": "collectives",
     "reduce_scatter_to": "collectives",
+    "replicated": "sharding",
     "ring_attention": "ring",
     "run_command": "testing",
     "run_ranks": "testing",

@@ -24,7 +24,13 @@ from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.gathering import ParameterGathering
 from mcore_parallel.grads import sum_partial_gradients, sum_tied_gradients
 from mcore_parallel.mesh import Axis, ParallelContext
-from mcore_parallel.sharding import NamedParameter, Shard, flat_shards, named_parameters
+from mcore_parallel.sharding import (
+    NamedParameter,
+    Shard,
+    flat_shards,
+    named_parameters,
+    undeclared_parameters,
+)
 
 
 class DataParallel:
@@ -50,8 +56,10 @@ class DataParallel:
             config: sharding, overlap, bucket size, dtype.
 
         Raises:
-            ValueError: if nothing is trainable, or a parameter already has a main gradient.
+            ValueError: if nothing is trainable, a parameter already has a main gradient, or,
+                with tensor ranks, a module does not say how they share its parameters.
         """
+        _check_declared(chunks, ctx.tp)
         self.ctx = ctx
         self.config = config
         self.buckets = build_buckets(_trainable(chunks), ctx, config)
@@ -267,6 +275,18 @@ class DataParallel:
             if bucket.is_late or self._missing[bucket]:
                 return
             bucket.start_reduction()
+
+
+def _check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
+    names = [name for chunk in chunks for name in undeclared_parameters(chunk)]
+    if tp.size > 1 and names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ValueError(
+            f"{names[0]}{more}: nothing says how {tp.size} tensor ranks share it, so a norm "
+            "would count it wrongly. Wrap a module that all of them hold whole in "
+            "mcore_parallel.replicated(module, ctx.tp), with partial=True if it sees their own "
+            "tokens only; one that is split has a method layouts()."
+        )
 
 
 def _trainable(chunks: Sequence[nn.Module]) -> list[tuple[int, NamedParameter]]:

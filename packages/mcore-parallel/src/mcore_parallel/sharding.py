@@ -128,6 +128,45 @@ def whole(
     return Layout((Part(name, shape, zeros, zeros, shape, replicas, partial),))
 
 
+def replicated(module: nn.Module, axis: Axis, *, partial: bool = False) -> nn.Module:
+    """Declare that all ranks of an axis hold a plain module whole, such as a norm of torch's.
+
+    Its parameters must begin equal on these ranks: seed torch alike before it is made.
+
+    Args:
+        module: changed in place: it and the modules inside get ``layouts``, unless they have
+            their own.
+        axis: tensor ranks.
+        partial: the module sees this rank's tokens only, as under sequence parallelism: its
+            gradients are parts of a sum.
+
+    Returns:
+        The module.
+    """
+    for owner in module.modules():
+        if not hasattr(owner, "layouts"):
+            declared = _whole_parameters(owner, axis, axis if partial else SINGLE)
+            owner.layouts = declared.copy  # pyrefly: ignore
+    return module
+
+
+def _whole_parameters(module: nn.Module, axis: Axis, partial: Axis) -> dict[str, Layout]:
+    return {
+        name: whole("", tuple(parameter.shape), axis, partial)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def undeclared_parameters(module: nn.Module) -> list[str]:
+    """Name the parameters of which no ``layouts`` says who else holds them."""
+    found = []
+    for path, owner in module.named_modules():
+        layouts = getattr(owner, "layouts", dict)()
+        own = (name for name, _ in owner.named_parameters(recurse=False))
+        found += [_join(path, name) for name in own if name not in layouts]
+    return found
+
+
 def sliced(
     name: str,
     shape: tuple[int, ...],

@@ -196,28 +196,27 @@ def _check_rendezvous(schedule: Schedule) -> None:
         [list(run) for is_message, run in groupby(r, lambda a: a.kind.is_message) if is_message]
         for r in schedule
     ]
-    place = [0] * pp  # the run of messages that each rank has posted
-    met: set[tuple[int, Action]] = set()
-    while any(place[rank] < len(runs[rank]) for rank in range(pp)):
-        posted = [
-            set(runs[r][place[r]]) if place[r] < len(runs[r]) else set() for r in range(pp)
-        ]
-        for rank in range(pp):
-            for action in posted[rank]:
-                peer, other = _other_end(action, rank, pp)
-                if other in posted[peer]:
-                    met |= {(rank, action), (peer, other)}
-        ready = [
-            rank
-            for rank in range(pp)
-            if posted[rank] and all((rank, a) in met for a in posted[rank])
-        ]
-        if not ready:
-            unmet = [[str(a) for a in posted[r] if (r, a) not in met] for r in range(pp)]
-            waits = [f"rank {r} in {' '.join(sorted(a))}" for r, a in enumerate(unmet) if a]
-            raise ValueError(f"deadlock: {'; '.join(waits)}")
-        for rank in ready:
-            place[rank] += 1
+    place = [-1] * pp  # the run of messages that each rank has posted
+    posted: list[set[Action]] = [set() for _ in runs]
+    unmet: list[set[Action]] = [set() for _ in runs]
+    going_on = list(range(pp))
+    while going_on:
+        rank = going_on.pop()
+        place[rank] += 1
+        run = runs[rank][place[rank]] if place[rank] < len(runs[rank]) else []
+        posted[rank], unmet[rank] = set(run), set(run)
+        for action in run:
+            peer, other = _other_end(action, rank, pp)
+            if other in posted[peer]:
+                unmet[rank].discard(action)
+                unmet[peer].discard(other)
+                if not unmet[peer]:
+                    going_on.append(peer)
+        if run and not unmet[rank]:
+            going_on.append(rank)
+    waits = [f"rank {r} in {' '.join(sorted(map(str, a)))}" for r, a in enumerate(unmet) if a]
+    if waits:
+        raise ValueError(f"deadlock: {'; '.join(waits)}")
 
 
 def _other_end(action: Action, rank: int, pp: int) -> tuple[int, Action]:

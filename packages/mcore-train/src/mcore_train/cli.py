@@ -104,11 +104,15 @@ def schedule(words: Sequence[str]) -> int:
     config = tyro.cli(
         ScheduleConfig,
         prog="mcore-train schedule show",
-        args=list(words[1:]),
+        args=[MEGATRONS_VIEW.get(word, word) for word in words[1:]],
         config=(tyro.conf.OmitArgPrefixes,),
     )
     print(draw_schedule(config))
     return 0
+
+
+MEGATRONS_VIEW = {"--pipeline-model-parallel-size": "--ranks", "--num-layers": "--layers"}
+"""What a run's flags are called where only its schedule is looked at."""
 
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
