@@ -79,6 +79,15 @@ def test_inputs_without_a_record_are_warned_of(folder, capsys):
     assert "warning: the inputs hold no record" in capsys.readouterr().err
 
 
+def test_a_skipped_record_is_named_once_and_all_are_counted(folder, capsys, caplog):
+    (folder / "two.jsonl").write_text('{"text": "good"}\nnone\n{"text": "good"}\nnor here\n')
+    words = ["--output-prefix", "two", "--on-bad-record", "skip", *typed("ByteTokenizer")]
+    assert main(["preprocess", "--input", "two.jsonl", *words]) == 0
+    told = [record.message for record in caplog.records]
+    assert [line.split(":")[1] for line in told] == [" two.jsonl, line 2", " two.jsonl, line 4"]
+    assert capsys.readouterr().err.splitlines() == ["bad records skipped in all: 2"]
+
+
 def test_marks_and_line_ends_of_other_systems_are_read(folder, capsys):
     (folder / "windows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "bc"}\r\n')
     assert main([*PREPROCESS, "--input", "windows.jsonl"]) == 0

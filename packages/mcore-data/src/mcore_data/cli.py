@@ -90,9 +90,7 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
         return _time_workers(job, tokenizer)
     with _progress("preprocessing", log_interval) as advance:
         report = run(job, tokenizer, advance)
-    for line in report.bad_records:
-        print(f"skipped: {line}", file=sys.stderr)
-    if report.num_bad_records:
+    if report.num_bad_records:  # the first ones were named as they came
         print(f"bad records skipped in all: {report.num_bad_records}", file=sys.stderr)
     if not report.num_documents:
         print("warning: the inputs hold no record, so the outputs are empty", file=sys.stderr)
