@@ -14,6 +14,7 @@ from mcore_parallel.warm_processes import Pool, run_forked
 
 if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
     from torch import Tensor
+    from torch import dtype as Dtype
 
     from mcore_parallel.mesh import Axis
     from mcore_parallel.sharding import Shard
@@ -165,7 +166,7 @@ def _packed(data: "Tensor") -> bytes:
     return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _unpacked(content: bytes, dtype: "torch.dtype", lengths: Sequence[int]) -> "Tensor":
+def _unpacked(content: bytes, dtype: "Dtype", lengths: Sequence[int]) -> "Tensor":
     import torch
 
     if not content:
