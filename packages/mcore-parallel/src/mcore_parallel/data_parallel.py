@@ -69,7 +69,7 @@ class DataParallel:
         self._missing: dict[Bucket, set[int]] = {}
         self._handles = [
             slot.named.parameter.register_post_accumulate_grad_hook(
-                self._hook(bucket, slot, index)
+                _GradientHook(self, bucket, slot, index)
             )
             for bucket in self.buckets
             for index, slot in enumerate(bucket.slots)
@@ -229,45 +229,6 @@ class DataParallel:
             bucket.is_reducing = False
             self._missing[bucket] = set(range(len(bucket.slots)))
 
-    def _hook(self, bucket: Bucket, slot: Slot, index: int) -> Callable[[Tensor], None]:
-        """Make what autograd calls once a parameter has its gradient of a micro-batch."""
-        main_grad, parameter = bucket.main_grad(slot), slot.named.parameter
-        is_deferred = hasattr(parameter, "weight_queue")
-
-        def check() -> None:
-            if bucket.is_reducing or self._is_finished:
-                raise RuntimeError(
-                    f"{slot.named.name} received a gradient after its sum over data began: run "
-                    "all micro-batches but the last under no_sync(), and zero_grad() between "
-                    "steps."
-                )
-
-        def complete() -> None:
-            self._missing[bucket].discard(index)
-            if self.config.overlap_grad_reduce and not self._missing[bucket]:
-                self._start_in_order()
-
-        def accumulate(parameter: Tensor) -> None:
-            check()
-            if parameter.grad is None and is_deferred:
-                return  # its operation adds to main_grad itself, later
-            if take_stale(parameter):  # nothing was added: its operation had no gradient
-                main_grad.zero_()
-            if parameter.grad is not None:  # None: its operation added to main_grad itself
-                main_grad.add_(parameter.grad)
-                parameter.grad = None
-            if self._is_syncing[slot.chunk]:
-                complete()
-
-        def accumulated_later() -> None:
-            check()
-            if self._is_syncing_weights[slot.chunk]:
-                complete()
-
-        if is_deferred:
-            parameter.main_grad_ready = accumulated_later  # pyrefly: ignore
-        return accumulate
-
     def _start_in_order(self) -> None:
         for bucket in self.buckets:
             if bucket.is_reducing:
@@ -275,6 +236,50 @@ class DataParallel:
             if bucket.is_late or self._missing[bucket]:
                 return
             bucket.start_reduction()
+
+
+class _GradientHook:
+    """What autograd calls once a parameter has its gradient of a micro-batch."""
+
+    def __init__(self, owner: DataParallel, bucket: Bucket, slot: Slot, index: int) -> None:
+        self.owner, self.bucket, self.slot, self.index = owner, bucket, slot, index
+        self.main_grad = bucket.main_grad(slot)
+        parameter = slot.named.parameter
+        self.is_deferred = hasattr(parameter, "weight_queue")
+        if self.is_deferred:
+            parameter.main_grad_ready = self.accumulated_later  # pyrefly: ignore
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._check()
+        if parameter.grad is None and self.is_deferred:
+            return  # its operation adds to main_grad itself, later
+        if take_stale(parameter):  # nothing was added: its operation had no gradient
+            self.main_grad.zero_()
+        if parameter.grad is not None:  # None: its operation added to main_grad itself
+            self.main_grad.add_(parameter.grad)
+            parameter.grad = None
+        if self.owner._is_syncing[self.slot.chunk]:
+            self._complete()
+
+    def accumulated_later(self) -> None:
+        """Note a gradient that a ``WeightQueue`` put off and has now made."""
+        self._check()
+        if self.owner._is_syncing_weights[self.slot.chunk]:
+            self._complete()
+
+    def _check(self) -> None:
+        if self.bucket.is_reducing or self.owner.is_finished:
+            raise RuntimeError(
+                f"{self.slot.named.name} received a gradient after its sum over data began: "
+                "run all micro-batches but the last under no_sync(), and zero_grad() between "
+                "steps."
+            )
+
+    def _complete(self) -> None:
+        missing = self.owner._missing[self.bucket]
+        missing.discard(self.index)
+        if self.owner.config.overlap_grad_reduce and not missing:
+            self.owner._start_in_order()
 
 
 def _check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:

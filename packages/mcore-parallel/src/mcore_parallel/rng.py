@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 
 import torch
@@ -265,36 +266,50 @@ def _fill_matrix(
     """Fill a box of a matrix, one row of tiles after the other."""
     if view.numel() == 0:
         return
-    width = min(shape[1], TILE_COLUMNS)
-    height = min(shape[0], TILE_ELEMENTS // width)
+    height = _tile_of(shape)[0]
     stripes = range(offsets[0] // height, -(-(offsets[0] + view.shape[0]) // height))
-
-    def fill(stripe: int) -> None:
-        top, bottom = stripe * height, min((stripe + 1) * height, shape[0])
-        begin, end = max(top, offsets[0]), min(bottom, offsets[0] + view.shape[0])
-        target = view[begin - offsets[0] : end - offsets[0]]
-        on_cpu = view.device.type == "cpu"
-        rows = target if on_cpu else torch.empty(target.shape, dtype=view.dtype)
-        for across in range(offsets[1] // width, -(-(offsets[1] + view.shape[1]) // width)):
-            left, right = across * width, min((across + 1) * width, shape[1])
-            seed = _mix(base + stripe * -(-shape[1] // width) + across)
-            generator = torch.Generator().manual_seed(seed)
-            tile = torch.empty(bottom - top, right - left).normal_(
-                0.0, std, generator=generator
-            )
-            first, last = max(left, offsets[1]), min(right, offsets[1] + view.shape[1])
-            rows[:, first - offsets[1] : last - offsets[1]].copy_(
-                tile[begin - top : end - top, first - left : last - left]
-            )
-        if not on_cpu:
-            target.copy_(rows)
-
+    fill = partial(_fill_stripe, view, base=base, shape=shape, offsets=offsets, std=std)
     if min(len(stripes), num_threads) == 1:
         for stripe in stripes:
             fill(stripe)
         return
     with ThreadPoolExecutor(min(len(stripes), num_threads)) as pool:
         list(pool.map(fill, stripes))
+
+
+def _fill_stripe(
+    view: Tensor,
+    stripe: int,
+    *,
+    base: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    std: float,
+) -> None:
+    """Fill what a box holds of one row of tiles."""
+    height, width = _tile_of(shape)
+    top, bottom = stripe * height, min((stripe + 1) * height, shape[0])
+    begin, end = max(top, offsets[0]), min(bottom, offsets[0] + view.shape[0])
+    target = view[begin - offsets[0] : end - offsets[0]]
+    on_cpu = view.device.type == "cpu"
+    rows = target if on_cpu else torch.empty(target.shape, dtype=view.dtype)
+    for across in range(offsets[1] // width, -(-(offsets[1] + view.shape[1]) // width)):
+        left, right = across * width, min((across + 1) * width, shape[1])
+        seed = _mix(base + stripe * -(-shape[1] // width) + across)
+        generator = torch.Generator().manual_seed(seed)
+        tile = torch.empty(bottom - top, right - left).normal_(0.0, std, generator=generator)
+        first, last = max(left, offsets[1]), min(right, offsets[1] + view.shape[1])
+        rows[:, first - offsets[1] : last - offsets[1]].copy_(
+            tile[begin - top : end - top, first - left : last - left]
+        )
+    if not on_cpu:
+        target.copy_(rows)
+
+
+def _tile_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tile of a matrix."""
+    width = min(shape[1], TILE_COLUMNS)
+    return min(shape[0], TILE_ELEMENTS // width), width
 
 
 def _hash(*words: int | str) -> int:

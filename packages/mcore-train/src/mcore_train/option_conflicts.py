@@ -1,0 +1,109 @@
+"""Options that contradict each other, or have no effect, in a world of any size.
+
+Schedules and recomputation, kernels, graphs and deterministic bits, reports and files. Pure,
+like ``resolution``, which asks for these lines beside its own.
+"""
+
+from collections.abc import Iterator
+
+from mcore_train.composition import TrainConfig
+
+
+def conflicts_of_options(config: TrainConfig) -> Iterator[str]:
+    """Name the options that contradict each other or have no effect, one line each."""
+    if (
+        config.pipeline.pipeline_schedule == "zb-h1"
+        and config.recomputation.recompute_granularity == "full"
+    ):
+        yield (
+            "--pipeline-schedule zb-h1 keeps what a layer computes until its weight gradients "
+            "are made, which --recompute-granularity full exists to avoid: use 1f1b, or "
+            "selective recomputation."
+        )
+    pipeline = config.pipeline
+    if "m" in pipeline.pipeline_model_parallel_layout:
+        yield (
+            "--pipeline-model-parallel-layout places layers m, but multi-token prediction is "
+            "not built into training yet: leave m out."
+        )
+    if config.parallelism.pipeline_model_parallel_size == 1:
+        for is_on, name in (
+            (pipeline.overlap_p2p_communication, "--no-overlap-p2p-communication"),
+            (pipeline.batch_p2p_communication, "--no-batch-p2p-communication"),
+        ):
+            if not is_on:
+                yield (
+                    f"{name} has no effect with --pipeline-model-parallel-size 1: leave it out."
+                )
+    is_packed = config.data.reset_attention_mask or (
+        config.data.dataloader_inter_document_masking
+    )
+    if is_packed and config.kernels.attention_backend == "flash4":
+        yield (
+            "--attention-backend flash4 takes no packed documents (--reset-attention-mask, "
+            "--dataloader-inter-document-masking): use auto."
+        )
+    yield from _recompute_conflicts(config)
+    yield from _determinism_conflicts(config)
+    if config.run.cuda_graph_impl != "none":
+        yield from _graph_conflicts(config)
+    if config.logging.tensorboard and not config.saving.save:
+        yield "--tensorboard has nowhere to write: give --save DIR."
+    if config.logging.tensorboard and "://" in config.saving.save:
+        yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
+    if config.retention.save_retain_last and not config.saving.save:
+        yield "--save-retain-last has no effect without --save DIR."
+
+
+def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:
+    options, parallel = config.recomputation, config.parallelism
+    if options.distribute_saved_activations and (
+        parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel
+    ):
+        yield (
+            "--distribute-saved-activations has no effect with --tensor-model-parallel-size 1, "
+            "nor with --sequence-parallel, which cuts them already: leave it out."
+        )
+    if options.recompute_granularity != "selective" or config.experts.num_experts:
+        return
+    for module in options.recompute_modules:
+        if module in ("moe", "moe_act", "shared_experts"):
+            yield f"--recompute-modules {module} has no effect without --num-experts."
+
+
+def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What a recorded step cannot hold: see ``cuda_graph``."""
+    name = f"--cuda-graph-impl {config.run.cuda_graph_impl}"
+    if config.experts.num_experts:
+        yield (
+            f"{name} cannot record experts, which get other numbers of tokens in each step: "
+            "leave it out."
+        )
+    if config.parallelism.pipeline_model_parallel_size > 1:
+        yield (
+            f"{name} cannot record pipeline stages, whose hosts wait for messages: leave it "
+            "out, or use --pipeline-model-parallel-size 1."
+        )
+    if config.recomputation.recompute_granularity:
+        yield (
+            f"{name} cannot record recomputation, which reads random states on the host: leave "
+            "out one of the two. Graphs pay for small models, which need no recomputation."
+        )
+    if config.data.reset_attention_mask or config.data.dataloader_inter_document_masking:
+        yield (
+            f"{name} cannot record packed documents, whose borders change from step to step: "
+            "leave it out."
+        )
+
+
+def _determinism_conflicts(config: TrainConfig) -> Iterator[str]:
+    if config.run.deterministic_mode and config.kernels.attention_backend == "fused":
+        yield (
+            "--deterministic-mode cannot use --attention-backend fused, whose backward adds in "
+            "any order: leave it out, or use flash4, flash or unfused."
+        )
+    if config.run.deterministic_mode and config.kernels.gemm_backend == "tuned":
+        yield (
+            "--deterministic-mode cannot use --gemm-backend tuned, whose choice depends on "
+            "timing: leave it out."
+        )
