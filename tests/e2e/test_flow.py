@@ -1,10 +1,13 @@
 """The way through the house on a tiny model: text, tokens, training, Hugging Face, text."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from mcore_parallel.launching import free_port
 from mcore_parallel.testing import run_command
 
 
@@ -13,6 +16,23 @@ def run(module, *words):
     done = run_command(module, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_as_torchrun_does(num_ranks, module, *words):
+    """Run one of the commands on several ranks, which warm processes start sooner."""
+    meeting = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+    def start(rank):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_command(module, *words, env={**os.environ, **meeting, **place})
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        for done in ranks.map(start, range(num_ranks)):
+            assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +103,10 @@ def test_a_tiny_model_goes_from_text_to_text(corpus, tmp_path):
         assert last_metrics(parts)[key] == last_metrics(whole)[key]
 
     # Under another layout: the same to float32's rounding.
-    layout = ["--nproc", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    layout = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
     other = tmp_path / "other"
-    run("mcore_train", "gpt", *flags(corpus, train_iters=20), "--load", whole,
-        "--ckpt-step", 20, "--save", other, "--override-opt-param-scheduler",
+    run_as_torchrun_does(2, "mcore_train", "gpt", *flags(corpus, train_iters=20),
+        "--load", whole, "--ckpt-step", 20, "--save", other, "--override-opt-param-scheduler",
         "--train-iters", 25, *layout)  # fmt: skip
     assert last_metrics(other)["iteration"] == 25
 

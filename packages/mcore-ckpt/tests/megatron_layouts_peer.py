@@ -49,7 +49,11 @@ KINDS = {
         num_layers=4,
         is_llama=False,
     ),
-    "ep2": Kind({"expert_model_parallel_size": 2}, experts=EXPERTS, bucket_size=1500),
+    "ep2": Kind(
+        {"expert_model_parallel_size": 2},
+        experts={**EXPERTS, "qk_layernorm": True},
+        bucket_size=1500,
+    ),
     "pp2_ep2": Kind(
         {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
         num_layers=3,
@@ -271,6 +275,7 @@ def _arguments(kind: Kind) -> Namespace:
         moe_layer_freq=experts.get("moe_layer_freq", 1),
         moe_shared_expert_intermediate_size=experts.get("moe_shared_expert_intermediate_size"),
         moe_ffn_hidden_size=None,
+        qk_layernorm=experts.get("qk_layernorm", False),
         consumed_train_samples=8,
     )
 

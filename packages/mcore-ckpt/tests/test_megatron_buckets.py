@@ -11,9 +11,9 @@ from mcore_ckpt.dcp_writing import write_dcp_folder
 from mcore_ckpt.files import Item
 from mcore_ckpt.index import read_index
 from mcore_ckpt.loading import read_tensor
-from mcore_ckpt.megatron_layout import bucket_starts
+from mcore_ckpt.megatron_layout import Order, Weight, bucket_starts
 
-L, D, N, G, H, F, E, V = 3, 8, 4, 2, 6, 10, 2, 64
+L, D, N, G, H, F, E, V = 2, 8, 4, 2, 6, 10, 2, 64
 WORDS = ("param", "exp_avg", "exp_avg_sq")
 WITH_STATE = ConvertOptions(optimizer=True)
 MATRICES = {
@@ -138,7 +138,7 @@ def write_named(folder, state, **more):
     return write(folder, state, items, {}, 1, **more)
 
 
-def write_buckets(folder, state, memory=None, *, tp=1, stages=((0, 1, 2),), **more):
+def write_buckets(folder, state, memory=None, *, tp=1, stages=((0, 1),), **more):
     """Write weights and the memory of every model rank; ``stages``: the layers of each.
 
     With ``apart`` each expert is on a rank of its own, in an optimizer of its own.
@@ -188,9 +188,9 @@ def taken(folder, output):
     ("order", "layout"),
     [
         (DENSE, {"tp": 2, "limit": 150}),
-        (LOCAL, {"tp": 2, "stages": ((0,), (1, 2))}),
+        (LOCAL, {"tp": 2, "stages": ((0,), (1,))}),
         (BY_MATRIX, {"limit": 400}),
-        (BY_EXPERT, {"stages": ((0, 1), (2,)), "apart": True}),
+        (BY_EXPERT, {"stages": ((0,), (1,)), "apart": True}),
     ],
 )
 def test_buckets_of_a_layout_hold_what_named_tensors_hold(tmp_path, order, layout):
@@ -223,6 +223,39 @@ def test_buckets_that_are_not_those_of_the_weights_are_refused(tmp_path, change,
     with pytest.raises(ValueError, match="dist-ckpt-optim-fully-reshardable"):
         taken(folder, tmp_path / "ours")
     assert not list(tmp_path.glob("ours/iter_*"))
+
+
+def test_weights_with_biases_stand_in_the_order_of_the_modules():
+    modules = (
+        "embedding.word_embeddings.weight",
+        "embedding.position_embeddings.weight",
+        "self_attention.linear_proj.weight",
+        "self_attention.linear_proj.bias",
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.layer_norm_bias",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_qkv.bias",
+        "self_attention.q_layernorm.weight",
+        "self_attention.q_layernorm.bias",
+        "self_attention.k_layernorm.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.router.weight",
+        "mlp.shared_experts.gate_weight",
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.linear_fc1.bias",
+        "mlp.shared_experts.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+        "decoder.final_layernorm.bias",
+        "output_layer.weight",
+    )
+    layers = {"embedding": -1, "decoder": 9, "output_layer": 9}
+    weights = [
+        Weight(name, (1,), "bfloat16", name, layers.get(name.partition(".")[0], 0), -1, -1, 1)
+        for name in modules
+    ]
+    mixed = sorted(weights, key=lambda weight: weight.name[::-1])
+    order = Order(norm_first=False, by_matrix=False)
+    assert [weight.name for weight in sorted(mixed, key=order.key)] == list(modules)
 
 
 def test_weights_fill_buckets_that_end_with_one_or_where_the_next_would_begin():

@@ -114,6 +114,21 @@ def test_ranks_do_not_start_ranks_of_their_own(words):
     assert without_option(words, "--nproc") == ["--lr", "1"]
 
 
+def test_nproc_starts_the_same_command_once_a_rank(tmp_path, monkeypatch):
+    # An interpreter that only writes down which rank it is, and what it was to run.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$WORLD_SIZE $*" > {tmp_path}/rank_$RANK\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    words = ["--mock-data", "--num-layers", "2", "--hidden-size", "8"]
+    words += ["--num-attention-heads", "2", "--seq-length", "8", "--vocab-size", "40"]
+    words += ["--train-iters", "1", "--lr", "1e-3", "--global-batch-size", "2"]
+    assert main(["gpt", *words, "--nproc", "2"]) == 0
+    told = {path.name: path.read_text() for path in tmp_path.glob("rank_*")}
+    ran = f"2 -m mcore_train gpt {' '.join(words)}\n"
+    assert told == {"rank_0": ran, "rank_1": ran}
+
+
 @pytest.mark.parametrize("kind", [CheckpointError, CorruptDatasetError])
 def test_damaged_files_end_a_command_with_one_line(monkeypatch, capsys, kind):
     def damaged(_):

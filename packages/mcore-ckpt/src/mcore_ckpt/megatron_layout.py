@@ -18,15 +18,16 @@ from mcore_ckpt.streams import Rows
 _ALIGNMENT = 64
 """Elements that the beginning of a weight is a multiple of."""
 
-_IN_LAYER = (
+_PLACES = (
+    *("embedding.word_embeddings.", "embedding.position_embeddings."),
     *("self_attention.linear_proj.", "self_attention.linear_qkv.layer_norm_"),
     *("self_attention.linear_qkv.", "self_attention.q_layernorm."),
     *("self_attention.k_layernorm.", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     *("mlp.linear_fc1.", "mlp.linear_fc2.", "mlp.router.", "mlp.experts."),
     *("mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1."),
-    "mlp.shared_experts.linear_fc2.",
+    *("mlp.shared_experts.linear_fc2.", "decoder.final_layernorm.", "output_layer."),
 )
-"""Weights of a layer in the order of Megatron's modules; biases come after weights."""
+"""Weights in the order of Megatron's modules; biases come after weights."""
 
 _OWN_NORM = "self_attention.linear_qkv.layer_norm_"
 _LAYERS = "decoder.layers."
@@ -83,7 +84,7 @@ class Order:
     def key(self, weight: Weight) -> tuple[int, ...]:
         """Sort weights of a stage by this."""
         stem, is_bias = weight.stem, weight.stem.endswith("bias")
-        place = next((i for i, s in enumerate(_IN_LAYER) if stem.startswith(s)), 0)
+        place = next((i for i, s in enumerate(_PLACES) if stem.startswith(s)), len(_PLACES))
         if self.norm_first and stem.startswith(_OWN_NORM):
             place = -1
         matrix = int("linear_fc2" in stem)
@@ -172,19 +173,21 @@ def laid_out(
             if not fits:
                 return None
     layers = {where: {w.layer for w in mine} for where, mine in stages.items()}
-    for stage, number, rank in product(range(sizes.pp), range(sizes.ep), range(sizes.etp)):
-        each = max((w.expert for w in experts), default=0) // sizes.ep + 1
-        of_rank = [w for w in experts if w.expert // each == number]
-        chunks = held.get(1, {}).get((stage * sizes.ep + number) * sizes.etp + rank, [])
+    spread = product(range(sizes.pp), range(sizes.ep), range(sizes.etp))
+    each = 1 + max((w.expert for w in experts), default=0) // sizes.ep
+    for rank, (stage, group, cut) in enumerate(spread):
+        mine = [w for w in experts if w.expert // each == group]
         parts = [
-            [w for w in of_rank if w.layer in layers[chunk, stage]]
+            [w for w in mine if w.layer in layers[chunk, stage]]
             for chunk in range(len(layers) // sizes.pp)
         ]
+        # Where a chunk has no experts, there is no buffer of theirs.
         parts = [part for part in parts if part]
+        chunks = held.get(1, {}).get(rank, [])
         if len(parts) != len(chunks):
             return None
         for own, part in zip(chunks, parts, strict=True):
-            if not _fill(own, part, rank, sizes.etp, found):
+            if not _fill(own, part, cut, sizes.etp, found):
                 return None
     return found
 
