@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -117,24 +118,23 @@ class Agreement:
         if not key:
             return None
         expected, site = _described(x), call_site(2)
+        return partial(self._compare_message, peer, key, expected, site)
+
+    def _compare_message(self, peer: int, key: str, expected: str, site: str) -> None:
         sender, receiver = self.ranks[peer], self.ranks[self.rank]
-
-        def compare() -> None:
-            try:
-                self.store.wait([key], timedelta(seconds=self.timeout_s))
-            except dist.DistError as error:
-                raise RuntimeError(
-                    f"rank {receiver} expects {expected} at {site}; rank {sender} sent nothing "
-                    f"within {self.timeout_s:.0f} s"
-                ) from error
-            sent, sent_at = self.store.get(key).decode().split("\n")
-            if sent != expected:
-                raise DisagreementError(
-                    f"ranks {sender} and {receiver} disagree on a message: {sent} is sent at "
-                    f"{sent_at}, but {expected} is expected at {site}"
-                )
-
-        return compare
+        try:
+            self.store.wait([key], timedelta(seconds=self.timeout_s))
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"rank {receiver} expects {expected} at {site}; rank {sender} sent nothing "
+                f"within {self.timeout_s:.0f} s"
+            ) from error
+        sent, sent_at = self.store.get(key).decode().split("\n")
+        if sent != expected:
+            raise DisagreementError(
+                f"ranks {sender} and {receiver} disagree on a message: {sent} is sent at "
+                f"{sent_at}, but {expected} is expected at {site}"
+            )
 
     def _next_message(self, sender: int, receiver: int) -> str:
         """Return where the next message of two ranks is told; empty: not compared."""

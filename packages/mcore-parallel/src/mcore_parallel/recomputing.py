@@ -86,22 +86,8 @@ def recompute_between(
     y = producer(x)
     if not y.requires_grad:
         return consumer(y)
-    shape, stride, dtype = y.shape, y.stride(), y.dtype
-    storage = y.untyped_storage().data_ptr()
-
-    def pack(saved: Tensor) -> Any:
-        if saved.untyped_storage().data_ptr() != storage or saved.dtype != dtype:
-            return saved
-        between.num_savers += 1
-        return between, saved.shape, saved.stride(), saved.storage_offset()
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        made, *view = packed
-        return made.again(shape, stride).as_strided(*view)
-
-    with saved_tensors_hooks(pack, unpack):
+    between.look_at(y)
+    with saved_tensors_hooks(between.pack, between.unpack):
         return consumer(y)
 
 
@@ -149,14 +135,32 @@ class _Between:
         self.num_savers = self.num_served = 0
         self.made: Tensor | None = None
 
-    def again(self, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    def look_at(self, y: Tensor) -> None:
+        """Learn what the tensor is told by, without holding it."""
+        self.shape, self.stride, self.dtype = y.shape, y.stride(), y.dtype
+        self.storage = y.untyped_storage().data_ptr()
+
+    def pack(self, saved: Tensor) -> Any:
+        """Replace what autograd saves, if it is a view of the tensor."""
+        if saved.untyped_storage().data_ptr() != self.storage or saved.dtype != self.dtype:
+            return saved
+        self.num_savers += 1
+        return saved.shape, saved.stride(), saved.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return what autograd saved."""
+        if isinstance(packed, Tensor):
+            return packed
+        return self.again().as_strided(*packed)
+
+    def again(self) -> Tensor:
         """Return the tensor; the last of those that saved it lets it go."""
         made = self.made
         if made is None:
             with torch.no_grad(), self.replay:
                 made = self.producer(self.x)
-            assert made.shape == shape
-            assert made.stride() == stride
+            assert made.shape == self.shape
+            assert made.stride() == self.stride
         self.num_served = (self.num_served + 1) % self.num_savers
         self.made = made if self.num_served else None
         return made
