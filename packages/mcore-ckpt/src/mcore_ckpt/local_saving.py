@@ -14,6 +14,7 @@ import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +150,14 @@ class LocalSaver:
             given = {owner: self._files.read(step, owner) for owner in owners}
         hollow = {o: [s.keys, s.extra] for o, s in given.items() if o != world.rank}
         told = {int(o): what for each in gather_json(hollow, world) for o, what in each.items()}
-        states = given | {
-            owner: _State.empty(*what) for owner, what in told.items() if owner not in given
-        }
-        tensors = {owner: list(state.tensors) for owner, state in states.items()}
+        mine = given[world.rank] if world.rank in given else _State.empty(*told[world.rank])
+        tensors = {owner: list(state.tensors) for owner, state in given.items()}
+        tensors[world.rank] = list(mine.tensors)
         moves = [
-            Move(givers[owner], owner, tensor.nbytes, (owner, number))
-            for owner in sorted(told)
-            for number, tensor in enumerate(tensors[owner])
-            if tensor.nbytes
+            Move(givers[owner], owner, num_bytes, (owner, number))
+            for owner, (keys, _) in sorted(told.items())
+            for number, num_bytes in enumerate(_State.sizes(keys))
+            if num_bytes
         ]
         exchange(
             moves,
@@ -166,7 +166,7 @@ class LocalSaver:
             world=world,
             device=host_device(world),
         )
-        return states[world.rank]
+        return mine
 
 
 def _put(box: Tensor, target: Tensor) -> None:
@@ -195,6 +195,12 @@ class _State:
         state = cls(ours, [], extra)
         state.init_tensors()
         return state
+
+    @staticmethod
+    def sizes(keys: Sequence[Sequence[Any]]) -> list[int]:
+        """Bytes of each piece."""
+        kinds = {str(dtype): dtype.itemsize for dtype in DTYPES.values()}
+        return [prod(lengths) * kinds[dtype] for _, _, dtype, _, lengths in keys]
 
     @classmethod
     def of(cls, shards: Mapping[str, Shard], extra: Mapping[str, Any]) -> "_State":

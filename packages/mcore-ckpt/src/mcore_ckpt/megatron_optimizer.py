@@ -90,7 +90,8 @@ def read_megatron(
     """
     table = state_table(table)
     kinds = (MAIN, *MOMENTS)
-    if has_buckets(folder):
+    is_proven = has_buckets(folder)
+    if is_proven:
         arguments = _arguments(common)
         entries, count = read_buckets(folder, reader, table, weights[0], arguments)
     else:
@@ -99,7 +100,8 @@ def read_megatron(
             raise ValueError(_refusal(folder))
         entries = {kind: _entries(folder, table, named[kind]) for kind in kinds}
         count = sum(map(len, named.values()))
-    parts = {kind: _part(kind, entries[kind], reader, table, weights[0]) for kind in kinds}
+    parts = {kind: _part(kind, entries[kind], reader, table) for kind in MOMENTS}
+    parts = {MAIN: _main_part(entries[MAIN], reader, table, weights[0], is_proven), **parts}
     check_parts(parts, weights[1])
     kept = {kind: part for kind, part in parts.items() if part.links}
     trees = [(common.get("optimizer"), common_file), *_objects(folder)]
@@ -188,21 +190,26 @@ def _boxed(chunk: Chunk, block: list[int], item_bytes: int) -> Iterator[Chunk]:
         done += prod(lengths)
 
 
-def _part(
-    kind: str, entries: Mapping[str, TensorEntry], reader: Reader, table: Table, weights: Rows
-) -> Part:
+def _part(kind: str, entries: Mapping[str, TensorEntry], reader: Reader, table: Table) -> Part:
     """Match one kind of state with the weights' table, and turn it."""
-    links = expand(table)
+    links = expand(table) if entries or kind != MAIN else []
     theirs = Source(reader, entries)
-    if kind == MAIN and not entries:
-        links = []
-    else:
-        for name in match_theirs(table, links, entries):
-            compare_copy(theirs, name, table.copies[name])
-    if kind != MAIN:
-        return turned(links, theirs)
-    for link in links:
-        if not is_main(theirs, weights, link.theirs):
+    for name in match_theirs(table, links, entries):
+        compare_copy(theirs, name, table.copies[name])
+    return turned(links, theirs)
+
+
+def _main_part(
+    entries: Mapping[str, TensorEntry],
+    reader: Reader,
+    table: Table,
+    weights: Rows,
+    is_proven: bool,
+) -> Part:
+    """Match main weights, which must be the weights, and turn those that are needed here."""
+    part = _part(MAIN, entries, reader, table)
+    for link in () if is_proven else part.links:
+        if not is_main(part.theirs, weights, link.theirs):
             raise ValueError(
                 f"the optimizer's main weight of {link.theirs}, rounded, is not the weight: "
                 "the state is of other weights, or in the wrong place (megatron-core 0.19 "
@@ -211,7 +218,8 @@ def _part(
                 "leave --optimizer out to convert the weights."
             )
     # Weights of 32 bits are their own main weights here, and equal copies of them there.
-    return turned([k for k in links if wants_main(weights.dtype(k.theirs))], theirs)
+    needed = [link for link in part.links if wants_main(weights.dtype(link.theirs))]
+    return turned(needed, part.theirs)
 
 
 def _arguments(common: Mapping[str, Any]) -> Mapping[str, Any]:
