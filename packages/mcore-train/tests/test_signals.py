@@ -20,7 +20,15 @@ def test_a_signal_is_remembered_and_its_handler_given_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_second_interrupt_acts_as_it_would_have_without_us():
+@pytest.fixture
+def interrupts():
+    """Python's own handler of SIGINT, which a shell's background jobs do not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_interrupt_acts_as_it_would_have_without_us(interrupts):
     with StopRequest(ParallelContext.single()) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.poll()
