@@ -59,8 +59,8 @@ def test_a_world_without_faults_ends_well(scripts):
     [
         ("dies", 20.0, ("rank 1 SILENT", "in all_reduce over dp (ranks 0, 1, 2)", "(total)")),
         ("sleeps", 3.0, ("rank 1 at", "(dream)", "in all_reduce over dp (ranks 0, 1, 2)")),
-        ("raises", 60.0, ("rank 1 failed at", "(complain)", "sample 7 is empty")),
-        ("shape", 60.0, ("ranks 0 and 1 disagree on call 2", "(send_other_shape)", "(total)")),
+        ("raises", 20.0, ("rank 1 failed at", "(complain)", "sample 7 is empty")),
+        ("shape", 20.0, ("ranks 0 and 1 disagree on call 2", "(send_other_shape)", "(total)")),
     ],
 )
 def test_a_fault_of_one_rank_ends_all_in_time_and_names_it(scripts, fault, timeout_s, told):
