@@ -77,14 +77,11 @@ class Agreement:
         if self.rank == 0:
             self.store.set(key, f"{call}\n{site}")
             return
-        try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
-        except dist.DistError as error:
-            raise RuntimeError(
-                f"rank {self.ranks[self.rank]} calls {call} at {site}; rank {self.ranks[0]} "
-                f"did not come within {self.timeout_s:.0f} s"
-            ) from error
-        first, first_site = self.store.get(key).decode().split("\n")
+        first, first_site = self._told(
+            key,
+            f"rank {self.ranks[self.rank]} calls {call} at {site}; rank {self.ranks[0]} did "
+            "not come",
+        )
         if first != call:
             raise DisagreementError(
                 f"ranks {self.ranks[0]} and {self.ranks[self.rank]} disagree on call {number} "
@@ -122,19 +119,22 @@ class Agreement:
 
     def _compare_message(self, peer: int, key: str, expected: str, site: str) -> None:
         sender, receiver = self.ranks[peer], self.ranks[self.rank]
-        try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
-        except dist.DistError as error:
-            raise RuntimeError(
-                f"rank {receiver} expects {expected} at {site}; rank {sender} sent nothing "
-                f"within {self.timeout_s:.0f} s"
-            ) from error
-        sent, sent_at = self.store.get(key).decode().split("\n")
+        sent, sent_at = self._told(
+            key, f"rank {receiver} expects {expected} at {site}; rank {sender} sent nothing"
+        )
         if sent != expected:
             raise DisagreementError(
                 f"ranks {sender} and {receiver} disagree on a message: {sent} is sent at "
                 f"{sent_at}, but {expected} is expected at {site}"
             )
+
+    def _told(self, key: str, otherwise: str) -> list[str]:
+        """Wait for what another rank tells: its call or message, and from where."""
+        try:
+            self.store.wait([key], timedelta(seconds=self.timeout_s))
+        except dist.DistError as error:
+            raise RuntimeError(f"{otherwise} within {self.timeout_s:.0f} s") from error
+        return self.store.get(key).decode().split("\n")
 
     def _next_message(self, sender: int, receiver: int) -> str:
         """Return where the next message of two ranks is told; empty: not compared."""

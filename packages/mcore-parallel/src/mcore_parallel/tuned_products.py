@@ -7,7 +7,8 @@ among the candidates and stays where nothing beats it.
 
 All algorithms accumulate in float32; they differ in the order of sums. Which one wins depends
 on timing, so under ``torch.use_deterministic_algorithms`` products stay torch's. So do those
-on a CPU, small ones, those in compiled code, and those of strides that cublasLt cannot take.
+on a CPU, small ones, those in compiled code, those of strides that cublasLt cannot take, and
+shapes that are first met while a CUDA graph is recorded.
 """
 
 import logging

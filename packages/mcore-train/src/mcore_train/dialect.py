@@ -112,26 +112,23 @@ REFUSED: dict[str, str] = {
     "--main-grads-dtype": "use --grad-reduce-in-bf16 for gradients kept in 16 bits.",
     "--main-params-dtype": "main weights are float32; use --exp-avg-dtype bf16 and "
     "--exp-avg-sq-dtype bf16 to save memory.",
-    "--optimizer-cpu-offload": "the optimizer's state stays on the GPU in this version; use "
-    "--use-distributed-optimizer, or --exp-avg-dtype bf16.",
-    "--cpu-optimizer": "the optimizer's state stays on the GPU in this version; use "
-    "--use-distributed-optimizer, or --exp-avg-dtype bf16.",
-    "--cpu-optimizer-type": "the optimizer's state stays on the GPU in this version; use "
-    "--use-distributed-optimizer, or --exp-avg-dtype bf16.",
-    "--cpu-offloading-num-layers": "activations stay on the GPU in this version; use "
-    "--recompute-granularity.",
-    "--fine-grained-activation-offloading": "activations stay on the GPU in this version; use "
-    "--recompute-granularity.",
+    **dict.fromkeys(
+        ("--optimizer-cpu-offload", "--cpu-optimizer", "--cpu-optimizer-type"),
+        "the optimizer's state stays on the GPU in this version; use "
+        "--use-distributed-optimizer, or --exp-avg-dtype bf16.",
+    ),
+    **dict.fromkeys(
+        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading"),
+        "activations stay on the GPU in this version; use --recompute-granularity.",
+    ),
     "--mtp-num-layers": "multi-token prediction is not built into training yet; use the model "
     "without it.",
-    "--data-parallel-sharding-strategy": "fully sharded data parallelism is not built yet; use "
-    "--use-distributed-optimizer.",
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
     "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
-    "--use-torch-fsdp2": "fully sharded data parallelism is not built yet; use "
-    "--use-distributed-optimizer.",
-    "--use-megatron-fsdp": "fully sharded data parallelism is not built yet; use "
-    "--use-distributed-optimizer.",
+    **dict.fromkeys(
+        ("--use-torch-fsdp2", "--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
+        "fully sharded data parallelism is not built yet; use --use-distributed-optimizer.",
+    ),
 }
 """Flags whose meaning this version does not have."""
 
