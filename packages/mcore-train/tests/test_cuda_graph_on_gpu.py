@@ -1,5 +1,9 @@
 """A step as one CUDA graph: the same bits as launched one by one, in one launch."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -139,3 +143,32 @@ def test_the_default_stream_is_refused():
         run = build(**GRAPHS)
         with pytest.raises(RuntimeError, match="default stream"):
             trained(run)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        ["--context-parallel-size", "2"],
+    ],
+    ids=["tp2", "dp2", "cp2"],
+)
+def test_over_two_gpus_a_recorded_step_gives_the_same_bits(layout, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    flags = []
+    for name, value in SMALL.items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    flags += ["--device", "cuda", "--nproc", "2", "--log-interval", "1", "--deterministic-mode"]
+    losses = {}
+    for kind in ("none", "full_iteration"):
+        metrics = tmp_path / f"{kind}.jsonl"
+        graph = ["--cuda-graph-impl", kind, "--metrics-file", str(metrics)]
+        command = [sys.executable, "-m", "mcore_train", "gpt", *flags, *layout, *graph]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = map(json.loads, metrics.read_text().splitlines())
+        losses[kind] = [(x["loss"], x["grad_norm"]) for x in lines if x["kind"] == "train"]
+    assert len(losses["none"]) == SMALL["train_iters"]
+    assert losses["full_iteration"] == losses["none"]

@@ -14,6 +14,7 @@ PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
 AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused"]
 GemmBackend = Literal["torch", "tuned"]
+MlpBackend = Literal["auto", "torch", "quack"]
 Config = TypeVar("Config")
 
 
@@ -295,6 +296,11 @@ class KernelConfig:
     attention_backend: AttentionBackend = "auto"
     """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (torch's
     own), unfused (plain products); auto: the fastest that is there and takes the shapes."""
+
+    mlp_backend: MlpBackend = "auto"
+    """Products of gated feed-forward layers: quack (quack-kernels, an extra) makes the
+    activation inside them, torch in a kernel of its own; auto: the faster that is there and
+    takes the shapes."""
 
     gemm_backend: GemmBackend = "torch"
     """Algorithms of large 16-bit products on a GPU: those that torch takes, or the fastest for

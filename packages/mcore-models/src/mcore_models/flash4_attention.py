@@ -110,7 +110,7 @@ def _forward(
     window: int | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N S"]]:
     out = q.new_empty(q.shape)
-    with _without_compiler_noise():
+    with without_compiler_noise():
         _, lse, *_ = _package()._flash_attn_fwd(
             *(t.transpose(0, 1) for t in (q, k, v)),  # [S, B, N, H] -> [B, S, N, H]
             softmax_scale=scale,
@@ -135,7 +135,7 @@ def _backward(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    with _without_compiler_noise():
+    with without_compiler_noise():
         _package()._flash_attn_bwd(
             *(t.transpose(0, 1) for t in (q, k, v, out, grad)),
             lse,
@@ -156,8 +156,8 @@ def _package() -> Any:
 
 
 @contextmanager
-def _without_compiler_noise() -> Iterator[None]:
-    """Hide what the package and its compiler say of their own code at the first call."""
+def without_compiler_noise() -> Iterator[None]:
+    """Hide what packages of this compiler and it itself say of their own code at first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)

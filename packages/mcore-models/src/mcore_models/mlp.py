@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_models import quack_products as quack
+from mcore_models.config import MlpBackend
+from mcore_parallel.gated_products import gated_pair
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.recomputing import recompute_between
@@ -82,6 +85,7 @@ class MLP(nn.Module):
         overlap: bool = False,
         init_std: float = 0.02,
         recompute_activation: bool = False,
+        backend: MlpBackend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -98,14 +102,16 @@ class MLP(nn.Module):
             overlap: see ``ColumnParallelLinear``.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
             recompute_activation: forget what goes into fc2, make it again in backward.
+            backend: of a gated layer's products; see ``KernelConfig.mlp_backend``.
             device: of the parameters.
             dtype: of the parameters.
 
         Raises:
-            ValueError: if the axis does not divide F.
+            ValueError: if the axis does not divide F, or the backend is not installed.
         """
         super().__init__()
-        self.gated, self.activation = gated, activation
+        quack.check_backend(backend)
+        self.gated, self.activation, self.backend = gated, activation, backend
         self.recompute_activation = recompute_activation
         F_ = ffn_hidden_size
         placed: dict[str, Any] = {
@@ -120,11 +126,42 @@ class MLP(nn.Module):
         self.fc2 = RowParallelLinear(F_, hidden_size, **placed)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
-        """Transform every token; communicates as the two linears do."""
+        """Transform every token; communicates as the two linears do.
+
+        Raises:
+            ValueError: if ``quack`` cannot be used for this layer and these tensors.
+        """
+        if self._uses_quack(x):
+            kernels = quack.gated_kernels(self.activation)
+            fc1, fc2 = self.fc1, self.fc2
+            return gated_pair(
+                x, fc1.weight, fc2.weight, kernels, fc1.axis, fc1.sequence_parallel
+            )
         hidden = self.fc1(x)
         if self.recompute_activation and self.training:
             return recompute_between(self._activate, self.fc2, hidden)
         return self.fc2(self._activate(hidden))
+
+    def _uses_quack(self, x: Tensor) -> bool:
+        if self.backend == "torch":
+            return False
+        fc1 = self.fc1
+        why_not = ""
+        if not self.gated:
+            why_not = "the layer has no gate"
+        elif fc1.bias is not None:
+            why_not = "its linears have biases"
+        elif fc1.sequence_parallel and fc1.overlap:
+            why_not = "--tp-comm-overlap cuts its products into pieces"
+        why_not = why_not or quack.refusal(x, fc1.weight, self.activation)
+        if self.backend == "quack" and why_not:
+            raise ValueError(
+                f"--mlp-backend quack cannot be used: {why_not}. Use auto, which takes the "
+                "fastest backend that can."
+            )
+        num_ranks = fc1.axis.size if fc1.sequence_parallel else 1
+        is_asked = self.backend == "quack"
+        return is_asked or (not why_not and quack.is_faster(x, fc1.weight, num_ranks))
 
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:

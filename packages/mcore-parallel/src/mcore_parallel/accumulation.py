@@ -10,6 +10,7 @@ A layer whose operations all go through ``add_product`` says so with ``overwrite
 instead of being added. Neither zeros are written nor read.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,11 +64,6 @@ def take_stale(parameter: Any) -> bool:
     return is_stale
 
 
-def add_product(parameter: Any, a: Float[Tensor, "F T"], b: Float[Tensor, "T D"]) -> None:
-    """Add the matrix product a·b to a parameter's main gradient; see ``accumulate_product``."""
-    accumulate_product(parameter.main_grad, a, b, overwrite=take_stale(parameter))
-
-
 def accumulate_product(
     total: Float[Tensor, "F D"],
     a: Float[Tensor, "F T"],
@@ -88,3 +84,20 @@ def accumulate_product(
         overwrite: replace ``total`` by the product, without reading it.
     """
     multiply(a, b, out=total, adds=not overwrite)
+
+
+def add_product(
+    parameter: Any,
+    a: Float[Tensor, "F T"],
+    b: Float[Tensor, "T D"],
+    product: Callable[..., None] = accumulate_product,
+) -> None:
+    """Add the matrix product a·b to a parameter's main gradient, or write it over a stale one.
+
+    Args:
+        parameter: with ``main_grad``.
+        a: first factor.
+        b: second factor.
+        product: as ``accumulate_product``, which see.
+    """
+    product(parameter.main_grad, a, b, overwrite=take_stale(parameter))

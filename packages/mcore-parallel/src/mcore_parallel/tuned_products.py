@@ -37,6 +37,10 @@ LEAST_FLOPS = 5 * 10**10
 NUM_ROUNDS = 4
 """Turns of each candidate; the first one warms the device up."""
 TURN_MS = 8.0
+"""Of a candidate in the heats; in the final, among the ``NUM_FINALISTS``, ``FINAL_TURN_MS``:
+which algorithm is fastest shows only after the device's clock has settled under its load."""
+NUM_FINALISTS = 3
+FINAL_TURN_MS = 50.0
 LEAST_GAIN = 0.005
 """By which a candidate must beat torch's product: less is noise."""
 
@@ -127,9 +131,22 @@ def fastest(times: dict[int, list[float]]) -> int:
 
     The median counts, without the first turn. A candidate must beat -1 by ``LEAST_GAIN``.
     """
-    medians = {number: statistics.median(turns[1:]) for number, turns in times.items()}
+    medians = {number: _median(turns) for number, turns in times.items()}
     best = min(medians, key=lambda number: medians[number])
     return best if medians[best] < (1 - LEAST_GAIN) * medians[-1] else -1
+
+
+def finalists(times: dict[int, list[float]], count: int) -> list[int]:
+    """Return torch's product, -1, and the ``count`` others whose medians are least."""
+    others = sorted(
+        (number for number in times if number >= 0), key=lambda n: _median(times[n])
+    )
+    return [-1, *others[:count]]
+
+
+def _median(turns: list[float]) -> float:
+    """Leave out the first turn, which warms the device up."""
+    return statistics.median(turns[1:])
 
 
 def _may_tune(a: Tensor, b: Tensor, out: Tensor) -> bool:
@@ -179,17 +196,21 @@ def _choose(product: Product, a: Tensor, b: Tensor, out: Tensor) -> _Choice:
             candidates[number] = run(number)
         except CublasLtError:
             continue  # a proposal that this device cannot run
-    times = _in_turns(candidates)
+    heats = _in_turns(candidates, TURN_MS)
+    best = finalists(heats, NUM_FINALISTS)
+    times = _in_turns({number: candidates[number] for number in best}, FINAL_TURN_MS)
     number = fastest(times)
-    gain = statistics.median(times[-1][1:]) / statistics.median(times[number][1:]) - 1
+    gain = _median(times[-1]) / _median(times[number]) - 1
     log.debug("%s: algorithm %d of %d, %.1f %%", product, number, len(algorithms), 100 * gain)
     return _Choice() if number < 0 else _Choice(algorithms, number)
 
 
-def _in_turns(candidates: dict[int, Callable[[], None]]) -> dict[int, list[float]]:
+def _in_turns(
+    candidates: dict[int, Callable[[], None]], turn_ms: float
+) -> dict[int, list[float]]:
     """Return the milliseconds of a call by candidate and turn; waits for the device."""
     once = _milliseconds(next(iter(candidates.values())), 1)
-    num_calls = max(2, round(TURN_MS / max(once, 1e-3)))
+    num_calls = max(2, round(turn_ms / max(once, 1e-3)))
     times: dict[int, list[float]] = {number: [] for number in candidates}
     for _ in range(NUM_ROUNDS):
         for number, call in candidates.items():
