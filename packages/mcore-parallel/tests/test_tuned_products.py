@@ -9,6 +9,7 @@ from mcore_parallel.tuned_products import (
     LEAST_FLOPS,
     choices,
     fastest,
+    finalists,
     multiply,
     multiply_rows,
     plain_product,
@@ -64,8 +65,17 @@ def test_what_cublaslt_cannot_take_is_left_to_torch():
 
 def test_the_median_decides_and_torchs_own_product_stays_where_nothing_beats_it():
     assert fastest({-1: [9.0, 2.0, 2.0, 2.0], 0: [1.0, 2.1, 2.1, 2.1]}) == -1
-    assert fastest({-1: [1.0, 2.0, 2.0, 2.0], 0: [9, 1.9, 1.9, 9], 1: [1, 1.8, 1.8, 3]}) == 1
+    assert (
+        fastest({-1: [1.0, 2.0, 2.0, 2.0], 0: [9.0, 1.9, 1.9, 9.0], 1: [1.0, 1.8, 1.8, 3.0]})
+        == 1
+    )
     assert fastest({-1: [1.0, 2.0, 2.0, 2.0], 0: [1.0, 1.995, 1.995, 1.995]}) == -1
+
+
+def test_torchs_own_product_is_always_among_the_finalists():
+    times = {-1: [9.0, 9.0], 0: [1.0, 3.0], 1: [9.0, 2.0], 2: [1.0, 4.0]}
+    assert finalists(times, 2) == [-1, 1, 0]
+    assert finalists({-1: [1.0, 1.0]}, 2) == [-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -298,13 +298,11 @@ class KernelConfig:
     own), unfused (plain products); auto: the fastest that is there and takes the shapes."""
 
     mlp_backend: MlpBackend = "auto"
-    """Products of gated feed-forward layers: quack (quack-kernels, an extra) makes the
-    activation inside them, torch in a kernel of its own; auto: the faster that is there and
-    takes the shapes."""
+    """Gated layers: quack (quack-kernels, an extra) makes the activation inside its products,
+    torch on its own; auto: the faster that is there and takes the shapes."""
 
     gemm_backend: GemmBackend = "torch"
-    """Algorithms of large 16-bit products on a GPU: those that torch takes, or the fastest for
-    each shape (tuned), found by timing in the first step."""
+    """Algorithms of large 16-bit products on a GPU: torch's, or the fastest by time (tuned)."""
 
 
 def head_dim(config: TransformerConfig) -> int:

@@ -39,8 +39,8 @@ NUM_ROUNDS = 4
 TURN_MS = 8.0
 """Of a candidate in the heats; in the final, among the ``NUM_FINALISTS``, ``FINAL_TURN_MS``:
 which algorithm is fastest shows only after the device's clock has settled under its load."""
-NUM_FINALISTS = 3
-FINAL_TURN_MS = 50.0
+NUM_FINALISTS = 2
+FINAL_TURN_MS = 40.0
 LEAST_GAIN = 0.005
 """By which a candidate must beat torch's product: less is noise."""
 
