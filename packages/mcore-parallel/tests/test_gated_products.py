@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.gated_products import (
@@ -129,6 +130,20 @@ def test_gate_and_up_are_kept_for_backward_and_what_they_make_is_not():
         inside(layers, torch.randn(S, B, D, dtype=torch.float64))
     assert S * B * 2 * WIDTH in sizes
     assert S * B * WIDTH not in sizes
+
+
+def test_backward_fills_no_zeros_for_the_activated_values():
+    layers = pair(SINGLE, False)
+    # The twin's own backward makes zeros.
+    kernels = replace(KERNELS, narrow_backward=lambda _, __, h: (2 * h, 2 * h[:, ::2]))
+    x, grad = (torch.randn(S, B, D, dtype=torch.float64) for _ in range(2))
+    fc1, fc2 = layers
+    y = gated_pair(x, fc1.weight, fc2.weight, kernels, SINGLE, False)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        y.backward(grad)
+    made = {event.key for event in seen.events()}
+    assert "aten::mm" in made
+    assert not {"aten::zeros", "aten::fill_", "aten::zero_"} & made
 
 
 def test_without_gradients_gate_and_up_are_not_even_made():

@@ -103,10 +103,11 @@ class _Widen(torch.autograd.Function):
         ctx.parameter = None if main_grad_of(weight) is None else weight
         hidden, activated = _widen(x, weight, kernels, axis, is_cut, keep=True)
         ctx.mark_non_differentiable(activated)
+        ctx.set_materialize_grads(False)  # else backward fills zeros for what has no gradient
         return hidden, activated
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> Any:
         return *column_gradients(ctx, grad, ctx.kernels.gradients), None, None, None
 
 
