@@ -30,26 +30,31 @@ def _row_stats(
     LANES: tl.constexpr,
 ):
     # Exponentials are the bottleneck: a lane reads four columns at a time, so that its
-    # running sum is rescaled by one exponential for four.
+    # running sum is rescaled by one exponential for four. Only the last step needs a mask.
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
     lane = tl.arange(0, LANES)
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     plain = tl.zeros([LANES], tl.float32)
-    for start in range(0, width, 4 * LANES):
-        a = _columns(base, start + lane, width)
-        b = _columns(base, start + LANES + lane, width)
-        c = _columns(base, start + 2 * LANES + lane, width)
-        d = _columns(base, start + 3 * LANES + lane, width)
-        higher = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
-        # A lane that has seen no column yet keeps -inf: its difference would be NaN.
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(top - safe)
-        total += (tl.exp(a - safe) + tl.exp(b - safe)) + (tl.exp(c - safe) + tl.exp(d - safe))
+    whole = width // (4 * LANES) * (4 * LANES)
+    for start in range(0, whole, 4 * LANES):
+        here = base + start + lane
+        a = tl.load(here).to(tl.float32)
+        b = tl.load(here + LANES).to(tl.float32)
+        c = tl.load(here + 2 * LANES).to(tl.float32)
+        d = tl.load(here + 3 * LANES).to(tl.float32)
+        top, total = _add_exponentials(top, total, a, b, c, d)
         if PLAIN:
-            plain += _or_zero(a) + _or_zero(b) + _or_zero(c) + _or_zero(d)
-        top = higher
+            plain += (a + b) + (c + d)
+    if whole < width:
+        a = _columns(base, whole + lane, width)
+        b = _columns(base, whole + LANES + lane, width)
+        c = _columns(base, whole + 2 * LANES + lane, width)
+        d = _columns(base, whole + 3 * LANES + lane, width)
+        top, total = _add_exponentials(top, total, a, b, c, d)
+        if PLAIN:
+            plain += (_or_zero(a) + _or_zero(b)) + (_or_zero(c) + _or_zero(d))
     peak = tl.max(top, 0)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     label = tl.load(labels + row) - first
@@ -59,6 +64,16 @@ def _row_stats(
     tl.store(out + rows + row, tl.sum(total * tl.exp(top - safe), 0))
     tl.store(out + 2 * rows + row, target)
     tl.store(out + 3 * rows + row, tl.sum(plain, 0))
+
+
+@triton.jit
+def _add_exponentials(top, total, a, b, c, d):
+    higher = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+    # A lane that has seen no column yet keeps -inf: its difference would be NaN.
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    total = total * tl.exp(top - safe)
+    total += (tl.exp(a - safe) + tl.exp(b - safe)) + (tl.exp(c - safe) + tl.exp(d - safe))
+    return higher, total
 
 
 @triton.jit
@@ -92,14 +107,24 @@ def _softmax_gradient(
     weight = tl.load(weights + row)
     shift = tl.load(log_sum + row)
     label = tl.load(labels + row) - first
-    for start in range(0, padded, BLOCK):
-        column = start + columns
-        inside = column < width
-        x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
-        grad = tl.exp(x - shift) - smooth - tl.where(column == label, hit, 0.0)
-        grad = tl.where(inside, grad * weight, 0.0)
-        grad = tl.where(weight == 0.0, 0.0, grad)  # also where it is not a number
-        tl.store(base + column, grad.to(logits.dtype.element_ty), mask=column < padded)
+    kind = logits.dtype.element_ty
+    if weight == 0.0:  # whatever the logits are, numbers or not
+        for start in range(0, padded, BLOCK):
+            column = start + columns
+            tl.store(base + column, tl.zeros([BLOCK], kind), mask=column < padded)
+    else:
+        whole = width // BLOCK * BLOCK
+        for start in range(0, whole, BLOCK):
+            x = tl.load(base + start + columns).to(tl.float32)
+            grad = tl.exp(x - shift) - smooth - tl.where(start + columns == label, hit, 0.0)
+            tl.store(base + start + columns, (grad * weight).to(kind))
+        for start in range(whole, padded, BLOCK):
+            column = start + columns
+            inside = column < width
+            x = tl.load(base + column, mask=inside, other=0.0).to(tl.float32)
+            grad = tl.exp(x - shift) - smooth - tl.where(column == label, hit, 0.0)
+            grad = tl.where(inside, grad * weight, 0.0)
+            tl.store(base + column, grad.to(kind), mask=column < padded)
 
 
 def row_stats(
