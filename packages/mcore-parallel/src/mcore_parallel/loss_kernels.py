@@ -12,9 +12,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_BLOCK = 4096
-_WARPS = 8
-_LANES = 2048
+_BLOCK, _BLOCK_WARPS = 4096, 16
+_LANES, _LANE_WARPS = 2048, 8
 
 
 @triton.jit
@@ -159,7 +158,7 @@ def row_stats(
         rows,
         has_plain,
         _LANES,
-        num_warps=_WARPS,
+        num_warps=_LANE_WARPS,
     )
     return out
 
@@ -198,5 +197,5 @@ def softmax_gradient_(
         1.0 - label_smoothing,
         label_smoothing / vocab_size,
         _BLOCK,
-        num_warps=_WARPS,
+        num_warps=_BLOCK_WARPS,
     )
