@@ -50,13 +50,12 @@ def check_over_ranks():
         x, grad = (torch.randn(S, B, D, generator=generator).double() for _ in range(2))
         if sequence_parallel:
             x, grad = (t.chunk(2)[axis.rank] for t in (x, grad))
-        layers, twin = (pair(axis, sequence_parallel) for _ in range(2))
         for queue in (None, WeightQueue()):
-            for weight in (*layers.parameters(), *twin.parameters()):
-                weight.main_grad = torch.zeros_like(weight)
-                weight.main_grad_is_stale = False
+            layers, twin = (pair(axis, sequence_parallel) for _ in range(2))
             if queue is not None:
                 queue.serve(layers)
+            for weight in (*layers.parameters(), *twin.parameters()):
+                weight.main_grad = torch.zeros_like(weight)
             ys = []
             for run, model in ((inside, layers), (plain, twin)):
                 rows = x.clone().requires_grad_()
