@@ -53,6 +53,12 @@ def test_quack_says_why_it_cannot_be_used(monkeypatch):
         MLP(8, 16, gated=False, backend="quack")(x)
     with pytest.raises(ValueError, match="quack cannot be used: its linears have biases"):
         MLP(8, 16, bias=True, backend="quack")(x)
+    hooked, wrapped = (MLP(8, 16, backend="quack") for _ in range(2))
+    hooked.fc1.register_forward_hook(lambda *_: None)
+    wrapped.fc2 = torch.nn.Sequential(wrapped.fc2)
+    for layer in (hooked, wrapped):
+        with pytest.raises(ValueError, match="its linears were wrapped, replaced or hooked"):
+            layer(x)
 
 
 def test_quack_names_its_extra_where_it_is_not_installed(monkeypatch):

@@ -149,6 +149,8 @@ class MLP(nn.Module):
         why_not = ""
         if not self.gated:
             why_not = "the layer has no gate"
+        elif not all(map(_is_itself, (fc1, self.fc2))):
+            why_not = "its linears were wrapped, replaced or hooked"
         elif fc1.bias is not None:
             why_not = "its linears have biases"
         elif fc1.sequence_parallel and fc1.overlap:
@@ -167,3 +169,9 @@ class MLP(nn.Module):
         if self.gated:
             return gated(hidden, self.activation)
         return ACTIVATIONS[self.activation](hidden)
+
+
+def _is_itself(linear: nn.Module) -> bool:
+    """Whether calling a linear does what it was made for and nothing else."""
+    is_plain = type(linear) in (ColumnParallelLinear, RowParallelLinear)
+    return is_plain and not (linear._forward_hooks or linear._forward_pre_hooks)
