@@ -179,3 +179,10 @@ def test_lengths_and_heads_that_do_not_divide_are_refused_before_anything_is_sen
     q, k = torch.zeros(4, 1, 3, 4), torch.zeros(4, 1, 1, 4)
     with pytest.raises(ValueError, match="3 query heads on this rank cannot be exchanged"):
         ulysses_attention(q, k, k, axis, plain_attention)
+
+
+def test_an_attention_that_returns_another_order_of_dimensions_is_refused():
+    q = torch.zeros(4, 1, 2, 3)
+    for attend in (context_attention, ulysses_attention):
+        with pytest.raises(ValueError, match=r"returned \[1, 2, 4, 3\] .* here \[4, 1, 2, 3\]"):
+            attend(q, q, q, SINGLE, lambda q, k, v: q.permute(1, 2, 0, 3))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mcore_parallel.documents import Documents, Pieces, own_ranges
 from mcore_parallel.mesh import Axis
+from mcore_parallel.testing import run_ranks
 
 
 def numbers(rows, length):
@@ -79,3 +80,15 @@ def test_borders_that_do_not_ascend_from_zero_are_refused(borders):
 def test_rows_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="equal lengths"):
         Documents([[0, 4], [0, 5]])
+
+
+def borders_of_one_row():
+    try:
+        Documents.from_cu_seqlens(torch.tensor([0, 3, 8]))
+    except ValueError as error:
+        return str(error)
+
+
+def test_borders_without_rows_are_refused_with_what_to_write():
+    (told,) = run_ranks(borders_of_one_row, 1, check_shapes=False)
+    assert "take cu_seqlens.unsqueeze(0)" in told

@@ -16,7 +16,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.linear import ColumnParallelLinear
-from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.pipeline import StageOutput, WeightQueue, run_schedule
 from mcore_parallel.schedule import forward_only, interleaved, one_f_one_b, zero_bubble_h1
 from mcore_parallel.sharding import Layout, named_shards, whole
@@ -67,6 +67,10 @@ class Chunk(nn.Module):
             logits.flatten(0, 1), ids.flatten().roll(1), reduction="none"
         )
         return (losses * mask.flatten()).sum()
+
+
+def fake_axis(size, rank):
+    return Axis("pp", size, rank, None, tuple(range(size)))
 
 
 def fill(model):
@@ -293,6 +297,72 @@ def test_chunks_that_do_not_fit_the_schedule_are_refused():
         ValueError, match=r"runs chunks \[0\], but functions are given for \[\]"
     ):
         run_schedule(one_f_one_b(1, 1)[0], {})
+
+
+def test_actions_of_another_rank_or_of_all_are_refused_before_any_message():
+    schedule = one_f_one_b(2, 2)
+    for actions, axis in ((schedule[0], SINGLE), (one_f_one_b(1, 2)[0], fake_axis(2, 1))):
+        with pytest.raises(ValueError, match=r"not those of rank \d of \d: build the schedule"):
+            run_schedule(actions, {0: lambda x, microbatch: None}, axis)
+    with pytest.raises(ValueError, match="not those of rank 0 of 2"):
+        run_schedule(schedule[1], {0: lambda x, microbatch: None}, fake_axis(2, 0))
+
+
+def all_of_a_schedule():
+    try:
+        run_schedule(one_f_one_b(2, 2), {0: lambda x, microbatch: None})
+    except TypeError as error:
+        return str(error)
+
+
+def test_the_actions_of_all_ranks_at_once_are_refused():
+    (told,) = run_ranks(all_of_a_schedule, 1, check_shapes=False)
+    assert "schedule[axis.rank], not the schedule" in told
+
+
+def test_a_stage_that_returns_a_bare_tensor_is_told_what_to_return():
+    with pytest.raises(TypeError, match=r"chunk 0 returned Tensor: it returns StageOutput"):
+        run_schedule(one_f_one_b(1, 1)[0], {0: lambda x, microbatch: torch.zeros(())})
+
+
+def two_products():
+    torch.manual_seed(0)
+    return nn.Sequential(ColumnParallelLinear(3, 3), ColumnParallelLinear(3, 1))
+
+
+def test_a_queue_under_a_whole_backward_is_emptied_at_once():
+    found, x = [], torch.ones(2, 1, 3)
+    for queue in (None, WeightQueue()):
+        model = two_products()
+        if queue is not None:
+            queue.serve(model)
+        data_parallel = DataParallel([model], ParallelContext.single(), DataParallelConfig())
+        data_parallel.zero_grad()  # of weights that are all overwritten
+
+        def stage(_x, microbatch, model=model):
+            return StageOutput(model(x * (1 + microbatch)).sum())
+
+        run_schedule(one_f_one_b(1, 2)[0], {0: stage}, weight_queue=queue)
+        data_parallel.finish()
+        found.append([p.main_grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert all(gradient.any() for gradient in found[0])
+
+
+def test_gradients_that_wait_in_a_queue_are_not_taken_for_zero():
+    model, queue = two_products(), WeightQueue()
+    queue.serve(model)
+    data_parallel = DataParallel([model], ParallelContext.single(), DataParallelConfig())
+    model(torch.ones(2, 1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="still wait in a WeightQueue"):
+        data_parallel.finish()
+
+
+def test_a_queue_comes_before_data_parallelism():
+    model = two_products()
+    DataParallel([model], ParallelContext.single(), DataParallelConfig())
+    with pytest.raises(ValueError, match=r"call serve\(\) first, then wrap"):
+        WeightQueue().serve(model)
 
 
 def test_a_split_backward_without_a_queue_is_refused():

@@ -175,6 +175,17 @@ def test_a_length_that_does_not_divide_is_refused_before_anything_is_sent():
             attend(x, x, x, axis, PLAIN_BLOCKS)
 
 
+def test_heads_that_do_not_fit_are_refused_before_anything_is_sent():
+    q, k, axis = (
+        torch.zeros(4, 1, 4, 4),
+        torch.zeros(4, 1, 3, 4),
+        Axis("cp", 2, 0, None, (0, 1)),
+    )
+    for attend in (ring_attention, gathered_attention):
+        with pytest.raises(ValueError, match=r"keys \[4, 1, 3, 4\] .* do not fit queries"):
+            attend(q, k, k, axis, PLAIN_BLOCKS)
+
+
 def test_documents_of_another_batch_are_refused_before_anything_is_sent():
     x, axis = torch.zeros(4, 1, 2, 4), Axis("cp", 2, 0, None, (0, 1))
     for attend in (ring_attention, gathered_attention):

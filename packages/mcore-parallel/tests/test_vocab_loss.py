@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.fused_head import head_loss
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.testing import run_ranks
 from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
@@ -171,3 +172,24 @@ def test_smoothing_of_one_or_more_is_refused():
     logits, labels = logits_and_labels(1.0)
     with pytest.raises(ValueError, match=r"label smoothing 1\.0 must be"):
         vocab_parallel_cross_entropy(logits, labels, vocab_size=V, label_smoothing=1.0)
+
+
+def labels_of_other_tokens():
+    told = []
+    logits, labels = torch.zeros(3, 2, 5), torch.zeros(2, 3, dtype=torch.long)
+    weight, weights = torch.zeros(5, 4), torch.ones(2, 3)
+    try:
+        vocab_parallel_cross_entropy(logits, labels, vocab_size=5)
+    except ValueError as error:
+        told.append(str(error))
+    try:
+        head_loss(torch.zeros(6, 2, 4), weight, labels, weights, vocab_size=5)
+    except ValueError as error:
+        told.append(str(error))
+    return told
+
+
+def test_labels_of_other_tokens_are_refused():
+    ((split, fused),) = run_ranks(labels_of_other_tokens, 1, check_shapes=False)
+    assert "labels [2, 3] do not fit logits [3, 2, 5]" in split
+    assert "do not fit hidden states [6, 2, 4]" in fused

@@ -101,16 +101,18 @@ def context_attention(
         attention: causal attention on this rank, see ``Attention``.
 
     Raises:
-        ValueError: if this rank's tokens are not two equal chunks.
+        ValueError: if this rank's tokens are not two equal chunks, or ``attention`` returns
+            another shape.
     """
     if axis.size == 1:
-        return attention(q, k, v)
+        return _attended(attention, q, k, v)
     chunk = chunk_length(q.shape[0] * axis.size, axis)
     k, v = zigzag_join(k, axis), zigzag_join(v, axis)
     outputs = []
     for local, index in enumerate(own_chunks(axis.rank, axis.size)):
         end = (index + 1) * chunk
-        outputs.append(attention(q[local * chunk : (local + 1) * chunk], k[:end], v[:end]))
+        own = q[local * chunk : (local + 1) * chunk]
+        outputs.append(_attended(attention, own, k[:end], v[:end]))
     return torch.cat(outputs)
 
 
@@ -136,10 +138,10 @@ def ulysses_attention(
 
     Raises:
         ValueError: if the ranks do not divide the query heads, or this rank's tokens are not
-            two equal chunks.
+            two equal chunks, or ``attention`` returns another shape.
     """
     if axis.size == 1:
-        return attention(q, k, v)
+        return _attended(attention, q, k, v)
     chunk_length(q.shape[0] * axis.size, axis)
     if q.shape[2] % axis.size:
         raise ValueError(
@@ -151,7 +153,18 @@ def ulysses_attention(
     copies = axis.size // math.gcd(axis.size, k.shape[2])
     k, v = (x if copies == 1 else x.repeat_interleave(copies, 2) for x in (k, v))
     q, k, v = (natural_order(_heads_to_sequence(x, axis), axis, 0) for x in (q, k, v))
-    return _sequence_to_heads(zigzag_order(attention(q, k, v), axis), axis)
+    return _sequence_to_heads(zigzag_order(_attended(attention, q, k, v), axis), axis)
+
+
+def _attended(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = attention(q, k, v)
+    wanted = (*q.shape[:3], v.shape[3])
+    if out.shape != wanted:
+        raise ValueError(
+            f"attention returned {list(out.shape)} for queries {list(q.shape)}: it takes and "
+            f"returns [sequence, batch, heads, head dimension], here {list(wanted)}"
+        )
+    return out
 
 
 def chunk_length(seq_length: int, axis: Axis) -> int:

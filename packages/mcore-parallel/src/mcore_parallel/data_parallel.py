@@ -80,6 +80,7 @@ class DataParallel:
         parameters: list[Any] = [s.named.parameter for b in self.buckets for s in b.slots]
         self._overwritten = [p for p in parameters if does_overwrite(p)]
         self._zeroed = [p.main_grad for p in parameters if not does_overwrite(p)]
+        self._queues = {p.weight_queue for p in parameters if hasattr(p, "weight_queue")}
         self._restart()
 
     @property
@@ -93,7 +94,8 @@ class DataParallel:
         They are zero afterwards, but where a layer's first product of the step overwrites
         them (``accumulation.overwrites``).
         """
-        torch._foreach_zero_(self._zeroed)
+        if self._zeroed:  # torch refuses a list of none
+            torch._foreach_zero_(self._zeroed)
         for parameter in self._overwritten:
             make_stale(parameter)
         self._restart()
@@ -134,10 +136,16 @@ class DataParallel:
         and tied copies; then the buckets that waited for these; then waits for all of them.
 
         Raises:
-            RuntimeError: if called again before ``zero_grad``.
+            RuntimeError: if called again before ``zero_grad``, or while weight gradients wait
+                in a ``WeightQueue``.
         """
         if self._is_finished:
             raise RuntimeError("gradients are summed already: call zero_grad() before backward")
+        if not all(queue.is_empty for queue in self._queues):
+            raise RuntimeError(
+                "weight gradients still wait in a WeightQueue: hand it to run_schedule as "
+                "weight_queue, which empties it."
+            )
         self.wait_params()
         for parameter in self._overwritten:
             if take_stale(parameter):  # no micro-batch came through it

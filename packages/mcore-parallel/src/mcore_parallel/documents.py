@@ -96,8 +96,14 @@ class Documents:
             cu_seqlens: on the CPU; each row ascends from 0 to S and is filled up with S.
 
         Raises:
-            ValueError: if a row does not.
+            ValueError: if a row does not, or there are no rows: one row alone is
+                ``cu_seqlens.unsqueeze(0)``.
         """
+        if cu_seqlens.dim() != 2:
+            raise ValueError(
+                f"cu_seqlens {list(cu_seqlens.shape)} must have a line of borders for each row "
+                "of the batch, [B, n]: for one row take cu_seqlens.unsqueeze(0)"
+            )
         return cls([row.unique_consecutive().tolist() for row in cu_seqlens])
 
     @property
@@ -119,7 +125,8 @@ class Documents:
         if (num_rows, length) != (len(self.rows), self.length):
             raise ValueError(
                 f"documents are of {len(self.rows)} rows of {self.length} tokens, but the "
-                f"batch has {num_rows} rows of {length}"
+                f"batch has {num_rows} rows of {length} (rows are whole, over all context "
+                "ranks)"
             )
 
     def flat(self) -> Pieces:
@@ -188,18 +195,32 @@ def own_ranges(length: int, axis: Axis) -> list[range]:
 
 
 def check_own_tokens(
-    q: Float[Tensor, "s B N H"], axis: Axis, documents: Documents | None
+    q: Float[Tensor, "s B N H"],
+    k: Float[Tensor, "s B G H"],
+    v: Float[Tensor, "s B G J"],
+    axis: Axis,
+    documents: Documents | None,
 ) -> None:
-    """Refuse queries that are not this rank's share of the rows; talks to nobody.
+    """Refuse tokens that are not this rank's share of the rows; talks to nobody.
 
     Args:
         q: queries of this rank's tokens.
+        k: keys of the same tokens.
+        v: values of the same tokens.
         axis: context ranks.
         documents: of packed rows, whole; None: each row is one.
 
     Raises:
-        ValueError: if they are not two equal chunks, or not those of the documents' rows.
+        ValueError: if they are not two equal chunks, or not those of the documents' rows, or
+            if keys and values do not fit the queries.
     """
+    fits = q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3]
+    if not fits or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"keys {list(k.shape)} and values {list(v.shape)} do not fit queries "
+            f"{list(q.shape)}: all are [sequence, batch, heads, head dimension] of this rank's "
+            "tokens, and the query heads a multiple of the key/value heads"
+        )
     length = q.shape[0] * axis.size
     chunk_length(length, axis)
     if documents is not None:

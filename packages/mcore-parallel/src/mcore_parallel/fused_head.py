@@ -54,7 +54,8 @@ def head_loss(
         chunk_tokens: tokens whose logits are alive at once.
 
     Raises:
-        ValueError: if the slices of ``weight`` cannot hold ``vocab_size`` words.
+        ValueError: if the slices of ``weight`` cannot hold ``vocab_size`` words, or if x and
+            labels are not of the same tokens.
 
     Reference:
         Vocabulary-parallel loss: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
@@ -64,6 +65,12 @@ def head_loss(
             f"a head of {axis.size} x {weight.shape[0]} rows cannot hold {vocab_size} words"
         )
     x = gather_partial_from(x, axis) if sequence_parallel else copy_to(x, axis)
+    if labels.t().shape != x.shape[:2] or weights.shape != labels.shape:
+        raise ValueError(
+            f"labels {list(labels.shape)} and weights {list(weights.shape)} do not fit hidden "
+            f"states {list(x.shape)}: they are [B, S] where these, gathered over the tensor "
+            "ranks, are [S, B, D]; context ranks cut them like the tokens"
+        )
     rows = x.reshape(-1, x.shape[-1])  # [S, B, D] -> [T, D]
     if not torch.is_grad_enabled():  # forward makes gradients of what requires one
         rows, weight = rows.detach(), weight.detach()

@@ -53,6 +53,11 @@ class WeightQueue:
         """Start empty."""
         self._work: list[Work] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be done."""
+        return not self._work
+
     def serve(self, *modules: nn.Module) -> None:
         """Become the ``weight_queue`` of all weights whose layers can put work off.
 
@@ -61,11 +66,23 @@ class WeightQueue:
 
         Args:
             modules: their layers say what can wait by ``deferrable_weights()``.
+
+        Raises:
+            ValueError: if a ``DataParallel`` holds one of the weights already.
         """
-        for module in modules:
-            for layer in module.modules():
-                for weight in getattr(layer, "deferrable_weights", list)():
-                    weight.weight_queue = self
+        weights = [
+            weight
+            for module in modules
+            for layer in module.modules()
+            for weight in getattr(layer, "deferrable_weights", list)()
+        ]
+        if any(hasattr(weight, "main_grad") for weight in weights):
+            raise ValueError(
+                "DataParallel would count these weights' gradients as made before they are: "
+                "call serve() first, then wrap the model."
+            )
+        for weight in weights:
+            weight.weight_queue = self
 
     def put(self, work: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
         """Add a function that adds one weight's gradient to it.
@@ -108,14 +125,16 @@ def run_schedule(
         chunks: stage functions of this rank by chunk number. A micro-batch without a
             backward action runs without gradient.
         axis: pipeline ranks; neighbours exchange hidden states and their gradients.
-        shape: of every hidden state, or a function from micro-batch to it.
+        shape: of every hidden state as this rank holds it (a sequence that context or tensor
+            ranks cut is cut here), or a function from micro-batch to it.
         dtype: of every hidden state.
         device: where hidden states live.
         before_last_backward: called with the chunk just before its last backward (or input
             half of one) here, such as ``DataParallel.start_sync``.
         before_last_weights: likewise before its last weight half, such as
             ``DataParallel.start_weight_sync``.
-        weight_queue: needed by schedules that split backward: what the linears fill.
+        weight_queue: needed by schedules that split backward: what the linears fill. Under
+            other schedules it is emptied after each backward.
         rendezvous: let the host wait for each batch of messages before it goes on. Needed
             the first time that stages run on CUDA: loading a kernel waits for the device,
             and a device that already waits for a neighbour's message makes a circle. The
@@ -127,10 +146,11 @@ def run_schedule(
             waits for its own input alone. Schedules of ``with_messages`` allow either.
 
     Raises:
-        ValueError: if chunks and actions do not fit, before any message; or if a stage's
-            output is not the hidden state that was announced.
+        ValueError: if chunks, axis and actions do not fit, before any message; or if a
+            stage's output is not the hidden state that was announced.
+        TypeError: if actions are those of all ranks, or a stage returns no ``StageOutput``.
     """
-    _check(actions, chunks, weight_queue)
+    _check(actions, chunks, axis, weight_queue)
     runner = _Runner(actions, chunks, axis, shape, dtype, device)
     if weight_queue is not None:
         runner.weight_queue = weight_queue
@@ -156,14 +176,30 @@ def run_schedule(
 def _check(
     actions: Sequence[Action],
     chunks: Mapping[int, StageFunction],
+    axis: Axis,
     weight_queue: WeightQueue | None,
 ) -> None:
+    if not all(isinstance(action, Action) for action in actions):
+        raise TypeError(
+            "run_schedule takes the actions of this rank: schedule[axis.rank], not the schedule"
+        )
     named = {action.chunk for action in actions}
     if named != set(chunks):
         raise ValueError(
             f"the schedule runs chunks {sorted(named)}, but functions are given for "
             f"{sorted(chunks)}"
         )
+    told = {(action.kind, action.chunk) for action in actions}
+    for chunk in chunks:
+        is_first = chunk == 0 and axis.rank == 0
+        is_last = chunk == len(chunks) - 1 and axis.rank == axis.size - 1
+        ends = (Kind.RECEIVE_FORWARD, is_first), (Kind.SEND_FORWARD, is_last)
+        if any(((kind, chunk) in told) == is_end for kind, is_end in ends):
+            raise ValueError(
+                f"these actions of chunk {chunk} are not those of rank {axis.rank} of "
+                f"{axis.size}: build the schedule for {axis.size} pipeline ranks and take "
+                "schedule[axis.rank]"
+            )
     if weight_queue is None and any(a.kind is Kind.BACKWARD_WEIGHT for a in actions):
         raise ValueError(
             "--pipeline-schedule zb-h1 splits backward, which needs linears that put their "
@@ -254,8 +290,11 @@ class _Runner:
             self.make_weights(self.deferred.pop(key))
         else:
             self.backward(key)
+            works = self.weight_queue.take()
             if action.kind is Kind.BACKWARD_INPUT:
-                self.deferred[key] = self.weight_queue.take()
+                self.deferred[key] = works
+            elif works:
+                self.make_weights(works)
 
     def forward(self, key: Key) -> None:
         """Run a stage and keep of its output only what backward and the next stage need."""
@@ -267,6 +306,11 @@ class _Runner:
             x = self.received(Kind.RECEIVE_FORWARD, key)
             x.requires_grad_(key in self.with_backward)
         found = self.chunks[chunk](x, microbatch)
+        if not isinstance(found, StageOutput):
+            raise TypeError(
+                f"the function of chunk {chunk} returned {type(found).__name__}: it returns "
+                "StageOutput(hidden state), on the last stage StageOutput(loss)"
+            )
         self.check_output(found.output, () if is_last else self.shape_of(microbatch), is_last)
         if not is_last:
             self.leaving[Kind.SEND_FORWARD, key] = found.output.detach().contiguous()

@@ -48,9 +48,9 @@ def ring_attention(
 
     Raises:
         ValueError: if this rank's tokens are not two equal chunks, or not those of the
-            documents' rows.
+            documents' rows, or if keys and values do not fit the queries.
     """
-    check_own_tokens(q, axis, documents)
+    check_own_tokens(q, k, v, axis, documents)
     return _RingAttention.apply(q, k, v, axis, attention, documents)
 
 

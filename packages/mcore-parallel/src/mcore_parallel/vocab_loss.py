@@ -48,8 +48,15 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: if the columns of all ranks are not the padded vocabulary (as with logits
-            that were gathered), or, on the CPU, a label is outside the vocabulary.
+            that were gathered), if there are other labels than rows of logits, or, on the
+            CPU, a label is outside the vocabulary.
     """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels {list(labels.shape)} do not fit logits {list(logits.shape)}: one label "
+            "for each row, in the same order (a head returns [S, B, v]: transpose labels "
+            "[B, S], and cut them over context ranks like the tokens)"
+        )
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label smoothing {label_smoothing} must be at least 0 and below 1")
     width = logits.shape[-1]
