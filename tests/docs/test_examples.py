@@ -1,13 +1,15 @@
 """Each example runs, on one rank and on several, with equal numbers; scripts for more GPUs
 than there are here give a plan."""
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import subprocess
 
 import pytest
-from docs.blocks import ROOT
+import torch
+from docs.blocks import ROOT, blocks_of
 
 from mcore_parallel.testing import run_command, run_ranks
 from mcore_train.parsing import parse
@@ -48,21 +50,33 @@ def test_the_simple_loop_trains_and_resumes_on_one_rank_and_two(layout):
     assert answers[0][-1] < answers[0][0]
 
 
-def run_own_model():
-    """Run the README's model of one's own on this rank; return its losses."""
+def run_own_model(folder):
+    """Run the README's model of one's own on this rank, in a folder; return what it finds."""
     place = ROOT / "packages/mcore-parallel/README.md"
-    heading = "## A model of one's own"
-    code = place.read_text().split(heading)[1].split("```python\n")[1].split("```")[0]
+    text = "## A model of one's own" + place.read_text().split("## A model of one's own")[1]
     names = {"__name__": "own_model"}
-    exec(compile(code, f"{place} {heading}", "exec"), names)
-    return names["losses"]
+    with contextlib.chdir(folder):
+        for block in blocks_of(text.split("## Pipelines")[0], "own_model"):
+            exec(compile(block.code, f"{place} {block.line}", "exec"), names)
+    found = {name: names[name] for name in ("losses", "goes_on", "attended")}
+    return found | {"interleaved": names.get("interleaved_losses")}
 
 
-def test_a_model_of_ones_own_has_the_same_losses_over_tensor_pipeline_and_data_ranks():
-    single = run_own_model()
-    assert single[-1] < single[0]
-    for losses in run_ranks(run_own_model, 8):
-        assert losses == pytest.approx(single, rel=1e-5)
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.parity_long)])
+def test_a_model_of_ones_own_computes_the_same_over_ranks_of_every_kind(ranks, tmp_path):
+    folders = tmp_path / "one", tmp_path / "many"
+    for folder in folders:
+        folder.mkdir()
+    single = run_own_model(folders[0])
+    assert single["goes_on"][-1] < single["losses"][-1] < single["losses"][0]
+    for found in run_ranks(run_own_model, ranks, folders[1]):
+        for name in ("losses", "goes_on"):
+            assert found[name] == pytest.approx(single[name], rel=1e-5)
+        assert found["interleaved"] == pytest.approx(single["losses"], rel=1e-5)
+        for output_and_gradient in found["attended"].values():
+            torch.testing.assert_close(
+                output_and_gradient, single["attended"]["a2a"], rtol=1e-5, atol=1e-6
+            )
 
 
 def told_by(script, **variables):

@@ -290,6 +290,15 @@ def test_a_wrong_output_is_refused_before_it_is_sent():
 
     with pytest.raises(ValueError, match="expects a scalar loss"):
         run_schedule(one_f_one_b(1, 1)[0], {0: stage})
+    for shape, options in (
+        ((2,), {}),
+        ((3,), {"dtype": torch.float64}),
+        ((3,), {"device": "meta"}),
+    ):
+        with pytest.raises(ValueError, match=r"\(3,\) torch.float32 on cpu .* on this rank"):
+            run_schedule(
+                one_f_one_b(2, 1)[0], {0: stage}, fake_axis(2, 0), shape=shape, **options
+            )
 
 
 def test_chunks_that_do_not_fit_the_schedule_are_refused():

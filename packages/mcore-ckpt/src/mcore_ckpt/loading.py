@@ -66,7 +66,8 @@ def load(
     Args:
         folder: a step folder, or a run folder for its latest step.
         shards: logical name to pieces, which are written in place.
-        world: the ranks that load together.
+        world: the ranks that load together. What none of them asks for is an error: left out,
+            this rank must ask for everything.
         strictness: what to do about names, shapes and dtypes that differ; each kind is an
             error that lists them all, unless told otherwise.
         checksums: check the bytes that are read.

@@ -24,6 +24,7 @@ from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.gathering import ParameterGathering
 from mcore_parallel.grads import sum_partial_gradients, sum_tied_gradients
 from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.replicas import check_replicas
 from mcore_parallel.sharding import (
     NamedParameter,
     Shard,
@@ -65,7 +66,7 @@ class DataParallel:
         self.buckets = build_buckets(_trainable(chunks), ctx, config)
         self._is_syncing = [True] * len(chunks)
         self._is_syncing_weights = [True] * len(chunks)
-        self._is_finished = False
+        self._is_finished = self._is_checked = False
         self._missing: dict[Bucket, set[int]] = {}
         self._handles = [
             slot.named.parameter.register_post_accumulate_grad_hook(
@@ -134,8 +135,11 @@ class DataParallel:
 
         Starts the buckets that backward has not started, in order; all-reduces partial sums
         and tied copies; then the buckets that waited for these; then waits for all of them.
+        The first time it also compares what ranks hold in common (``replicas``).
 
         Raises:
+            ValueError: the first time, on every rank, if weights or gradients that ranks hold
+                in common differ, or two pipeline stages give one name to their parameters.
             RuntimeError: if called again before ``zero_grad``, or while weight gradients wait
                 in a ``WeightQueue``.
         """
@@ -161,6 +165,9 @@ class DataParallel:
             bucket.start_reduction()
         for bucket in self.buckets:
             bucket.finish_reduction()
+        if not self._is_checked:
+            check_replicas(self.buckets, self.ctx)
+            self._is_checked = True
         self._is_finished = True
 
     def gather_params(self, before: Callable[[Bucket], None] = lambda _: None) -> None:

@@ -370,12 +370,17 @@ class _Runner:
 
     def check_output(self, output: Tensor, shape: tuple[int, ...], is_last: bool) -> None:
         """Refuse an output that the next rank would misread."""
-        if tuple(output.shape) != tuple(shape) or not (is_last or output.dtype == self.dtype):
-            wanted = "a scalar loss" if is_last else f"{tuple(shape)} {self.dtype}"
-            raise ValueError(
-                f"a stage returned {tuple(output.shape)} {output.dtype} where the pipeline "
-                f"expects {wanted}"
-            )
+        device = torch.device(self.device).type
+        fits = is_last or (output.dtype, output.device.type) == (self.dtype, device)
+        if tuple(output.shape) == tuple(shape) and fits:
+            return
+        found = f"a stage returned {tuple(output.shape)} {output.dtype} on {output.device.type}"
+        if is_last:
+            raise ValueError(f"{found} where the pipeline expects a scalar loss")
+        raise ValueError(
+            f"{found} where the pipeline expects {tuple(shape)} {self.dtype} on {device}: give "
+            "run_schedule the shape, dtype and device of a hidden state on this rank"
+        )
 
 
 def _prepare(works: deque[Work]) -> None:

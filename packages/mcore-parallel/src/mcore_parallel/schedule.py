@@ -62,7 +62,19 @@ DURATIONS = {
 
 
 def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Schedule:
-    """Return the schedule that the config names; empty: by the number of stages on a rank."""
+    """Return the schedule that the config names; empty: by the number of stages on a rank.
+
+    Args:
+        config: schedule, stages on a rank and size of groups.
+        pp: pipeline ranks.
+        num_microbatches: of one step, on each data rank.
+
+    Returns:
+        One list of actions a rank; ``run_schedule`` takes that of its own rank.
+
+    Raises:
+        ValueError: if micro-batches, groups and stages do not fit the pipeline.
+    """
     vpp = config.num_virtual_stages_per_pipeline_rank
     name = config.pipeline_schedule or ("interleaved" if vpp > 1 else "1f1b")
     if name == "interleaved":

@@ -131,7 +131,8 @@ def whole(
 def replicated(module: nn.Module, axis: Axis, *, partial: bool = False) -> nn.Module:
     """Declare that all ranks of an axis hold a plain module whole, such as a norm of torch's.
 
-    Its parameters must begin equal on these ranks: seed torch alike before it is made.
+    Its parameters must begin equal on these ranks: seed torch alike before it is made. The
+    first ``DataParallel.finish`` looks whether they did, and whether ``partial`` is right.
 
     Args:
         module: changed in place: it and the modules inside get ``layouts``, unless they have

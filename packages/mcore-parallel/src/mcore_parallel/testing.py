@@ -36,6 +36,7 @@ def run_ranks(
     ``ParallelContext``. The function is found by its file and name, so any module-level
     function of a test file works; arguments and results must pickle (tensors do). A rank has
     one thread. When one fails, those that wait for it are ended; the next call replaces them.
+    A script calls it under ``if __name__ == "__main__"``, as its ranks read the script again.
 
     Args:
         function: a module-level function.

@@ -1,0 +1,128 @@
+"""What ranks should hold in common and do not is told by the first step, on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mcore_parallel.collectives import own_slice
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
+from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.embedding import VocabParallelEmbedding
+from mcore_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.sharding import replicated
+from mcore_parallel.testing import run_ranks
+
+SHARDED = DataParallelConfig(use_distributed_optimizer=True)
+TENSOR = ParallelConfig(tensor_model_parallel_size=2)
+CUT = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+STAGES = ParallelConfig(pipeline_model_parallel_size=2)
+
+
+class Layer(nn.Module):
+    """A norm, a column and a row; ``partial`` is what the norm says of itself."""
+
+    def __init__(self, ctx, partial):
+        super().__init__()
+        sequence_parallel = ctx.config.sequence_parallel
+        self.norm = replicated(nn.LayerNorm(4), ctx.tp, partial=partial)
+        self.up = ColumnParallelLinear(4, 8, axis=ctx.tp, sequence_parallel=sequence_parallel)
+        self.down = RowParallelLinear(8, 4, axis=ctx.tp, sequence_parallel=sequence_parallel)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def first_step(ctx, model, x):
+    """Say what the first step of a model refuses."""
+    data_parallel = DataParallel([model], ctx, SHARDED)
+    data_parallel.zero_grad()
+    model(x).square().sum().backward()
+    try:
+        data_parallel.finish()
+    except ValueError as error:
+        return str(error)
+    data_parallel.zero_grad()
+    data_parallel.finish()  # later steps do not look
+    return "nothing"
+
+
+def seeded(rank):
+    torch.manual_seed(rank)
+    return nn.Linear(4, 4)
+
+
+def data_ranks_seeded_apart(rank):
+    return first_step(ParallelContext.build(ParallelConfig()), seeded(rank), torch.ones(2, 4))
+
+
+def tensor_ranks_seeded_apart(ctx):
+    layer = replicated(seeded(ctx.tp.rank), ctx.tp)
+    return first_step(ctx, layer, torch.ones(2, 4))
+
+
+def norm_of_all_tokens(ctx):
+    torch.manual_seed(0)
+    return first_step(ctx, Layer(ctx, partial=False), torch.randn(6, 2, 4))
+
+
+def norm_of_own_tokens(ctx, partial):
+    torch.manual_seed(0)
+    return first_step(ctx, Layer(ctx, partial), own_slice(torch.randn(6, 2, 4), ctx.tp))
+
+
+def layers_named(ctx, name):
+    torch.manual_seed(0)
+    stage = nn.Sequential()
+    stage.add_module(name, nn.Linear(4, 4))
+    return first_step(ctx, stage, torch.ones(2, 4))
+
+
+def tied_copies(ctx, seed):
+    torch.manual_seed(seed)
+    tied = VocabParallelEmbedding(4, 4, tied=ctx.embedding_ends)
+    return first_step(ctx, tied, torch.tensor([[0, 1]]))
+
+
+def first_steps():
+    rank = dist.get_rank()
+    tensor, cut, stages = (ParallelContext.build(config) for config in (TENSOR, CUT, STAGES))
+    return {
+        "data ranks seeded apart": data_ranks_seeded_apart(rank),
+        "tensor ranks seeded apart": tensor_ranks_seeded_apart(tensor),
+        "a norm of all tokens": norm_of_all_tokens(tensor),
+        "a norm of own tokens, said to be whole": norm_of_own_tokens(cut, partial=False),
+        "a norm of own tokens": norm_of_own_tokens(cut, partial=True),
+        "layers with one name": layers_named(stages, "0"),
+        "layers with their numbers": layers_named(stages, str(rank)),
+        "tied copies seeded apart": tied_copies(stages, rank),
+        "tied copies": tied_copies(stages, 0),
+    }
+
+
+TOLD = {
+    "data ranks seeded apart": "weight: ranks [0, 1] of axis cp_dp hold it in common",
+    "tensor ranks seeded apart": "weight: ranks [0, 1] of axis tp hold it in common",
+    "a norm of own tokens, said to be whole": "norm.weight: ranks [0, 1] of axis tp hold it "
+    "whole, but make different gradients",
+    "a norm of own tokens": "nothing",
+    "a norm of all tokens": "nothing",
+    "layers with one name": "0.weight is a parameter of two pipeline stages",
+    "layers with their numbers": "nothing",
+    "tied copies seeded apart": "weight: ranks [0, 1] of axis embedding_ends hold it in common",
+    "tied copies": "nothing",
+}
+
+
+def test_the_first_step_tells_every_rank_what_is_not_the_same_on_all():
+    for found in run_ranks(first_steps, 2):
+        for what, told in found.items():
+            assert TOLD[what] in told, (what, told)
+
+
+def test_chunks_of_one_rank_with_one_name_are_refused():
+    chunks = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    data_parallel = DataParallel(chunks, ParallelContext.single(), SHARDED)
+    with pytest.raises(ValueError, match=r"0\.weight is a parameter of two pipeline stages"):
+        data_parallel.finish()
