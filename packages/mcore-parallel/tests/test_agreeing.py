@@ -72,6 +72,19 @@ def test_a_message_that_does_not_come_is_told_with_its_sender(pair):
         compare()
 
 
+class GoneStore(torch.distributed.HashStore):
+    """A store whose rank has died."""
+
+    def wait(self, *_):
+        raise torch.distributed.DistNetworkError("connection reset")
+
+
+def test_a_store_that_is_gone_is_not_told_as_a_timeout():
+    agreement = Agreement(GoneStore(), "g", (4, 6), 1, timeout_s=600.0)
+    with pytest.raises(RuntimeError, match="did not come before the store was gone"):
+        agreement.check("all_reduce (sum)", torch.ones(1))
+
+
 def test_after_the_first_messages_of_two_ranks_nothing_is_compared(pair):
     pair[1].num_messages[0, 1] = CHECKED_CALLS
     assert pair[1].expect_message(0, torch.ones(2)) is None

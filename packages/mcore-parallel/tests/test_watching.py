@@ -7,8 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from mcore_parallel.agreeing import Agreement, DisagreementError
 from mcore_parallel.launching import free_port
+from mcore_parallel.linear import ColumnParallelLinear
+from mcore_parallel.mesh import Axis
 from mcore_parallel.testing import run_command
 from mcore_parallel.watching import Watch, call_site, where_in
 
@@ -81,3 +86,44 @@ def test_a_place_is_the_line_of_the_own_program():
     assert here.startswith("at ")
     assert "(test_a_place_is_the_line_of_the_own_program)" in here
     assert "test_watching.py" in call_site()
+
+
+def test_a_line_of_this_package_is_followed_by_the_one_that_called_it():
+    first, second = (Agreement(dist.HashStore(), "g", (0, 1), i, timeout_s=0.2) for i in (0, 1))
+    second.store = first.store
+    first.check("all_gather", torch.ones(3, 1, 4))
+    axis = Axis("tp", 2, 1, None, (0, 1), second)
+    layer = ColumnParallelLinear(4, 4, axis=axis, sequence_parallel=True, init_std=0.0)
+    with pytest.raises(DisagreementError) as caught:
+        layer(torch.ones(2, 1, 4))
+    told = str(caught.value)
+    assert "mcore_parallel/tensor_products.py" in told
+    assert "(forward), for tests/test_watching.py" in told
+
+
+def test_who_waits_for_what_it_began_is_told_with_the_axis_of_its_caller():
+    names = {}
+    code = "def wait(look):\n    return look()"
+    exec(compile(code, "/somewhere/mcore_parallel/collectives.py", "exec"), names)
+
+    def look():
+        return where_in({1: sys._getframe(1)}, 1)
+
+    def begin(axis):
+        return names["wait"](look)
+
+    told = begin(Axis("tp", 2, 0, None, (4, 6)))
+    assert told.startswith("in wait over tp (ranks 4, 6) at tests/test_watching.py")
+    assert told.endswith("(begin)")
+
+
+def test_a_rank_that_ends_is_not_told_by_a_line_of_the_watch():
+    class Watched(Watch):
+        def _stop(self):
+            places.append(where_in({1: sys._getframe()}, 1))
+
+    places = []
+    with Watched(dist.HashStore(), 0, 1, 600.0) as watch:
+        ...
+    watch._ended.set()
+    assert places == ["ending too"]

@@ -132,6 +132,10 @@ class Agreement:
         """Wait for what another rank tells: its call or message, and from where."""
         try:
             self.store.wait([key], timedelta(seconds=self.timeout_s))
+        except dist.DistNetworkError as error:
+            raise RuntimeError(
+                f"{otherwise} before the store was gone, and with it the rank that holds it"
+            ) from error
         except dist.DistError as error:
             raise RuntimeError(f"{otherwise} within {self.timeout_s:.0f} s") from error
         return self.store.get(key).decode().split("\n")

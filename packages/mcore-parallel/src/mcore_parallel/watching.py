@@ -229,6 +229,8 @@ def where_in(frames: Mapping[int, FrameType], main: int) -> str:
             in a thread of its own.
     """
     stacks = {thread: _stack(frame) for thread, frame in frames.items()}
+    if any(frame.f_code is Watch.__exit__.__code__ for frame, _ in stacks[main]):
+        return "ending too"
     order = sorted(stacks, key=lambda thread: thread != main)
     for thread in order:
         if any(_communicates(frame) for frame, _ in stacks[thread]):
@@ -237,11 +239,11 @@ def where_in(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def call_site(skip: int = 1) -> str:
-    """Name the line that asked for communication: the first one outside these files."""
-    frame = sys._getframe(skip)
-    while frame.f_back is not None and (_communicates(frame) or _is_foreign(frame)):
-        frame = frame.f_back
-    return _line(frame, frame.f_lineno)
+    """Name the line that asked for communication: the first one outside these files.
+
+    If that is one of this package, the line that called the package follows.
+    """
+    return _site(_stack(sys._getframe(skip)))
 
 
 def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
@@ -260,13 +262,24 @@ def _place(stack: list[tuple[FrameType, int]]) -> str:
         return f"at {_line(*(own or stack)[0])}" if stack else "nowhere"
     named = [i for i in inside if _axis_of(stack[i][0]) is not None]
     frame = stack[(named or inside)[0]][0]
-    axis = _axis_of(frame)
+    outside = _outside(stack[inside[0] :])
+    # Who waits for what it began has no axis; the line that began it mostly has.
+    axis = _axis_of(frame) or (_axis_of(outside[0][0]) if outside else None)
     over = f" over {axis.name} (ranks {_numbers(axis.ranks)})" if axis is not None else ""
-    outside = [
-        e for e in stack[inside[0] :] if not _communicates(e[0]) and not _is_foreign(e[0])
-    ]
-    site = f" at {_line(*outside[0])}" if outside else ""
+    site = f" at {_site(outside)}" if outside else ""
     return f"in {frame.f_code.co_name}{over}{site}"
+
+
+def _outside(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+    return [e for e in stack if not _communicates(e[0]) and not _is_foreign(e[0])]
+
+
+def _site(stack: list[tuple[FrameType, int]]) -> str:
+    """Name the first line that is no communication, and who called this package."""
+    lines = _outside(stack) or stack[-1:]
+    callers = [e for e in lines if not _is_own(e[0])]
+    called_by = f", for {_line(*callers[0])}" if callers and callers[0] is not lines[0] else ""
+    return f"{_line(*lines[0])}{called_by}"
 
 
 def _axis_of(frame: FrameType) -> Any:
@@ -277,10 +290,13 @@ def _axis_of(frame: FrameType) -> Any:
 
 
 def _communicates(frame: FrameType) -> bool:
-    path = Path(frame.f_code.co_filename)
-    if path.parent.name == "mcore_parallel":
-        return path.name in COMMUNICATION
+    if _is_own(frame):
+        return Path(frame.f_code.co_filename).name in COMMUNICATION
     return "torch/distributed" in frame.f_code.co_filename
+
+
+def _is_own(frame: FrameType) -> bool:
+    return Path(frame.f_code.co_filename).parent.name == "mcore_parallel"
 
 
 def _is_foreign(frame: FrameType) -> bool:
