@@ -6,7 +6,6 @@ conversion ends with its proof: the result is opened like any other input, turne
 what was read, and compared with it bit by bit.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,13 +19,14 @@ from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import num_tokens
 from mcore_ckpt.inspection import native_step
 from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.paths import RELEASE, commit, fresh_step
+from mcore_ckpt.outputs import appearing, check_place, fresh_step
+from mcore_ckpt.paths import RELEASE, commit
 from mcore_ckpt.proving import proven, proven_native
 from mcore_ckpt.rewriting import write_whole
 from mcore_ckpt.sources import FORMATS, Asked, Opened, opened
 from mcore_ckpt.stores import as_path, is_store
 from mcore_ckpt.streams import read_ahead
-from mcore_ckpt.targets import WRITERS, Wanted, appearing, our_items, write_small_files
+from mcore_ckpt.targets import WRITERS, Wanted, our_items, write_small_files
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
     "bf16": "BF16",
@@ -142,7 +142,7 @@ def convert(
             )
     output = places[1][1]
     if not is_store(output):
-        _check_place(Path(source), output)
+        check_place(Path(source), output)
     if source_format == "mcore":
         native_step(source)  # Says which format it is in, if it is in another.
     watched: list[Item] = []
@@ -247,25 +247,6 @@ def _write_native(
         print_ = proven_native(source, target, index) if check else ""
         commit(target, output, step, index.to_bytes())
     return source.hf.get("model_type") or source.description["family"], print_
-
-
-def _check_place(source: Path, output: Path) -> None:
-    """Refuse an output within the input, and one that can be no folder.
-
-    Raises:
-        ValueError: with both paths.
-    """
-    here, there = source.resolve(), output.resolve()
-    if here.is_dir() and (here == there or here in there.parents):
-        raise ValueError(
-            f"--output {output} lies in --input {source}: give a folder elsewhere, so that the "
-            "input stays as it is."
-        )
-    above = next(folder for folder in (there, *there.parents) if folder.exists())
-    if not above.is_dir():
-        raise ValueError(f"--output {output} cannot be made: {above} is a file.")
-    if not os.access(above, os.W_OK):
-        raise ValueError(f"--output {output} cannot be made: {above} may not be written to.")
 
 
 def _check_tokens(source: Opened, vocab_size: int) -> None:

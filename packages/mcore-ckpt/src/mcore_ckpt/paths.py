@@ -10,8 +10,6 @@ goes to ``<step>.incoming`` and takes the place of the first by renames once it 
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointError
@@ -153,24 +151,6 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
         folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
     folder.mkdir(parents=True)
     return folder
-
-
-@contextmanager
-def fresh_step(run_folder: str | Path, step: int | str) -> Iterator[Path]:
-    """Give a fresh folder for a step, which the caller commits; it goes away with an error.
-
-    For commands: a save leaves what a kill would leave, and the next one cleans up.
-
-    Raises:
-        CheckpointError: if the step is there already.
-    """
-    target = make_fresh(step_folder(run_folder, step))
-    try:
-        yield target
-    except BaseException:
-        if not is_complete(target):
-            remove(target)
-        raise
 
 
 def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:

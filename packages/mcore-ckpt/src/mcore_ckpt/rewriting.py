@@ -20,13 +20,8 @@ from mcore_ckpt.hf_saving import HF_INDEX
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.inspection import native_step
 from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.paths import (
-    INDEX,
-    RELEASE,
-    commit,
-    copy_durably,
-    fresh_step,
-)
+from mcore_ckpt.outputs import fresh_step
+from mcore_ckpt.paths import INDEX, RELEASE, commit, copy_durably
 from mcore_ckpt.planning import listed, name_problems
 from mcore_ckpt.streams import Source, read_ahead, row_groups, slabs
 

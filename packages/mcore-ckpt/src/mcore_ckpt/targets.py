@@ -1,11 +1,8 @@
 """Writing a checkpoint that was opened in any other format; each folder appears whole."""
 
 import json
-import os
-import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import write_hf_folder
 from mcore_ckpt.megatron_optimizer import state_items, to_common
 from mcore_ckpt.optimizer_state import native_name
-from mcore_ckpt.paths import RELEASE, TRACKER, step_folder, sync_folder, write_durably
+from mcore_ckpt.paths import RELEASE, TRACKER, step_folder, write_durably
 from mcore_ckpt.rules import Table, expand, match_ours
 from mcore_ckpt.sources import EXTRA, PREFIX, Opened, native_table
 from mcore_ckpt.views import their_items
@@ -180,28 +177,6 @@ def write_small_files(folder: Path, source: Opened) -> None:
         write_durably(folder / "tokenizer" / name, content)
     for name, content in source.generation.items():
         write_durably(folder / name, content)
-
-
-@contextmanager
-def appearing(output: Path) -> Iterator[Path]:
-    """Give a folder to write to, which becomes ``output`` if all goes well, else goes away.
-
-    Raises:
-        ValueError: if the output is in the way.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is not empty: give a new folder.")
-    unfinished = output.with_name(f".{output.name}.partial.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        if output.exists():
-            output.rmdir()
-        unfinished.rename(output)
-        sync_folder(output.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 WRITERS: Mapping[str, Callable[[Path, Opened, Wanted, Watch], str]] = {
