@@ -18,8 +18,13 @@ from torch import Tensor
 from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import num_tokens
 from mcore_ckpt.inspection import native_step
-from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.outputs import appearing, check_place, fresh_step
+from mcore_ckpt.outputs import (
+    appearing,
+    check_place,
+    check_room,
+    check_run_folder,
+    fresh_step,
+)
 from mcore_ckpt.paths import RELEASE, commit
 from mcore_ckpt.proving import proven, proven_native
 from mcore_ckpt.rewriting import write_whole
@@ -36,6 +41,9 @@ DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
 
 STATE_FORMATS = ("mcore", "megatron")
 """Formats that hold an optimizer's state by the names of the weights."""
+
+SAY_THEMSELVES = ("hf", "mcore")
+"""Formats that always say which model they hold."""
 
 Progress = Callable[[int, int, str], None]
 """Told bytes done, bytes in all, and the tensor at hand."""
@@ -141,14 +149,18 @@ def convert(
                 f"and written: copy the {form} side to or from a disk."
             )
     output = places[1][1]
-    if not is_store(output):
-        check_place(Path(source), output)
+    _check_effect(source_format, options)
+    options.wanted.check(target_format)
+    check_place(output, places[0][1])
+    if target_format == "mcore":
+        check_run_folder(output)
     if source_format == "mcore":
         native_step(source)  # Says which format it is in, if it is in another.
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
         watched.extend(items)
+        check_room(output, sum(item.num_bytes for item in items))
         return _with_progress([read_ahead(item, reading) for item in items], on_progress)
 
     with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
@@ -241,12 +253,25 @@ def _write_native(
         # No layout is this one's, so that nobody takes random streams for their own.
         extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
         step = extra["iteration"]
-    with FolderLock(output), fresh_step(output, step) as target:
+    with fresh_step(output, step) as target:
         index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
         print_ = proven_native(source, target, index) if check else ""
         commit(target, output, step, index.to_bytes())
     return source.hf.get("model_type") or source.description["family"], print_
+
+
+def _check_effect(source_format: str, options: ConvertOptions) -> None:
+    """Refuse a model's config where the input says itself which model it is.
+
+    Raises:
+        ValueError: with the flag.
+    """
+    if options.config and source_format in SAY_THEMSELVES:
+        raise ValueError(
+            f"--config {options.config} has no effect: a checkpoint in the format "
+            f"{source_format} says itself which model it is. Leave it out."
+        )
 
 
 def _check_tokens(source: Opened, vocab_size: int) -> None:

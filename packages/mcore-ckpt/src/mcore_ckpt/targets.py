@@ -3,7 +3,7 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,17 @@ Watch = Callable[[Sequence[Item]], list[Item]]
 _TORCH_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+_TAKEN_BY = {
+    "max_shard_bytes": ("hf", "dcp", "megatron"),
+    "model_type": ("hf",),
+    "dcp_names": ("dcp",),
+    "make_vocab_size_divisible_by": ("megatron",),
+    "transformer_impl": ("megatron",),
+    "experts_apart": ("megatron",),
+}
+_FLAGS = {"max_shard_bytes": "max_shard_size"}
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What a user says about an output."""
@@ -41,6 +52,23 @@ class Wanted:
     experts_apart: bool = False
     """Megatron will load it with experts over ranks (``--expert-model-parallel-size``), whose
     optimizer then is one of their own."""
+
+    def check(self, target: str) -> None:
+        """Refuse what has no effect on an output of a format.
+
+        Raises:
+            ValueError: with the flag, and the formats that it is about.
+        """
+        for one in fields(self):
+            takes = set(_TAKEN_BY[one.name])
+            if one.name == "model_type" and self.dcp_names == "hf":
+                takes.add("dcp")
+            if target not in takes and getattr(self, one.name) != one.default:
+                flag = _FLAGS.get(one.name, one.name).replace("_", "-")
+                raise ValueError(
+                    f"--{flag} has no effect on an output in the format {target}: it is about "
+                    f"{' and '.join(sorted(takes))}. Leave it out."
+                )
 
 
 def our_items(source: Opened) -> list[Item]:
