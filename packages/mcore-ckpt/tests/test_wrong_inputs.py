@@ -1,5 +1,6 @@
 """What a user can get wrong, by the command: one clear sentence, and nothing left behind."""
 
+import errno
 import json
 import os
 import resource
@@ -14,8 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.cli import main
 from mcore_ckpt.conversion import convert
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.index import INDEX
-from mcore_ckpt.paths import TRACKER
+from mcore_ckpt.outputs import fresh_step
+from mcore_ckpt.paths import RELEASE, TRACKER, write_durably
+from mcore_ckpt.saving import save
+from mcore_parallel.mesh import SINGLE
 
 D, F, V = 12, 10, 17
 CONFIG = {
@@ -192,7 +197,7 @@ WRONG = {
         None,
         IN.replace("--output out", "--output hf/out"),
         2,
-        "--output hf/out lies in --input hf",
+        "--output hf/out lies in hf, which is read",
     ),
     "an output that is the input": (
         None,
@@ -292,6 +297,109 @@ WRONG = {
         1,
         "never overwritten",
     ),
+    "a step resharded into itself": (
+        None,
+        "reshard mcore --output mcore/release/more",
+        2,
+        "lies in mcore/release, which is read",
+    ),
+    "an average in one of its own": (
+        None,
+        "average mcore mcore --output mcore/release",
+        2,
+        "lies in mcore/release, which is read",
+    ),
+    "a file to reshard to": (
+        None,
+        "reshard mcore --output hf/config.json",
+        2,
+        "hf/config.json is a file",
+    ),
+    "a link to nothing as output": (
+        lambda home: Path(home, "link").symlink_to("nowhere"),
+        IN.replace("--output out", "--output link"),
+        2,
+        "link is a link to nothing",
+    ),
+    "an output that is empty": (
+        None,
+        IN.replace("--output out", "--output="),
+        2,
+        "--output is empty: is a variable of the shell not set?",
+    ),
+    "Megatron's run folder for an average": (
+        None,
+        "average mcore mcore --output megatron",
+        2,
+        "holds a checkpoint in the format megatron (megatron/release)",
+    ),
+    "Megatron's run folder to reshard to": (
+        None,
+        "reshard mcore --output megatron",
+        2,
+        "holds a checkpoint in the format megatron",
+    ),
+    "Megatron's run folder to convert to": (
+        None,
+        IN.replace("--output out", "--output megatron"),
+        2,
+        "holds a checkpoint in the format megatron",
+    ),
+    "torch's directory for a run folder": (
+        None,
+        IN.replace("--output out", "--output dcp"),
+        2,
+        "holds a checkpoint in the format dcp",
+    ),
+    "more than the disk holds": (
+        None,
+        f"{IN}/far/below --vocab-size {10**15}",
+        1,
+        "needs 96000000.0 GB",
+    ),
+    "names that are not known, far below": (
+        None,
+        "convert hf-to-dcp --input hf --output out/far/below --dcp-names theirs",
+        2,
+        "--dcp-names theirs is not known",
+    ),
+    "names of a format that is not written": (
+        None,
+        f"{IN} --dcp-names hf",
+        2,
+        "--dcp-names has no effect on an output in the format mcore: it is about dcp.",
+    ),
+    "files of a size that ours have not": (
+        None,
+        f"{IN} --max-shard-size 1MB",
+        2,
+        "--max-shard-size has no effect on an output in the format mcore",
+    ),
+    "a family where no names are its own": (
+        None,
+        "convert hf-to-dcp --input hf --output out --model-type mistral",
+        2,
+        "--model-type has no effect on an output in the format dcp",
+    ),
+    "a config where the input has one": (
+        None,
+        f"{IN} --config hf/config.json",
+        2,
+        "--config hf/config.json has no effect: a checkpoint in the format hf says itself",
+    ),
+    "a config to look at one with": (
+        None,
+        "inspect mcore --config hf",
+        2,
+        "--config hf has no effect without --compare",
+    ),
+    "JSON of a comparison": (
+        None,
+        "inspect mcore --compare hf --as-json",
+        2,
+        "--as-json lists one checkpoint",
+    ),
+    "a size without end": (None, f"{IN} --max-shard-size 1e400", 2, "1e400 is no size"),
 }
 
 
@@ -315,20 +423,120 @@ def test_a_folder_without_a_tokenizer_says_so(home, capsys):
     assert "There was no tokenizer to go along." in told
 
 
-@pytest.mark.parametrize("form", ["mcore", "hf", "megatron", "dcp"])
-def test_a_full_disk_is_told_and_what_was_written_goes(home, capfd, form):
+def in_a_child(words, prepare):
+    """Run the command in a process of its own, after ``prepare``; return code and errors."""
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
-        code = main(f"convert hf-to-{form} --input hf --output out".split())
-        sys.stderr.flush()
+        os.dup2(writer, 2)
+        prepare()
+        with open(1, "w", closefd=False) as sys.stdout, open(2, "w") as sys.stderr:
+            code = main(words.split())
         os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert "the disk or a quota is full" in capfd.readouterr().err
-    left = [path for path in home.rglob("*") if "out" in path.relative_to(home).parts]
-    assert all(path.is_dir() and path.name == "out" for path in left)
-    assert not list(home.glob(".out*"))
+    os.close(writer)
+    with open(reader) as told:
+        text = told.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+
+
+@pytest.mark.parametrize("num_bytes", [10, 4000])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"convert hf-to-{form} --input hf" for form in ("mcore", "hf", "megatron", "dcp")),
+        "reshard mcore",
+        "average mcore mcore",
+    ],
+)
+def test_a_full_disk_is_told_and_nothing_of_the_output_stays(home, words, num_bytes):
+    def fill():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+    before = sorted(home.rglob("*"))
+    code, told = in_a_child(f"{words} --output far/below", fill)
+    assert code == 1
+    assert "the disk or a quota is full" in told
+    assert "cannot write far/" in told
+    assert sorted(home.rglob("*")) == before
+
+
+def test_an_output_that_was_there_and_empty_stays_so(home, capsys):
+    flipped("mcore/release/rank_00000.safetensors", -5)(home)
+    (home / "out").mkdir()
+    assert said("reshard mcore --output out", capsys)[0] == 1
+    assert list((home / "out").iterdir()) == []
+
+
+def test_a_step_that_no_pointer_names_goes_with_the_error(tmp_path):
+    def fail():
+        with fresh_step(tmp_path / "far" / "below", RELEASE) as step:
+            write_durably(step / INDEX, b"{}")
+            raise OSError("no pointer")
+
+    with pytest.raises(OSError, match="no pointer"):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_clears_no_step_of_megatrons_away(home):
+    before = sorted(home.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"release holds \.metadata, which no save of"):
+        save(home / "megatron", RELEASE, {}, world=SINGLE)
+    old = home / "old" / "iter_0000007" / "mp_rank_00"
+    old.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="iter_0000007 holds mp_rank_00, which no save"):
+        save(home / "old", 7, {}, world=SINGLE)
+    shutil.rmtree(home / "old")
+    assert sorted(home.rglob("*")) == before
+
+
+def test_an_interrupt_leaves_nothing_either(home):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = sorted(home.rglob("*"))
+    for form in ("mcore", "hf"):
+        with pytest.raises(KeyboardInterrupt):
+            convert("hf", "hf", form, "far/below", on_progress=interrupt)
+    assert sorted(home.rglob("*")) == before
+
+
+def test_a_command_that_is_ended_says_so_and_leaves_signals_as_they_were(
+    home, monkeypatch, capsys
+):
+    def end(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "went on"
+
+    monkeypatch.setattr("mcore_ckpt.inspection.describe", end)
+    before = signal.getsignal(signal.SIGTERM)
+    assert said("inspect mcore", capsys) == (1, "mcore-ckpt: error: interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_disk_that_does_not_answer_is_told_as_one_that_is_read(home, monkeypatch, capsys):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    code, told = said("reshard mcore --output far/below", capsys)
+    assert code == 1
+    assert "error: cannot read mcore/release/rank_00000.safetensors: [Errno 5]" in told
+    assert not (home / "far").exists()
+
+
+def test_a_reader_that_has_had_enough_is_no_error(home):
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert in_a_child("inspect mcore", lambda: os.dup2(writer, 1)) == (0, "")
+    os.close(writer)
+
+
+def test_what_our_own_directory_says_about_itself_is_not_left_behind(home, capsys):
+    code, told = said("convert dcp-to-mcore --input dcp --output out", capsys)
+    assert code == 0
+    assert "Left behind" not in told
 
 
 def flipped(path, place):
@@ -370,20 +578,21 @@ DAMAGED = {
 def test_a_damaged_checkpoint_ends_every_command_with_one_line(home, capsys, name):
     form, damage = DAMAGED[name]
     damage(home)
+    before = sorted(home.rglob("*"))
     other = "mcore" if form != "mcore" else "hf"
     commands = [
-        f"convert {form}-to-{other} --input {form} --output out",
+        f"convert {form}-to-{other} --input {form} --output far/below",
         f"inspect {form} --compare {other}",
         f"verify {form}",
-        f"reshard {form} --output out",
-        f"average {form} {form} --output out",
+        f"reshard {form} --output far/below",
+        f"average {form} {form} --output far/below",
     ]
     for words in commands if form == "mcore" else commands[:2]:
         code, told = said(words, capsys)
         assert code in (1, 2), (words, told)
         assert told.startswith("mcore-ckpt: error: "), (words, told)
         assert told.count("\n") == 1, (words, told)
-        assert not [path for path in home.rglob("out/**/*") if path.is_file()]
+        assert sorted(home.rglob("*")) == before
 
 
 def test_a_fault_of_the_program_shows_where_it_is(home, monkeypatch):

@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -44,13 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = words
     if name not in COMMANDS:
         return _refuse(f"command {name} is not known: use {', '.join(COMMANDS)}.", 2)
-    command = COMMANDS[name][1]
+    if ("--output", "") in pairwise(rest) or "--output=" in rest:
+        return _refuse("--output is empty: is a variable of the shell not set?", 2)
     try:
-        return tyro.cli(command, args=rest, prog=f"mcore-ckpt {name}")
+        with _ended_by_sigterm():
+            code = tyro.cli(COMMANDS[name][1], args=rest, prog=f"mcore-ckpt {name}")
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ValueError as error:
-        return _refuse(str(error), 2)
+        message, code = str(error), 2
     except (CheckpointError, OSError) as error:
-        return _refuse(str(error), 1)
+        message, code = str(error), 1
+    except KeyboardInterrupt:
+        message, code = "interrupted", 1
+    return _refuse(message, code)
 
 
 def convert(
@@ -121,9 +134,7 @@ def convert(
     )
     report = run(source, input, target, output, options, on_progress=_progress())
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
-    behind = f" {report.left_behind} entries that are no weights stay." * bool(
-        report.left_behind
-    )
+    behind = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
     tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
     print(
         f"{report.output}: {report.family}, {report.num_tensors} tensors, "
@@ -160,6 +171,10 @@ def inspect(
     """
     from mcore_ckpt.inspection import describe, differences, rows
 
+    if compare and as_json:
+        raise ValueError("--as-json lists one checkpoint: leave it out, or --compare.")
+    if config and not compare:
+        raise ValueError(f"--config {config} has no effect without --compare: leave it out.")
     if compare:
         found = differences(folder, compare, config)
         print("\n".join(found) if found else "no difference")
@@ -293,7 +308,7 @@ def parse_size(text: str) -> int:
     unit = text[len(digits) :].upper()
     try:
         size = int(float(digits) * units[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         size = 0
     if size <= 0:
         raise ValueError(f"--max-shard-size {text} is no size: use a number with MB or GB.")
@@ -317,6 +332,20 @@ def _progress(stream: TextIO | None = None) -> Callable[[int, int, str], None] |
             stream.flush()
 
     return show
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Make SIGTERM what SIGINT is, so that a half-written output goes away with it too."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse(message: str, code: int) -> int:

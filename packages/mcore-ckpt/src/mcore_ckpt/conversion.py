@@ -6,7 +6,6 @@ conversion ends with its proof: the result is opened like any other input, turne
 what was read, and compared with it bit by bit.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,14 +18,20 @@ from torch import Tensor
 from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import num_tokens
 from mcore_ckpt.inspection import native_step
-from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.paths import RELEASE, commit, fresh_step
+from mcore_ckpt.outputs import (
+    appearing,
+    check_place,
+    check_room,
+    check_run_folder,
+    fresh_step,
+)
+from mcore_ckpt.paths import RELEASE, commit
 from mcore_ckpt.proving import proven, proven_native
 from mcore_ckpt.rewriting import write_whole
 from mcore_ckpt.sources import FORMATS, Asked, Opened, opened
 from mcore_ckpt.stores import as_path, is_store
 from mcore_ckpt.streams import read_ahead
-from mcore_ckpt.targets import WRITERS, Wanted, appearing, our_items, write_small_files
+from mcore_ckpt.targets import WRITERS, Wanted, our_items, write_small_files
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
     "bf16": "BF16",
@@ -36,6 +41,9 @@ DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
 
 STATE_FORMATS = ("mcore", "megatron")
 """Formats that hold an optimizer's state by the names of the weights."""
+
+SAY_THEMSELVES = ("hf", "mcore")
+"""Formats that always say which model they hold."""
 
 Progress = Callable[[int, int, str], None]
 """Told bytes done, bytes in all, and the tensor at hand."""
@@ -141,14 +149,18 @@ def convert(
                 f"and written: copy the {form} side to or from a disk."
             )
     output = places[1][1]
-    if not is_store(output):
-        _check_place(Path(source), output)
+    _check_effect(source_format, options)
+    options.wanted.check(target_format)
+    check_place(output, places[0][1])
+    if target_format == "mcore":
+        check_run_folder(output)
     if source_format == "mcore":
         native_step(source)  # Says which format it is in, if it is in another.
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
         watched.extend(items)
+        check_room(output, sum(item.num_bytes for item in items))
         return _with_progress([read_ahead(item, reading) for item in items], on_progress)
 
     with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
@@ -241,7 +253,7 @@ def _write_native(
         # No layout is this one's, so that nobody takes random streams for their own.
         extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
         step = extra["iteration"]
-    with FolderLock(output), fresh_step(output, step) as target:
+    with fresh_step(output, step) as target:
         index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
         print_ = proven_native(source, target, index) if check else ""
@@ -249,23 +261,17 @@ def _write_native(
     return source.hf.get("model_type") or source.description["family"], print_
 
 
-def _check_place(source: Path, output: Path) -> None:
-    """Refuse an output within the input, and one that can be no folder.
+def _check_effect(source_format: str, options: ConvertOptions) -> None:
+    """Refuse a model's config where the input says itself which model it is.
 
     Raises:
-        ValueError: with both paths.
+        ValueError: with the flag.
     """
-    here, there = source.resolve(), output.resolve()
-    if here.is_dir() and (here == there or here in there.parents):
+    if options.config and source_format in SAY_THEMSELVES:
         raise ValueError(
-            f"--output {output} lies in --input {source}: give a folder elsewhere, so that the "
-            "input stays as it is."
+            f"--config {options.config} has no effect: a checkpoint in the format "
+            f"{source_format} says itself which model it is. Leave it out."
         )
-    above = next(folder for folder in (there, *there.parents) if folder.exists())
-    if not above.is_dir():
-        raise ValueError(f"--output {output} cannot be made: {above} is a file.")
-    if not os.access(above, os.W_OK):
-        raise ValueError(f"--output {output} cannot be made: {above} may not be written to.")
 
 
 def _check_tokens(source: Opened, vocab_size: int) -> None:

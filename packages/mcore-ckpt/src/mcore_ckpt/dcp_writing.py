@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_ckpt.dcp import METADATA
-from mcore_ckpt.files import DTYPES, Item, write_error
+from mcore_ckpt.errors import write_error
+from mcore_ckpt.files import DTYPES, Item
 from mcore_ckpt.paths import sync_folder, write_durably
 from mcore_ckpt.rules import split_index
 

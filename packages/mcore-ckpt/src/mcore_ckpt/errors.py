@@ -1,5 +1,10 @@
 """What goes wrong with files: damage, full disks, another job's folder, a proof that fails."""
 
+import errno
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written, or is not what it should be.
@@ -9,3 +14,9 @@ class CheckpointError(RuntimeError):
     the lines of code that led there. Any other ``RuntimeError`` is a fault of ours or of a
     library.
     """
+
+
+def write_error(path: Path, error: OSError) -> CheckpointError:
+    """Make a sentence of what the system says against writing to ``path``."""
+    hint = ": the disk or a quota is full" if error.errno in _FULL else ""
+    return CheckpointError(f"cannot write {path}: {error}{hint}.")

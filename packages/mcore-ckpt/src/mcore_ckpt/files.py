@@ -11,7 +11,6 @@ padded with spaces, data without gaps).
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -28,7 +27,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mcore_ckpt.boxes import Box, shifted, small_spans, span, strides
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, write_error
 from mcore_ckpt.index import BLOCK_BYTES, DTYPE_BYTES, Chunk, TensorEntry
 from mcore_ckpt.stores import StorePath, is_store
 
@@ -60,7 +59,6 @@ SLAB_BYTES = 4 * BLOCK_BYTES
 
 _MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +125,6 @@ def write_file(
         path.unlink(missing_ok=True)
         raise write_error(path, error) from error
     return written
-
-
-def write_error(path: Path, error: OSError) -> CheckpointError:
-    """Make a sentence of what the system says against writing to ``path``."""
-    hint = ": the disk or a quota is full" if error.errno in _FULL else ""
-    return CheckpointError(f"cannot write {path}: {error}{hint}.")
 
 
 def slabs_of(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[Tensor]:
@@ -268,10 +260,13 @@ class Reader:
             target[:] = content
             self._check(name, chunk, start, target, path)
             return
-        descriptor = self._open(path)
         done = 0
         while done < len(target):
-            got = os.preadv(descriptor, [target[done:]], chunk.offset + start + done)
+            try:
+                got = os.preadv(self._open(path), [target[done:]], chunk.offset + start + done)
+            except OSError as error:
+                # Not to be taken for what the system says against the file that is written.
+                raise CheckpointError(f"cannot read {path}: {error}.") from error
             if not got:
                 raise CheckpointError(f"{path} ends within {name}: the file was cut short.")
             done += got

@@ -52,16 +52,21 @@ def format_of(folder: str | Path) -> tuple[str, Path]:
         raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
     step = latest_step(path)
     inside = path if step is None or is_complete(path) else step_folder(path, step)
-    if is_complete(inside):
-        return "mcore", inside
-    if (inside / "metadata.json").is_file() or is_legacy(inside):
-        return "megatron", inside
-    if (inside / METADATA).is_file():
-        return "dcp", inside
-    if (inside / "config.json").is_file():
-        return "hf", inside
+    if form := form_of(inside):
+        return form, inside
     # Says what is missing, and which steps are there.
     return "mcore", resolve_folder(path)
+
+
+def form_of(folder: Path) -> str:
+    """Tell by its files which format a folder of tensors is in; empty: in none."""
+    if is_complete(folder):
+        return "mcore"
+    if (folder / "metadata.json").is_file() or is_legacy(folder):
+        return "megatron"
+    if (folder / METADATA).is_file():
+        return "dcp"
+    return "hf" if (folder / "config.json").is_file() else ""
 
 
 def native_step(folder: str | Path) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, write_error
 from mcore_ckpt.stores import StorePath, as_path
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class FolderLock:
         """Take the lock, or share it if this process holds it already.
 
         Raises:
-            CheckpointError: if another live process holds it.
+            CheckpointError: if another live process holds it, or the disk fails.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(3):
@@ -123,13 +123,15 @@ class FolderLock:
             return self._is_mine(self._holder() or {"host": "", "pid": 0})
         # A link appears whole or not at all, on NFS too.
         ticket = self._path.with_name(f"{LOCK}.{uuid.uuid4().hex}")
-        ticket.write_text(content)
         try:
+            ticket.write_text(content)
             os.link(ticket, self._path)
         except FileExistsError:
             return False
+        except OSError as error:
+            raise write_error(self._path, error) from error
         finally:
-            ticket.unlink()
+            ticket.unlink(missing_ok=True)
         return True
 
     def _holder(self) -> dict[str, Any] | None:

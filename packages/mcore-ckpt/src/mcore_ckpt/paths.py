@@ -10,8 +10,6 @@ goes to ``<step>.incoming`` and takes the place of the first by renames once it 
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointError
@@ -29,6 +27,7 @@ RELEASE = "release"
 _INCOMING = ".incoming"
 _REPLACED = ".replaced"
 _GARBAGE = ".garbage."
+_FOREIGN = (".metadata", "metadata.json", "common.pt")
 
 
 def step_folder(run_folder: str | Path, step: int | str) -> Path:
@@ -131,9 +130,10 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
         Where to write; hand it to ``commit``.
 
     Raises:
-        CheckpointError: if the step exists and is not to be replaced.
+        CheckpointError: if the step exists and is not to be replaced, or is not ours.
     """
     _repair(folder)
+    _check_ours(folder)
     if is_complete(folder):
         if not replace:
             raise CheckpointError(
@@ -155,22 +155,15 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
     return folder
 
 
-@contextmanager
-def fresh_step(run_folder: str | Path, step: int | str) -> Iterator[Path]:
-    """Give a fresh folder for a step, which the caller commits; it goes away with an error.
-
-    For commands: a save leaves what a kill would leave, and the next one cleans up.
-
-    Raises:
-        CheckpointError: if the step is there already.
-    """
-    target = make_fresh(step_folder(run_folder, step))
-    try:
-        yield target
-    except BaseException:
-        if not is_complete(target):
-            remove(target)
-        raise
+def _check_ours(folder: Path) -> None:
+    """Refuse to clear away a step of Megatron's, whose run folders look like ours."""
+    foreign = [folder / name for name in _FOREIGN if (folder / name).is_file()]
+    foreign += folder.glob("mp_rank_*")
+    if foreign:
+        raise CheckpointError(
+            f"{folder} holds {foreign[0].name}, which no save of ours writes: it is a "
+            "checkpoint of another program, and stays. Save to a run folder of ours."
+        )
 
 
 def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:
@@ -248,11 +241,14 @@ def write_durably(path: Path, content: bytes) -> None:
         path.write_whole(content)
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -19,15 +19,10 @@ from mcore_ckpt.files import DTYPES, Item, Reader, write_file
 from mcore_ckpt.hf_saving import HF_INDEX
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.inspection import native_step
-from mcore_ckpt.locking import FolderLock
-from mcore_ckpt.paths import (
-    INDEX,
-    RELEASE,
-    commit,
-    copy_durably,
-    fresh_step,
-)
+from mcore_ckpt.outputs import check_place, check_room, check_run_folder, fresh_step
+from mcore_ckpt.paths import INDEX, RELEASE, commit, copy_durably
 from mcore_ckpt.planning import listed, name_problems
+from mcore_ckpt.stores import as_path
 from mcore_ckpt.streams import Source, read_ahead, row_groups, slabs
 
 
@@ -69,15 +64,20 @@ def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Pa
         The new step's folder.
 
     Raises:
-        ValueError: if there is no checkpoint, or ``num_files`` is below 1.
-        CheckpointError: if files are damaged, or the output holds this step.
+        ValueError: if there is no checkpoint, ``num_files`` is below 1, or the output lies in
+            the source or is a checkpoint of another format.
+        CheckpointError: if files are damaged, the disk is full, or the output holds this step.
+            Then nothing is left of the output.
     """
     if num_files < 1:
         raise ValueError(f"--num-files {num_files} must be 1 or more.")
+    output = as_path(output)
     step = native_step(source)
+    check_place(output, step)
+    check_run_folder(output)
     index = read_index(step)
     number = _step_of(step)
-    with Reader(step) as reader, FolderLock(output), ThreadPoolExecutor(1) as reading:
+    with Reader(step) as reader, ThreadPoolExecutor(1) as reading:
         tensors = Source(reader, index.tensors)
         items = [
             read_ahead(
@@ -85,10 +85,11 @@ def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Pa
             )
             for name, entry in index.tensors.items()
         ]
+        check_room(output, sum(item.num_bytes for item in items))
         with fresh_step(output, number) as target:
             new = write_whole(target, items, index.extra, num_files)
             _copy_small_files(step, target, index)
-            return commit(target, Path(output), number, new.to_bytes())
+            return commit(target, output, number, new.to_bytes())
 
 
 def average(sources: Sequence[str | Path], output: str | Path) -> Path:
@@ -106,11 +107,16 @@ def average(sources: Sequence[str | Path], output: str | Path) -> Path:
 
     Raises:
         ValueError: if fewer than two are given, or they hold different tensors; names them.
-        CheckpointError: if files are damaged, or the output holds a release.
+            Or if the output lies in one of them or is a checkpoint of another format.
+        CheckpointError: if files are damaged, the disk is full, or the output holds a release.
+            Then nothing is left of the output.
     """
     if len(sources) < 2:
         raise ValueError(f"{len(sources)} checkpoints cannot be averaged: give two or more.")
+    output = as_path(output)
     steps = [native_step(source) for source in sources]
+    check_place(output, *steps)
+    check_run_folder(output)
     indices = [read_index(step) for step in steps]
     weights = [
         {n: e for n, e in index.tensors.items() if n.startswith("model.")} for index in indices
@@ -123,24 +129,25 @@ def average(sources: Sequence[str | Path], output: str | Path) -> Path:
     extra["averaged"] = [str(step) for step in steps]
     with ExitStack() as stack:
         readers = [stack.enter_context(Reader(step)) for step in steps]
-        stack.enter_context(FolderLock(output))
         tensors = [Source(reader, mine) for reader, mine in zip(readers, weights, strict=True)]
         items = [
             Item(name, entry.dtype, entry.shape, partial(_mean_slabs, tensors, name))
             for name, entry in weights[0].items()
         ]
+        check_room(output, sum(item.num_bytes for item in items))
         with fresh_step(output, RELEASE) as target:
             new = write_whole(target, items, extra)
             _copy_small_files(steps[0], target, indices[0])
-            return commit(target, Path(output), RELEASE, new.to_bytes())
+            return commit(target, output, RELEASE, new.to_bytes())
 
 
 def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
     """Give the biggest to the least loaded file; files without items are left out."""
-    heap: list[tuple[int, int]] = [(0, number) for number in range(num_files)]
-    files: list[list[Item]] = [[] for _ in range(num_files)]
     if num_files == 1:
         return [list(items)]
+    num_files = min(num_files, len(items))
+    heap: list[tuple[int, int]] = [(0, number) for number in range(num_files)]
+    files: list[list[Item]] = [[] for _ in range(num_files)]
     for item in sorted(items, key=lambda item: (-item.num_bytes, item.name)):
         load, number = heapq.heappop(heap)
         files[number].append(item)

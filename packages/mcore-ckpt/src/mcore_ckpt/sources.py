@@ -171,7 +171,7 @@ def _open_dcp(path: Path, asked: Asked) -> Iterator[Opened]:
     entries = unstacked({mine: found[name] for mine, name in weights.items()}, links)
     tokenizer, _ = small_files(path / "tokenizer")
     _, generation = small_files(path)
-    behind = len(folder.tensors) - len(weights) + len(folder.objects)
+    behind = len(folder.tensors) - len(weights) + len(folder.objects.keys() - {EXTRA})
     with Reader(path) as reader:
         yield _link(
             table,

@@ -31,8 +31,8 @@ def as_path(where: str | Path) -> Path:
         path.system  # noqa: B018 - a missing package is told here, not in a thread
     except (ImportError, ValueError) as error:
         raise ValueError(
-            f"{where}: {error} For s3, install mcore-ckpt[s3]; for other stores, the package "
-            "that fsspec names."
+            f"{where}: {str(error).rstrip('.')}. For s3, install mcore-ckpt[s3]; for other "
+            "stores, the package that fsspec names."
         ) from None
     return path
 

@@ -1,12 +1,9 @@
 """Writing a checkpoint that was opened in any other format; each folder appears whole."""
 
 import json
-import os
-import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import write_hf_folder
 from mcore_ckpt.megatron_optimizer import state_items, to_common
 from mcore_ckpt.optimizer_state import native_name
-from mcore_ckpt.paths import RELEASE, TRACKER, step_folder, sync_folder, write_durably
+from mcore_ckpt.paths import RELEASE, TRACKER, step_folder, write_durably
 from mcore_ckpt.rules import Table, expand, match_ours
 from mcore_ckpt.sources import EXTRA, PREFIX, Opened, native_table
 from mcore_ckpt.views import their_items
@@ -25,6 +22,17 @@ Watch = Callable[[Sequence[Item]], list[Item]]
 """Wraps items, so that what passes can be seen."""
 
 _TORCH_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+_TAKEN_BY = {
+    "max_shard_bytes": ("hf", "dcp", "megatron"),
+    "model_type": ("hf",),
+    "dcp_names": ("dcp",),
+    "make_vocab_size_divisible_by": ("megatron",),
+    "transformer_impl": ("megatron",),
+    "experts_apart": ("megatron",),
+}
+_FLAGS = {"max_shard_bytes": "max_shard_size"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,23 @@ class Wanted:
     experts_apart: bool = False
     """Megatron will load it with experts over ranks (``--expert-model-parallel-size``), whose
     optimizer then is one of their own."""
+
+    def check(self, target: str) -> None:
+        """Refuse what has no effect on an output of a format.
+
+        Raises:
+            ValueError: with the flag, and the formats that it is about.
+        """
+        for one in fields(self):
+            takes = set(_TAKEN_BY[one.name])
+            if one.name == "model_type" and self.dcp_names == "hf":
+                takes.add("dcp")
+            if target not in takes and getattr(self, one.name) != one.default:
+                flag = _FLAGS.get(one.name, one.name).replace("_", "-")
+                raise ValueError(
+                    f"--{flag} has no effect on an output in the format {target}: it is about "
+                    f"{' and '.join(sorted(takes))}. Leave it out."
+                )
 
 
 def our_items(source: Opened) -> list[Item]:
@@ -180,28 +205,6 @@ def write_small_files(folder: Path, source: Opened) -> None:
         write_durably(folder / "tokenizer" / name, content)
     for name, content in source.generation.items():
         write_durably(folder / name, content)
-
-
-@contextmanager
-def appearing(output: Path) -> Iterator[Path]:
-    """Give a folder to write to, which becomes ``output`` if all goes well, else goes away.
-
-    Raises:
-        ValueError: if the output is in the way.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is not empty: give a new folder.")
-    unfinished = output.with_name(f".{output.name}.partial.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        if output.exists():
-            output.rmdir()
-        unfinished.rename(output)
-        sync_folder(output.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 WRITERS: Mapping[str, Callable[[Path, Opened, Wanted, Watch], str]] = {
