@@ -295,11 +295,11 @@ def deferred_gradients(sequence_parallel, overlap):
         }
         column = ColumnParallelLinear(D, 8, bias=True, **options)
         row = RowParallelLinear(8, D, bias=True, **options)
+        if queue is not None:
+            queue.serve(nn.Sequential(column, row))
         for layer in (column, row):
             fill(layer)
             layer.weight.main_grad = torch.zeros_like(layer.weight)
-        if queue is not None:
-            queue.serve(nn.Sequential(column, row))
         x = cut(normal("x", S, B, D), axis, sequence_parallel).clone().requires_grad_()
         y = row(column(x))
         y.backward(cut(normal("y", S, B, D), axis, sequence_parallel))
