@@ -8,8 +8,8 @@ Everything after ``--`` is flags of ``mcore-train gpt``. Steps run on random tok
 ``mcore-train`` runs them with ``--async-save``. A step's stall is its time above the median of
 the steps during which nothing was saved; the first save, which pins the host memory, is told
 apart. Each save is durable before the next is asked for. Then rank files are read plainly, for
-comparison, and the step is loaded. Rank 0 prints a JSON line after each save and a table in the
-end; ``--output`` always holds what is known so far.
+comparison, and the step is loaded. Rank 0 prints a JSON line after each save and round, and a
+table in the end; ``--output`` always holds what is known so far.
 """
 
 import argparse
@@ -39,9 +39,6 @@ from mcore_train.resolution import resolve
 from mcore_train.resuming import save_run, take_snapshot
 from mcore_train.running import joined_world
 from mcore_train.step import train_step
-
-ROUNDS = 3
-"""Times that each bandwidth is measured, in turns."""
 
 
 class Clock:
@@ -107,8 +104,8 @@ def main() -> None:
         if options.saves:
             training(run, options, tell)
         else:
-            save_run(run)
-        tell(bandwidths(run, options))
+            tell({"plain_save_s": round(timed(run, lambda: save_run(run)), 1)})
+        bandwidths(run, options, tell)
         if ctx.global_rank == 0:
             for key, value in row.items():
                 print(f"{key:28} {value}")
@@ -126,6 +123,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps-per-save", type=int, default=20, help="at least")
     parser.add_argument("--reshard-gib", type=float, default=4.0, help="0: leave it out")
+    parser.add_argument("--rounds", type=int, default=3, help="of each bandwidth, in turns")
     add_options(parser)
     return parser.parse_args(argv)
 
@@ -209,38 +207,35 @@ def _percentile(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def bandwidths(run: Run, options: argparse.Namespace) -> dict:
-    """Compare loading and resharding with plain reads and copies of the same disk."""
+def bandwidths(run: Run, options: argparse.Namespace, tell: Callable[[dict], None]) -> None:
+    """Compare loading and resharding with plain reads and copies; tell after each round."""
     step = resolve_folder(options.folder, complete_steps(options.folder)[-1])
     mine = step / f"rank_{run.ctx.global_rank:05d}.safetensors"
     total = sum(file.stat().st_size for file in step.glob("*.safetensors"))
     size = mine.stat().st_size if mine.exists() else 0
     shards = take_snapshot(run).shards
-    plain_s, load_s, warm_s = [], [], []
-    for _ in range(ROUNDS):  # in turns: disks have moods
-        forget(mine)
-        plain_s.append(timed(run, lambda: read_plainly(mine)))
-        forget(mine)
-        load_s.append(timed(run, lambda: load(step, shards, world=run.ctx.world)))
-        warm_s.append(timed(run, lambda: load(step, shards, world=run.ctx.world)))
-
-    def rates(key: str, seconds: list[float]) -> dict:
-        return spread([total / s / 1e9 for s in seconds], key, 2)
-
-    row = {
-        "checkpoint_gib": round(total / 2**30, 2),
-        **rates("plain_read_gb_per_s", plain_s),
-        **rates("load_gb_per_s", load_s),
-        **rates("load_again_gb_per_s", warm_s),
-    }
+    rates: dict[str, list[float]] = {"plain_read": [], "load": [], "load_again": []}
+    for _ in range(options.rounds):  # in turns: disks have moods
+        works: dict[str, Callable[[], object]] = {
+            "plain_read": lambda: read_plainly(mine),
+            "load": lambda: load(step, shards, world=run.ctx.world),
+            "load_again": lambda: load(step, shards, world=run.ctx.world),
+        }
+        for name, work in works.items():
+            if name != "load_again":
+                forget(mine)
+            rates[name].append(total / timed(run, work) / 1e9)
+        row = {"checkpoint_gib": round(total / 2**30, 2)}
+        for name, each in rates.items():
+            row |= spread(each, f"{name}_gb_per_s", 2)
+        tell(row)
     del shards
     if run.ctx.global_rank == 0 and size and options.reshard_gib:
-        row |= rewriting(options)
+        rewriting(options, tell)
     timed(run, lambda: None)
-    return row
 
 
-def rewriting(options: argparse.Namespace) -> dict:
+def rewriting(options: argparse.Namespace, tell: Callable[[dict], None]) -> None:
     """Reshard a checkpoint of the asked size, and copy as many bytes; on one rank."""
     from mcore_ckpt.saving import save
     from mcore_parallel import SINGLE
@@ -260,26 +255,28 @@ def rewriting(options: argparse.Namespace) -> dict:
         step = save(folder / "a", 1, shards, world=SINGLE)
         (file,) = step.glob("*.safetensors")
         size = file.stat().st_size
-        copy_s, reshard_s = [], []
-        for number in range(ROUNDS):
+        copies, reshards = [], []
+        for number in range(options.rounds):
             forget(file)
             begin = time.perf_counter()
             with file.open("rb") as one, (folder / "copy").open("wb") as two:
                 shutil.copyfileobj(one, two, 1 << 24)
                 two.flush()
                 os.fsync(two.fileno())
-            copy_s.append(time.perf_counter() - begin)
+            copies.append(size / (time.perf_counter() - begin) / 1e9)
             forget(file)
             begin = time.perf_counter()
             reshard(step, folder / f"b{number}", num_files=2)
-            reshard_s.append(time.perf_counter() - begin)
+            reshards.append(size / (time.perf_counter() - begin) / 1e9)
             shutil.rmtree(folder / f"b{number}")
+            tell(
+                {
+                    **spread(copies, "copy_gb_per_s", 2),
+                    **spread(reshards, "reshard_gb_per_s", 2),
+                }
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return {
-        **spread([size / s / 1e9 for s in copy_s], "copy_gb_per_s", 2),
-        **spread([size / s / 1e9 for s in reshard_s], "reshard_gb_per_s", 2),
-    }
 
 
 def timed(run: Run, work) -> float:
