@@ -215,6 +215,29 @@ def test_weights_loaded_alone_become_the_main_weights():
     assert model[0].weight.eq(0.25).all()
 
 
+def set_weights_of_one_rank(refreshes):
+    ctx = ParallelContext.build(ParallelConfig())
+    model = small_model(torch.bfloat16)
+    data_parallel, optimizer = wrapped(model, SHARDED, ctx=ctx)
+    data_parallel.finish()
+    if ctx.dp.rank == 1:  # after the ranks' weights were compared
+        data_parallel.buckets[0].owned(data_parallel.buckets[0].params)[0] += 1.0
+    if refreshes:
+        optimizer.refresh(from_parameters=True)
+    try:
+        optimizer.step(0.1, 0.0)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("refreshes", [False, True])
+def test_weights_set_behind_their_main_weights_are_told_on_every_rank(refreshes):
+    told = run_ranks(set_weights_of_one_rank, 2, refreshes)
+    assert told[0] == told[1]
+    assert ("call refresh(from_parameters=True)" in told[0]) != refreshes
+
+
 def bytes_of_state(config):
     ctx = ParallelContext.build(ParallelConfig())
     _, optimizer = wrapped(nn.Linear(64, 64, dtype=torch.bfloat16), config, ctx=ctx)

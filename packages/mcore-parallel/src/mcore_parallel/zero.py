@@ -18,10 +18,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from mcore_parallel.buckets import Bucket
+from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import AdamConfig
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.grads import grad_norm, owned_views
 from mcore_parallel.sharding import NamedParameter, Shard
+
+_RUN = 1 << 24
+"""Elements that are compared at one time, for little memory beside the gradients."""
 
 
 def has_weight_decay(named: NamedParameter) -> bool:
@@ -81,6 +85,7 @@ class ShardedAdamW:
         self._states = {bucket: _new_state(bucket, config) for bucket in data_parallel.buckets}
         self._norm_views = owned_views(data_parallel.grad_shards().values())
         self._runs = {bucket: _runs(bucket, state) for bucket, state in self._states.items()}
+        self._is_checked = False
 
     def grad_norm(self) -> Float[Tensor, ""]:
         """Return the L2 norm of the finished gradients, each logical element counted once.
@@ -102,9 +107,13 @@ class ShardedAdamW:
             grad_scale: multiplies the gradients first: a clip coefficient.
 
         Raises:
-            RuntimeError: if the gradients are not finished.
+            RuntimeError: if the gradients are not finished; or, in the first step, on every
+                rank, if weights were written without a ``refresh`` of their main weights.
         """
         self._check_finished()
+        if not self._is_checked:
+            self._check_main_weights()
+            self._is_checked = True
         self.num_steps += 1
 
         def update(bucket: Bucket) -> None:
@@ -163,6 +172,23 @@ class ShardedAdamW:
 
         self.data_parallel.gather_params(before=copy)
         self.data_parallel.wait_params()
+
+    def _check_main_weights(self) -> None:
+        """Compare main weights, rounded, with the weights: the update would overwrite these."""
+        ctx = self.data_parallel.ctx
+        differs = torch.zeros((), device=ctx.device)
+        for bucket, state in self._states.items():
+            if _has_main(bucket):
+                own = bucket.owned(bucket.params)
+                for main, weights in zip(state.main.split(_RUN), own.split(_RUN), strict=True):
+                    rounded = main.to(weights.dtype).view(torch.uint8)
+                    differs += (rounded != weights.view(torch.uint8)).any()
+        if all_reduce(differs, ctx.world, "max").item():
+            raise RuntimeError(
+                "weights were loaded or set after the optimizer was made, which holds them in "
+                "float32 too: call refresh(from_parameters=True) after it, or refresh() where "
+                "main weights were loaded."
+            )
 
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:
