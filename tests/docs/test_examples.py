@@ -58,7 +58,7 @@ def run_own_model(folder):
     with contextlib.chdir(folder):
         for block in blocks_of(text.split("## Pipelines")[0], "own_model"):
             exec(compile(block.code, f"{place} {block.line}", "exec"), names)
-    found = {name: names[name] for name in ("losses", "goes_on", "attended")}
+    found = {name: names[name] for name in ("losses", "goes_on", "attended", "scale_norm")}
     return found | {"interleaved": names.get("interleaved_losses")}
 
 
@@ -70,7 +70,7 @@ def test_a_model_of_ones_own_computes_the_same_over_ranks_of_every_kind(ranks, t
     single = run_own_model(folders[0])
     assert single["goes_on"][-1] < single["losses"][-1] < single["losses"][0]
     for found in run_ranks(run_own_model, ranks, folders[1]):
-        for name in ("losses", "goes_on"):
+        for name in ("losses", "goes_on", "scale_norm"):
             assert found[name] == pytest.approx(single[name], rel=1e-5)
         assert found["interleaved"] == pytest.approx(single["losses"], rel=1e-5)
         for output_and_gradient in found["attended"].values():
