@@ -126,3 +126,19 @@ def test_chunks_of_one_rank_with_one_name_are_refused():
     data_parallel = DataParallel(chunks, ParallelContext.single(), SHARDED)
     with pytest.raises(ValueError, match=r"0\.weight is a parameter of two pipeline stages"):
         data_parallel.finish()
+
+
+def one_rank_of_four_is_off():
+    ctx = ParallelContext.build(TENSOR)
+    torch.manual_seed(0)
+    column = ColumnParallelLinear(4, 8, axis=ctx.tp)
+    if (ctx.tp.rank, ctx.dp.rank) == (0, 1):
+        column.weight.data.add_(1.0)
+    return first_step(ctx, column, torch.ones(2, 1, 4))
+
+
+def test_ranks_that_hold_nothing_unlike_end_too():
+    told = run_ranks(one_rank_of_four_is_off, 4)
+    for rank, other in ((0, 1), (2, 3)):
+        assert told[rank].startswith("weight: ranks [0, 2] of axis cp_dp hold it in common")
+        assert told[other] == "other ranks hold unlike replicas, and say which"
