@@ -45,8 +45,9 @@ def rotate(x, positions):
 
 
 def axis_of(kind):
-    if kind == "four":
-        return ParallelContext.build(ParallelConfig(context_parallel_size=4)).cp
+    if kind in ("two", "four"):
+        size = {"two": 2, "four": 4}[kind]
+        return ParallelContext.build(ParallelConfig(context_parallel_size=size)).cp
     # cp over {0,2}, {1,3}: the tensor ranks lie between.
     config = ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=2)
     axis = ParallelContext.build(config).cp
@@ -95,8 +96,8 @@ def check_all():
 
 
 def check_compiled():
-    check("strided", context_attention, 4, compiled=True)
-    check("strided", ulysses_attention, 4, compiled=True)
+    check("two", context_attention, 4, compiled=True)
+    check("two", ulysses_attention, 4, compiled=True)
 
 
 def test_attention_over_two_and_four_ranks_equals_one_rank_with_rotary_and_grouped_heads():
@@ -104,7 +105,7 @@ def test_attention_over_two_and_four_ranks_equals_one_rank_with_rotary_and_group
 
 
 def test_compiled_attention_equals_one_rank():
-    run_ranks(check_compiled, 4, check_shapes=False)
+    run_ranks(check_compiled, 2, check_shapes=False)
 
 
 def test_one_rank_attends_as_given():
