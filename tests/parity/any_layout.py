@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -236,32 +237,40 @@ def failures_of(cases: list[Draw]) -> list[list[str]] | None:
     return found if rank == 0 else None
 
 
-def check(cases: list[Draw], world_size: int) -> None:
+def check(cases: list[Draw], world_size: int, *, check_shapes: bool = False) -> None:
     """Fail with the shortest flag line that still fails, if any draw does.
+
+    Args:
+        cases: draws.
+        world_size: ranks of each.
+        check_shapes: check annotated shapes too, which takes twice as long.
 
     Raises:
         AssertionError: with that line and what is off.
     """
     try:
-        found = run_ranks(failures_of, world_size, cases, timeout_s=600.0)[0]
+        options = {"timeout_s": 600.0, "check_shapes": check_shapes}
+        found = run_ranks(failures_of, world_size, cases, **options)[0]
     except RuntimeError:
-        found = [what_fails(case, world_size) for case in cases]
+        found = [what_fails(case, world_size, check_shapes) for case in cases]
     for case, wrong in zip(cases, found, strict=True):
         if wrong:
-            least = shrink(case, lambda draw: bool(what_fails(draw, world_size)), world_size)
-            lines = "\n  ".join(what_fails(least, world_size))
+            fails = partial(what_fails, world_size=world_size, check_shapes=check_shapes)
+            least = shrink(case, fails, world_size)
+            lines = "\n  ".join(fails(least))
             raise AssertionError(f"{command_line(least, world_size)}\n  {lines}")
 
 
-def what_fails(draw: Draw, world_size: int) -> list[str]:
+def what_fails(draw: Draw, world_size: int, check_shapes: bool) -> list[str]:
     """Run one draw in a world of its own; an exception counts as a failure."""
+    options = {"timeout_s": 60.0, "check_shapes": check_shapes}
     try:
-        return run_ranks(failures_of, world_size, [draw], timeout_s=60.0)[0][0]
+        return run_ranks(failures_of, world_size, [draw], **options)[0][0]
     except RuntimeError as error:
         return [str(error).strip().splitlines()[-1]]
 
 
-def shrink(draw: Draw, fails: Callable[[Draw], bool], world_size: int) -> Draw:
+def shrink(draw: Draw, fails: Callable[[Draw], Any], world_size: int) -> Draw:
     """Leave out one flag after the other as long as what is left is valid and fails."""
     smaller = next((d for d in _without_one(draw, world_size) if fails(d)), None)
     return draw if smaller is None else shrink(smaller, fails, world_size)

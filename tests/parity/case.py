@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing import run_ranks
 from mcore_train.assembly import Run
 from mcore_train.batches import train_batches
 from mcore_train.composition import compose
@@ -32,8 +33,9 @@ from mcore_train.trial import (
 SEQ_LENGTH = 16
 VOCAB_SIZE = 50
 GLOBAL_BATCH_SIZE = 12
-SAVED_STEP = 3
-NUM_STEPS = 5
+SAVED_STEP = 2
+NUM_STEPS = 4
+"""Two steps after the save: the loss of the second shows what the optimizer got back."""
 
 ROWS = Rows(
     seq_length=SEQ_LENGTH,
@@ -156,11 +158,19 @@ def train_rest(run: Run) -> list[float]:
     return [train_one(run, next(batches)) for _ in range(NUM_STEPS - SAVED_STEP)]
 
 
-def train_in_folder(model: str, name: str, folder: str) -> dict[str, Any] | None:
+def train_in_folder(
+    model: str, name: str, folder: str, dtype: torch.dtype = torch.float64
+) -> dict[str, Any] | None:
     """Run one named case on this rank; only rank 0 returns, plain data that pickles."""
-    trial = train_case(MODELS[model][name], str(Path(folder) / name))
+    trial = train_case(MODELS[model][name], str(Path(folder) / name), dtype)
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     return {f.name: getattr(trial, f.name) for f in fields(trial)} if is_first else None
+
+
+def trained(world_size: int, *arguments: Any) -> Trial:
+    """Run ``train_in_folder`` with these arguments in a world; return what rank 0 computed."""
+    results = run_ranks(train_in_folder, world_size, *arguments, check_shapes=False)
+    return Trial(**results[0])
 
 
 def load_from(

@@ -1,15 +1,15 @@
 """The oracle: one rank, computed once for the whole test run, and the other layouts' outcomes.
 
 Outcomes are cached for the session too, so that each layout trains once however many tests
-look at it.
+look at it. Annotated shapes are not checked here, which takes longer than the numbers do:
+rows of test_brief_layouts check them in the same code, and drawn layouts of ``parity_long``.
 """
 
 from pathlib import Path
 
 import pytest
-from parity.case import MODELS, train_in_folder
+from parity.case import MODELS, trained
 
-from mcore_parallel.testing import run_ranks
 from mcore_train.trial import Trial
 
 
@@ -23,8 +23,7 @@ class Outcomes:
     def __getitem__(self, name: str) -> Trial:
         if name not in self._known:
             world_size = MODELS[self.model][name].world_size
-            results = run_ranks(train_in_folder, world_size, self.model, name, str(self.folder))
-            self._known[name] = Trial(**results[0])
+            self._known[name] = trained(world_size, self.model, name, str(self.folder))
         return self._known[name]
 
 

@@ -18,12 +18,12 @@ def test_drawn_layouts_compute_what_one_rank_computes(world_size):
 @pytest.mark.parametrize("world_size", [2, 4, 6, 8, 12])
 @pytest.mark.parametrize("seed", range(12))
 def test_many_drawn_layouts_compute_what_one_rank_computes(world_size, seed):
-    check(draws(seed, world_size, 10), world_size)
+    check(draws(seed, world_size, 10), world_size, check_shapes=True)
 
 
 def test_draws_are_the_same_for_a_seed_and_reach_most_choices():
     chosen = draws(SEED, 4, 12)
-    assert chosen == draws(SEED, 4, 12)
+    assert chosen[:3] == draws(SEED, 4, 3)
     reached = {(name, str(value)) for draw in chosen for name, value in draw.items()}
     known = [c for row in OPTIONS for c in row if any(is_valid(c | d, 4) for d in chosen)]
     missed = [c for c in known if not {(n, str(v)) for n, v in c.items()} <= reached]

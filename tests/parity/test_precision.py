@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity.case import DENSE, train_case
+from parity.case import DENSE, build_case, trained
 
 
 @pytest.mark.parametrize(
@@ -10,15 +10,13 @@ from parity.case import DENSE, train_case
 )
 def test_a_narrower_format_stays_close_and_continues_bitwise(dense, tmp_path, dtype, tolerance):
     oracle = dense["one"]
-    found = train_case(DENSE["one"], str(tmp_path), dtype)
+    found = trained(1, "dense", "one", str(tmp_path), dtype)
     assert found.losses[0] == pytest.approx(oracle.losses[0], rel=tolerance)
     assert found.grad_norm == pytest.approx(oracle.grad_norm, rel=3 * tolerance)
     assert found.resumed == found.final
 
 
 def test_main_gradients_and_moments_of_bfloat16_weights_are_float32(tmp_path):
-    from parity.case import build_case
-
     run = build_case(DENSE["one"], dtype=torch.bfloat16)
     assert {shard.dtype for shard in run.data_parallel.grad_shards().values()} == {
         torch.float32
