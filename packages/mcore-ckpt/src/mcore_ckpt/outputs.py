@@ -29,7 +29,7 @@ def check_place(output: Path, *inputs: Path) -> None:
     if is_store(output):
         return
     there = output.resolve()
-    for source in inputs:
+    for source in (one for one in inputs if not is_store(one)):
         here = source.resolve()
         if here.is_dir() and (here == there or here in there.parents):
             raise ValueError(
