@@ -64,7 +64,10 @@ class Trained:
 
 
 def run_quickstart(options: QuickstartConfig) -> int:
-    """Do the whole tour on this process's place in the world; return 0.
+    """Do the whole tour on this process's place in the world.
+
+    Returns:
+        0; 1 if it was asked to stop (SIGTERM, Ctrl-C) before training was done.
 
     Raises:
         ValueError: if the options contradict each other or the world.
@@ -81,6 +84,11 @@ def run_quickstart(options: QuickstartConfig) -> int:
             _prepare(book, output)
         _meet(ctx)
         trained = _train(plan, ctx, console if world.rank == 0 else None)
+        if trained is None:
+            log.info(
+                "The tour was asked to stop and ends here. The same command begins it anew."
+            )
+            return 1
         score = _score(trained.run, output)
         if world.rank == 0:
             results = _report_score(score, book) | {"resumed_exactly": trained.is_exact}
@@ -149,8 +157,12 @@ def _prepare(book: Book, output: Path) -> None:
     )
 
 
-def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained:
-    """Train to the end; then do the last steps again from the checkpoint before them."""
+def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained | None:
+    """Train to the end; then do the last steps again from the checkpoint before them.
+
+    Returns:
+        None if somebody asked to stop before.
+    """
     reports: list[StepReport] = []
     run = assemble(plan, ctx)
     log.info(
@@ -173,11 +185,15 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
         )
 
     with reporter_of(plan, console, with_lines=False) as reporter:
-        train(run, reporter, until=before, on_report=tell)
-        train(run, reporter, on_report=tell)
+        for until in (before, plan.train_iters):
+            if not train(run, reporter, until=until, on_report=tell):
+                return None
     log.info("\nLoss in nats per token, from the first step to the last:")
     log.info("%s\n", draw([report.loss for report in reports]))
-    is_exact = _is_same(run, _again(plan, ctx, before), ctx)
+    again = _again(plan, ctx, before)
+    if again is None:
+        return None
+    is_exact = _is_same(run, again, ctx)
     log.info(
         "Continued from the checkpoint of step %d, the last %d steps come out %s.\n",
         before,
@@ -187,8 +203,8 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
     return Trained(run, is_exact)
 
 
-def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run:
-    """Continue from the checkpoint of a step to the end, without saving."""
+def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
+    """Continue from the checkpoint of a step to the end, without saving; None: stopped."""
     config = replace(
         plan.config,
         loading=LoadConfig(load=plan.config.saving.save, ckpt_step=step),
@@ -196,8 +212,7 @@ def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run:
     )
     run = assemble(replace(plan, config=config), ctx)
     load_run(run)
-    train(run, Reporter(None))
-    return run
+    return run if train(run, Reporter(None)) else None
 
 
 def _is_same(a: Run, b: Run, ctx: ParallelContext) -> bool:
