@@ -90,3 +90,11 @@ def test_where_its_products_fit_auto_uses_them_and_torch_does_not(
     assert used == ["silu"]
     for got, want in zip(layer.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_a_linear_that_was_replaced_is_called():
+    layer = MLP(8, 16)
+    x = torch.randn(3, 2, 8)
+    want = layer(x)
+    layer.fc1, layer.fc2 = (torch.nn.Sequential(linear) for linear in (layer.fc1, layer.fc2))
+    assert torch.equal(layer(x), want)

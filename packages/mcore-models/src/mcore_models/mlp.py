@@ -145,25 +145,27 @@ class MLP(nn.Module):
     def _uses_quack(self, x: Tensor) -> bool:
         if self.backend == "torch":
             return False
-        fc1 = self.fc1
-        why_not = ""
-        if not self.gated:
-            why_not = "the layer has no gate"
-        elif not all(map(_is_itself, (fc1, self.fc2))):
-            why_not = "its linears were wrapped, replaced or hooked"
-        elif fc1.bias is not None:
-            why_not = "its linears have biases"
-        elif fc1.sequence_parallel and fc1.overlap:
-            why_not = "--tp-comm-overlap cuts its products into pieces"
-        why_not = why_not or quack.refusal(x, fc1.weight, self.activation)
-        if self.backend == "quack" and why_not:
+        why_not = self._refusal(x)
+        if why_not and self.backend == "quack":
             raise ValueError(
                 f"--mlp-backend quack cannot be used: {why_not}. Use auto, which takes the "
                 "fastest backend that can."
             )
-        num_ranks = fc1.axis.size if fc1.sequence_parallel else 1
-        is_asked = self.backend == "quack"
-        return is_asked or (not why_not and quack.is_faster(x, fc1.weight, num_ranks))
+        if why_not or self.backend == "quack":
+            return not why_not
+        num_ranks = self.fc1.axis.size if self.fc1.sequence_parallel else 1
+        return quack.is_faster(x, self.fc1.weight, num_ranks)
+
+    def _refusal(self, x: Tensor) -> str:
+        if not self.gated:
+            return "the layer has no gate"
+        if not all(map(_is_itself, (self.fc1, self.fc2))):
+            return "its linears were wrapped, replaced or hooked"
+        if self.fc1.bias is not None:
+            return "its linears have biases"
+        if self.fc1.sequence_parallel and self.fc1.overlap:
+            return "--tp-comm-overlap cuts its products into pieces"
+        return quack.refusal(x, self.fc1.weight, self.activation)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:
