@@ -8,17 +8,15 @@ through strided views.
 ``forward_block`` and ``backward_block`` are the same kernels for blocks of context parallelism.
 """
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from mcore_models import kernel_packages
+from mcore_models.kernel_packages import without_compiler_noise
 
 EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
 _SIZES = (64, 128)
@@ -26,37 +24,21 @@ _SHORTEST = 1024
 """Queries below which launching costs more than the faster kernel gains."""
 
 
-@cache
 def is_installed() -> bool:
     """Whether the package is there; imports nothing."""
-    try:
-        version("flash-attn-4")
-    except PackageNotFoundError:
-        return False
-    return True
+    return kernel_packages.is_installed("flash-attn-4")
 
 
 def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
     """Say why these tensors need another backend; empty: they do not."""
-    reasons = (
-        (torch.compiler.is_compiling(), "the call is being compiled"),
-        (not q.is_cuda, f"tensors are on {q.device.type}, not on a GPU"),
-        (
-            q.dtype not in (torch.bfloat16, torch.float16),
-            f"{q.dtype} is not a format of 16 bits",
-        ),
+    particular = (
         (
             q.shape[-1] not in _SIZES or v.shape[-1] != q.shape[-1],
             f"heads have {q.shape[-1]} and {v.shape[-1]} channels, not 64 or 128",
         ),
         (dropout_prob > 0.0, "attention weights are to be dropped"),
     )
-    for is_so, reason in reasons:
-        if is_so:
-            return reason
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
-        return "the GPU is no Hopper (compute capability 9.0)"
-    return "" if is_installed() else EXTRA
+    return kernel_packages.refusal(q, particular, "" if is_installed() else EXTRA)
 
 
 def is_faster(q: Tensor, k: Tensor) -> bool:
@@ -153,15 +135,6 @@ def _backward(
 
 def _package() -> Any:
     return import_module("flash_attn.cute.interface")
-
-
-@contextmanager
-def without_compiler_noise() -> Iterator[None]:
-    """Hide what packages of this compiler and it itself say of their own code at first."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
-        yield
 
 
 def forward_block(

@@ -11,14 +11,13 @@ The twin is ``mcore_parallel.gated_products.twin_kernels``.
 
 from functools import cache, partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from mcore_models import kernel_packages
 from mcore_models.config import MlpBackend
-from mcore_models.flash4_attention import without_compiler_noise
+from mcore_models.kernel_packages import without_compiler_noise
 from mcore_parallel.gated_products import GatedKernels
 from mcore_parallel.tensor_products import GradientProducts
 
@@ -29,14 +28,9 @@ _LEAST_WIDTH = 2048
 """Below these the products are short and cuBLAS's choice of tiles matters more."""
 
 
-@cache
 def is_installed() -> bool:
     """Whether the package is there; imports nothing."""
-    try:
-        version("quack-kernels")
-    except PackageNotFoundError:
-        return False
-    return True
+    return kernel_packages.is_installed("quack-kernels")
 
 
 def check_backend(backend: MlpBackend) -> None:
@@ -57,13 +51,7 @@ def refusal(x: Tensor, first: Tensor, activation: str) -> str:
         first: ``[2F, D]``, its first weight.
         activation: of the gate.
     """
-    reasons = (
-        (torch.compiler.is_compiling(), "the call is being compiled"),
-        (not x.is_cuda, f"tensors are on {x.device.type}, not on a GPU"),
-        (
-            x.dtype not in (torch.bfloat16, torch.float16),
-            f"{x.dtype} is not a format of 16 bits",
-        ),
+    particular = (
         (first.dtype != x.dtype, f"weights are {first.dtype}, the input {x.dtype}"),
         (activation not in _NAMES, f"the activation is {activation}, not silu or gelu_tanh"),
         (
@@ -71,12 +59,7 @@ def refusal(x: Tensor, first: Tensor, activation: str) -> str:
             f"{first.shape[1]} channels or {first.shape[0] // 2} inside are no multiple of 8",
         ),
     )
-    for is_so, reason in reasons:
-        if is_so:
-            return reason
-    if torch.cuda.get_device_capability(x.device) != (9, 0):
-        return "the GPU is no Hopper (compute capability 9.0)"
-    return "" if is_installed() else EXTRA
+    return kernel_packages.refusal(x, particular, "" if is_installed() else EXTRA)
 
 
 def is_faster(x: Tensor, first: Tensor, num_ranks: int = 1) -> bool:

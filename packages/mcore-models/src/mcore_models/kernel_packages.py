@@ -1,0 +1,54 @@
+"""What the wrappers of optional kernel packages share: installed or not, usable or not, quiet."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+
+@cache
+def is_installed(package: str) -> bool:
+    """Whether a package of this name is there; imports nothing."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], missing: str) -> str:
+    """Say why kernels for 16-bit tensors on Hopper cannot be used; empty: they can.
+
+    Args:
+        x: one of the tensors that they would read.
+        particular: what else speaks against them: whether it does, and how to say it.
+        missing: says how to install the package; empty if it is there.
+    """
+    reasons = (
+        (torch.compiler.is_compiling(), "the call is being compiled"),
+        (not x.is_cuda, f"tensors are on {x.device.type}, not on a GPU"),
+        (
+            x.dtype not in (torch.bfloat16, torch.float16),
+            f"{x.dtype} is not a format of 16 bits",
+        ),
+        *particular,
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            return reason
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        return "the GPU is no Hopper (compute capability 9.0)"
+    return missing
+
+
+@contextmanager
+def without_compiler_noise() -> Iterator[None]:
+    """Hide what packages of the CuTe compiler, and it itself, say of their code at first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
+        yield
