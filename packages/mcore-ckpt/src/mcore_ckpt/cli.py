@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -341,6 +342,9 @@ def _ended_by_sigterm() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread hears signals
+        return
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the wrappers of optional kernel packages share: installed or not, usable or not, quiet."""
+"""What wrappers of optional kernel packages share: is it installed, usable, and quiet."""
 
 import warnings
 from collections.abc import Iterable, Iterator

@@ -71,7 +71,7 @@ def tuned_products() -> Iterator[None]:
     """Choose algorithms by timing inside; for the whole process, all threads included.
 
     What was found is kept for the next time. The first product of a shape waits for the
-    device and takes some tenths of a second.
+    device and takes about a second.
     """
     before, _tuning.is_on = _tuning.is_on, True
     try:
