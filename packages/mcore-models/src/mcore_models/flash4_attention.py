@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_models import kernel_packages
 from mcore_models.kernel_packages import without_compiler_noise
 
+_PACKAGE = "flash-attn-4"
 EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
 _SIZES = (64, 128)
 _SHORTEST = 1024
@@ -26,7 +27,7 @@ _SHORTEST = 1024
 
 def is_installed() -> bool:
     """Whether the package is there; imports nothing."""
-    return kernel_packages.is_installed("flash-attn-4")
+    return kernel_packages.is_installed(_PACKAGE)
 
 
 def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
@@ -38,7 +39,7 @@ def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
         ),
         (dropout_prob > 0.0, "attention weights are to be dropped"),
     )
-    return kernel_packages.refusal(q, particular, "" if is_installed() else EXTRA)
+    return kernel_packages.refusal(q, particular, _PACKAGE, EXTRA)
 
 
 def is_faster(q: Tensor, k: Tensor) -> bool:

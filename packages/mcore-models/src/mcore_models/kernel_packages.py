@@ -20,13 +20,17 @@ def is_installed(package: str) -> bool:
     return True
 
 
-def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], missing: str) -> str:
+def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], package: str, extra: str) -> str:
     """Say why kernels for 16-bit tensors on Hopper cannot be used; empty: they can.
+
+    What is installed is asked last, and so never by a call that is being compiled: torch's
+    compiler cannot trace the question.
 
     Args:
         x: one of the tensors that they would read.
         particular: what else speaks against them: whether it does, and how to say it.
-        missing: says how to install the package; empty if it is there.
+        package: that brings the kernels.
+        extra: says how to install it.
     """
     reasons = (
         (torch.compiler.is_compiling(), "the call is being compiled"),
@@ -42,7 +46,7 @@ def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], missing: str) -> 
             return reason
     if torch.cuda.get_device_capability(x.device) != (9, 0):
         return "the GPU is no Hopper (compute capability 9.0)"
-    return missing
+    return "" if is_installed(package) else extra
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from mcore_models.kernel_packages import without_compiler_noise
 from mcore_parallel.gated_products import GatedKernels
 from mcore_parallel.tensor_products import GradientProducts
 
+_PACKAGE = "quack-kernels"
 EXTRA = 'quack-kernels is not installed: pip install "mcore-models[quack]"'
 _NAMES = {"silu": "swiglu", "gelu_tanh": "geglu"}
 _FEWEST_TOKENS = 1024
@@ -30,7 +31,7 @@ _LEAST_WIDTH = 2048
 
 def is_installed() -> bool:
     """Whether the package is there; imports nothing."""
-    return kernel_packages.is_installed("quack-kernels")
+    return kernel_packages.is_installed(_PACKAGE)
 
 
 def check_backend(backend: MlpBackend) -> None:
@@ -59,7 +60,7 @@ def refusal(x: Tensor, first: Tensor, activation: str) -> str:
             f"{first.shape[1]} channels or {first.shape[0] // 2} inside are no multiple of 8",
         ),
     )
-    return kernel_packages.refusal(x, particular, "" if is_installed() else EXTRA)
+    return kernel_packages.refusal(x, particular, _PACKAGE, EXTRA)
 
 
 def is_faster(x: Tensor, first: Tensor, num_ranks: int = 1) -> bool:
