@@ -57,6 +57,13 @@ def data_ranks_seeded_apart(rank):
     return first_step(ParallelContext.build(ParallelConfig()), seeded(rank), torch.ones(2, 4))
 
 
+def weights_in_another_order(rank, dim):
+    layer = seeded(0)
+    if rank:
+        layer.weight.data = layer.weight.data.flip(dim)
+    return first_step(ParallelContext.build(ParallelConfig()), layer, torch.ones(2, 4))
+
+
 def tensor_ranks_seeded_apart(ctx):
     layer = replicated(seeded(ctx.tp.rank), ctx.tp)
     return first_step(ctx, layer, torch.ones(2, 4))
@@ -90,6 +97,8 @@ def first_steps():
     tensor, cut, stages = (ParallelContext.build(config) for config in (TENSOR, CUT, STAGES))
     return {
         "data ranks seeded apart": data_ranks_seeded_apart(rank),
+        "rows in another order": weights_in_another_order(rank, 0),
+        "columns in another order": weights_in_another_order(rank, 1),
         "tensor ranks seeded apart": tensor_ranks_seeded_apart(tensor),
         "a norm of all tokens": norm_of_all_tokens(tensor),
         "a norm of own tokens, said to be whole": norm_of_own_tokens(cut, partial=False),
@@ -103,6 +112,8 @@ def first_steps():
 
 TOLD = {
     "data ranks seeded apart": "weight: ranks [0, 1] of axis cp_dp hold it in common",
+    "rows in another order": "weight: ranks [0, 1] of axis cp_dp hold it in common",
+    "columns in another order": "weight: ranks [0, 1] of axis cp_dp hold it in common",
     "tensor ranks seeded apart": "weight: ranks [0, 1] of axis tp hold it in common",
     "a norm of own tokens, said to be whole": "norm.weight: ranks [0, 1] of axis tp hold it "
     "whole, but make different gradients",

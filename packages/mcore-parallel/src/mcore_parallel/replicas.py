@@ -28,6 +28,8 @@ TOLERANCE = 0.05
 and far below what other tokens do."""
 FLOOR = 1e-3
 """Of the largest sum of all parameters, below which differences are noise."""
+_MIX = 0x9E3779B1
+"""Keeps sums by row and by column apart, odd: as integers wrap around, nothing is lost."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -147,8 +149,19 @@ def _number(box: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _bits(x: Tensor) -> Int[Tensor, ""]:
-    """Sum the bits of a tensor as integers: equal for equal tensors, in any order."""
-    return x.contiguous().view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64)
+    """Sum the bits of a tensor as integers, weighted by row and by column.
+
+    Equal tensors give equal sums whatever the order of summation; rows or columns in another
+    order, of heads or experts for instance, do not.
+    """
+    bits = x.contiguous().view(_INTEGERS[x.element_size()])
+    bits = bits.flatten(1) if bits.ndim > 1 else bits.view(-1, 1)
+    rows, columns = (bits.sum(dim, dtype=torch.int64) for dim in (1, 0))
+    return (rows * _odd_numbers(rows)).sum() + _MIX * (columns * _odd_numbers(columns)).sum()
+
+
+def _odd_numbers(like: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    return 2 * torch.arange(len(like), device=like.device) + 1
 
 
 def _sums(owned: OwnedRange | None, grads: Float[Tensor, " n"]) -> Float[Tensor, " digest"]:
