@@ -152,10 +152,19 @@ def _bits(x: Tensor) -> Int[Tensor, ""]:
     """Sum the bits of a tensor as integers, weighted by row and by column.
 
     Equal tensors give equal sums whatever the order of summation; rows or columns in another
-    order, of heads or experts for instance, do not.
+    order, of heads or experts for instance, do not. (Columns of 16 bits: in groups of four.)
     """
-    bits = x.contiguous().view(_INTEGERS[x.element_size()])
-    bits = bits.flatten(1) if bits.ndim > 1 else bits.view(-1, 1)
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    num_rows = x.shape[0] if x.ndim > 1 else 1
+    num_bytes = x.element_size()
+    x = x.contiguous().view(-1)
+    if x.numel() // num_rows * num_bytes % 8 == 0:  # the same on all ranks, and 10 times faster
+        is_aligned = x.storage_offset() * num_bytes % 8 == 0
+        bits = (x if is_aligned else x.clone()).view(torch.int64)
+    else:
+        bits = x.view(_INTEGERS[num_bytes])
+    bits = bits.view(num_rows, -1)
     rows, columns = (bits.sum(dim, dtype=torch.int64) for dim in (1, 0))
     return (rows * _odd_numbers(rows)).sum() + _MIX * (columns * _odd_numbers(columns)).sum()
 
