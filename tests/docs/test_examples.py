@@ -6,10 +6,11 @@ import importlib.util
 import os
 import shlex
 import subprocess
+import sys
 
 import pytest
 import torch
-from docs.blocks import ROOT, blocks_of
+from docs.blocks import ROOT, all_blocks, blocks_of
 
 from mcore_parallel.testing import run_command, run_ranks
 from mcore_train.parsing import parse
@@ -57,6 +58,8 @@ def run_own_model(folder):
     names = {"__name__": "own_model"}
     with contextlib.chdir(folder):
         for block in blocks_of(text.split("## Pipelines")[0], "own_model"):
+            if block.run_by:
+                continue
             exec(compile(block.code, f"{place} {block.line}", "exec"), names)
     found = {name: names[name] for name in ("losses", "goes_on", "attended", "scale_norm")}
     return found | {"interleaved": names.get("interleaved_losses")}
@@ -77,6 +80,18 @@ def test_a_model_of_ones_own_computes_the_same_over_ranks_of_every_kind(ranks, t
             torch.testing.assert_close(
                 output_and_gradient, single["attended"]["a2a"], rtol=1e-5, atol=1e-6
             )
+
+
+def test_a_program_of_ones_own_is_compared_under_layouts(tmp_path, monkeypatch):
+    name = "test_a_program_of_ones_own_is_compared_under_layouts"
+    (block,) = (b for b in all_blocks() if b.run_by.endswith(name))
+    file = tmp_path / "test_layouts.py"
+    file.write_text(block.code)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, file.stem, module)
+    spec.loader.exec_module(module)
+    module.test_every_layout_computes_what_one_rank_computes()
 
 
 def told_by(script, **variables):

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import pytest
 import torch
 
 from mcore_train.certificate import (
@@ -13,7 +12,6 @@ from mcore_train.certificate import (
     compare,
     compare_rounded,
     draw,
-    tensor_errors,
     vanishing,
 )
 from mcore_train.trial import Trial
@@ -93,21 +91,6 @@ def test_another_initial_weight_or_another_continued_run_fails_to_the_bit():
     }
     continued = replace(trial(), saved="a", final="b", resumed="c")
     assert failed(compare(continued, trial())) == {("continued run", "")}
-
-
-def test_a_tensor_of_nothing_is_measured_on_the_scale_of_the_model():
-    expected = {"a": torch.tensor([1.0]), "b": torch.tensor([0.0])}
-    found = {"a": torch.tensor([1.0]), "b": torch.tensor([1e-4])}
-    assert tensor_errors(found, expected)["b"] == pytest.approx(0.1)
-
-
-def test_tensors_on_one_side_only_are_an_error_that_names_them():
-    with pytest.raises(ValueError, match=r"one side only: b"):
-        tensor_errors({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
-
-
-def test_another_shape_is_infinitely_wrong():
-    assert tensor_errors({"a": torch.ones(1)}, {"a": torch.ones(2)})["a"] == float("inf")
 
 
 def test_numbers_of_layers_and_experts_are_no_part_of_a_class():

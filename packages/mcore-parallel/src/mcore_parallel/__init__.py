@@ -45,6 +45,7 @@ _ROOMS: dict[str, str] = {
     "build_schedule": "schedule",
     "build_stages": "stages",
     "clip_coefficient": "grads",
+    "compare_layouts": "layout_comparison",
     "context_attention": "context_parallel",
     "copy_to": "collectives",
     "fill_normal_": "rng",

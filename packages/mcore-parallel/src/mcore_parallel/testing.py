@@ -43,7 +43,8 @@ def run_ranks(
         world_size: ranks, 1 or more.
         arguments: handed to every rank.
         timeout_s: after which the ranks are ended.
-        check_shapes: run with jaxtyping annotations checked; false for compiled code.
+        check_shapes: run with the jaxtyping annotations of these packages checked, where
+            beartype is installed; false for compiled code.
 
     Returns:
         One result a rank, in rank order.

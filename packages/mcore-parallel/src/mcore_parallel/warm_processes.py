@@ -46,7 +46,7 @@ class Pool:
     """Warm ranks and the pipes to them.
 
     Args:
-        check_shapes: check jaxtyping annotations in the ranks.
+        check_shapes: check jaxtyping annotations in the ranks, where beartype is installed.
     """
 
     def __init__(self, check_shapes: bool) -> None:
@@ -58,7 +58,7 @@ class Pool:
         self, function: Callable[..., Any], world_size: int, arguments: tuple, timeout_s: float
     ) -> list[Any]:
         """Run a function on every rank of a fresh world; see ``testing.run_ranks``."""
-        address = _address(function)
+        address = address_of(function)
         self._fill(world_size)
         folder = tempfile.mkdtemp(prefix="ranks")
         # On their own: a child must know the test's file before it can read its classes.
@@ -199,7 +199,12 @@ def _run_main(
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
+def address_of(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Say where a function is found by another process: module, file, name.
+
+    Raises:
+        ValueError: if it is no module-level function of a file.
+    """
     path = getattr(sys.modules.get(function.__module__), "__file__", None)
     if path is None or "<locals>" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} must be a module-level function of a file")
@@ -216,7 +221,7 @@ def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
     warnings.simplefilter("error")
     # Seen on torch 2.11 with gloo: noise about the default device that no test can act on.
     warnings.filterwarnings("ignore", module="torch.*")
-    if check_shapes:
+    if check_shapes and importlib.util.find_spec("beartype") is not None:
         from jaxtyping import install_import_hook
 
         install_import_hook(list(CHECKED_PACKAGES), "beartype.beartype")
@@ -232,7 +237,7 @@ def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
             continue
         rank, address, world_size, store, arguments = task
         try:
-            function = _load(address)
+            function = load_function(address)
             _start_afresh()
             dist.init_process_group(
                 "gloo",
@@ -259,7 +264,8 @@ def _start_afresh() -> None:
     torch.compiler.reset()
 
 
-def _load(address: tuple[str, str, str]) -> Callable[..., Any]:
+def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
+    """Return the function that ``address_of`` named in another process."""
     module_name, file, name = address
     if module_name.startswith("mcore_"):
         module = importlib.import_module(module_name)

@@ -1,8 +1,7 @@
 """What a layout is held to, and how far it was off: errors, tolerances, a table, JSON.
 
-The error of a tensor is max|a-b| / max(max|b|, 1e-3 x the largest of the model), for
-logits, gradients and weight updates alike, so that a tensor whose true value is nearly zero
-is measured on the model's scale. A weight whose true gradient is zero (the bias of keys where
+The error of a tensor is that of ``mcore_parallel.layout_comparison``, for logits, gradients and
+weight updates alike. A weight whose true gradient is zero (the bias of keys where
 positions are learned) gets rounding for a gradient, which AdamW divides by its own size: such
 an update is measured by the largest of the model.
 """
@@ -16,15 +15,12 @@ from math import isnan
 import torch
 from torch import Tensor
 
+from mcore_parallel.layout_comparison import EXACT, tensor_errors
 from mcore_train.trial import Trial
 
-EXACT = 1e-10
-"""float64, AdamW: nothing but the order of sums differs."""
 BANDS: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 """The formats that people train in, beside float64. Where one rank's own worst tensor is
 further off than half of that, twice its distance: rounding sets it, not the layout."""
-LEAST_SCALE = 1e-3
-"""Share of the model's largest value below which a tensor is measured on the model's scale."""
 VANISHING = 1e-12
 """Share of the model's largest gradient below which a gradient is rounding."""
 
@@ -125,40 +121,9 @@ def vanishing(gradients: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(name for name, size in sizes.items() if size <= bound)
 
 
-def tensor_errors(
-    found: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    noisy: Collection[str] = (),
-) -> dict[str, float]:
-    """Return the error of every tensor, by name.
-
-    Args:
-        found: what is held to ``expected``.
-        expected: of one rank.
-        noisy: tensors to measure by the largest value of all.
-
-    Raises:
-        ValueError: if the two do not hold the same names.
-    """
-    if sorted(found) != sorted(expected):
-        strange = sorted(set(found) ^ set(expected))
-        raise ValueError(f"tensors on one side only: {', '.join(strange[:5])}")
-    largest = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
-    least = {name: largest * (1.0 if name in noisy else LEAST_SCALE) for name in expected}
-    return {name: _distance(found[name], expected[name], least[name]) for name in expected}
-
-
 def class_of(name: str) -> str:
     """Return the class of a logical tensor: its name without layer and expert numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
-def _distance(found: Tensor, expected: Tensor, least: float) -> float:
-    if found.shape != expected.shape or not found.numel():
-        return float("inf") if found.shape != expected.shape else 0.0
-    difference = float((found.double() - expected.double()).abs().max())
-    scale = max(float(expected.double().abs().max()), least)
-    return difference / scale if difference or scale else 0.0
 
 
 def _tensor_lines(

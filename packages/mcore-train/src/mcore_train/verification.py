@@ -17,12 +17,12 @@ import torch
 from mcore_ckpt.agreement import gather_json
 from mcore_parallel import launching
 from mcore_parallel.config import ParallelConfig, PipelineConfig
+from mcore_parallel.layout_comparison import EXACT
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.warm_processes import Pool
 from mcore_train.assembly import load_tokenizer
 from mcore_train.certificate import (
     BANDS,
-    EXACT,
     Certificate,
     Line,
     compare,
