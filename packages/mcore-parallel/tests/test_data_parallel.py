@@ -5,6 +5,8 @@ and row slices, key/value rows that a block of tensor ranks repeats, a padded ta
 (one never sees a token), a bias, and a weight that nothing uses.
 """
 
+import gc
+import weakref
 import zlib
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -441,6 +443,25 @@ def test_models_that_cannot_be_wrapped_are_refused():
     wrap(model).remove_hooks()
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+
+
+def test_a_model_and_what_wraps_it_are_freed_together():
+    model = nn.Linear(2, 2)
+    data_parallel = wrap(model)
+    model(torch.ones(1, 2)).sum().backward()
+    data_parallel.finish()
+    known = [weakref.ref(thing) for thing in (data_parallel, model, model.weight)]
+    del data_parallel, model
+    gc.collect()
+    assert [reference() for reference in known] == [None] * 3
+
+
+def test_a_model_whose_data_parallel_is_gone_says_so():
+    model = nn.Linear(2, 2, bias=False)
+    wrap(model)
+    gc.collect()
+    with pytest.raises(RuntimeError, match="weight received a gradient, but nothing holds its"):
+        model(torch.ones(1, 2)).sum().backward()
 
 
 def wrap_plain_modules():

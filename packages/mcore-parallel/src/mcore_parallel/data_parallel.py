@@ -14,6 +14,7 @@ ever meet in different collectives.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -244,6 +245,13 @@ class DataParallel:
             bucket.is_reducing = False
             self._missing[bucket] = set(range(len(bucket.slots)))
 
+    def _complete(self, bucket: Bucket, index: int) -> None:
+        """Note that a bucket has the whole gradient of one of its slots."""
+        missing = self._missing[bucket]
+        missing.discard(index)
+        if self.config.overlap_grad_reduce and not missing:
+            self._start_in_order()
+
     def _start_in_order(self) -> None:
         for bucket in self.buckets:
             if bucket.is_reducing:
@@ -254,10 +262,15 @@ class DataParallel:
 
 
 class _GradientHook:
-    """What autograd calls once a parameter has its gradient of a micro-batch."""
+    """What autograd calls once a parameter has its gradient of a micro-batch.
+
+    torch does not show such hooks to the garbage collector: what they hold strongly lives as
+    long as the parameter. So they hold neither the parameter nor those who do.
+    """
 
     def __init__(self, owner: DataParallel, bucket: Bucket, slot: Slot, index: int) -> None:
-        self.owner, self.bucket, self.slot, self.index = owner, bucket, slot, index
+        self._owner, self._bucket = ref(owner), ref(bucket)
+        self.name, self.chunk, self.index = slot.named.name, slot.chunk, index
         self.main_grad = bucket.main_grad(slot)
         parameter = slot.named.parameter
         self.is_deferred = hasattr(parameter, "weight_queue")
@@ -265,7 +278,7 @@ class _GradientHook:
             parameter.main_grad_ready = self.accumulated_later  # pyrefly: ignore
 
     def __call__(self, parameter: Tensor) -> None:
-        self._check()
+        owner, bucket = self._check()
         if parameter.grad is None and self.is_deferred:
             return  # its operation adds to main_grad itself, later
         if take_stale(parameter):  # nothing was added: its operation had no gradient
@@ -273,28 +286,29 @@ class _GradientHook:
         if parameter.grad is not None:  # None: its operation added to main_grad itself
             self.main_grad.add_(parameter.grad)
             parameter.grad = None
-        if self.owner._is_syncing[self.slot.chunk]:
-            self._complete()
+        if owner._is_syncing[self.chunk]:
+            owner._complete(bucket, self.index)
 
     def accumulated_later(self) -> None:
         """Note a gradient that a ``WeightQueue`` put off and has now made."""
-        self._check()
-        if self.owner._is_syncing_weights[self.slot.chunk]:
-            self._complete()
+        owner, bucket = self._check()
+        if owner._is_syncing_weights[self.chunk]:
+            owner._complete(bucket, self.index)
 
-    def _check(self) -> None:
-        if self.bucket.is_reducing or self.owner.is_finished:
+    def _check(self) -> tuple[DataParallel, Bucket]:
+        owner, bucket = self._owner(), self._bucket()
+        if owner is None or bucket is None:
             raise RuntimeError(
-                f"{self.slot.named.name} received a gradient after its sum over data began: "
+                f"{self.name} received a gradient, but nothing holds its DataParallel any "
+                "more: keep it as long as the model trains, or call its remove_hooks() first."
+            )
+        if bucket.is_reducing or owner.is_finished:
+            raise RuntimeError(
+                f"{self.name} received a gradient after its sum over data began: "
                 "run all micro-batches but the last under no_sync(), and zero_grad() between "
                 "steps."
             )
-
-    def _complete(self) -> None:
-        missing = self.owner._missing[self.bucket]
-        missing.discard(self.index)
-        if self.owner.config.overlap_grad_reduce and not missing:
-            self.owner._start_in_order()
+        return owner, bucket
 
 
 def _check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
