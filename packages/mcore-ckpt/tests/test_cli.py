@@ -212,3 +212,32 @@ def test_inspect_compares_two_checkpoints(tmp_path, capsys):
     make_step(tmp_path / "three", value=2.0)
     assert main(["inspect", str(one), "--compare", str(tmp_path / "three")]) == 1
     assert "model.blocks.0.w: values differ" in capsys.readouterr().out
+
+
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch, capsys):
+    make_hf(tmp_path / "hf")
+    run, hf = str(tmp_path / "run"), str(tmp_path / "again")
+    commands = {
+        "convert hf-to-mcore": ["--input", str(tmp_path / "hf"), "--output", run],
+        "convert mcore-to-hf": ["--input", run, "--output", hf],
+        "verify": [run],
+        "reshard": [run, "--output", str(tmp_path / "whole")],
+        "average": [run, run, "--output", str(tmp_path / "mean")],
+    }
+    # What ends each way through the bytes, and its line.
+    ways = {"convert hf-to-mcore": ["", "reading back "], "verify": ["reading "]}
+    ways["convert mcore-to-hf"] = ["", "reading back ", "summing "]
+    for words, more in commands.items():
+        master, slave = os.openpty()
+        with open(slave, "w") as terminal, open(master, "rb", buffering=0) as screen:
+            os.set_blocking(master, False)
+            monkeypatch.setattr(sys, "stderr", terminal)
+            assert main([*words.split(), *more]) == 0
+            monkeypatch.undo()
+            drawn = b"".join(iter(screen.readall, None)).decode()
+        ends = [line for line in drawn.split("\r") if line.startswith("100 % of 0.00 GB  ")]
+        assert len(ends) == len(ways.get(words, [""])), (words, drawn)
+        for end, doing in zip(ends, ways.get(words, [""]), strict=True):
+            assert end.startswith(f"100 % of 0.00 GB  {doing}"), (words, drawn)
+    assert main(["verify", run]) == 0
+    assert capsys.readouterr().err == ""

@@ -55,6 +55,7 @@ def test_missing_and_unexpected_tensors_are_named_with_their_neighbours(step):
         "(nearest there: model.blocks.0.gate.weight)" in text
     )
     assert "in the checkpoint, unasked for: optimizer.exp_avg.norm" in text
+    assert text.endswith("\nWhat agrees is loaded with --dist-ckpt-strictness log_all.")
 
 
 def test_without_strict_they_are_logged_and_the_rest_is_loaded(step, caplog):
@@ -85,6 +86,8 @@ def test_shapes_and_dtypes_that_differ_are_listed_together(step):
     text = str(caught.value)
     assert "model.norm: shape [4] in the checkpoint, [5] wanted" in text
     assert "optimizer.exp_avg.norm: dtype F32 in the checkpoint, BF16 wanted" in text
+    ways = "--dist-ckpt-shape-mismatch skip and --dist-ckpt-dtype-mismatch cast"
+    assert text.endswith(f"\nWhat agrees is loaded with {ways}.")
 
 
 def test_dtypes_are_cast_only_when_asked(step):

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -385,7 +386,31 @@ WRONG = {
         None,
         f"{IN} --config hf/config.json",
         2,
-        "--config hf/config.json has no effect: a checkpoint in the format hf says itself",
+        "--config hf/config.json has no effect: hf says itself which model it holds",
+    ),
+    "a config where our own directory of torch's has one": (
+        None,
+        "convert dcp-to-hf --input dcp --output out --config hf",
+        2,
+        "--config hf has no effect: dcp says itself which model it holds",
+    ),
+    "a config where our own folder of Megatron's has one": (
+        None,
+        "convert megatron-to-mcore --input megatron --output out --config hf",
+        2,
+        "--config hf has no effect: megatron says itself which model it holds",
+    ),
+    "a config to compare what needs none": (
+        None,
+        "inspect dcp --compare megatron --config hf",
+        2,
+        "--config hf has no effect: both checkpoints say themselves which model they hold",
+    ),
+    "a config to compare two of ours": (
+        None,
+        "inspect mcore --compare mcore --config hf",
+        2,
+        "--config hf has no effect: both checkpoints say themselves which model they hold",
     ),
     "a config to look at one with": (
         None,
@@ -505,7 +530,7 @@ def test_an_interrupt_leaves_nothing_either(home):
 def test_a_command_that_is_ended_says_so_and_leaves_signals_as_they_were(
     home, monkeypatch, capsys
 ):
-    def end(_):
+    def end(*_):
         os.kill(os.getpid(), signal.SIGTERM)
         return "went on"
 
@@ -513,6 +538,40 @@ def test_a_command_that_is_ended_says_so_and_leaves_signals_as_they_were(
     before = signal.getsignal(signal.SIGTERM)
     assert said("inspect mcore", capsys) == (1, "mcore-ckpt: error: interrupted\n")
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_command_in_another_thread_leaves_signals_alone(home, capsys):
+    # Only the main thread may set a handler: Python refuses it with a ValueError elsewhere.
+    before, codes = signal.getsignal(signal.SIGTERM), []
+    thread = threading.Thread(target=lambda: codes.append(main(["inspect", "mcore"])))
+    thread.start()
+    thread.join(60)
+    told = capsys.readouterr()
+    assert codes == [0], told.err
+    assert "12 tensors" in told.out
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_a_killed_command_left_goes_with_the_next_to_the_same_output(home, caplog):
+    def die_while_weights_are_written():
+        def look(event, arguments):
+            path = str(arguments[0]) if event == "open" else ""
+            if ".out.partial" in path and path.endswith("safetensors"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(look)
+
+    words = "convert mcore-to-hf --input mcore --output out"
+    before = {path.name for path in home.iterdir()}
+    code, told = in_a_child(words, die_while_weights_are_written)
+    assert code == -signal.SIGKILL, told
+    assert {path.name for path in home.iterdir()} == before | {".out.partial"}
+    assert main(words.split()) == 0
+    assert "taking over the lock of dead process" in caplog.text
+    assert "which a command that was killed has left" in caplog.text
+    assert {path.name for path in home.iterdir()} == before | {"out"}
+    files = {path.name for path in (home / "out").iterdir()}
+    assert files == {path.name for path in (home / "hf").iterdir()} | {"tokenizer_config.json"}
 
 
 def test_a_disk_that_does_not_answer_is_told_as_one_that_is_read(home, monkeypatch, capsys):

@@ -103,6 +103,6 @@ def _kind(failure: Exception) -> int:
 
 def host_device(axis: Axis) -> torch.device:
     """Return where small tensors must live to travel over the axis: the host, if it can."""
-    if "cpu" in str(dist.get_backend_config(axis.group)):
+    if axis.size == 1 or "cpu" in str(dist.get_backend_config(axis.group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -162,6 +162,8 @@ class AsyncSaver:
         """Begin a save; the arguments are those of ``saving.save``.
 
         Waits for the save before it, if that is still under way. Communicates over the world.
+        The first save of a plan is the slow one: it takes the host memory, and waits until
+        what several ranks hold is compared. Later ones do neither.
 
         Args:
             run_folder: one folder for all ranks.

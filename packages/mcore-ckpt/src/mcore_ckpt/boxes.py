@@ -36,17 +36,17 @@ def cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
     """
     for offsets, lengths in boxes:
         if len(offsets) != len(shape) or len(lengths) != len(shape):
-            return [f"box {_text((offsets, lengths))} has not the {len(shape)} dimensions"]
+            return [f"box {box_text((offsets, lengths))} has not the {len(shape)} dimensions"]
         inside = all(
             o >= 0 and n > 0 and o + n <= s
             for o, n, s in zip(offsets, lengths, shape, strict=True)
         )
         if not inside:
-            return [f"box {_text((offsets, lengths))} is not inside {tuple(shape)}"]
+            return [f"box {box_text((offsets, lengths))} is not inside {tuple(shape)}"]
     problems = []
     pair = _overlap(boxes)
     if pair is not None:
-        problems.append(f"boxes {_text(pair[0])} and {_text(pair[1])} overlap")
+        problems.append(f"boxes {box_text(pair[0])} and {box_text(pair[1])} overlap")
     volume = sum(prod(lengths) for _, lengths in boxes)
     if volume != prod(shape) and not problems:
         problems.append(f"{prod(shape) - volume} of {prod(shape)} elements are in no box")
@@ -103,5 +103,6 @@ def small_spans(shape: Sequence[int], box: Box, limit: int) -> Iterator[Box]:
             yield from small_spans(shape, part, limit)
 
 
-def _text(box: Box) -> str:
+def box_text(box: Box) -> str:
+    """Write a box as slices: ``[0:4, 8:16]``."""
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(*box, strict=False)) + "]"

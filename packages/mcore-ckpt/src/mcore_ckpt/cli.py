@@ -167,20 +167,20 @@ def inspect(
         folder: Run folder (its latest step) or step folder, of ours or of Megatron's; Hugging
             Face folder; torch.distributed.checkpoint directory.
         compare: Another checkpoint; show where names, shapes, dtypes or bytes differ.
-        config: With --compare, config.json of a model that does not say which it is.
+        config: config.json of a model that does not say which it is, to compare it, or to
+            list old files of Megatron's without arguments.
         as_json: Print JSON, a row a tensor.
     """
     from mcore_ckpt.inspection import describe, differences, rows
 
     if compare and as_json:
         raise ValueError("--as-json lists one checkpoint: leave it out, or --compare.")
-    if config and not compare:
-        raise ValueError(f"--config {config} has no effect without --compare: leave it out.")
     if compare:
         found = differences(folder, compare, config)
         print("\n".join(found) if found else "no difference")
         return 1 if found else 0
-    print(json.dumps(rows(folder), indent=1) if as_json else describe(folder))
+    held = json.dumps(rows(folder, config), indent=1) if as_json else describe(folder, config)
+    print(held)
     return 0
 
 
@@ -192,7 +192,7 @@ def verify(folder: tyro.conf.Positional[Path]) -> int:
     """
     from mcore_ckpt.inspection import check
 
-    step, num_tensors, num_bytes = check(folder)
+    step, num_tensors, num_bytes = check(folder, _progress())
     print(f"{step}: {num_tensors} tensors, {num_bytes / 1e9:.3f} GB, every checksum right.")
     return 0
 
@@ -214,7 +214,7 @@ def reshard(
     """
     from mcore_ckpt.rewriting import reshard as rewrite
 
-    print(rewrite(folder, output, num_files=num_files))
+    print(rewrite(folder, output, num_files=num_files, on_progress=_progress()))
     return 0
 
 
@@ -227,7 +227,7 @@ def average(folders: tyro.conf.Positional[tuple[Path, ...]], *, output: Path) ->
     """
     from mcore_ckpt.rewriting import average as mean
 
-    print(mean(folders, output))
+    print(mean(folders, output, on_progress=_progress()))
     return 0
 
 

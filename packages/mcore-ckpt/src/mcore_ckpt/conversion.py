@@ -6,17 +6,16 @@ conversion ends with its proof: the result is opened like any other input, turne
 what was read, and compared with it bit by bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from mcore_ckpt.files import Item
 from mcore_ckpt.hf_folder import num_tokens
+from mcore_ckpt.index import Index
 from mcore_ckpt.inspection import native_step
 from mcore_ckpt.outputs import (
     appearing,
@@ -30,7 +29,7 @@ from mcore_ckpt.proving import proven, proven_native
 from mcore_ckpt.rewriting import write_whole
 from mcore_ckpt.sources import FORMATS, Asked, Opened, opened
 from mcore_ckpt.stores import as_path, is_store
-from mcore_ckpt.streams import read_ahead
+from mcore_ckpt.streams import Progress, read_ahead, with_progress
 from mcore_ckpt.targets import WRITERS, Wanted, our_items, write_small_files
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
@@ -41,12 +40,6 @@ DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
 
 STATE_FORMATS = ("mcore", "megatron")
 """Formats that hold an optimizer's state by the names of the weights."""
-
-SAY_THEMSELVES = ("hf", "mcore")
-"""Formats that always say which model they hold."""
-
-Progress = Callable[[int, int, str], None]
-"""Told bytes done, bytes in all, and the tensor at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +117,8 @@ def convert(
         target_format: one of the same.
         output: folder to make; a run folder of ours may exist and gets a release.
         options: what else is asked.
-        on_progress: told about each slab written.
+        on_progress: told about each slab written, then, from the beginning, about each tensor
+            read back.
 
     Raises:
         ValueError: if a format is not known, or one side cannot say the model; names what.
@@ -149,7 +143,6 @@ def convert(
                 f"and written: copy the {form} side to or from a disk."
             )
     output = places[1][1]
-    _check_effect(source_format, options)
     options.wanted.check(target_format)
     check_place(output, places[0][1])
     if target_format == "mcore":
@@ -161,16 +154,20 @@ def convert(
     def watch(items: Sequence[Item]) -> list[Item]:
         watched.extend(items)
         check_room(output, sum(item.num_bytes for item in items))
-        return _with_progress([read_ahead(item, reading) for item in items], on_progress)
+        return with_progress([read_ahead(item, reading) for item in items], on_progress)
 
     with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
+        _check_config(found, source, options.config)
         _check_tokens(found, options.vocab_size)
+        print_ = ""
         if target_format == "mcore":
-            word, print_ = _write_native(found, output, watch, options.check)
+            prove = partial(proven_native, on_progress=on_progress) if options.check else None
+            word, print_ = _write_native(found, output, watch, prove)
         else:
             with appearing(output) as folder:
                 word = WRITERS[target_format](folder, found, options.wanted, watch)
-                print_ = proven(found, target_format, folder) if options.check else ""
+                if options.check:
+                    print_ = proven(found, target_format, folder, on_progress)
         return Report(
             output,
             word,
@@ -240,7 +237,10 @@ def mcore_to_hf(
 
 
 def _write_native(
-    source: Opened, output: Path, watch: Callable[[Sequence[Item]], list[Item]], check: bool
+    source: Opened,
+    output: Path,
+    watch: Callable[[Sequence[Item]], list[Item]],
+    prove: Callable[[Opened, Path, Index], str] | None,
 ) -> tuple[str, str]:
     """Write a release of a run folder, or the step that an optimizer's state is of.
 
@@ -256,21 +256,21 @@ def _write_native(
     with fresh_step(output, step) as target:
         index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
-        print_ = proven_native(source, target, index) if check else ""
+        print_ = prove(source, target, index) if prove else ""
         commit(target, output, step, index.to_bytes())
     return source.hf.get("model_type") or source.description["family"], print_
 
 
-def _check_effect(source_format: str, options: ConvertOptions) -> None:
+def _check_config(source: Opened, folder: str | Path, config: str) -> None:
     """Refuse a model's config where the input says itself which model it is.
 
     Raises:
         ValueError: with the flag.
     """
-    if options.config and source_format in SAY_THEMSELVES:
+    if config and not source.took_config:
         raise ValueError(
-            f"--config {options.config} has no effect: a checkpoint in the format "
-            f"{source_format} says itself which model it is. Leave it out."
+            f"--config {config} has no effect: {folder} says itself which model it holds. "
+            "Leave it out."
         )
 
 
@@ -286,19 +286,3 @@ def _check_tokens(source: Opened, vocab_size: int) -> None:
             f"--vocab-size {vocab_size} cuts off ids of the tokenizer that goes along, which "
             f"has {needed}: give {needed} or more."
         )
-
-
-def _with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:
-    """Tell about every slab that passes."""
-    if on_progress is None:
-        return list(items)
-    total, done = sum(item.num_bytes for item in items), 0
-
-    def watched(item: Item) -> Iterator[Tensor]:
-        nonlocal done
-        for slab in item.slabs():
-            yield slab
-            done += slab.numel() * slab.element_size()
-            on_progress(done, total, item.name)
-
-    return [replace(item, slabs=partial(watched, item)) for item in items]

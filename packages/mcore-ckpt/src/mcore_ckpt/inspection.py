@@ -19,7 +19,7 @@ from mcore_ckpt.paths import is_complete, latest_step, resolve_folder, step_fold
 from mcore_ckpt.planning import name_problems
 from mcore_ckpt.sources import Asked, opened
 from mcore_ckpt.stores import as_path
-from mcore_ckpt.streams import Rows, Source, same_bits, slabs
+from mcore_ckpt.streams import Progress, Rows, Source, named_with_progress, same_bits, slabs
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,27 @@ def native_step(folder: str | Path) -> Path:
     return step
 
 
-def contents(folder: str | Path) -> Contents:
+def contents(folder: str | Path, config: str = "") -> Contents:
     """List what a checkpoint of any format holds.
 
+    Args:
+        folder: of the checkpoint.
+        config: config.json of the model, for Megatron's old files without arguments.
+
     Raises:
-        ValueError: if it holds none.
+        ValueError: if it holds none, or is listed without the config that is given.
         CheckpointError: if it is damaged.
     """
     form, path = format_of(folder)
+    if form == "megatron" and not (path / METADATA).is_file():
+        with opened("megatron", path, Asked(config=config)) as found:
+            said = {"model": found.description}
+            return _of_entries(form, path, found.theirs.entries, said)
+    if config:
+        raise ValueError(
+            f"--config {config} has no effect without --compare: {path} is listed without it. "
+            "Leave it out."
+        )
     if form == "hf":
         hf = read_hf_folder(path)
         kind = {"model_type": hf.config.get("model_type")}
@@ -104,10 +117,6 @@ def contents(folder: str | Path) -> Contents:
             for name, one in listed.tensors.items()
         }
         return Contents(form, path, tensors, len(files), {"objects": sorted(listed.objects)})
-    if form == "megatron":
-        with opened("megatron", path) as found:
-            said = {"model": found.description}
-            return _of_entries(form, path, found.theirs.entries, said)
     index = read_index(path)
     return _of_entries(form, path, index.tensors, index.extra)
 
@@ -123,8 +132,11 @@ def _of_entries(
     return Contents(form, path, tensors, len(files), extra)
 
 
-def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """List a checkpoint's tensors: name, dtype, shape, bytes, chunks and how they are cut."""
+def rows(folder: str | Path, config: str = "") -> list[dict[str, Any]]:
+    """List a checkpoint's tensors: name, dtype, shape, bytes, chunks and how they are cut.
+
+    Arguments and errors are those of ``contents``.
+    """
     return [
         {
             "name": name,
@@ -134,7 +146,7 @@ def rows(folder: str | Path) -> list[dict[str, Any]]:
             "chunks": len(boxes),
             "layout": layout(shape, boxes),
         }
-        for name, (dtype, shape, boxes) in sorted(contents(folder).tensors.items())
+        for name, (dtype, shape, boxes) in sorted(contents(folder, config).tensors.items())
     ]
 
 
@@ -150,9 +162,12 @@ def layout(shape: Sequence[int], boxes: Sequence[Sequence[int]]) -> str:
     return text if product == len(boxes) else f"{len(boxes)} boxes"
 
 
-def describe(folder: str | Path) -> str:
-    """Draw a checkpoint as text; equal tensors of many layers stand in one line."""
-    held = contents(folder)
+def describe(folder: str | Path, config: str = "") -> str:
+    """Draw a checkpoint as text; equal tensors of many layers stand in one line.
+
+    Arguments and errors are those of ``contents``.
+    """
+    held = contents(folder, config)
     groups: dict[tuple[str, str, tuple[int, ...], str], int] = {}
     total = 0
     for name, (dtype, shape, boxes) in held.tensors.items():
@@ -183,8 +198,12 @@ def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
     return size
 
 
-def check(folder: str | Path) -> tuple[Path, int, int]:
+def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path, int, int]:
     """Read every byte and compare checksums.
+
+    Args:
+        folder: a run or step folder.
+        on_progress: told about each tensor.
 
     Returns:
         The step folder, how many tensors it holds and of how many bytes.
@@ -197,11 +216,11 @@ def check(folder: str | Path) -> tuple[Path, int, int]:
     index = read_index(step)
     with Reader(step) as reader:
         source = Source(reader, index.tensors)
-        for name in index.tensors:
+        sizes = {name: entry.num_bytes for name, entry in index.tensors.items()}
+        for name in named_with_progress(sizes, on_progress, "reading"):
             for _ in slabs(source, name):
                 pass
-    total = sum(entry.num_bytes for entry in index.tensors.values())
-    return step, len(index.tensors), total
+    return step, len(sizes), sum(sizes.values())
 
 
 def differences(one: str | Path, other: str | Path, config: str = "") -> list[str]:
@@ -216,19 +235,29 @@ def differences(one: str | Path, other: str | Path, config: str = "") -> list[st
 
     Returns:
         One sentence a tensor that is missing in one or differs; empty if they are equal.
+
+    Raises:
+        ValueError: if a folder holds no checkpoint, or neither asks for the config.
+        CheckpointError: if files are damaged.
     """
     forms = [format_of(one), format_of(other)]
     is_ours = all(form == "mcore" for form, _ in forms)
     with ExitStack() as stack:
         sides: list[Rows] = []
+        took_config = False
         for form, folder in forms:
             if is_ours:
                 reader = stack.enter_context(Reader(folder))
                 sides.append(Source(reader, read_index(folder).tensors))
             else:
-                sides.append(
-                    stack.enter_context(opened(form, folder, Asked(config=config))).ours
-                )
+                found = stack.enter_context(opened(form, folder, Asked(config=config)))
+                sides.append(found.ours)
+                took_config |= found.took_config
+        if config and not took_config:
+            raise ValueError(
+                f"--config {config} has no effect: both checkpoints say themselves which model "
+                "they hold. Leave it out."
+            )
         return _differences([folder for _, folder in forms], *sides)
 
 

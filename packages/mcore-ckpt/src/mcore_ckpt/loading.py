@@ -102,6 +102,7 @@ def load(
         *_answer(strictness.on_missing, "missing in the checkpoint", missing),
         *_answer(strictness.on_unasked, "in the checkpoint, unasked for", unasked),
     ]
+    ways = ["--dist-ckpt-strictness log_all"] * bool(problems)
     skipped: Mapping[str, str] = {}
     with agreed(world):
         found = load_differences(wanted, index.tensors)
@@ -111,12 +112,14 @@ def load(
             _answer("log", "left as it is", list(skipped.values()))
         else:
             problems += found.shapes.values()
+            ways += ["--dist-ckpt-shape-mismatch skip"] * bool(found.shapes)
         if strictness.dist_ckpt_dtype_mismatch == "cast" and not cast:
             _answer("log", "cast", list(found.dtypes.values()))
         elif not cast:
             problems += found.dtypes.values()
+            ways += ["--dist-ckpt-dtype-mismatch cast"] * bool(found.dtypes)
         if problems:
-            raise ValueError(f"cannot load {folder}: {listed(problems)}")
+            raise ValueError(f"cannot load {folder}: {listed(problems)}{_advice(ways)}")
     taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
     pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
     device = travel_device(pieces, world)
@@ -154,6 +157,11 @@ def _spread(
         target.copy_(data.view(target.dtype).view(target.shape))
 
     exchange(moves, lambda one: live[one], take, world=world, device=device)
+
+
+def _advice(ways: Sequence[str]) -> str:
+    """Say by which options of ``StrictnessConfig``, and flags, the rest can be loaded."""
+    return f"\nWhat agrees is loaded with {' and '.join(ways)}." if ways else ""
 
 
 def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:

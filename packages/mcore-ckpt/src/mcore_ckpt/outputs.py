@@ -1,7 +1,9 @@
 """Where a command writes: refused before it starts, and gone again if it fails."""
 
+import logging
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,8 @@ from mcore_ckpt.paths import (
     sync_folder,
 )
 from mcore_ckpt.stores import is_store
+
+log = logging.getLogger(__name__)
 
 
 def check_place(output: Path, *inputs: Path) -> None:
@@ -88,7 +92,13 @@ def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
         CheckpointError: if the step is there already, or another job writes to the folder.
     """
     with _unmade(run_folder), FolderLock(run_folder):
-        target = make_fresh(step_folder(run_folder, step))
+        final = step_folder(run_folder, step)
+        if is_complete(final):
+            raise CheckpointError(
+                f"{final} already holds a complete checkpoint, which is never overwritten: "
+                "give another --output."
+            )
+        target = make_fresh(final)
         try:
             yield target
         except BaseException:
@@ -102,23 +112,48 @@ def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
 def appearing(output: Path) -> Iterator[Path]:
     """Give a folder to write to, which becomes ``output`` if all goes well, else goes away.
 
+    It lies in ``.<output>.partial`` beside the output, which this process holds by a
+    ``FolderLock``. What processes left there that were killed is removed first.
+
     Raises:
         ValueError: if the output is in the way.
+        CheckpointError: if another process that lives is writing to the same output.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is not empty: give a new folder.")
-    unfinished = output.with_name(f".{output.name}.partial.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    with _unmade(output):
-        unfinished.mkdir(parents=True)
+    _check_free(output)
+    room = output.with_name(f".{output.name}.partial")
+    unfinished = room / uuid.uuid4().hex  # never another's, even if the lock is lost
+    with _unmade(output), _held(room) as lock:
+        _check_free(output)
+        for left in (one for one in room.iterdir() if one.is_dir()):
+            log.warning("removing %s, which a command that was killed has left", left)
+            shutil.rmtree(left)
+        unfinished.mkdir()
         try:
             yield unfinished
+            lock.check()
             if output.exists():
                 output.rmdir()
             unfinished.rename(output)
             sync_folder(output.parent)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_free(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not empty: give a new folder.")
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[FolderLock]:
+    """Hold a folder, which is gone afterwards unless another process has come to it."""
+    lock = FolderLock(folder)
+    try:
+        with lock:
+            yield lock
+    finally:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 @contextmanager

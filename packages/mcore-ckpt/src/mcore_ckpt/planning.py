@@ -268,8 +268,7 @@ def load_differences(
             continue
         if claim.dtype != entry.dtype:
             dtypes[name] = (
-                f"{name}: dtype {entry.dtype} in the checkpoint, {claim.dtype} wanted "
-                "(loading can cast if asked)"
+                f"{name}: dtype {entry.dtype} in the checkpoint, {claim.dtype} wanted"
             )
         chunks = [(chunk.offsets, chunk.lengths) for chunk in entry.chunks]
         faults += [f"{name}: {text}" for text in cover_problems(entry.shape, chunks)]

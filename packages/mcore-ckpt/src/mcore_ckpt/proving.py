@@ -11,17 +11,22 @@ from mcore_ckpt.files import Checksums, Reader, memory
 from mcore_ckpt.index import Index
 from mcore_ckpt.optimizer_state import Part, native_name
 from mcore_ckpt.sources import PREFIX, Asked, Opened, opened
-from mcore_ckpt.streams import Rows, Source, same_bits, slabs
+from mcore_ckpt.streams import Progress, Rows, Source, named_with_progress, same_bits, slabs
 from mcore_ckpt.views import Resized, their_slabs
 
 
-def fingerprint(tensors: Rows) -> str:
+def fingerprint(tensors: Rows, on_progress: Progress | None = None) -> str:
     """Hash tensors: names, dtypes, shapes and content, in the order of names.
 
     The content counts by the CRC32 of each block, which files of ours have already.
+
+    Args:
+        tensors: read, unless their blocks' sums are known.
+        on_progress: told about each tensor.
     """
     total = hashlib.sha256()
-    for name in sorted(tensors.entries):
+    sizes = {name: tensors.entries[name].num_bytes for name in sorted(tensors.entries)}
+    for name in named_with_progress(sizes, on_progress, "summing"):
         entry = tensors.entries[name]
         sums: tuple[int, ...] = ()
         if len(entry.chunks) == 1 and tensors.dtype(name) == entry.dtype:
@@ -36,8 +41,13 @@ def fingerprint(tensors: Rows) -> str:
     return total.hexdigest()[:32]
 
 
-def prove(source: Opened | Part, again: Rows) -> None:
+def prove(source: Opened | Part, again: Rows, on_progress: Progress | None = None) -> None:
     """Turn tensors that were written and read back into the source's, and compare.
+
+    Args:
+        source: what was converted.
+        again: what was written, under our names.
+        on_progress: told about each tensor of the source.
 
     Raises:
         CheckpointError: naming the first tensor that differs.
@@ -50,7 +60,10 @@ def prove(source: Opened | Part, again: Rows) -> None:
         shape = source.theirs.entries[link.theirs].shape
         before |= dict(zip(link.ours, link.shares(shape), strict=True)) if shape else {}
     back = Resized(again, before)
-    for link in source.links:
+    links = {link.theirs: link for link in source.links}
+    sizes = {name: source.theirs.entries[name].num_bytes for name in links}
+    for name in named_with_progress(sizes, on_progress, "reading back"):
+        link = links[name]
         shape = source.theirs.entries[link.theirs].shape
         rows = shape[0] if shape else 1
         if not link.transposed and shape:
@@ -60,7 +73,7 @@ def prove(source: Opened | Part, again: Rows) -> None:
         _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
 
 
-def proven(source: Opened, form: str, folder: Path) -> str:
+def proven(source: Opened, form: str, folder: Path, on_progress: Progress | None = None) -> str:
     """Open what was written as if it were an input, compare, and return its fingerprint.
 
     Raises:
@@ -69,14 +82,16 @@ def proven(source: Opened, form: str, folder: Path) -> str:
     has_state = source.state is not None
     size = source.description["vocab_size"] if form == "megatron" else 0
     with opened(form, folder, Asked(vocab_size=size, optimizer=has_state)) as again:
-        prove(source, again.ours)
+        prove(source, again.ours, on_progress)
         if source.state is not None and again.state is not None:
             for kind, part in source.state.parts.items():
-                prove(part, again.state.parts[kind].ours)
-        return fingerprint(again.ours)
+                prove(part, again.state.parts[kind].ours, on_progress)
+        return fingerprint(again.ours, on_progress)
 
 
-def proven_native(source: Opened, folder: Path, index: Index) -> str:
+def proven_native(
+    source: Opened, folder: Path, index: Index, on_progress: Progress | None = None
+) -> str:
     """Compare what was written of ours, before its index makes it a step; return the same.
 
     Raises:
@@ -93,9 +108,9 @@ def proven_native(source: Opened, folder: Path, index: Index) -> str:
             return Source(reader, entries)
 
         weights = written(PREFIX)
-        prove(source, weights)
+        prove(source, weights, on_progress)
         for kind, part in source.state.parts.items() if source.state else ():
-            prove(part, written(native_name(kind, "")))
+            prove(part, written(native_name(kind, "")), on_progress)
         return fingerprint(weights)
 
 

@@ -23,7 +23,7 @@ from mcore_ckpt.outputs import check_place, check_room, check_run_folder, fresh_
 from mcore_ckpt.paths import INDEX, RELEASE, commit, copy_durably
 from mcore_ckpt.planning import listed, name_problems
 from mcore_ckpt.stores import as_path
-from mcore_ckpt.streams import Source, read_ahead, row_groups, slabs
+from mcore_ckpt.streams import Progress, Source, read_ahead, row_groups, slabs, with_progress
 
 
 def write_whole(
@@ -52,13 +52,20 @@ def write_whole(
     return Index(tensors, extra, files)
 
 
-def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Path:
+def reshard(
+    source: str | Path,
+    output: str | Path,
+    *,
+    num_files: int = 1,
+    on_progress: Progress | None = None,
+) -> Path:
     """Write a step again as whole tensors in few files, small files and ``extra`` included.
 
     Args:
         source: run folder (its latest step) or step folder.
         output: another run folder; gets the step under its own name.
         num_files: how many files to spread the tensors over.
+        on_progress: told about each slab written.
 
     Returns:
         The new step's folder.
@@ -87,12 +94,15 @@ def reshard(source: str | Path, output: str | Path, *, num_files: int = 1) -> Pa
         ]
         check_room(output, sum(item.num_bytes for item in items))
         with fresh_step(output, number) as target:
-            new = write_whole(target, items, index.extra, num_files)
+            watched = with_progress(items, on_progress)
+            new = write_whole(target, watched, index.extra, num_files)
             _copy_small_files(step, target, index)
             return commit(target, output, number, new.to_bytes())
 
 
-def average(sources: Sequence[str | Path], output: str | Path) -> Path:
+def average(
+    sources: Sequence[str | Path], output: str | Path, *, on_progress: Progress | None = None
+) -> Path:
     """Average the weights of several steps, as a ``release``; optimizers are left behind.
 
     Sums in float32 (float64 for float64 weights), in the order given. Izmailov et al. 2018,
@@ -101,6 +111,7 @@ def average(sources: Sequence[str | Path], output: str | Path) -> Path:
     Args:
         sources: run or step folders of one model.
         output: run folder that gets the release.
+        on_progress: told about each slab written.
 
     Returns:
         The release's folder.
@@ -136,7 +147,7 @@ def average(sources: Sequence[str | Path], output: str | Path) -> Path:
         ]
         check_room(output, sum(item.num_bytes for item in items))
         with fresh_step(output, RELEASE) as target:
-            new = write_whole(target, items, extra)
+            new = write_whole(target, with_progress(items, on_progress), extra)
             _copy_small_files(steps[0], target, indices[0])
             return commit(target, output, RELEASE, new.to_bytes())
 

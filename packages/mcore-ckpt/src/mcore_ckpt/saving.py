@@ -31,6 +31,7 @@ from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import commit, copy_durably, make_fresh, step_folder, write_durably
 from mcore_ckpt.planning import Claim, Entry, Write, plan_writes
+from mcore_ckpt.replicas import compare_replicas
 from mcore_ckpt.retention import prune
 from mcore_ckpt.stores import as_path
 from mcore_parallel.mesh import Axis
@@ -58,12 +59,31 @@ class PlanCache:
     """The last plan of a world that saves again and again, used while it fits.
 
     Ranks then tell each other a hash of what they hold, and plan only if one has changed.
+    What several ranks hold is compared once a plan: at its first save, which takes the longer
+    by one look at all of it, and at no later one.
     """
 
     def __init__(self) -> None:
         """Hold nothing yet."""
         self._keys: list[str] = []
         self._plan: tuple[list[dict[str, Claim]], list[list[Write]]] = ([], [])
+        self._is_compared = False
+
+    def compare(self, shards: Mapping[str, Shard], world: Axis) -> None:
+        """Compare the boxes that several ranks hold, if the plan is new.
+
+        Communicates over ``world`` then.
+
+        Args:
+            shards: of which ``plan`` was made last.
+            world: the ranks that planned.
+
+        Raises:
+            ValueError: as ``compare_replicas``, on all ranks.
+        """
+        if not self._is_compared:
+            compare_replicas(self._plan[0], shards, world)
+            self._is_compared = True
 
     def plan(
         self, claims: Mapping[str, Claim], world: Axis
@@ -80,7 +100,7 @@ class PlanCache:
             told = gather_json(table, world)
             every = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in told]
             self._plan = (every, plan_writes(every))
-            self._keys = keys
+            self._keys, self._is_compared = keys, False
         return self._plan
 
 
@@ -130,7 +150,7 @@ def save(
         step: iteration, or ``"release"``.
         shards: logical name to what this rank holds; pieces are read in place. Pieces of
             shards whose ``is_owner`` is true must cover each tensor exactly, counted over all
-            ranks; equal boxes count once.
+            ranks; equal boxes count once, and must hold the same numbers.
         world: the ranks that save together; one rank needs no process group.
         extra: JSON kept in the index; rank 0's counts.
         files: small files of the step by name, such as ``recipe.toml``; rank 0's count.
@@ -138,13 +158,15 @@ def save(
         replace: take the place of a complete checkpoint of this step instead of refusing.
         hf: make the step a Hugging Face folder too, of the shards named ``model.``; None: no.
         retention: which older steps are deleted once this one is durable.
-        plans: kept by the caller from save to save, so that an unchanged world plans once.
+        plans: kept by the caller from save to save, so that an unchanged world plans, and
+            compares what several ranks hold, once; None: now, as at the first save.
 
     Returns:
         The step's folder.
 
     Raises:
-        ValueError: if shards contradict their pieces or each other, leave holes or overlap.
+        ValueError: if shards contradict their pieces or each other, leave holes or overlap, or
+            ranks hold unlike ones under one name; before anything is written.
         CheckpointError: if the step exists, another job writes to the run folder, or the ranks
             do not see one folder.
     """
@@ -185,7 +207,9 @@ def begin(
     with agreed(world):
         final = step_folder(run_folder, step)
         mine = claims_of(shards)
-    claims, writes = (plans or PlanCache()).plan(mine, world)
+    plans = plans or PlanCache()
+    claims, writes = plans.plan(mine, world)
+    plans.compare(shards, world)
     hf_plan = None if hf is None else plan_hf(hf.links, claims, writes)
     made = ""
     with agreed(world):

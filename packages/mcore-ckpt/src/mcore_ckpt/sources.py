@@ -79,6 +79,8 @@ class Opened:
     """Entries that are no weights (optimizer, random state) and are not converted."""
     state: OptimizerState | None = None
     """The optimizer's, if it was asked for."""
+    took_config: bool = False
+    """Whether the model is the one that ``Asked.config`` names: the input did not say."""
 
 
 @contextmanager
@@ -182,6 +184,7 @@ def _open_dcp(path: Path, asked: Asked) -> Iterator[Opened]:
             tokenizer=tokenizer,
             generation=generation,
             left_behind=behind,
+            took_config=extra is None,
         )
 
 
@@ -200,7 +203,8 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
         legacy = read_legacy_folder(step, asked.vocab_size, _asked_description(asked.config))
         with Reader(step) as reader:
             theirs = Source(reader, legacy.tensors)
-            yield _link(legacy.table, theirs, legacy.description, asked, **small)
+            more = {"took_config": bool(asked.config)}
+            yield _link(legacy.table, theirs, legacy.description, asked, **more, **small)
         return
     folder = read_dcp_folder(step)
     if _WORDS not in folder.tensors:
@@ -214,7 +218,11 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
     impl = "transformer_engine" if has_own_norm else "local"
     table = megatron.table(description, padded, transformer_impl=impl)
     entries = unstacked(folder.locate(weights), expand(table))
-    more = {"hf": dict(extra.get("hf", {})), "left_behind": len(folder.tensors) - len(weights)}
+    more = {
+        "hf": dict(extra.get("hf", {})),
+        "left_behind": len(folder.tensors) - len(weights),
+        "took_config": bool(asked.config) and not extra,
+    }
     with Reader(step) as reader:
         found = _link(table, Source(reader, entries), description, asked, **more, **small)
         if asked.optimizer:

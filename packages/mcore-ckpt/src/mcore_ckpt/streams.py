@@ -1,6 +1,6 @@
 """Tensors in flight: rows of a folder, read and cast, never all at once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,9 @@ from mcore_ckpt.boxes import Box, shifted
 from mcore_ckpt.files import DTYPES, SLAB_BYTES, Item, Reader
 from mcore_ckpt.index import TensorEntry
 from mcore_ckpt.planning import plan_reads
+
+Progress = Callable[[int, int, str], None]
+"""Told bytes done, bytes in all, and the tensor at hand."""
 
 
 @runtime_checkable
@@ -91,6 +94,40 @@ def _slabs_ahead(item: Item, reading: ThreadPoolExecutor) -> Iterator[Tensor]:
     while (slab := waiting.result()) is not None:
         waiting = reading.submit(next, there, None)
         yield slab
+
+
+def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:
+    """Tell about every slab that passes."""
+    if on_progress is None:
+        return list(items)
+    total, done = sum(item.num_bytes for item in items), 0
+
+    def watched(item: Item) -> Iterator[Tensor]:
+        nonlocal done
+        for slab in item.slabs():
+            yield slab
+            done += slab.numel() * slab.element_size()
+            on_progress(done, total, item.name)
+
+    return [replace(item, slabs=partial(watched, item)) for item in items]
+
+
+def named_with_progress(
+    sizes: Mapping[str, int], on_progress: Progress | None, doing: str
+) -> Iterator[str]:
+    """Give names one by one, and tell when the caller is done with each.
+
+    Args:
+        sizes: bytes of each name.
+        on_progress: who is told, if anyone.
+        doing: what is done, put before the name.
+    """
+    total, done = sum(sizes.values()), 0
+    for name, num_bytes in sizes.items():
+        yield name
+        done += num_bytes
+        if on_progress is not None:
+            on_progress(done, total, f"{doing} {name}")
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -1,0 +1,234 @@
+"""Boxes that several ranks hold must be copies: compared before one of them is written.
+
+A plan knows boxes by name and place, and writes each once. Two stages that name a layer
+alike, ranks seeded apart or never synchronized look like copies to it, and all but one of
+their boxes would be lost in silence. So bits are compared, by digests of 64 bits; boxes
+travel only where digests differ, to tell copies that drifted by rounding from others.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from mcore_ckpt.agreement import any_rank, gather_json, host_device
+from mcore_ckpt.boxes import box_text, small_spans
+from mcore_ckpt.exchanging import Move, exchange, travel_device
+from mcore_ckpt.index import DTYPE_BYTES
+from mcore_ckpt.planning import Claim, Write, listed
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import Axis
+from mcore_parallel.sharding import Shard
+
+log = logging.getLogger(__name__)
+
+ROUNDING = 0.05
+"""Part of a box's largest number by which copies may differ that each rank updates by itself:
+far above what orders of summation do, and far below what other data or other layers do."""
+
+PART_BYTES = 1 << 26
+"""Most memory that a digest takes beside the tensor, about."""
+
+_WIDTH = 1024
+_MIX = 0x1B873593_CC9E2D51  # any odd number with bits all over
+
+
+def compare_replicas(
+    claims: Sequence[Mapping[str, Claim]], shards: Mapping[str, Shard], world: Axis
+) -> None:
+    """Make sure that boxes which several ranks hold, or one holds twice, are copies.
+
+    Reads them once, where they are, and waits for the device; one all-reduce of 16 bytes a
+    box over ``world``, which all ranks call. Communicates no more unless some differ.
+    Copies that are cut otherwise on other ranks, as a tied embedding's sharded moments, have
+    no box in common and are not compared.
+
+    Args:
+        claims: what each rank says that it holds, equal on all ranks.
+        shards: what this rank holds.
+        world: the ranks.
+
+    Raises:
+        ValueError: on all ranks, naming boxes and ranks that hold unlike ones. Floating-point
+            boxes within ``ROUNDING`` of each other are logged instead.
+    """
+    common = _held_twice(claims)
+    if not common:
+        return
+    held = _held(common, shards)
+    digests = _on_host([digest(box) for boxes in held.values() for box in boxes])
+    own = {number: [digests.pop(0) for _ in boxes] for number, boxes in held.items()}
+    unlike = _unlike(own, len(common), world)
+    if not unlike:
+        return
+    device = travel_device((box for boxes in held.values() for box in boxes), world)
+    is_far = any(
+        _is_far(held.get(number, []), _moves(common[number], claims), world, device)
+        for number in unlike
+    )
+    told = gather_json({number: own.get(number, []) for number in unlike}, world)
+    sentences = [
+        f"{_name(common[number], claims)}: unlike on {_groups(number, told)}"
+        for number in unlike
+    ]
+    if is_far:
+        raise ValueError(
+            f"cannot save what ranks hold under one name, but not alike: {listed(sentences)}\n"
+            "One of them would be saved for all. Copies must be equal: seed torch alike before "
+            "the model is made, and sum gradients over the ranks that share it. Different "
+            "tensors need different names: of layers, by their number in the whole model; of "
+            "what is each rank's own, with the rank. Or let one rank alone name it."
+        )
+    log.warning(
+        "copies differ by rounding, and one of each is saved, so that a run continued from "
+        "here is not bitwise this one: %s",
+        listed(sentences),
+    )
+
+
+def digest(x: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
+    """Sum the bits of a tensor as integers, weighted by place, where it is.
+
+    Equal tensors give equal numbers on any device, whatever their strides; what stands in
+    another order gives others. Modulo 2**64.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for part in _parts(x.detach()):
+        total = total * _MIX + _digest_of_words(_words(part))
+    return total
+
+
+def _held_twice(claims: Sequence[Mapping[str, Claim]]) -> list[Write]:
+    """List boxes that are held more than once, in one order on all ranks."""
+    counts = Counter(
+        Write(name, box)
+        for mine in claims
+        for name, claim in mine.items()
+        for box in claim.boxes
+    )
+    return [write for write, count in counts.items() if count > 1]
+
+
+def _held(common: Sequence[Write], shards: Mapping[str, Shard]) -> dict[int, list[Tensor]]:
+    """Find the memory of boxes, by their place in the list."""
+    places = {write: number for number, write in enumerate(common)}
+    held: dict[int, list[Tensor]] = {}
+    for name, shard in shards.items():
+        for piece in shard.pieces:
+            number = places.get(Write(name, (tuple(piece.offsets), tuple(piece.lengths))))
+            if number is not None:
+                held.setdefault(number, []).append(piece.data.detach())
+    return held
+
+
+def _on_host(numbers: Sequence[Tensor]) -> list[int]:
+    """Bring numbers of any devices to the host; waits once for each device."""
+    found = [0] * len(numbers)
+    for device in {number.device for number in numbers}:
+        places = [i for i, number in enumerate(numbers) if number.device == device]
+        values = torch.stack([numbers[i] for i in places]).tolist()
+        for place, value in zip(places, values, strict=True):
+            found[place] = value
+    return found
+
+
+def _unlike(own: Mapping[int, Sequence[int]], count: int, world: Axis) -> list[int]:
+    """Find the boxes whose digests differ, by the largest and the least of all ranks."""
+    least = torch.iinfo(torch.int64).min
+    ends = torch.full((2, count), least, dtype=torch.int64)
+    for number, digests in own.items():
+        ends[0, number], ends[1, number] = max(digests), ~min(digests)
+    high, low = all_reduce(ends.to(host_device(world)), world, "max").cpu()
+    return (high != ~low).nonzero().view(-1).tolist()
+
+
+def _moves(write: Write, claims: Sequence[Mapping[str, Claim]]) -> list[Move[Write]]:
+    """Send the first holder's box to all others."""
+    ranks = [
+        rank
+        for rank, mine in enumerate(claims)
+        if write.name in mine and write.box in mine[write.name].boxes
+    ]
+    dtype = claims[ranks[0]][write.name].dtype
+    num_bytes = write.num_elements * DTYPE_BYTES[dtype]
+    return [Move(ranks[0], rank, num_bytes, write) for rank in ranks[1:]]
+
+
+def _is_far(
+    mine: Sequence[Tensor], moves: Sequence[Move[Write]], world: Axis, device: torch.device
+) -> bool:
+    """Compare the first holder's box with all others; equal on all ranks of the world."""
+    is_far = any(not _is_close(box, mine[0]) for box in mine[1:])
+
+    def take(_: Write, content: Tensor) -> None:
+        nonlocal is_far
+        there = content.view(mine[0].dtype).view(mine[0].shape)
+        is_far |= not _is_close(mine[0], there)
+
+    exchange(moves, lambda _: mine[0], take, world=world, device=device)
+    return any_rank([is_far], world)[0]
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Whether floating-point numbers differ by rounding alone; NaN is close to nothing."""
+    if not a.is_floating_point():
+        return False
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    apart = largest = 0.0
+    for one, other in zip(_parts(a), _parts(b.to(a.device)), strict=True):
+        x, y = one.to(wide), other.to(wide)
+        apart = max(apart, (x - y).abs().max().item())
+        largest = max(largest, x.abs().max().item(), y.abs().max().item())
+    return apart <= ROUNDING * largest
+
+
+def _name(write: Write, claims: Sequence[Mapping[str, Claim]]) -> str:
+    shape = next(mine[write.name].shape for mine in claims if write.name in mine)
+    return write.name if write.box[1] == shape else f"{write.name} {box_text(write.box)}"
+
+
+def _groups(number: int, told: Sequence[Mapping[str, Sequence[int]]]) -> str:
+    """Say which ranks hold the same: ``ranks [0, 2] and [1, 3]``."""
+    ranks: dict[int, list[int]] = {}
+    for rank, digests in enumerate(told):
+        for one in digests[str(number)]:
+            ranks.setdefault(one, []).append(rank)
+    return "ranks " + " and ".join(str(group) for group in ranks.values())
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    """Cut a tensor into contiguous 1-D parts of bounded size, in its row-major order."""
+    whole = ((0,) * x.dim(), tuple(x.shape))
+    for offsets, lengths in small_spans(whole[1], whole, PART_BYTES // x.element_size()):
+        part = x
+        for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            part = part.narrow(dim, offset, length)
+        yield part.contiguous().view(-1)
+
+
+def _words(part: Shaped[Tensor, " n"]) -> Int[Tensor, " words"]:
+    """View a tensor's bytes as 64-bit integers; what cannot be viewed so is copied."""
+    content = part.view(torch.uint8)
+    if len(content) % 8:
+        content = F.pad(content, (0, 8 - len(content) % 8))
+    elif content.storage_offset() % 8:
+        content = content.clone()
+    return content.view(torch.int64)
+
+
+def _digest_of_words(words: Int[Tensor, " words"]) -> Int[Tensor, ""]:
+    """Sum rows and columns of a square cut of the words, and what is left, by place."""
+    full = len(words) // _WIDTH * _WIDTH
+    square, rest = words[:full].view(-1, _WIDTH), words[full:]
+    total = _weighted(square.sum(1))
+    for sums in (square.sum(0), rest):
+        total = total * _MIX + _weighted(sums)
+    return total
+
+
+def _weighted(x: Int[Tensor, " n"]) -> Int[Tensor, ""]:
+    return (x * (2 * torch.arange(len(x), device=x.device) + 1)).sum()
