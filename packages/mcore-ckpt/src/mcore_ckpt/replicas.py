@@ -8,19 +8,18 @@ travel only where digests differ, to tell copies that drifted by rounding from o
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from mcore_ckpt.agreement import any_rank, gather_json, host_device
-from mcore_ckpt.boxes import box_text, small_spans
+from mcore_ckpt.boxes import box_text
 from mcore_ckpt.exchanging import Move, exchange, travel_device
 from mcore_ckpt.index import DTYPE_BYTES
 from mcore_ckpt.planning import Claim, Write, listed
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.digests import digest, in_parts
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 
@@ -29,12 +28,6 @@ log = logging.getLogger(__name__)
 ROUNDING = 0.05
 """Part of a box's largest number by which copies may differ that each rank updates by itself:
 far above what orders of summation do, and far below what other data or other layers do."""
-
-PART_BYTES = 1 << 26
-"""Most memory that a digest takes beside the tensor, about."""
-
-_WIDTH = 1024
-_MIX = 0x1B873593_CC9E2D51  # any odd number with bits all over
 
 
 def compare_replicas(
@@ -88,18 +81,6 @@ def compare_replicas(
         "here is not bitwise this one: %s",
         listed(sentences),
     )
-
-
-def digest(x: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
-    """Sum the bits of a tensor as integers, weighted by place, where it is.
-
-    Equal tensors give equal numbers on any device, whatever their strides; what stands in
-    another order gives others. Modulo 2**64.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for part in _parts(x.detach()):
-        total = total * _MIX + _digest_of_words(_words(part))
-    return total
 
 
 def _held_twice(claims: Sequence[Mapping[str, Claim]]) -> list[Write]:
@@ -179,7 +160,7 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
         return False
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     apart = largest = 0.0
-    for one, other in zip(_parts(a), _parts(b.to(a.device)), strict=True):
+    for one, other in zip(in_parts(a), in_parts(b.to(a.device)), strict=True):
         x, y = one.to(wide), other.to(wide)
         apart = max(apart, (x - y).abs().max().item())
         largest = max(largest, x.abs().max().item(), y.abs().max().item())
@@ -198,37 +179,3 @@ def _groups(number: int, told: Sequence[Mapping[str, Sequence[int]]]) -> str:
         for one in digests[str(number)]:
             ranks.setdefault(one, []).append(rank)
     return "ranks " + " and ".join(str(group) for group in ranks.values())
-
-
-def _parts(x: Tensor) -> Iterator[Tensor]:
-    """Cut a tensor into contiguous 1-D parts of bounded size, in its row-major order."""
-    whole = ((0,) * x.dim(), tuple(x.shape))
-    for offsets, lengths in small_spans(whole[1], whole, PART_BYTES // x.element_size()):
-        part = x
-        for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            part = part.narrow(dim, offset, length)
-        yield part.contiguous().view(-1)
-
-
-def _words(part: Shaped[Tensor, " n"]) -> Int[Tensor, " words"]:
-    """View a tensor's bytes as 64-bit integers; what cannot be viewed so is copied."""
-    content = part.view(torch.uint8)
-    if len(content) % 8:
-        content = F.pad(content, (0, 8 - len(content) % 8))
-    elif content.storage_offset() % 8:
-        content = content.clone()
-    return content.view(torch.int64)
-
-
-def _digest_of_words(words: Int[Tensor, " words"]) -> Int[Tensor, ""]:
-    """Sum rows and columns of a square cut of the words, and what is left, by place."""
-    full = len(words) // _WIDTH * _WIDTH
-    square, rest = words[:full].view(-1, _WIDTH), words[full:]
-    total = _weighted(square.sum(1))
-    for sums in (square.sum(0), rest):
-        total = total * _MIX + _weighted(sums)
-    return total
-
-
-def _weighted(x: Int[Tensor, " n"]) -> Int[Tensor, ""]:
-    return (x * (2 * torch.arange(len(x), device=x.device) + 1)).sum()

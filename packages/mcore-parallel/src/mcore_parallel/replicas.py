@@ -13,11 +13,12 @@ from hashlib import blake2b
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.buckets import Bucket, OwnedRange
 from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.digests import digest
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter, Part
 
@@ -28,9 +29,6 @@ TOLERANCE = 0.05
 and far below what other tokens do."""
 FLOOR = 1e-3
 """Of the largest sum of all parameters, below which differences are noise."""
-_MIX = 0x9E3779B1
-"""Keeps sums by row and by column apart, odd: as integers wrap around, nothing is lost."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
@@ -69,7 +67,7 @@ def _unequal_weights(buckets: Sequence[Bucket], ctx: ParallelContext) -> Iterato
             if axis.size > 1:
                 shared.setdefault(axis.name, (axis, []))[1].append((named.name, view))
     for _, (axis, views) in sorted(shared.items(), key=lambda entry: entry[0]):
-        digests = torch.stack([_bits(view) for _, view in views])
+        digests = torch.stack([digest(view) for _, view in views])
         low, high = _range(digests, axis)
         for (name, _), is_same in zip(views, (low == high).tolist(), strict=True):
             if not is_same:
@@ -89,18 +87,17 @@ def _unequal_gradients(buckets: Sequence[Bucket]) -> Iterator[str]:
         for slot in reversed(bucket.slots):
             axis = _holders_of_whole_gradients(slot.named.layout.parts)
             if axis is not None:
-                digest = _sums(owned.get(slot.named.parameter), grads)
-                entry = (slot.named.name, digest)
+                entry = (slot.named.name, _sums(owned.get(slot.named.parameter), grads))
                 shared.setdefault(axis.name, (axis, []))[1].append(entry)
-    for _, (axis, digests) in sorted(shared.items(), key=lambda entry: entry[0]):
-        low, high = _range(torch.stack([digest for _, digest in digests]), axis)
+    for _, (axis, found) in sorted(shared.items(), key=lambda entry: entry[0]):
+        low, high = _range(torch.stack([sums for _, sums in found]), axis)
         is_same_range = (low == high)[:, BINS:].all(1)
         low, high = low[:, :BINS], high[:, :BINS]
         scale = torch.maximum(low.abs(), high.abs()).amax(1)
         allowed = TOLERANCE * torch.maximum(scale, FLOOR * scale.amax())
         differs = (high - low).amax(1) > allowed  # False for NaN, which says nothing
         wrong = (differs & is_same_range).tolist()
-        for (name, _), is_wrong in zip(digests, wrong, strict=True):
+        for (name, _), is_wrong in zip(found, wrong, strict=True):
             if is_wrong:
                 yield (
                     f"{name}: ranks {list(axis.ranks)} of axis {axis.name} hold it whole, but "
@@ -146,31 +143,6 @@ def _parameters(buckets: Sequence[Bucket]) -> Iterator[NamedParameter]:
 
 def _number(box: tuple[str, tuple[int, ...]]) -> int:
     return int.from_bytes(blake2b(repr(box).encode(), digest_size=7).digest(), "little")
-
-
-def _bits(x: Tensor) -> Int[Tensor, ""]:
-    """Sum the bits of a tensor as integers, weighted by row and by column.
-
-    Equal tensors give equal sums whatever the order of summation; rows or columns in another
-    order, of heads or experts for instance, do not. (Columns of 16 bits: in groups of four.)
-    """
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=x.device)
-    num_rows = x.shape[0] if x.ndim > 1 else 1
-    num_bytes = x.element_size()
-    x = x.contiguous().view(-1)
-    if x.numel() // num_rows * num_bytes % 8 == 0:  # the same on all ranks, and 10 times faster
-        is_aligned = x.storage_offset() * num_bytes % 8 == 0
-        bits = (x if is_aligned else x.clone()).view(torch.int64)
-    else:
-        bits = x.view(_INTEGERS[num_bytes])
-    bits = bits.view(num_rows, -1)
-    rows, columns = (bits.sum(dim, dtype=torch.int64) for dim in (1, 0))
-    return (rows * _odd_numbers(rows)).sum() + _MIX * (columns * _odd_numbers(columns)).sum()
-
-
-def _odd_numbers(like: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    return 2 * torch.arange(len(like), device=like.device) + 1
 
 
 def _sums(owned: OwnedRange | None, grads: Float[Tensor, " n"]) -> Float[Tensor, " digest"]:

@@ -1,0 +1,60 @@
+"""Sums of bits by which ranks compare what they hold: numbers travel, tensors stay."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+PART_BYTES = 1 << 26
+"""Most memory that a digest takes beside a tensor whose rows are no longer than that."""
+
+_WIDTH = 1024
+_MIX = 0x1B873593_CC9E2D51  # any odd number with bits all over
+
+
+def digest(x: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
+    """Sum the bits of a tensor as integers, weighted by place, where it is.
+
+    Equal tensors give equal numbers on any device, whatever their strides; what stands in
+    another order gives others. Modulo 2**64; reads the tensor once.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for part in in_parts(x.detach()):
+        total = total * _MIX + _digest_of_words(_words(part))
+    return total
+
+
+def in_parts(x: Shaped[Tensor, "..."]) -> Iterator[Shaped[Tensor, " n"]]:
+    """Cut a tensor into contiguous parts of some rows each, the same for equal shapes."""
+    rows = x if x.dim() else x.view(1)
+    if not rows.numel():
+        return
+    num_rows = max(1, PART_BYTES // (rows[0].numel() * x.element_size()))
+    for part in rows.split(num_rows):
+        yield part.contiguous().view(-1)
+
+
+def _words(part: Shaped[Tensor, " n"]) -> Int[Tensor, " words"]:
+    """View a tensor's bytes as 64-bit integers; what cannot be viewed so is copied."""
+    content = part.view(torch.uint8)
+    if len(content) % 8:
+        content = F.pad(content, (0, 8 - len(content) % 8))
+    elif content.storage_offset() % 8:
+        content = content.clone()
+    return content.view(torch.int64)
+
+
+def _digest_of_words(words: Int[Tensor, " words"]) -> Int[Tensor, ""]:
+    """Sum rows and columns of a square cut of the words, and what is left, by place."""
+    full = len(words) // _WIDTH * _WIDTH
+    square, rest = words[:full].view(-1, _WIDTH), words[full:]
+    total = _weighted(square.sum(1))
+    for sums in (square.sum(0), rest):
+        total = total * _MIX + _weighted(sums)
+    return total
+
+
+def _weighted(x: Int[Tensor, " n"]) -> Int[Tensor, ""]:
+    return (x * (2 * torch.arange(len(x), device=x.device) + 1)).sum()
