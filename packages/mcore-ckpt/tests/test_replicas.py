@@ -38,12 +38,14 @@ def test_one_rank_that_holds_a_box_twice_must_hold_it_alike(tmp_path):
 def test_ranks_that_hold_unlike_boxes_of_one_name_are_told_and_nothing_is_written(tmp_path):
     told = run_ranks(save_what_differs, 4, str(tmp_path))
     assert told[0] == told[1] == told[2] == told[3]
-    apart, twins, counts, rounding = told[0]
+    apart, twins, counts, cut, rounding = told[0]
     assert "w [2:4, 0:3]: unlike on ranks [0, 2] and [1, 3]\nOne of them" in apart
     assert "Copies must be equal: seed torch alike" in apart
     assert "blocks.0: unlike on ranks [1] and [3]\n" in twins
     assert "norm" not in twins
     assert "steps: unlike on ranks [0, 1, 2] and [3]\n" in counts
+    assert "tied [5:8]: unlike on ranks [0] and [1]\n" in cut
+    assert "tied [0:2]" not in cut
     assert "w [2:4, 0:3]: unlike on ranks [0, 1] and [2, 3]" in rounding
     assert "a run continued from here is not bitwise this one" in rounding
     assert complete_steps(tmp_path) == [1, 6, 8, 9]
@@ -80,6 +82,12 @@ def save_what_differs(folder):
     layer = torch.randn(8, generator=torch.Generator().manual_seed(rank))
     twins = refused(3, shards(**({"blocks.0": whole(layer)} if rank % 2 else {})))
     counts = refused(4, shards(steps=whole(torch.tensor(100 + rank // 3))))
+    # A copy that is cut otherwise, as each stage's buckets cut a tied embedding's moments.
+    data = torch.arange(8.0) + torch.arange(8.0) // 6 * rank
+    cuts = (((0, 5), (5, 8)), ((0, 2), (2, 8)), (), ())[rank]
+    pieces = tuple(piece(data[a:b], a) for a, b in cuts)
+    tied = Shard((8,), data.dtype, pieces, (world,))
+    cut = refused(4, shards(tied=tied))
     # Refused once does not count as compared.
     plans = PlanCache()
     for _ in range(2):
@@ -100,4 +108,4 @@ def save_what_differs(folder):
     now(folder, 9, shards(1e-6 * (rank // 2)))
     logging.getLogger("mcore_ckpt.replicas").removeHandler(handler)
     ctx.destroy()
-    return [apart, twins, counts, *logged]
+    return [apart, twins, counts, cut, *logged]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.agreement import any_rank, gather_json, host_device
-from mcore_ckpt.boxes import box_text
+from mcore_ckpt.boxes import Box, box_text, intersect, shifted
 from mcore_ckpt.exchanging import Move, exchange, travel_device
 from mcore_ckpt.index import DTYPE_BYTES
 from mcore_ckpt.planning import Claim, Write, listed
@@ -37,8 +37,8 @@ def compare_replicas(
 
     Reads them once, where they are, and waits for the device; one all-reduce of 16 bytes a
     box over ``world``, which all ranks call. Communicates no more unless some differ.
-    Copies that are cut otherwise on other ranks, as a tied embedding's sharded moments, have
-    no box in common and are not compared.
+    Of copies that are cut otherwise, as a tied embedding's sharded moments are on two stages,
+    the parts that lie in one box of either are compared.
 
     Args:
         claims: what each rank says that it holds, equal on all ranks.
@@ -85,24 +85,36 @@ def compare_replicas(
 
 def _held_twice(claims: Sequence[Mapping[str, Claim]]) -> list[Write]:
     """List boxes that are held more than once, in one order on all ranks."""
-    counts = Counter(
-        Write(name, box)
-        for mine in claims
-        for name, claim in mine.items()
-        for box in claim.boxes
-    )
-    return [write for write, count in counts.items() if count > 1]
+    counts: Counter[Write] = Counter()
+    owned: dict[str, dict[Box, None]] = {}
+    copied: dict[str, dict[Box, None]] = {}
+    for mine in claims:
+        for name, claim in mine.items():
+            counts.update(Write(name, box) for box in claim.boxes)
+            boxes = (owned if claim.owner else copied).setdefault(name, {})
+            boxes.update(dict.fromkeys(claim.boxes))
+    common = [write for write, count in counts.items() if count > 1]
+    for name, boxes in copied.items():
+        theirs = owned.get(name, {})
+        for box in (one for one in boxes if one not in theirs):
+            parts = (intersect(box, other) for other in theirs)
+            common += [Write(name, part) for part in parts if part]
+    return list(dict.fromkeys(common))
 
 
 def _held(common: Sequence[Write], shards: Mapping[str, Shard]) -> dict[int, list[Tensor]]:
     """Find the memory of boxes, by their place in the list."""
-    places = {write: number for number, write in enumerate(common)}
+    wanted: dict[str, list[tuple[int, Box]]] = {}
+    for number, write in enumerate(common):
+        wanted.setdefault(write.name, []).append((number, write.box))
     held: dict[int, list[Tensor]] = {}
     for name, shard in shards.items():
         for piece in shard.pieces:
-            number = places.get(Write(name, (tuple(piece.offsets), tuple(piece.lengths))))
-            if number is not None:
-                held.setdefault(number, []).append(piece.data.detach())
+            whole = tuple(piece.offsets), tuple(piece.lengths)
+            for number, box in wanted.get(name, []):
+                if intersect(whole, box) == box:
+                    inside = _narrowed(piece.data.detach(), shifted(box, piece.offsets))
+                    held.setdefault(number, []).append(inside)
     return held
 
 
@@ -132,7 +144,8 @@ def _moves(write: Write, claims: Sequence[Mapping[str, Claim]]) -> list[Move[Wri
     ranks = [
         rank
         for rank, mine in enumerate(claims)
-        if write.name in mine and write.box in mine[write.name].boxes
+        if write.name in mine
+        and any(intersect(box, write.box) == write.box for box in mine[write.name].boxes)
     ]
     dtype = claims[ranks[0]][write.name].dtype
     num_bytes = write.num_elements * DTYPE_BYTES[dtype]
@@ -179,3 +192,9 @@ def _groups(number: int, told: Sequence[Mapping[str, Sequence[int]]]) -> str:
         for one in digests[str(number)]:
             ranks.setdefault(one, []).append(rank)
     return "ranks " + " and ".join(str(group) for group in ranks.values())
+
+
+def _narrowed(x: Tensor, box: Box) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(*box, strict=True)):
+        x = x.narrow(dim, offset, length)
+    return x
