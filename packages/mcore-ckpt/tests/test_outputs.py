@@ -39,8 +39,10 @@ def dead_pid():
 
 def test_what_the_dead_left_is_removed_and_told(tmp_path, caplog):
     output = tmp_path / "out"
-    half = left_behind(output, host=socket.gethostname(), pid=dead_pid())
+    host, pid = socket.gethostname(), dead_pid()
+    half = left_behind(output, host=host, pid=pid)
     make(output)
+    assert f"taking over the lock of dead process {pid} on {host}\n" in caplog.text
     assert f"removing {half.parent}, which a command that was killed has left" in caplog.text
     # Nothing is left beside the output, and nothing but what was written in it.
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]

@@ -166,7 +166,9 @@ class FolderLock:
         return self._path.stat().st_mtime
 
     def _take_away(self, holder: dict[str, Any]) -> None:
-        log.warning("taking over the lock of dead process %s on %s", *holder.values())
+        log.warning(
+            "taking over the lock of dead process %s on %s", holder["pid"], holder["host"]
+        )
         if isinstance(self._path, StorePath):
             self._path.unlink(missing_ok=True)
             return
