@@ -221,12 +221,19 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch,
         "convert hf-to-mcore": ["--input", str(tmp_path / "hf"), "--output", run],
         "convert mcore-to-hf": ["--input", run, "--output", hf],
         "verify": [run],
+        "inspect": [run, "--compare", str(tmp_path / "hf")],
         "reshard": [run, "--output", str(tmp_path / "whole")],
         "average": [run, run, "--output", str(tmp_path / "mean")],
     }
     # What ends each way through the bytes, and its line.
-    ways = {"convert hf-to-mcore": ["", "reading back "], "verify": ["reading "]}
-    ways["convert mcore-to-hf"] = ["", "reading back ", "summing "]
+    ways = {
+        "convert hf-to-mcore": ["", "reading back "],
+        "convert mcore-to-hf": ["", "reading back ", "summing "],
+        "verify": ["reading "],
+        "inspect": ["comparing "],
+        "reshard": [""],
+        "average": [""],
+    }
     for words, more in commands.items():
         master, slave = os.openpty()
         with open(slave, "w") as terminal, open(master, "rb", buffering=0) as screen:
@@ -236,8 +243,8 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch,
             monkeypatch.undo()
             drawn = b"".join(iter(screen.readall, None)).decode()
         ends = [line for line in drawn.split("\r") if line.startswith("100 % of 0.00 GB  ")]
-        assert len(ends) == len(ways.get(words, [""])), (words, drawn)
-        for end, doing in zip(ends, ways.get(words, [""]), strict=True):
+        assert len(ends) == len(ways[words]), (words, drawn)
+        for end, doing in zip(ends, ways[words], strict=True):
             assert end.startswith(f"100 % of 0.00 GB  {doing}"), (words, drawn)
     assert main(["verify", run]) == 0
     assert capsys.readouterr().err == ""

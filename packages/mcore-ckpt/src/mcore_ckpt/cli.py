@@ -176,7 +176,7 @@ def inspect(
     if compare and as_json:
         raise ValueError("--as-json lists one checkpoint: leave it out, or --compare.")
     if compare:
-        found = differences(folder, compare, config)
+        found = differences(folder, compare, config, _progress())
         print("\n".join(found) if found else "no difference")
         return 1 if found else 0
     held = json.dumps(rows(folder, config), indent=1) if as_json else describe(folder, config)

@@ -223,7 +223,12 @@ def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path
     return step, len(sizes), sum(sizes.values())
 
 
-def differences(one: str | Path, other: str | Path, config: str = "") -> list[str]:
+def differences(
+    one: str | Path,
+    other: str | Path,
+    config: str = "",
+    on_progress: Progress | None = None,
+) -> list[str]:
     """Compare two checkpoints, whatever layouts and formats they were saved under.
 
     Two of ours are compared whole, optimizer included; of others, the weights, by our names.
@@ -232,6 +237,7 @@ def differences(one: str | Path, other: str | Path, config: str = "") -> list[st
         one: a run or step folder, or a folder of another format.
         other: the other.
         config: config.json of the model, for those that do not say which they are.
+        on_progress: told about each tensor that both hold.
 
     Returns:
         One sentence a tensor that is missing in one or differs; empty if they are equal.
@@ -258,14 +264,18 @@ def differences(one: str | Path, other: str | Path, config: str = "") -> list[st
                 f"--config {config} has no effect: both checkpoints say themselves which model "
                 "they hold. Leave it out."
             )
-        return _differences([folder for _, folder in forms], *sides)
+        return _differences([folder for _, folder in forms], *sides, on_progress)
 
 
-def _differences(folders: Sequence[Path], a: Rows, b: Rows) -> list[str]:
+def _differences(
+    folders: Sequence[Path], a: Rows, b: Rows, on_progress: Progress | None
+) -> list[str]:
     missing, extra = name_problems(a.entries, b.entries)
     found = [f"only in {folders[0]}: {text.split(' ')[0]}" for text in missing]
     found += [f"only in {folders[1]}: {name}" for name in extra]
-    for name in sorted(a.entries.keys() & b.entries.keys()):
+    both = sorted(a.entries.keys() & b.entries.keys())
+    sizes = {name: a.entries[name].num_bytes for name in both}
+    for name in named_with_progress(sizes, on_progress, "comparing"):
         x, y = a.entries[name], b.entries[name]
         if (x.dtype, x.shape) != (y.dtype, y.shape):
             found.append(f"{name}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
