@@ -11,6 +11,8 @@ import torch.distributed.checkpoint as torch_dcp
 from mcore_ckpt.conversion import ConvertOptions, convert
 from mcore_ckpt.dcp import read_dcp_folder
 from mcore_ckpt.index import read_index
+from mcore_ckpt.inspection import describe as describe_folder
+from mcore_ckpt.inspection import differences, rows
 from mcore_ckpt.loading import read_tensor
 from mcore_ckpt.saving import save
 from mcore_ckpt.targets import Wanted
@@ -642,6 +644,28 @@ def test_gpt_of_old_files_comes_in_whatever_its_version_and_ranks(
     description = read_index(tmp_path / "again" / "release").extra["model"]
     assert description["config"]["openai_gelu"]
     assert description["config"]["normalization"] == "LayerNorm"
+
+
+def test_old_files_without_arguments_are_listed_and_converted_with_a_config(tmp_path):
+    before = legacy_model()
+    model = legacy_state(before, 0, 1, 0, 1, 0, True)
+    for name, more in (("told", {"args": arguments(kv_channels=H)}), ("mute", {})):
+        (tmp_path / name / "mp_rank_00").mkdir(parents=True)
+        torch.save({"model": model, **more}, tmp_path / name / "mp_rank_00" / "model_rng.pt")
+    options = ConvertOptions(vocab_size=V)
+    convert("megatron", tmp_path / "told", "mcore", tmp_path / "run", options)
+    config = tmp_path / "model.json"
+    extra = read_index(tmp_path / "run" / "release").extra
+    config.write_text(json.dumps(extra["model"]))
+    for work in (rows, describe_folder):
+        with pytest.raises(ValueError, match="no arguments of Megatron's: give --config"):
+            work(tmp_path / "mute")
+    assert rows(tmp_path / "mute", str(config)) == rows(tmp_path / "told")
+    assert "(megatron)" in describe_folder(tmp_path / "mute", str(config))
+    asked = ConvertOptions(config=str(config))
+    convert("megatron", tmp_path / "mute", "mcore", tmp_path / "again", asked)
+    assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
+    assert differences(tmp_path / "mute", tmp_path / "run", str(config)) == []
 
 
 def test_bert_of_old_files_comes_in_and_goes_on_to_hugging_face(tmp_path):
