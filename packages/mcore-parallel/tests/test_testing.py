@@ -12,6 +12,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel import warm_processes
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.embedding import VocabParallelEmbedding
@@ -54,10 +55,12 @@ def own_pid():
     return os.getpid()
 
 
-def test_ranks_that_could_answer_are_used_again_after_a_failure():
+def test_ranks_that_could_answer_are_used_again_after_a_failure(monkeypatch):
     before = run_ranks(own_pid, 3)
-    with pytest.raises(RuntimeError, match=r"rank \d of 3 failed"):
-        run_ranks(fail_everywhere, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(warm_processes, "GRACE_S", 60.0)  # All answer, however busy the host.
+        with pytest.raises(RuntimeError, match=r"rank \d of 3 failed"):
+            run_ranks(fail_everywhere, 3)
     assert run_ranks(own_pid, 3) == before
     with pytest.raises(RuntimeError, match="rank 1 of 3 failed"):
         run_ranks(fail_on_one, 3, 1)
@@ -116,6 +119,30 @@ def test_shapes_are_checked_in_the_ranks_unless_asked_not_to():
         run_ranks(wrong_shape, 1)
     # Without the hook torch itself takes a one-dimensional transpose.
     run_ranks(wrong_shape, 1, check_shapes=False)
+
+
+def rooms_known():
+    return {name for name in sys.modules if name.startswith("mcore_parallel.")}
+
+
+def test_a_new_rank_knows_what_this_process_has_imported():
+    # A nest forks them: the shape hook's seconds are spent once, not by every rank.
+    pool = warm_processes.Pool(check_shapes=False)
+    try:
+        assert rooms_known() <= pool.run(rooms_known, 1, (), 60.0)[0]
+    finally:
+        pool.stop()
+
+
+def test_ranks_that_cannot_import_say_so_and_the_next_ones_start(monkeypatch):
+    pool = warm_processes.Pool(check_shapes=False)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "mcore_parallel.not_there", sys)
+        with pytest.raises(RuntimeError, match=r"(?s)cannot start.*mcore_parallel\.not_there"):
+            pool.run(own_pid, 1, (), 60.0)
+    assert pool.run(own_pid, 1, (), 60.0)
+    pool.stop()
+    pool.stop()
 
 
 def draw_after(seed):
