@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mcore_parallel import warm_processes
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.config import ParallelConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
+from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.embedding import VocabParallelEmbedding
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing import run_command, run_ranks
@@ -143,6 +144,20 @@ def test_ranks_that_cannot_import_say_so_and_the_next_ones_start(monkeypatch):
     assert pool.run(own_pid, 1, (), 60.0)
     pool.stop()
     pool.stop()
+
+
+def train_and_count_threads():
+    count = len(os.listdir("/proc/self/task"))
+    ctx = ParallelContext.build(ParallelConfig())
+    layer = torch.nn.Linear(2, 2, bias=False)
+    DataParallel([layer], ctx, DataParallelConfig())
+    return count
+
+
+def test_groups_of_an_earlier_test_leave_no_threads_behind():
+    # Each polls a hundred times a second: after a hundred tests, for as long as these took.
+    first = run_ranks(train_and_count_threads, 2)
+    assert run_ranks(train_and_count_threads, 2) == first
 
 
 def draw_after(seed):

@@ -333,6 +333,7 @@ def _serve(pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             pipe.send_bytes(pickle.dumps("left"))
+            gc.collect()
             continue
         rank, address, world_size, store, arguments = task
         try:
@@ -353,6 +354,7 @@ def _serve(pipe: Connection) -> None:
             # complaint about a lost connection might come first.
             answer = pickle.dumps((traceback.format_exc(), None))
         pipe.send_bytes(answer)
+        gc.collect()  # Models and groups, which are threads that poll for ever.
 
 
 def _start_afresh() -> None:
