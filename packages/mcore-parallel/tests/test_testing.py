@@ -74,7 +74,7 @@ def test_ranks_that_could_answer_are_used_again_after_a_failure(monkeypatch):
 def die(rank):
     if dist.get_rank() == rank:
         os._exit(3)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_rank_that_dies_is_named_and_the_next_call_works():
@@ -85,7 +85,7 @@ def test_a_rank_that_dies_is_named_and_the_next_call_works():
 
 def hang(rank):
     if dist.get_rank() == rank:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_a_rank_that_hangs_is_named_when_time_is_up():
@@ -93,7 +93,7 @@ def test_a_rank_that_hangs_is_named_when_time_is_up():
     run_ranks(describe, 2, "warm")
     with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 gave no answer in 0\.5 s"):
         run_ranks(hang, 2, 1, timeout_s=0.5)
-    assert time.monotonic() - start < 45
+    assert time.monotonic() - start < 250
     assert [answer[0] for answer in run_ranks(describe, 2, "again")] == [0, 1]
 
 
@@ -233,6 +233,6 @@ def test_a_command_that_raises_shows_its_traceback_and_one_that_hangs_is_ended(
     done = run_command("failing")
     assert done.returncode == 1
     assert "KeyError: 'the reason'" in done.stderr
-    (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "hanging.py").write_text("import time; time.sleep(600)")
     with pytest.raises(subprocess.TimeoutExpired):
         run_command("hanging", timeout_s=0.5)
