@@ -89,7 +89,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path, source):
     child = context.Process(target=work, args=(tmp_path / "out", source, 2))
     child.start()
     children = f"/proc/{child.pid}/task/{child.pid}/children"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     workers = []
     while len(workers) < 2 and time.monotonic() < deadline:
         with open(children) as file:

@@ -237,7 +237,7 @@ def test_sixteen_processes_may_start_at_once_on_one_cache(pair, tmp_path):
     for _ in range(2):  # the second time all is there
         done = subprocess.run(
             words, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=60, check=True,
+            capture_output=True, text=True, timeout=240, check=True,
         )  # fmt: skip
         digests = done.stdout.split()
         assert len(digests) == 16

@@ -96,13 +96,13 @@ def test_ranks_get_their_environment_and_only_rank_0_keeps_the_output(capfd):
 
 def test_the_first_rank_that_fails_ends_all_the_others_and_gives_its_code():
     start = time.monotonic()
-    code = WHO + "sys.exit(7) if rank == 1 else time.sleep(60)"
+    code = WHO + "sys.exit(7) if rank == 1 else time.sleep(600)"
     assert launch_local(python(code), 3, poll_s=0.02) == 7
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 250
 
 
 def test_a_rank_ended_by_a_signal_gives_128_and_the_signal():
-    code = WHO + "os.kill(os.getpid(), 9) if rank == 0 else time.sleep(60)"
+    code = WHO + "os.kill(os.getpid(), 9) if rank == 0 else time.sleep(600)"
     assert launch_local(python(code), 2, poll_s=0.02) == 128 + signal.SIGKILL
 
 
@@ -117,7 +117,7 @@ def save(number, frame):
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGINT, lambda *_: None)
 mine.with_suffix(".ready").touch()
-time.sleep(60)
+time.sleep(600)
 """
 LAUNCHES = """
 import sys
@@ -130,11 +130,11 @@ sys.exit(launch_local([sys.executable, "-c", *sys.argv[1:]], 2, poll_s=0.02))
 def test_a_signal_reaches_every_rank_and_their_end_is_waited_for(number, tmp_path):
     command = [sys.executable, "-c", LAUNCHES, SAVES_WHEN_ASKED, str(tmp_path)]
     with subprocess.Popen(command) as launcher:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         launcher.send_signal(number)
-        assert launcher.wait(30) == 0
+        assert launcher.wait(120) == 0
     assert {path.name for path in tmp_path.glob("*.saved")} == {"0.saved", "1.saved"}
 
 

@@ -1,6 +1,6 @@
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -32,11 +32,14 @@ def test_help_names_every_command_and_does_not_load_torch():
 
 
 def test_help_answers_in_half_a_second():
+    # Processor time: other work on the host slows the answer, not what it takes.
     times = []
     for _ in range(3):
-        before = time.perf_counter()
+        before = os.times()
         assert command("--help").returncode == 0
-        times.append(time.perf_counter() - before)
+        after = os.times()
+        user_s = after.children_user - before.children_user
+        times.append(user_s + after.children_system - before.children_system)
     assert min(times) < 0.5
 
 

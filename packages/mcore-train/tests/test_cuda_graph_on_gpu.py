@@ -6,15 +6,12 @@ import sys
 
 import pytest
 import torch
+from gpu_runs import SMALL, batches, build
 from torch.profiler import ProfilerActivity, profile
 
 from mcore_parallel.documents import Documents
 from mcore_parallel.launching import deterministic_algorithms
-from mcore_parallel.mesh import ParallelContext
-from mcore_train.assembly import assemble
-from mcore_train.composition import compose
 from mcore_train.losses import MicroBatch
-from mcore_train.resolution import resolve
 from mcore_train.step import train_step
 
 pytestmark = [
@@ -25,20 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
-SMALL = {
-    "num_layers": 2,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "seq_length": 256,
-    "micro_batch_size": 2,
-    "global_batch_size": 4,
-    "train_iters": 6,
-    "lr": 1e-3,
-    "bf16": True,
-    "mock_data": True,
-    "vocab_size": 1000,
-    "num_workers": 0,
-}
+SIZES = {"hidden_size": 256, "seq_length": 256, "micro_batch_size": 2, "global_batch_size": 4}
+MASKED = 1 / 7
 GRAPHS = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 2}
 
 
@@ -48,26 +33,9 @@ def own_stream():
         yield
 
 
-def build(**changes):
-    plan = resolve(compose({**SMALL, **changes}), 1)
-    return assemble(plan, ParallelContext.single("cuda"))
-
-
-def batches(run, seed, count=2):
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    config = run.plan.config.batch
-    shape = (config.micro_batch_size, config.seq_length)
-
-    def draw():
-        return torch.randint(0, 1000, shape, device="cuda", generator=generator)
-
-    mask = (draw() % 7 != 0).float()
-    return [MicroBatch(draw(), draw(), mask, positions=None) for _ in range(count)]
-
-
 def trained(run, counts=(2,) * 6):
     losses = [
-        train_step(run, batches(run, seed, count), 1e-3, 0.1).loss
+        train_step(run, batches(run, seed, count, MASKED), 1e-3, 0.1).loss
         for seed, count in enumerate(counts)
     ]
     return losses, [parameter.detach().clone() for parameter in run.chunks[0].parameters()]
@@ -85,8 +53,8 @@ def trained(run, counts=(2,) * 6):
 )
 def test_a_recorded_step_gives_the_bits_of_one_launched_singly(changes):
     with deterministic_algorithms():
-        want_losses, want = trained(build(**changes))
-        run = build(**changes, **GRAPHS)
+        want_losses, want = trained(build(**SIZES, **changes))
+        run = build(**SIZES, **changes, **GRAPHS)
         with run.recorder:
             got_losses, got = trained(run)
             assert run.recorder.is_recorded
@@ -97,7 +65,7 @@ def test_a_recorded_step_gives_the_bits_of_one_launched_singly(changes):
 
 def test_dropout_of_a_recorded_step_goes_on_in_the_streams_that_are_saved():
     changes = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-    plain, run = build(**changes), build(**changes, **GRAPHS)
+    plain, run = build(**SIZES, **changes), build(**SIZES, **changes, **GRAPHS)
     trained(plain)
     with run.recorder:
         trained(run)
@@ -106,12 +74,12 @@ def test_dropout_of_a_recorded_step_goes_on_in_the_streams_that_are_saved():
 
 
 def test_a_step_is_one_launch_with_the_kernels_of_every_day():
-    run = build(**GRAPHS)
+    run = build(**SIZES, **GRAPHS)
     with run.recorder:
         trained(run)
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with profile(activities=activities, acc_events=True) as seen:
-            run.recorder(pytest.fail, batches(run, 9))
+            run.recorder(pytest.fail, batches(run, 9, masked=MASKED))
     launches = {event.key: event.count for event in seen.key_averages()}
     assert launches["cudaGraphLaunch"] == 1
 
@@ -119,8 +87,8 @@ def test_a_step_is_one_launch_with_the_kernels_of_every_day():
 def test_a_batch_that_grows_is_recorded_anew():
     with deterministic_algorithms():
         counts = (2, 2, 2, 3, 3, 3, 3)
-        _, want = trained(build(), counts)
-        run = build(**GRAPHS)
+        _, want = trained(build(**SIZES), counts)
+        run = build(**SIZES, **GRAPHS)
         with run.recorder:
             _, got = trained(run, counts)
             assert run.recorder.is_recorded
@@ -128,11 +96,11 @@ def test_a_batch_that_grows_is_recorded_anew():
 
 
 def test_packed_documents_are_refused():
-    run = build(**GRAPHS)
+    run = build(**SIZES, **GRAPHS)
     borders = torch.tensor([[0, 100, 256]] * 2, dtype=torch.int32)
     step = [
         MicroBatch(b.tokens, b.labels, b.loss_mask, None, Documents.from_cu_seqlens(borders))
-        for b in batches(run, 0)
+        for b in batches(run, 0, masked=MASKED)
     ]
     with pytest.raises(RuntimeError, match="--cuda-graph-impl"):
         train_step(run, step, 1e-3, 0.1)
@@ -140,7 +108,7 @@ def test_packed_documents_are_refused():
 
 def test_the_default_stream_is_refused():
     with torch.cuda.stream(torch.cuda.default_stream()):
-        run = build(**GRAPHS)
+        run = build(**SIZES, **GRAPHS)
         with pytest.raises(RuntimeError, match="default stream"):
             trained(run)
 
@@ -158,7 +126,7 @@ def test_over_two_gpus_a_recorded_step_gives_the_same_bits(layout, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     flags = []
-    for name, value in SMALL.items():
+    for name, value in (SMALL | SIZES).items():
         flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     flags += ["--device", "cuda", "--nproc", "2", "--log-interval", "1", "--deterministic-mode"]
     losses = {}

@@ -2,53 +2,20 @@
 
 import pytest
 import torch
+from gpu_runs import batches, build
 
 from mcore_parallel.launching import deterministic_algorithms
-from mcore_parallel.mesh import ParallelContext
-from mcore_train.assembly import assemble
-from mcore_train.composition import compose
-from mcore_train.losses import MicroBatch
-from mcore_train.resolution import resolve
 from mcore_train.step import train_step
 
 pytestmark = pytest.mark.gpu
 
-SMALL = {
-    "num_layers": 2,
+SIZES = {
     "hidden_size": 512,
-    "num_attention_heads": 4,
     "num_query_groups": 2,
     "seq_length": 1024,
     "micro_batch_size": 1,
     "global_batch_size": 2,
-    "train_iters": 6,
-    "lr": 1e-3,
-    "bf16": True,
-    "mock_data": True,
-    "vocab_size": 1000,
-    "num_workers": 0,
 }
-
-
-def build(**changes):
-    config = compose({**SMALL, **changes})
-    plan = resolve(config, 1)
-    return assemble(plan, ParallelContext.single("cuda"))
-
-
-def batches(run, seed):
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    config = run.plan.config.batch
-    shape = (config.micro_batch_size, config.seq_length)
-
-    def draw():
-        return torch.randint(0, 1000, shape, device="cuda", generator=generator)
-
-    mask = torch.ones(shape, device="cuda")
-    return [
-        MicroBatch(tokens=draw(), labels=draw(), loss_mask=mask, positions=None)
-        for _ in range(run.plan.num_microbatches)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +29,7 @@ def batches(run, seed):
 )
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_never_waits_for_the_device(changes):
-    run = build(**changes)
+    run = build(**SIZES, **changes)
     data = [batches(run, seed) for seed in range(3)]
     train_step(run, data[0], 1e-3, 0.1)  # compiles, picks algorithms
     torch.cuda.synchronize()
@@ -76,7 +43,7 @@ def test_a_step_never_waits_for_the_device(changes):
 
 def test_deterministic_training_repeats_to_the_last_bit():
     def weights():
-        run = build()
+        run = build(**SIZES)
         for seed in range(3):
             train_step(run, batches(run, seed), 1e-3, 0.1)
         return [parameter.detach().clone() for parameter in run.chunks[0].parameters()]

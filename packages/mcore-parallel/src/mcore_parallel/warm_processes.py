@@ -1,12 +1,13 @@
-"""The processes behind ``testing``: forked from a server that has torch loaded.
+"""The processes behind ``testing``: forked from others that have torch loaded.
 
 A ``Pool`` keeps gloo ranks for the whole test run. Each call makes a fresh world of the first
 N of them. When a rank fails, the others get a moment to answer too; who does not is ended,
-so nobody is left waiting for a dead peer, and who does is used again.
+so nobody is left waiting for a dead peer, and who does is used again. A ``Nest`` forks them.
 
 ``run_forked`` runs a command once, as its own ``__main__``.
 """
 
+import gc
 import importlib
 import importlib.util
 import multiprocessing as mp
@@ -14,6 +15,7 @@ import os
 import pickle
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,18 +23,27 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 CHECKED_PACKAGES = ("mcore_parallel", "mcore_moe", "mcore_models", "mcore_ckpt", "mcore_infer")
 # Third parties only: our own packages must be imported under the shape hook. torch loads the
-# compiler and sympy behind its back, in backward and in optimizers, for 5 s a process.
-PRELOADED = ("numpy", "torch", "torch.distributed", "torch._dynamo", "tyro", "rich.progress")
+# compiler and sympy behind its back, in backward and in optimizers, for 5 s a process; every
+# child of a test run loads what started it: pytest.
+PRELOADED = (
+    *("numpy", "torch", "torch.distributed", "torch._dynamo"),
+    *("tyro", "rich.progress", "pytest"),
+)
+OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_data", "mcore_train")
 GRACE_S = 0.5
 """How long ranks may still answer after one has failed."""
+LEAVE_S = 30.0
+"""How long a rank that has answered may take to leave a failed world."""
 
 
 def warm_context() -> ForkServerContext:
@@ -40,6 +51,61 @@ def warm_context() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
+
+
+class Nest:
+    """A process with our packages imported, which forks ranks: each is ready at once.
+
+    It imports those of our rooms that this process has; under the shape hook that is seconds.
+
+    Args:
+        check_shapes: check jaxtyping annotations in the ranks.
+
+    Raises:
+        RuntimeError: if a room cannot be imported there, with the traceback.
+    """
+
+    def __init__(self, check_shapes: bool) -> None:
+        self._control, there = mp.Pipe()
+        rooms = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
+        self._process = warm_context().Process(
+            target=_brood, args=(there, check_shapes, list(sys.path), rooms), daemon=True
+        )
+        with there:
+            self._process.start()
+        if trouble := self._control.recv():
+            raise RuntimeError(f"ranks cannot start:\n{trouble}")
+
+    def fork(self) -> "Member":
+        """Start a rank, which sees the ``sys.path`` of now."""
+        here, there = mp.Pipe()
+        with there:
+            self._control.send(list(sys.path))
+            send_handle(self._control, there.fileno(), self._process.pid)
+            return Member(self._control.recv(), here)
+
+    def end(self, member: "Member") -> None:
+        """Kill a rank, if it still lives, and wait for its end."""
+        member.pipe.close()
+        self._control.send(member.pid)
+        self._control.recv()
+
+    def stop(self) -> None:
+        """End the process; ranks that it forked end once their pipes are closed."""
+        self._control.close()
+        self._process.join()
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank of a pool: its process, and the pipe to it."""
+
+    pid: int
+    pipe: Connection
+
+    def is_alive(self) -> bool:
+        """Say whether it can take a task; to be asked when none is running."""
+        return not (self.pipe.closed or self.pipe.poll())
 
 
 class Pool:
@@ -51,8 +117,8 @@ class Pool:
 
     def __init__(self, check_shapes: bool) -> None:
         self.check_shapes = check_shapes
-        self.context = warm_context()
-        self.members: list[tuple[Any, Connection]] = []
+        self.nest: Nest | None = None
+        self.members: list[Member] = []
 
     def run(
         self, function: Callable[..., Any], world_size: int, arguments: tuple, timeout_s: float
@@ -66,7 +132,7 @@ class Pool:
         task = (address, world_size, os.path.join(folder, "store"), packed)
         try:
             for rank in range(world_size):
-                self.members[rank][1].send_bytes(pickle.dumps((rank, *task)))
+                self.members[rank].pipe.send_bytes(pickle.dumps((rank, *task)))
             return self._collect(world_size, timeout_s)
         except RuntimeError:
             self._settle(world_size)
@@ -79,19 +145,14 @@ class Pool:
 
     def _fill(self, size: int) -> None:
         """Start ranks that are not there, or not any more."""
+        self.nest = self.nest or Nest(self.check_shapes)
         for rank in range(size):
-            if rank < len(self.members) and self.members[rank][0].is_alive():
+            if rank < len(self.members) and self.members[rank].is_alive():
                 continue
-            here, there = self.context.Pipe()
-            process = self.context.Process(
-                target=_serve, args=(there, self.check_shapes, list(sys.path)), daemon=True
-            )
-            process.start()
-            there.close()
-            self.members[rank : rank + 1] = [(process, here)]
+            self.members[rank : rank + 1] = [self.nest.fork()]
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
-        waiting = {self.members[rank][1]: rank for rank in range(world_size)}
+        waiting = {self.members[rank].pipe: rank for rank in range(world_size)}
         results: list[Any] = [None] * world_size
         deadline = time.monotonic() + timeout_s
         failed = ""
@@ -123,30 +184,28 @@ class Pool:
 
     def _settle(self, world_size: int) -> None:
         """Let ranks that answered leave the failed world; end those that cannot."""
-        living = [rank for rank in range(world_size) if self.members[rank][0].is_alive()]
+        living = [rank for rank in range(world_size) if self.members[rank].is_alive()]
         for rank in living:
-            pipe = self.members[rank][1]
+            pipe = self.members[rank].pipe
             try:
                 pipe.send_bytes(pickle.dumps(None))
-                has_left = pipe.poll(5.0) and pickle.loads(pipe.recv_bytes()) == "left"
+                has_left = pipe.poll(LEAVE_S) and pickle.loads(pipe.recv_bytes()) == "left"
             except (EOFError, OSError):
                 has_left = False
             if not has_left:
                 self._end(rank)
 
     def _end(self, rank: int) -> None:
-        process, pipe = self.members[rank]
-        pipe.close()
-        process.kill()
-        process.join()
+        assert self.nest is not None
+        self.nest.end(self.members[rank])
 
     def stop(self) -> None:
         """End all ranks."""
-        for process, _ in self.members:
-            process.kill()
-        for rank in range(len(self.members)):
-            self._end(rank)
-        self.members = []
+        if self.nest is not None:
+            for rank in range(len(self.members)):
+                self._end(rank)
+            self.nest.stop()
+        self.nest, self.members = None, []
 
 
 def run_forked(
@@ -211,11 +270,11 @@ def address_of(function: Callable[..., Any]) -> tuple[str, str, str]:
     return function.__module__, path, function.__qualname__
 
 
-def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
-    """Run in a child: answer tasks until the pipe closes."""
+def _brood(control: Connection, check_shapes: bool, path: list[str], rooms: list[str]) -> None:
+    """Run in a nest: fork a rank for each path, end one for each process id, until closed."""
     import torch
-    import torch.distributed as dist
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent's, who ends all.
     sys.path[:] = path
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -225,6 +284,46 @@ def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
         from jaxtyping import install_import_hook
 
         install_import_hook(list(CHECKED_PACKAGES), "beartype.beartype")
+    try:
+        for room in rooms:
+            importlib.import_module(room)
+    except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
+        control.send(traceback.format_exc())
+        return
+    control.send("")
+    gc.freeze()  # What is here is here to stay: no rank looks through it again.
+    living: set[int] = set()
+    while True:
+        try:
+            asked: list[str] | int = control.recv()
+        except (EOFError, OSError):
+            return
+        if isinstance(asked, int):
+            if asked in living:
+                os.kill(asked, signal.SIGKILL)
+                os.waitpid(asked, 0)
+                living.remove(asked)
+            control.send(None)
+            continue
+        pipe = Connection(recv_handle(control))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                control.close()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                sys.path[:] = asked
+                _serve(pipe)
+            finally:
+                os._exit(0)
+        pipe.close()
+        living.add(pid)
+        control.send(pid)
+
+
+def _serve(pipe: Connection) -> None:
+    """Run in a rank: answer tasks until the pipe closes."""
+    import torch.distributed as dist
+
     while True:
         try:
             task = pickle.loads(pipe.recv_bytes())
@@ -234,6 +333,7 @@ def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             pipe.send_bytes(pickle.dumps("left"))
+            gc.collect()
             continue
         rank, address, world_size, store, arguments = task
         try:
@@ -254,6 +354,7 @@ def _serve(pipe: Connection, check_shapes: bool, path: list[str]) -> None:
             # complaint about a lost connection might come first.
             answer = pickle.dumps((traceback.format_exc(), None))
         pipe.send_bytes(answer)
+        gc.collect()  # Models and groups, which are threads that poll for ever.
 
 
 def _start_afresh() -> None:
