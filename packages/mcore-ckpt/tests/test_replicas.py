@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from mcore_ckpt import replicas
 from mcore_ckpt.async_saving import AsyncSaver
 from mcore_ckpt.loading import read_tensor
 from mcore_ckpt.paths import complete_steps, latest_step, resolve_folder
@@ -32,6 +33,12 @@ def test_one_rank_that_holds_a_box_twice_must_hold_it_alike(tmp_path):
     other = Shard((6,), data.dtype, (piece(data), piece(data + 1)))
     with pytest.raises(ValueError, match=r"alike: \n  w: unlike on ranks \[0\] and \[0\]\n"):
         save(tmp_path, 2, {"w": other}, world=SINGLE)
+    # What is no number is no rounding of one; of whole numbers, none is of another.
+    broken = torch.tensor([0.0, 1.0, torch.nan, 3.0, 4.0, 5.0])
+    for value in (broken, torch.where(broken.isnan(), torch.inf, broken)):
+        odd = Shard((6,), data.dtype, (piece(data), piece(value)))
+        with pytest.raises(ValueError, match="w: unlike on ranks"):
+            save(tmp_path, 2, {"w": odd}, world=SINGLE)
     assert complete_steps(tmp_path) == [1]
 
 
@@ -88,6 +95,10 @@ def save_what_differs(folder):
     pieces = tuple(piece(data[a:b], a) for a, b in cuts)
     tied = Shard((8,), data.dtype, pieces, (world,))
     cut = refused(4, shards(tied=tied))
+    # What one rank cannot read is a fault of all.
+    unread = whole(torch.ones(7, device="meta" if rank == 2 else "cpu"))
+    with pytest.raises(RuntimeError, match="meta tensor"):
+        now(folder, 4, shards(norm=unread))
     # Refused once does not count as compared.
     plans = PlanCache()
     for _ in range(2):
@@ -105,7 +116,9 @@ def save_what_differs(folder):
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("mcore_ckpt.replicas").addHandler(handler)
+    replicas._PART_BYTES, kept = 8, replicas._PART_BYTES  # boxes travel in several parts
     now(folder, 9, shards(1e-6 * (rank // 2)))
+    replicas._PART_BYTES = kept
     logging.getLogger("mcore_ckpt.replicas").removeHandler(handler)
     ctx.destroy()
     return [apart, twins, counts, cut, *logged]

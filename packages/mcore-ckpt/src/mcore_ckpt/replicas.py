@@ -9,17 +9,18 @@ travel only where digests differ, to tell copies that drifted by rounding from o
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import inf, prod
 
 import torch
 from torch import Tensor
 
-from mcore_ckpt.agreement import any_rank, gather_json, host_device
-from mcore_ckpt.boxes import Box, box_text, intersect, shifted
+from mcore_ckpt.agreement import agreed, any_rank, gather_json, host_device
+from mcore_ckpt.boxes import Box, box_text, intersect, shifted, small_spans
 from mcore_ckpt.exchanging import Move, exchange, travel_device
 from mcore_ckpt.index import DTYPE_BYTES
 from mcore_ckpt.planning import Claim, Write, listed
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.digests import digest, in_parts
+from mcore_parallel.digests import digest
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 
@@ -29,6 +30,9 @@ ROUNDING = 0.05
 """Part of a box's largest number by which copies may differ that each rank updates by itself:
 far above what orders of summation do, and far below what other data or other layers do."""
 
+_PART_BYTES = 1 << 26
+_TOLD = 12
+
 
 def compare_replicas(
     claims: Sequence[Mapping[str, Claim]], shards: Mapping[str, Shard], world: Axis
@@ -36,7 +40,7 @@ def compare_replicas(
     """Make sure that boxes which several ranks hold, or one holds twice, are copies.
 
     Reads them once, where they are, and waits for the device; one all-reduce of 16 bytes a
-    box over ``world``, which all ranks call. Communicates no more unless some differ.
+    box over ``world``, which all ranks call. Boxes travel only if some differ.
     Of copies that are cut otherwise, as a tied embedding's sharded moments are on two stages,
     the parts that lie in one box of either are compared.
 
@@ -48,26 +52,30 @@ def compare_replicas(
     Raises:
         ValueError: on all ranks, naming boxes and ranks that hold unlike ones. Floating-point
             boxes within ``ROUNDING`` of each other are logged instead.
+        RuntimeError: on all ranks, if one cannot read what it holds.
     """
     common = _held_twice(claims)
     if not common:
         return
     held = _held(common, shards)
-    digests = _on_host([digest(box) for boxes in held.values() for box in boxes])
+    digests: list[int] = []
+    with agreed(world):  # a device may have no room
+        digests = _on_host([digest(box) for boxes in held.values() for box in boxes])
     own = {number: [digests.pop(0) for _ in boxes] for number, boxes in held.items()}
     unlike = _unlike(own, len(common), world)
     if not unlike:
         return
     device = travel_device((box for boxes in held.values() for box in boxes), world)
     is_far = any(
-        _is_far(held.get(number, []), _moves(common[number], claims), world, device)
+        _is_far(common[number], held.get(number, []), claims, world, device)
         for number in unlike
     )
-    told = gather_json({number: own.get(number, []) for number in unlike}, world)
+    told = gather_json({number: own.get(number, []) for number in unlike[:_TOLD]}, world)
     sentences = [
         f"{_name(common[number], claims)}: unlike on {_groups(number, told)}"
-        for number in unlike
+        for number in unlike[:_TOLD]
     ]
+    sentences += [_name(common[number], claims) for number in unlike[_TOLD:]]
     if is_far:
         raise ValueError(
             f"cannot save what ranks hold under one name, but not alike: {listed(sentences)}\n"
@@ -139,45 +147,60 @@ def _unlike(own: Mapping[int, Sequence[int]], count: int, world: Axis) -> list[i
     return (high != ~low).nonzero().view(-1).tolist()
 
 
-def _moves(write: Write, claims: Sequence[Mapping[str, Claim]]) -> list[Move[Write]]:
-    """Send the first holder's box to all others."""
+def _is_far(
+    write: Write,
+    mine: Sequence[Tensor],
+    claims: Sequence[Mapping[str, Claim]],
+    world: Axis,
+    device: torch.device,
+) -> bool:
+    """Send the first holder's box to all others, who compare; equal on all ranks."""
     ranks = [
         rank
-        for rank, mine in enumerate(claims)
-        if write.name in mine
-        and any(intersect(box, write.box) == write.box for box in mine[write.name].boxes)
+        for rank, held in enumerate(claims)
+        if write.name in held
+        and any(intersect(box, write.box) == write.box for box in held[write.name].boxes)
     ]
-    dtype = claims[ranks[0]][write.name].dtype
-    num_bytes = write.num_elements * DTYPE_BYTES[dtype]
-    return [Move(ranks[0], rank, num_bytes, write) for rank in ranks[1:]]
+    size = DTYPE_BYTES[claims[ranks[0]][write.name].dtype]
+    whole = (0,) * len(write.box[1]), write.box[1]
+    parts = list(small_spans(whole[1], whole, _PART_BYTES // size))
+    gaps = [_Gap() for _ in mine]
+    for part in parts:
+        for gap, other in zip(gaps[1:], mine[1:], strict=True):
+            gap.widen(_narrowed(mine[0], part), _narrowed(other, part))
+
+    def take(part: Box, content: Tensor) -> None:
+        there = content.view(mine[0].dtype).view(part[1])
+        gaps[0].widen(_narrowed(mine[0], part), there)
+
+    moves = [
+        Move(ranks[0], rank, prod(part[1]) * size, part) for part in parts for rank in ranks[1:]
+    ]
+    exchange(moves, lambda part: _narrowed(mine[0], part), take, world=world, device=device)
+    return any_rank([any(gap.is_wide for gap in gaps)], world)[0]
 
 
-def _is_far(
-    mine: Sequence[Tensor], moves: Sequence[Move[Write]], world: Axis, device: torch.device
-) -> bool:
-    """Compare the first holder's box with all others; equal on all ranks of the world."""
-    is_far = any(not _is_close(box, mine[0]) for box in mine[1:])
+class _Gap:
+    """How far two boxes lie apart at most, and the largest number in them."""
 
-    def take(_: Write, content: Tensor) -> None:
-        nonlocal is_far
-        there = content.view(mine[0].dtype).view(mine[0].shape)
-        is_far |= not _is_close(mine[0], there)
+    def __init__(self) -> None:
+        self._apart = self._largest = 0.0
 
-    exchange(moves, lambda _: mine[0], take, world=world, device=device)
-    return any_rank([is_far], world)[0]
+    def widen(self, a: Tensor, b: Tensor) -> None:
+        """Take parts in; what is no floating-point number is infinitely far from another."""
+        if not a.is_floating_point():
+            self._apart = inf
+            return
+        wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+        x, y = a.to(wide), b.to(a.device, wide)
+        apart = (x - y).abs().nan_to_num(nan=inf, posinf=inf)
+        self._apart = max(self._apart, apart.max().item())
+        self._largest = max(self._largest, x.abs().max().item(), y.abs().max().item())
 
-
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    """Whether floating-point numbers differ by rounding alone; NaN is close to nothing."""
-    if not a.is_floating_point():
-        return False
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    apart = largest = 0.0
-    for one, other in zip(in_parts(a), in_parts(b.to(a.device)), strict=True):
-        x, y = one.to(wide), other.to(wide)
-        apart = max(apart, (x - y).abs().max().item())
-        largest = max(largest, x.abs().max().item(), y.abs().max().item())
-    return apart <= ROUNDING * largest
+    @property
+    def is_wide(self) -> bool:
+        """Whether rounding does not explain it."""
+        return self._apart == inf or self._apart > ROUNDING * self._largest
 
 
 def _name(write: Write, claims: Sequence[Mapping[str, Claim]]) -> str:
