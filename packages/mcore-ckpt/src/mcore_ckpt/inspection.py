@@ -264,12 +264,13 @@ def differences(
                 f"--config {config} has no effect: both checkpoints say themselves which model "
                 "they hold. Leave it out."
             )
-        return _differences([folder for _, folder in forms], *sides, on_progress)
+        return _differences([folder for _, folder in forms], sides, on_progress)
 
 
 def _differences(
-    folders: Sequence[Path], a: Rows, b: Rows, on_progress: Progress | None
+    folders: Sequence[Path], sides: Sequence[Rows], on_progress: Progress | None
 ) -> list[str]:
+    a, b = sides
     missing, extra = name_problems(a.entries, b.entries)
     found = [f"only in {folders[0]}: {text.split(' ')[0]}" for text in missing]
     found += [f"only in {folders[1]}: {name}" for name in extra]
