@@ -19,7 +19,11 @@ LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command
         ("moe", "import mcore_models", "mcore-moe knows mcore-parallel only"),
         ("models", "import mcore_ckpt", "mcore-models knows mcore-parallel and mcore-moe only"),
         ("ckpt", "import mcore_data", "mcore-ckpt knows names and shards, no model class"),
-        ("ckpt", "import mcore_parallel", "mcore-ckpt knows shards, axes, collectives and digests"),
+        (
+            "ckpt",
+            "import mcore_parallel",
+            "mcore-ckpt knows shards, axes, collectives and digests",
+        ),
         ("infer", "import mcore_train", "mcore-infer does not know mcore-train"),
         ("train", "import transformers", "transformers is for tests and parity"),
     ],
