@@ -272,11 +272,8 @@ def address_of(function: Callable[..., Any]) -> tuple[str, str, str]:
 
 def _brood(control: Connection, check_shapes: bool, path: list[str], rooms: list[str]) -> None:
     """Run in a nest: fork a rank for each path, end one for each process id, until closed."""
-    import torch
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent's, who ends all.
     sys.path[:] = path
-    torch.set_num_threads(1)
     warnings.simplefilter("error")
     # Seen on torch 2.11 with gloo: noise about the default device that no test can act on.
     warnings.filterwarnings("ignore", module="torch.*")
@@ -322,8 +319,11 @@ def _brood(control: Connection, check_shapes: bool, path: list[str], rooms: list
 
 def _serve(pipe: Connection) -> None:
     """Run in a rank: answer tasks until the pipe closes."""
+    import torch
     import torch.distributed as dist
 
+    # Here and not in the nest: threads of autograd end a process that was forked after it.
+    torch.set_num_threads(1)
     while True:
         try:
             task = pickle.loads(pipe.recv_bytes())
