@@ -40,6 +40,12 @@ def test_heads_that_cannot_be_split_are_refused_with_what_fits():
     assert "does not divide the world of 1 ranks" in told
 
 
+def test_what_is_wrong_is_told_once_before_ranks_are_started():
+    code, told = train(SHAPE, RUN, "--nproc 2 --tensor-model-parallel-size 8")
+    assert code == 2
+    assert told.count("heads must divide evenly") == 1
+
+
 def test_a_sequence_longer_than_the_models_positions_is_refused():
     code, told = train(SHAPE, RUN, "--max-position-embeddings 16")
     assert code == 2

@@ -11,7 +11,7 @@ from mcore_data.data_plan import Stretch, describe_sources
 from mcore_data.datasets import build_gpt_datasets, build_valid_sets
 from mcore_data.index_format import CorruptDatasetError
 from mcore_data.manifest import is_of_other_tokenizer
-from mcore_data.tokenizer import Tokenizer, build_tokenizer
+from mcore_data.tokenizer import Tokenizer
 from mcore_data.tracing import prefixes
 from mcore_models.gpt import GPT
 from mcore_parallel.data_parallel import DataParallel
@@ -21,10 +21,9 @@ from mcore_parallel.rng import RngStreams
 from mcore_parallel.schedule import Action, build_schedule
 from mcore_parallel.stages import stages_of_rank
 from mcore_parallel.zero import ShardedAdamW
-from mcore_train.composition import TrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.precision import torch_dtype
-from mcore_train.resolution import Plan
+from mcore_train.resolution import Plan, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -153,15 +152,6 @@ def assemble(
         weight_queue=weight_queue,
         recorder=recorder,
     )
-
-
-def load_tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """Build the tokenizer that the flags name; None where they name none."""
-    options = config.tokenizer
-    named = options.tokenizer_model or options.vocab_file
-    if not named and options.tokenizer_type == "HuggingFaceTokenizer":
-        return None
-    return build_tokenizer(options)
 
 
 def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:

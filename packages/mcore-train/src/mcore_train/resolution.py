@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mcore_data.config import DataConfig
+from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_models.layout_checks import layout_problems
 from mcore_moe.config import moe_layers
 from mcore_parallel.layout import build_grids
@@ -73,6 +74,31 @@ class ConflictError(ValueError):
         self.lines = tuple(lines)
         many = f"{len(lines)} things to change:\n  - " if len(lines) > 1 else ""
         super().__init__(many + "\n  - ".join(lines))
+
+
+def plan_of(config: TrainConfig, world_size: int) -> Plan:
+    """Derive a plan with the tokenizer that the flags name; loads no torch.
+
+    Args:
+        config: all options.
+        world_size: ranks of the job.
+
+    Raises:
+        ConflictError: (a ValueError) with every conflict found.
+        FileNotFoundError: if a tokenizer's file does not exist.
+    """
+    tokenizer = load_tokenizer(config)
+    vocab_size = tokenizer.vocab_size if tokenizer else 0
+    return resolve(config, world_size, tokenizer_vocab_size=vocab_size)
+
+
+def load_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """Build the tokenizer that the flags name; None where they name none."""
+    options = config.tokenizer
+    named = options.tokenizer_model or options.vocab_file
+    if not named and options.tokenizer_type == "HuggingFaceTokenizer":
+        return None
+    return build_tokenizer(options)
 
 
 def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int = 0) -> Plan:

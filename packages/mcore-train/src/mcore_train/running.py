@@ -14,12 +14,12 @@ from mcore_parallel import launching
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.tuned_products import tuned_products
 from mcore_parallel.watching import Watch
-from mcore_train.assembly import assemble, load_tokenizer
+from mcore_train.assembly import assemble
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
 from mcore_train.log import Reporter, set_up
 from mcore_train.loop import train
-from mcore_train.resolution import Plan, resolve
+from mcore_train.resolution import Plan, plan_of
 from mcore_train.resuming import load_run
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,7 @@ def run_gpt(config: TrainConfig) -> int:
     """
     world = launching.read_environment()
     console = set_up(world.rank == 0)
-    tokenizer = load_tokenizer(config)
-    vocab_size = tokenizer.vocab_size if tokenizer else 0
-    plan = resolve(config, world.world_size, tokenizer_vocab_size=vocab_size)
+    plan = plan_of(config, world.world_size)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)
         if load_run(run):

@@ -20,7 +20,6 @@ from mcore_parallel.config import ParallelConfig, PipelineConfig
 from mcore_parallel.layout_comparison import EXACT
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.warm_processes import Pool
-from mcore_train.assembly import load_tokenizer
 from mcore_train.certificate import (
     BANDS,
     Certificate,
@@ -32,7 +31,7 @@ from mcore_train.certificate import (
 from mcore_train.composition import TrainConfig, VerifiedConfig
 from mcore_train.log import set_up
 from mcore_train.precision import torch_dtype
-from mcore_train.resolution import Plan, resolve
+from mcore_train.resolution import Plan, plan_of, resolve
 from mcore_train.running import joined_world
 from mcore_train.trial import Trial, build_run, fingerprint, load_folder, rows_of, run_trial
 from mcore_train.twin import Twin, build_twin, describe_layout, smallest_world
@@ -87,9 +86,7 @@ def _plan(config: TrainConfig, world_size: int) -> Plan:
         config = replace(config, batch=replace(batch, train_iters=1))
     if not optimizer.lr:
         config = replace(config, optimizer=replace(optimizer, lr=1.0))
-    tokenizer = load_tokenizer(config)
-    vocab_size = tokenizer.vocab_size if tokenizer else 0
-    return resolve(config, world_size, tokenizer_vocab_size=vocab_size)
+    return plan_of(config, world_size)
 
 
 def verify_here(twin: Twin) -> Certificate:
