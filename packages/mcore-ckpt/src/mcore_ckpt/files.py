@@ -141,7 +141,7 @@ def slabs_of(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[T
     for offsets, lengths in small_spans(
         tuple(tensor.shape), box, max(1, limit // tensor.element_size())
     ):
-        yield _view(tensor, (offsets, lengths)).cpu().contiguous()
+        yield narrowed(tensor, (offsets, lengths)).cpu().contiguous()
 
 
 def memory(tensor: Shaped[Tensor, ...]) -> memoryview:
@@ -228,7 +228,7 @@ class Reader:
         inside = shifted(box, chunk.offsets)
         size = DTYPE_BYTES[entry.dtype]
         for part in small_spans(chunk.lengths, inside, SLAB_BYTES // size):
-            aim = _view(target, shifted(part, inside[0]))
+            aim = narrowed(target, shifted(part, inside[0]))
             first, stop = (end * size for end in span(chunk.lengths, part))
             if _lies_alike(aim, dtype, stop - first) and self._needs_no_more(
                 entry, chunk, first, stop
@@ -379,7 +379,8 @@ def _lies_alike(target: Tensor, dtype: torch.dtype, num_bytes: int) -> bool:
     )
 
 
-def _view(tensor: Tensor, box: Box) -> Tensor:
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """Return the view of a tensor that a box of it is."""
     for dim, (offset, length) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor

@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.exchanging import Move, exchange
 from mcore_ckpt.families import family_for, family_of
-from mcore_ckpt.files import DTYPES
+from mcore_ckpt.files import DTYPES, narrowed
 from mcore_ckpt.hf_folder import small_files
 from mcore_ckpt.index import DTYPE_BYTES, TensorEntry
 from mcore_ckpt.paths import write_durably
@@ -180,9 +180,7 @@ def assemble(
     }
 
     def take(one: Write, data: Tensor) -> None:
-        view = host[one.name]
-        for dim, (offset, length) in enumerate(zip(*one.box, strict=True)):
-            view = view.narrow(dim, offset, length)
+        view = narrowed(host[one.name], one.box)
         view.copy_(data.view(view.dtype).view(one.box[1]), non_blocking=True)
 
     # A whole tensor that is where it belongs stays in place.

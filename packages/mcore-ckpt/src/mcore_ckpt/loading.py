@@ -21,7 +21,7 @@ from mcore_ckpt.boxes import Box, shifted
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.exchanging import Move, exchange, travel_device
-from mcore_ckpt.files import DTYPES, Reader
+from mcore_ckpt.files import DTYPES, Reader, narrowed
 from mcore_ckpt.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.paths import INDEX, resolve_folder
 from mcore_ckpt.planning import (
@@ -194,10 +194,7 @@ def read_tensor(
     with Reader(as_path(folder), checksums=checksums) as reader:
         for chunk in entry.chunks:
             box = (chunk.offsets, chunk.lengths)
-            view = whole
-            for dim, (offset, length) in enumerate(zip(*box, strict=True)):
-                view = view.narrow(dim, offset, length)
-            reader.read(name, entry, chunk, box, view)
+            reader.read(name, entry, chunk, box, narrowed(whole, box))
     return whole
 
 
@@ -220,11 +217,7 @@ def _read(
                 jobs += [(name, entry.chunks[read.chunk], read.box, piece) for read in reads]
 
         def read_one(name: str, chunk: Chunk, box: Box, piece: Piece) -> None:
-            target = piece.data.detach()
-            for dim, (offset, length) in enumerate(
-                zip(*shifted(box, piece.offsets), strict=True)
-            ):
-                target = target.narrow(dim, offset, length)
+            target = narrowed(piece.data.detach(), shifted(box, piece.offsets))
             reader.read(name, tensors[name], chunk, box, target)
 
         # In file order, which disks and their read-ahead like best.

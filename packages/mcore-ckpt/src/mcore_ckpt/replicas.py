@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_ckpt.agreement import agreed, any_rank, gather_json, host_device
 from mcore_ckpt.boxes import Box, box_text, intersect, shifted, small_spans
 from mcore_ckpt.exchanging import Move, exchange, travel_device
+from mcore_ckpt.files import narrowed
 from mcore_ckpt.index import DTYPE_BYTES
 from mcore_ckpt.planning import Claim, Write, listed
 from mcore_parallel.collectives import all_reduce
@@ -121,7 +122,7 @@ def _held(common: Sequence[Write], shards: Mapping[str, Shard]) -> dict[int, lis
             whole = tuple(piece.offsets), tuple(piece.lengths)
             for number, box in wanted.get(name, []):
                 if intersect(whole, box) == box:
-                    inside = _narrowed(piece.data.detach(), shifted(box, piece.offsets))
+                    inside = narrowed(piece.data.detach(), shifted(box, piece.offsets))
                     held.setdefault(number, []).append(inside)
     return held
 
@@ -167,16 +168,16 @@ def _is_far(
     gaps = [_Gap() for _ in mine]
     for part in parts:
         for gap, other in zip(gaps[1:], mine[1:], strict=True):
-            gap.widen(_narrowed(mine[0], part), _narrowed(other, part))
+            gap.widen(narrowed(mine[0], part), narrowed(other, part))
 
     def take(part: Box, content: Tensor) -> None:
         there = content.view(mine[0].dtype).view(part[1])
-        gaps[0].widen(_narrowed(mine[0], part), there)
+        gaps[0].widen(narrowed(mine[0], part), there)
 
     moves = [
         Move(ranks[0], rank, prod(part[1]) * size, part) for part in parts for rank in ranks[1:]
     ]
-    exchange(moves, lambda part: _narrowed(mine[0], part), take, world=world, device=device)
+    exchange(moves, lambda part: narrowed(mine[0], part), take, world=world, device=device)
     return any_rank([any(gap.is_wide for gap in gaps)], world)[0]
 
 
@@ -215,9 +216,3 @@ def _groups(number: int, told: Sequence[Mapping[str, Sequence[int]]]) -> str:
         for one in digests[str(number)]:
             ranks.setdefault(one, []).append(rank)
     return "ranks " + " and ".join(str(group) for group in ranks.values())
-
-
-def _narrowed(x: Tensor, box: Box) -> Tensor:
-    for dim, (offset, length) in enumerate(zip(*box, strict=True)):
-        x = x.narrow(dim, offset, length)
-    return x

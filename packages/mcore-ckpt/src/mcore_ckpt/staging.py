@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcore_ckpt.boxes import Box, small_spans
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.files import narrowed
 
 log = logging.getLogger(__name__)
 
@@ -156,8 +157,5 @@ def _copy(sources: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
         if len(mine) == 1:
             mine[0].copy_(source, non_blocking=True)
             continue
-        for (offsets, lengths), part in zip(_cuts(source), mine, strict=True):
-            view = source
-            for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-                view = view.narrow(dim, offset, length)
-            part.copy_(view, non_blocking=True)
+        for box, part in zip(_cuts(source), mine, strict=True):
+            part.copy_(narrowed(source, box), non_blocking=True)

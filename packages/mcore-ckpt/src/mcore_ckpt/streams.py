@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.boxes import Box, shifted
-from mcore_ckpt.files import DTYPES, SLAB_BYTES, Item, Reader
+from mcore_ckpt.files import DTYPES, SLAB_BYTES, Item, Reader, narrowed
 from mcore_ckpt.index import TensorEntry
 from mcore_ckpt.planning import plan_reads
 
@@ -57,9 +57,7 @@ class Source:
             box = ((begin, *zeros), (stop - begin, *entry.shape[1:]))
         out = torch.empty(box[1], dtype=DTYPES[entry.dtype])
         for read in plan_reads(entry, box):
-            view = out
-            for dim, (o, n) in enumerate(zip(*shifted(read.box, box[0]), strict=True)):
-                view = view.narrow(dim, o, n)
+            view = narrowed(out, shifted(read.box, box[0]))
             self._reader.read(name, entry, entry.chunks[read.chunk], read.box, view)
         return out
 
