@@ -1,5 +1,7 @@
 """Contexts: every axis talks to its own ranks, several live at once, none outlives destroy."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,6 +132,30 @@ def test_destroy_leaves_no_group_behind_and_may_be_repeated():
     for made, left in run_ranks(destroyed, 8):
         assert made > 3
         assert not left
+
+
+def seconds_until_all_are_built(late_by_s):
+    if dist.get_rank() == 1:
+        make = dist.new_group
+
+        def make_and_rest(*args, **kwargs):
+            group = make(*args, **kwargs)
+            time.sleep(late_by_s)
+            return group
+
+        dist.new_group = make_and_rest
+    began = time.monotonic()
+    try:
+        ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
+        return time.monotonic() - began
+    finally:
+        if dist.get_rank() == 1:
+            dist.new_group = make
+
+
+def test_no_rank_has_its_groups_before_all_are_connected():
+    for seconds in run_ranks(seconds_until_all_are_built, 2, 0.5):
+        assert seconds > 0.5
 
 
 def wrong_degrees():

@@ -118,7 +118,20 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
+        wait_for_all()
     return device
+
+
+def wait_for_all(group: dist.ProcessGroup | None = None) -> None:
+    """Return once every rank of a group has come here.
+
+    A rank that leaves a group of gloo while another still connects to it fails that one, with
+    a lost connection in place of what made the first leave. So whoever makes groups meets.
+
+    Args:
+        group: whose ranks call it together, on the host; it has gloo. None: the world.
+    """
+    dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
 
 
 @contextmanager

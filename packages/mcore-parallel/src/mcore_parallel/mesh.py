@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_parallel import launching
 from mcore_parallel.agreeing import Agreement
 from mcore_parallel.communicators import Communicator, read_communicators
 from mcore_parallel.config import ParallelConfig
@@ -164,6 +165,8 @@ class ParallelContext:
                 axes[name] = Axis(
                     name, len(ranks), place, made[key], ranks, agreements.get(key)
                 )
+        if axes["world"].group is not None:
+            launching.wait_for_all(axes["world"].group)
         mine = [group for (ranks, _), group in made.items() if global_rank in ranks]
         return cls(config, device, global_rank, axes, mine)
 
