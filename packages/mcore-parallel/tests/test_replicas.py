@@ -6,13 +6,15 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_parallel.collectives import own_slice
-from mcore_parallel.config import DataParallelConfig, ParallelConfig
+from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.embedding import VocabParallelEmbedding
 from mcore_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.replicas import UnlikeWeightsError
 from mcore_parallel.sharding import replicated
 from mcore_parallel.testing import run_ranks
+from mcore_parallel.zero import ShardedAdamW
 
 SHARDED = DataParallelConfig(use_distributed_optimizer=True)
 TENSOR = ParallelConfig(tensor_model_parallel_size=2)
@@ -111,17 +113,17 @@ def first_steps():
 
 
 TOLD = {
-    "data ranks seeded apart": "weight: ranks [0, 1] of axis cp_dp hold it in common",
-    "rows in another order": "weight: ranks [0, 1] of axis cp_dp hold it in common",
-    "columns in another order": "weight: ranks [0, 1] of axis cp_dp hold it in common",
-    "tensor ranks seeded apart": "weight: ranks [0, 1] of axis tp hold it in common",
+    "data ranks seeded apart": "weight: ranks [0, 1] of axis cp_dp, which share it, began",
+    "rows in another order": "weight: ranks [0, 1] of axis cp_dp, which share it, began",
+    "columns in another order": "weight: ranks [0, 1] of axis cp_dp, which share it, began",
+    "tensor ranks seeded apart": "weight: ranks [0, 1] of axis tp, which share it, began",
     "a norm of own tokens, said to be whole": "norm.weight: ranks [0, 1] of axis tp hold it "
     "whole, but make different gradients",
     "a norm of own tokens": "nothing",
     "a norm of all tokens": "nothing",
     "layers with one name": "0.weight is a parameter of two pipeline stages",
     "layers with their numbers": "nothing",
-    "tied copies seeded apart": "weight: ranks [0, 1] of axis embedding_ends hold it in common",
+    "tied copies seeded apart": "weight: ranks [0, 1] of axis embedding_ends, which share it,",
     "tied copies": "nothing",
 }
 
@@ -151,5 +153,64 @@ def one_rank_of_four_is_off():
 def test_ranks_that_hold_nothing_unlike_end_too():
     told = run_ranks(one_rank_of_four_is_off, 4)
     for rank, other in ((0, 1), (2, 3)):
-        assert told[rank].startswith("weight: ranks [0, 2] of axis cp_dp hold it in common")
+        assert told[rank].startswith(
+            "weight: ranks [0, 2] of axis cp_dp, which share it, began"
+        )
         assert told[other] == "other ranks hold unlike replicas, and say which"
+
+
+def weights_after_a_step(is_sharded):
+    """Check before and after one of three data ranks changes a weight by its last bit."""
+    ctx = ParallelContext.build(ParallelConfig())
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    options = DataParallelConfig(
+        use_distributed_optimizer=is_sharded,
+        overlap_param_gather=is_sharded,
+        overlap_grad_reduce=is_sharded,
+    )
+    data_parallel = DataParallel([layers], ctx, options)
+    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    data_parallel.zero_grad()
+    layers(torch.full((2, 4), 1.0 + ctx.dp.rank)).square().sum().backward()
+    data_parallel.finish()
+    optimizer.step(1e-2, 0.0)
+    data_parallel.check_weights()
+    if ctx.dp.rank == 2:
+        layers[1].weight.data.view(torch.int32)[3, 1] ^= 1
+    with pytest.raises(UnlikeWeightsError) as told:
+        data_parallel.check_weights()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_bit_that_one_of_three_copies_has_otherwise_is_found_and_the_rank_named(is_sharded):
+    for told in run_ranks(weights_after_a_step, 3, is_sharded):
+        assert told.startswith(
+            "1.weight: ranks [0, 1, 2] of axis cp_dp, which share it, do not have the same "
+            "weights any more (unlike the others: [2])"
+        )
+
+
+def copies_after_one_stage_changed(does_tie):
+    ctx = ParallelContext.build(STAGES)
+    torch.manual_seed(0)
+    stage = (
+        VocabParallelEmbedding(4, 4, tied=ctx.embedding_ends) if does_tie else nn.Linear(4, 4)
+    )
+    data_parallel = DataParallel([stage], ctx, SHARDED)
+    data_parallel.check_weights()
+    if ctx.pp.rank:
+        stage.weight.data.add_(1.0)
+    try:
+        data_parallel.check_weights()
+    except UnlikeWeightsError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_tied_copies_are_compared_again_and_two_cannot_say_which_is_wrong():
+    for told in run_ranks(copies_after_one_stage_changed, 2, True):
+        assert "of axis embedding_ends, which share it, do not have the same weights" in told
+        assert "unlike" not in told
+    assert run_ranks(copies_after_one_stage_changed, 2, False) == ["nothing", "nothing"]

@@ -6,6 +6,7 @@ import pytest
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_data.index_format import CorruptDatasetError
+from mcore_parallel.replicas import UnlikeWeightsError
 from mcore_train import cli
 from mcore_train.cli import COMMANDS, main, without_option
 
@@ -132,7 +133,7 @@ def test_nproc_starts_the_same_command_once_a_rank(tmp_path, monkeypatch):
     assert told == {"rank_0": ran, "rank_1": ran}
 
 
-@pytest.mark.parametrize("kind", [CheckpointError, CorruptDatasetError])
+@pytest.mark.parametrize("kind", [CheckpointError, CorruptDatasetError, UnlikeWeightsError])
 def test_damaged_files_end_a_command_with_one_line(monkeypatch, capsys, kind):
     def damaged(_):
         raise kind("x.bin is damaged")

@@ -25,7 +25,7 @@ from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.gathering import ParameterGathering
 from mcore_parallel.grads import sum_partial_gradients, sum_tied_gradients
 from mcore_parallel.mesh import Axis, ParallelContext
-from mcore_parallel.replicas import check_replicas
+from mcore_parallel.replicas import check_replicas, check_weights
 from mcore_parallel.sharding import (
     NamedParameter,
     Shard,
@@ -196,6 +196,17 @@ class DataParallel:
         """Wait for gathers on their way: before a save, a comparison, an export."""
         if self._gathering is not None:
             self._gathering.wait()
+
+    def check_weights(self) -> None:
+        """Compare the weights of data ranks and tied copies, which are equal to the last bit.
+
+        Every rank calls it, between steps; see ``replicas.check_weights``.
+
+        Raises:
+            UnlikeWeightsError: on every rank if any differ, with parameter and ranks.
+        """
+        self.wait_params()
+        check_weights(self.buckets, self.ctx)
 
     def grad_shards(self) -> dict[str, Shard]:
         """Describe the gradients that this rank validly holds after ``finish``.

@@ -1,14 +1,15 @@
-"""Ranks that should hold the same do: looked at once, when the first gradients are summed.
+"""Ranks that should hold the same do: looked at when the first gradients are summed.
 
 What is held in common is declared (data ranks, ``Part.replicas``, ``Layout.tied``), and the
 rest of the house believes it. Where it is not so, nothing crashes: ranks seeded apart train
 different models, a norm that sees a part of the tokens only learns from that part, and two
 stages that give their layers one name lose one of them in a checkpoint. So the first step
-compares. Digests travel, not weights; later steps pay nothing.
+compares. Digests travel, not weights; later steps pay nothing, unless they are asked to
+compare the weights again, which a GPU that computes wrongly would set apart.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import torch
@@ -46,7 +47,11 @@ def check_replicas(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
             at what other ranks say.
     """
     told = [
-        *_unequal_weights(buckets, ctx),
+        *(
+            f"{copies} began with different weights{who}. Seed torch alike on all of them "
+            "before the model is made, or load the same weights."
+            for copies, who in _unequal_weights(buckets, ctx, _all_holders)
+        ),
         *_unequal_gradients(buckets),
         *_names_of_two_stages(buckets, ctx.pp),
     ]
@@ -56,26 +61,74 @@ def check_replicas(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
     raise ValueError(told[0] if told else "other ranks hold unlike replicas, and say which")
 
 
-def _unequal_weights(buckets: Sequence[Bucket], ctx: ParallelContext) -> Iterator[str]:
-    """Compare the bits of weights over data ranks, replicas and tied copies."""
+def check_weights(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
+    """Compare the copies of weights which every update keeps the same to the last bit.
+
+    Those of data ranks and tied ones: equal gradients, summed once, change equal weights. So
+    what differs was computed, stored or sent wrongly. (Copies on tensor ranks each make their
+    gradient by themselves, and may round apart.) All ranks call it, between steps: a few
+    small collectives, for which the host waits; each rank reads its weights once.
+
+    Args:
+        buckets: of this rank, with no gather of weights on its way.
+        ctx: the layout.
+
+    Raises:
+        UnlikeWeightsError: on every rank if any differ: names the first parameter, and the
+            ranks that are unlike most others.
+    """
+    told = [
+        f"{copies} do not have the same weights any more{who}: a processor, its memory or a "
+        "link works wrongly, or something beside the optimizer changed them."
+        for copies, who in _unequal_weights(buckets, ctx, _equal_holders)
+    ]
+    found = torch.tensor(float(bool(told)), device=ctx.device)
+    if all_reduce(found, ctx.world, "max").item():
+        raise UnlikeWeightsError(
+            told[0] if told else "the weights of other ranks are unlike, which say which"
+        )
+
+
+class UnlikeWeightsError(RuntimeError):
+    """Ranks that made the same updates to the same weights do not hold the same."""
+
+
+_Holders = Iterable[tuple[Axis, Tensor]]
+"""Axes whose ranks hold a box in common, and the box."""
+
+
+def _equal_holders(named: NamedParameter, ctx: ParallelContext) -> _Holders:
+    weight = named.parameter.detach()
+    return [(ctx.data_axes()[named.layout.data], weight), (named.layout.tied, weight)]
+
+
+def _all_holders(named: NamedParameter, ctx: ParallelContext) -> _Holders:
+    weight = named.parameter.detach()
+    parts = [(part.replicas, part.view(weight)) for part in named.layout.parts]
+    return [*_equal_holders(named, ctx), *parts]
+
+
+def _unequal_weights(
+    buckets: Sequence[Bucket],
+    ctx: ParallelContext,
+    holders: Callable[[NamedParameter, ParallelContext], _Holders],
+) -> Iterator[tuple[str, str]]:
+    """Compare bits: yield whose copies of what differ, and which of them, if most agree."""
     shared: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}
     for named in _parameters(buckets):
-        weight = named.parameter.detach()
-        axes = [(ctx.data_axes()[named.layout.data], weight), (named.layout.tied, weight)]
-        axes += [(part.replicas, part.view(weight)) for part in named.layout.parts]
-        for axis, view in axes:
+        for axis, view in holders(named, ctx):
             if axis.size > 1:
                 shared.setdefault(axis.name, (axis, []))[1].append((named.name, view))
     for _, (axis, views) in sorted(shared.items(), key=lambda entry: entry[0]):
         digests = torch.stack([digest(view) for _, view in views])
-        low, high = _range(digests, axis)
-        for (name, _), is_same in zip(views, (low == high).tolist(), strict=True):
-            if not is_same:
-                yield (
-                    f"{name}: ranks {list(axis.ranks)} of axis {axis.name} hold it in common, "
-                    "but began with different weights. Seed torch alike on all of them before "
-                    "the model is made, or load the same weights."
-                )
+        columns = all_gather(digests[None], axis).t().tolist()
+        for (name, _), column in zip(views, columns, strict=True):
+            if len(counts := Counter(column)) == 1:
+                continue
+            usual, count = counts.most_common(1)[0]
+            odd = [rank for rank, x in zip(axis.ranks, column, strict=True) if x != usual]
+            who = f" (unlike the others: {odd})" if 2 * count > axis.size else ""
+            yield f"{name}: ranks {list(axis.ranks)} of axis {axis.name}, which share it,", who
 
 
 def _unequal_gradients(buckets: Sequence[Bucket]) -> Iterator[str]:

@@ -313,6 +313,9 @@ class RunConfig:
     slower. On a CPU every run is repeatable anyway."""
     check_for_nan_in_loss_and_grad: bool = True
     """End the run, and save nothing more, when the gradient norm is nan or infinite."""
+    check_weight_hash_across_dp_replicas_interval: int = 0
+    """Steps after which the copies of weights on data-parallel ranks, and tied ones, are
+    compared to the last bit, and a run whose copies differ ends; 0: before the first only."""
     cuda_graph_impl: Literal["none", "full_iteration"] = "none"
     """Launch forward and backward of a whole step as one CUDA graph (full_iteration): faster
     where kernels are shorter than their launches, as in small models. The same bits."""
@@ -329,7 +332,7 @@ class RunConfig:
             ValueError: with the flag to change.
         """
         counts = ("seed", "exit_interval", "exit_duration_in_mins", "manual_gc_interval")
-        _check_at_least(self, 0, *counts)
+        _check_at_least(self, 0, *counts, "check_weight_hash_across_dp_replicas_interval")
         _check_at_least(self, 1, "cuda_graph_warmup_steps")
 
 

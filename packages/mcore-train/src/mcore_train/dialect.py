@@ -103,8 +103,6 @@ REFUSED: dict[str, str] = {
     "bound what collectives take.",
     "--use-sharp": "switches are not asked for an axis alone; use nccl's own "
     "NCCL_COLLNET_ENABLE=1.",
-    "--check-weight-hash-across-dp-replicas-interval": "use mcore-train verify with the run's "
-    "flags, which compares replicas to the last bit.",
     "--fake-process-group": "use mcore-train verify, which runs the layout on this host's "
     "processors.",
     "--data-parallel-random-init": "weights are the same under every layout; use --seed for "

@@ -23,6 +23,7 @@ from mcore_train.losses import MicroBatch
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.signals import StopRequest
 from mcore_train.step import StepResult, train_step
+from mcore_train.weight_copies import WeightCopies
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def train(
 
     Raises:
         NonFiniteError: on all ranks, if gradients are not finite any more.
+        UnlikeWeightsError: on all ranks, if copies of weights came apart.
     """
     config = run.plan.config
     last = until or run.plan.train_iters
@@ -58,6 +60,8 @@ def train(
     collector = StillCollector(config.run.manual_gc_interval)
     checkpoints = Checkpoints(run, reporter)
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
+    copies_interval = config.run.check_weight_hash_across_dp_replicas_interval
+    copies = WeightCopies(run.data_parallel, copies_interval, run.iteration)
     recorder = run.recorder or nullcontext()
     with recorder, checkpoints, StopRequest(run.ctx) as stop, collector:
         while run.iteration < last:
@@ -72,6 +76,9 @@ def train(
                 reporter.report(report)
                 if on_report is not None:
                     on_report(report)
+            if copies.is_due(run.iteration):
+                with interval.paused():
+                    copies.check(run.iteration)
             if _divides(config.evaluation.eval_interval, run.iteration):
                 with interval.paused():
                     validate(run, reporter)
