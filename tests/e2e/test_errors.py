@@ -44,6 +44,11 @@ def test_what_is_wrong_is_told_once_before_ranks_are_started():
     code, told = train(SHAPE, RUN, "--nproc 2 --tensor-model-parallel-size 8")
     assert code == 2
     assert told.count("heads must divide evenly") == 1
+    tour = run_command(
+        "mcore_train", "quickstart", *["--nproc", "3", "--tensor-model-parallel-size", "3"]
+    )
+    assert tour.returncode == 2
+    assert tour.stderr.count("heads must divide evenly") == 1, tour.stderr
 
 
 def test_a_sequence_longer_than_the_models_positions_is_refused():

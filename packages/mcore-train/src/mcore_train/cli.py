@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FloatingPointError as error:
         return _refuse(str(error), 1)
     except RuntimeError as error:
-        if not is_of_files(error):
+        if not is_of_machines(error):
             raise
         return _refuse(str(error), 1)
 
@@ -75,6 +75,9 @@ def quickstart(words: Sequence[str]) -> int:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     if config.tour.nproc:
+        from mcore_train.quickstart_plan import plan_of_tour
+
+        plan_of_tour(config, config.tour.nproc)  # What is wrong is told once, and at once.
         return start_ranks("quickstart", words, config.tour.nproc)
     from mcore_train.quickstart import run_quickstart
 
@@ -146,13 +149,14 @@ def without_option(words: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-def is_of_files(error: RuntimeError) -> bool:
-    """Whether an error is that of files or disks, and no fault in a program."""
+def is_of_machines(error: RuntimeError) -> bool:
+    """Whether an error is that of files, disks or processors, and no fault in a program."""
     from mcore_ckpt.errors import CheckpointError
     from mcore_data.index_format import CorruptDatasetError
+    from mcore_parallel.replicas import UnlikeWeightsError
 
-    is_theirs = isinstance(error, (CheckpointError, CorruptDatasetError))
-    return is_theirs and not logging.getLogger().isEnabledFor(logging.DEBUG)
+    theirs = (CheckpointError, CorruptDatasetError, UnlikeWeightsError)
+    return isinstance(error, theirs) and not logging.getLogger().isEnabledFor(logging.DEBUG)
 
 
 def _refuse(message: str, code: int = 2) -> int:

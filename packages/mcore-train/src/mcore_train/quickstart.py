@@ -29,7 +29,6 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import Run, assemble
 from mcore_train.book import Book, prepare, read_book, token_files
-from mcore_train.composition import TrainConfig, compose
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.curve import draw
 from mcore_train.evaluation import Score, evaluate
@@ -37,16 +36,14 @@ from mcore_train.log import Reporter, StepReport, set_up
 from mcore_train.loop import train
 from mcore_train.ngram import ByteNGram
 from mcore_train.quickstart_config import QuickstartConfig
-from mcore_train.resolution import Plan, resolve
+from mcore_train.quickstart_plan import SEQ_LENGTH, VOCAB_SIZE, plan_of_tour
+from mcore_train.resolution import Plan
 from mcore_train.resuming import load_run, model_shards, optimizer_shards
 from mcore_train.running import joined_world, reporter_of
 from mcore_train.writing import COPY_WORDS, originality, write
 
 log = logging.getLogger(__name__)
 
-VOCAB_SIZE = 2048
-SEQ_LENGTH = 256
-GLOBAL_BATCH_SIZE = 8
 TEMPERATURE = 0.8
 RESUMED_STEPS = 10
 """Last steps that are done twice: in one go, and again from the checkpoint before them."""
@@ -77,7 +74,7 @@ def run_quickstart(options: QuickstartConfig) -> int:
     console = set_up(world.rank == 0)
     output = Path(options.tour.output)
     book = read_book(options.tour.seed)
-    plan = resolve(train_config(options), world.world_size, tokenizer_vocab_size=VOCAB_SIZE)
+    plan = plan_of_tour(options, world.world_size)
     with joined_world(plan) as ctx:
         if world.rank == 0:
             _clear(output)
@@ -98,44 +95,6 @@ def run_quickstart(options: QuickstartConfig) -> int:
             _say_goodbye(output, results)
         _meet(ctx)
     return 0
-
-
-def train_config(options: QuickstartConfig) -> TrainConfig:
-    """Turn the tour's options into those of ``mcore-train gpt``."""
-    tour, output = options.tour, Path(options.tour.output)
-    parallel = options.parallelism
-    paths = token_files(output / "data")
-    model_ranks = (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
-    data_ranks = max(1, launching.read_environment().world_size // model_ranks)
-    values = {
-        "num_layers": 2,
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 384,
-        "max_position_embeddings": SEQ_LENGTH,
-        "seq_length": SEQ_LENGTH,
-        "micro_batch_size": max(1, GLOBAL_BATCH_SIZE // data_ranks),
-        "global_batch_size": max(GLOBAL_BATCH_SIZE, data_ranks),
-        "train_iters": tour.steps,
-        "lr": 6e-3,
-        "lr_decay_style": "cosine",
-        "lr_warmup_fraction": 0.12,
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "tokenizer_model": str(paths.tokenizer),
-        "train_data_path": (str(paths.train),),
-        "num_workers": 0,
-        "save": str(output / "checkpoint"),
-        "log_interval": max(1, tour.steps // 24),
-        "seed": tour.seed,
-        "device": tour.device,
-    }
-    return replace(compose(values), parallelism=parallel)
 
 
 def _prepare(book: Book, output: Path) -> None:
