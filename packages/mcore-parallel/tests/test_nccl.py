@@ -81,6 +81,7 @@ def train(ctx, pp=1, vpp=1, config=None):
         data_parallel.finish()
         norms.append(optimizer.grad_norm())
         optimizer.step(0.01, 0.1)
+        data_parallel.check_weights()
     data_parallel.wait_params()
     shards = {}
     for chunk in chunks:
