@@ -53,6 +53,18 @@ def test_resharding_puts_boxes_together_and_keeps_everything(tmp_path):
     assert (new / "recipe.toml").read_bytes() == b"a = 1\n"
 
 
+def test_what_made_a_step_a_hugging_face_folder_stays_behind(tmp_path):
+    step = save_step(tmp_path / "a", 7, 1.5)
+    (step / "tokenizer").mkdir()
+    for place in (step, step / "tokenizer"):
+        (place / "tokenizer.json").write_text("{}")
+    (step / "config.json").write_text("{}")
+    new = reshard(tmp_path / "a", tmp_path / "b")
+    assert (new / "tokenizer" / "tokenizer.json").read_text() == "{}"
+    assert not (new / "tokenizer.json").exists()
+    assert not (new / "config.json").exists()
+
+
 def test_equal_bits_are_no_difference_even_where_they_are_no_numbers(tmp_path):
     steps = [save_step(tmp_path / name, 1, float("nan")) for name in "ab"]
     assert differences(*steps) == []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.files import DTYPES, Item, Reader, write_file
+from mcore_ckpt.hf_folder import TOKENIZER_FILES
 from mcore_ckpt.hf_saving import HF_INDEX
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.inspection import native_step
@@ -207,6 +208,8 @@ def _step_of(folder: Path) -> int | str:
 def _copy_small_files(step: Path, target: Path, index: Index) -> None:
     # Whole tensors of ours are no Hugging Face folder any more.
     gone = {INDEX, HF_INDEX, "config.json", *index.files}
+    if (step / "tokenizer").is_dir():
+        gone.update(TOKENIZER_FILES)  # its copies at the root were for such a folder
     for entry in sorted(step.iterdir()):
         if entry.name not in gone:
             copy_durably(entry, target / entry.name)
