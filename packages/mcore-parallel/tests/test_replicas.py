@@ -214,3 +214,22 @@ def test_tied_copies_are_compared_again_and_two_cannot_say_which_is_wrong():
         assert "of axis embedding_ends, which share it, do not have the same weights" in told
         assert "unlike" not in told
     assert run_ranks(copies_after_one_stage_changed, 2, False) == ["nothing", "nothing"]
+
+
+def copies_of_one_pair_of_four():
+    ctx = ParallelContext.build(TENSOR)
+    torch.manual_seed(0)
+    column = ColumnParallelLinear(4, 8, axis=ctx.tp)
+    data_parallel = DataParallel([column], ctx, SHARDED)
+    if (ctx.tp.rank, ctx.dp.rank) == (0, 1):
+        column.weight.data.add_(1.0)
+    with pytest.raises(UnlikeWeightsError) as told:
+        data_parallel.check_weights()
+    return str(told.value)
+
+
+def test_ranks_whose_own_copies_are_equal_end_with_those_whose_are_not():
+    told = run_ranks(copies_of_one_pair_of_four, 4)
+    for rank, other in ((0, 1), (2, 3)):
+        assert told[rank].startswith("weight: ranks [0, 2] of axis cp_dp, which share it,")
+        assert told[other] == "other ranks hold unlike copies of a weight, and say which."

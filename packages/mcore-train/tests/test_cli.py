@@ -134,7 +134,7 @@ def test_nproc_starts_the_same_command_once_a_rank(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, CorruptDatasetError, UnlikeWeightsError])
-def test_damaged_files_end_a_command_with_one_line(monkeypatch, capsys, kind):
+def test_faults_of_machines_end_a_command_with_one_line(monkeypatch, capsys, kind):
     def damaged(_):
         raise kind("x.bin is damaged")
 

@@ -85,7 +85,8 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
     """Join the world that the launcher describes and return this rank's device.
 
     Collectives use nccl on CUDA (with gloo beside it for host objects) and gloo on CPU. A
-    single process joins nothing. Calling it again returns the same device.
+    single process joins nothing. Calling it again returns the same device. The first call
+    returns once all ranks have joined.
 
     Args:
         device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
@@ -130,6 +131,9 @@ def wait_for_all(group: dist.ProcessGroup | None = None) -> None:
 
     Args:
         group: whose ranks call it together, on the host; it has gloo. None: the world.
+
+    Raises:
+        RuntimeError: if a rank does not come within the group's timeout.
     """
     dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
 

@@ -117,7 +117,7 @@ class ParallelContext:
 
         All ranks call it together, with equal configs, after ``launching.initialize`` (or
         ``torch.distributed.init_process_group``). With no process group it describes a world
-        of one rank.
+        of one rank. Returns once every rank is connected to all whom it will talk to.
 
         Args:
             config: the degrees; data-parallel sizes follow from the world size.

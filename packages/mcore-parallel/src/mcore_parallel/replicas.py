@@ -85,7 +85,7 @@ def check_weights(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
     found = torch.tensor(float(bool(told)), device=ctx.device)
     if all_reduce(found, ctx.world, "max").item():
         raise UnlikeWeightsError(
-            told[0] if told else "the weights of other ranks are unlike, which say which"
+            told[0] if told else "other ranks hold unlike copies of a weight, and say which."
         )
 
 

@@ -315,7 +315,7 @@ class RunConfig:
     """End the run, and save nothing more, when the gradient norm is nan or infinite."""
     check_weight_hash_across_dp_replicas_interval: int = 0
     """Steps after which the copies of weights on data-parallel ranks, and tied ones, are
-    compared to the last bit, and a run whose copies differ ends; 0: before the first only."""
+    compared to the last bit, and a run whose copies differ ends; 0: in the first step only."""
     cuda_graph_impl: Literal["none", "full_iteration"] = "none"
     """Launch forward and backward of a whole step as one CUDA graph (full_iteration): faster
     where kernels are shorter than their launches, as in small models. The same bits."""

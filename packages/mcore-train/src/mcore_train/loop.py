@@ -60,8 +60,7 @@ def train(
     collector = StillCollector(config.run.manual_gc_interval)
     checkpoints = Checkpoints(run, reporter)
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
-    copies_interval = config.run.check_weight_hash_across_dp_replicas_interval
-    copies = WeightCopies(run.data_parallel, copies_interval, run.iteration)
+    copies = WeightCopies(run.data_parallel, run.iteration)
     recorder = run.recorder or nullcontext()
     with recorder, checkpoints, StopRequest(run.ctx) as stop, collector:
         while run.iteration < last:
@@ -76,7 +75,9 @@ def train(
                 reporter.report(report)
                 if on_report is not None:
                     on_report(report)
-            if copies.is_due(run.iteration):
+            if _divides(
+                config.run.check_weight_hash_across_dp_replicas_interval, run.iteration
+            ):
                 with interval.paused():
                     copies.check(run.iteration)
             if _divides(config.evaluation.eval_interval, run.iteration):

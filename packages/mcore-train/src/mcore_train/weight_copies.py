@@ -11,23 +11,17 @@ from mcore_parallel.replicas import UnlikeWeightsError
 
 
 class WeightCopies:
-    """Compares the copies of a run's weights after some of its steps."""
+    """Compares the copies of a run's weights, and knows when they were equal last."""
 
-    def __init__(self, data_parallel: DataParallel, interval: int, iteration: int) -> None:
-        """Expect the next step.
+    def __init__(self, data_parallel: DataParallel, iteration: int) -> None:
+        """Begin at a step whose copies are equal; talks to nobody.
 
         Args:
             data_parallel: whose weights they are.
-            interval: steps between comparisons; 0: none.
-            iteration: the step that the run stands at, whose copies are equal.
+            iteration: the step that the run stands at.
         """
         self._data_parallel = data_parallel
-        self._interval = interval
         self._equal = iteration
-
-    def is_due(self, iteration: int) -> bool:
-        """Whether the copies are to be compared after this step."""
-        return self._interval > 0 and iteration % self._interval == 0
 
     def check(self, iteration: int) -> None:
         """Compare after a step; all ranks call it, and wait for their devices.
