@@ -59,6 +59,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (2, {"num_distributed_optimizer_instances": 2},
          "--num-distributed-optimizer-instances 2 has no effect without"),
         (2, {"micro_batch_size": 2, "global_batch_size": 6}, "use 4 or 8"),
+        (2, {"micro_batch_size": 4, "global_batch_size": 4}, "ranks = 8: use 8."),
         (1, {"max_position_embeddings": 16}, "--max-position-embeddings 16"),
         (2, {"context_parallel_size": 2, "seq_length": 30}, "--seq-length 30 cannot be cut"),
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 31},

@@ -222,7 +222,7 @@ def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--global-batch-size {size} is not a multiple of --micro-batch-size "
             f"{batch.micro_batch_size} x {_data_ranks(config, world_size)} data-parallel ranks "
-            f"= {micro}: use {max(1, size // micro) * micro} or {_round_up(size, micro)}."
+            f"= {micro}: use {' or '.join(_multiples_around(size, micro))}."
         )
     if batch.rampup_batch_size and any(n % micro for n in batch.rampup_batch_size[:2]):
         start, increment, _ = batch.rampup_batch_size
@@ -323,6 +323,11 @@ def _asked_vocab_size(config: TrainConfig) -> int:
 def _vocab_size(config: TrainConfig, tokenizer_vocab_size: int) -> int:
     mock = config.data.mock_vocab_size if config.data.mock_data else 0
     return _asked_vocab_size(config) or tokenizer_vocab_size or mock
+
+
+def _multiples_around(number: int, multiple: int) -> list[str]:
+    above = _round_up(number, multiple)
+    return [str(n) for n in (above - multiple, above) if n > 0]
 
 
 def _round_up(number: int, multiple: int) -> int:
