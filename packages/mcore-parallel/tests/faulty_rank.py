@@ -1,12 +1,13 @@
 """One rank of a world in which something goes wrong; run by test_watching.py.
 
 Usage: python -m faulty_rank FAULT TIMEOUT_S, with torchrun's variables set. Rank 1 is the
-faulty one; the others sum and wait.
+faulty one, or for some faults rank 0, which holds the store; the others sum and wait.
 """
 
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -30,7 +31,7 @@ def main() -> None:
     with Watch.of_world(ctx.world.rank, ctx.world.size, minutes):
         for _ in range(2):
             total(ctx)
-        if ctx.global_rank == 1:
+        if ctx.global_rank == (0 if fault in OF_RANK_0 else 1):
             FAULTS[fault](ctx)
         total(ctx)
     launching.shut_down()
@@ -42,6 +43,12 @@ def total(ctx: ParallelContext) -> None:
 
 def die(ctx: ParallelContext) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze(ctx: ParallelContext) -> None:
+    # Long after the others must have ended: nobody else ends a process that stands still.
+    subprocess.Popen(["sh", "-c", f"sleep {FROZEN_S}; kill -KILL {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def dream(ctx: ParallelContext) -> None:
@@ -65,8 +72,11 @@ FAULTS = {
     "sleeps": dream,
     "raises": complain,
     "shape": send_other_shape,
+    "freezes": freeze,
     "none": nothing,
 }
+OF_RANK_0 = ("freezes",)
+FROZEN_S = 12
 
 if __name__ == "__main__":
     main()

@@ -76,6 +76,14 @@ def test_a_fault_of_one_rank_ends_all_in_time_and_names_it(scripts, fault, timeo
         assert all(words in texts[rank] for words in told), texts[rank]
 
 
+def test_ranks_end_when_the_one_that_holds_the_store_stands_still(scripts):
+    codes, texts, _ = run_world("freezes", 3.0)
+    assert 0 not in codes, texts
+    for rank in (1, 2):
+        assert "in all_reduce over dp (ranks 0, 1, 2)" in texts[rank]
+        assert "the store has not answered for" in texts[rank]
+
+
 def test_a_rank_alone_is_not_watched():
     with Watch.of_world(0, 1, 1.0) as watch:
         assert watch.world_size == 1

@@ -4,7 +4,8 @@ Collectives time out where torch's do; what is added here is who, where and ever
 rank has one thread that tells a store, every few seconds, where this rank's code stands, and
 looks whether another rank has failed. It reads the interpreter's stacks to know that, so
 training pays nothing. A failing rank tells the store what failed, over which axis, called
-from where, and where all others stand; their threads then end their processes.
+from where, and where all others stand; their threads then end their processes. A second
+thread watches the store itself: torch waits without end for one that stands still.
 """
 
 import json
@@ -61,7 +62,8 @@ class Watch:
         self._count = 0
         self._neighbour, self._neighbour_since = "", time.monotonic()
         self._main = threading.get_ident()
-        self._ended = threading.Event()
+        self._ended, self._left = threading.Event(), threading.Event()
+        self._answered = time.monotonic()
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -77,8 +79,10 @@ class Watch:
         """Begin to watch."""
         if self._store is not None:
             self._tell("starting")
+            self._answered = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._guard, name="watch store", daemon=True).start()
         return self
 
     def __exit__(
@@ -104,6 +108,7 @@ class Watch:
             self._tell("failed" if failed else "left")
         except dist.DistError as lost:
             log.error("rank %d cannot reach the store any more: %s", self.rank, lost)
+        self._left.set()
         if failed:
             last_resort = threading.Timer(ENDING_S, os._exit, (EXIT_CODE,))
             last_resort.daemon = True
@@ -142,6 +147,7 @@ class Watch:
             try:
                 self._tell(place)
                 fault = self._fault()
+                self._answered = time.monotonic()
                 is_still = now - still_since > WARN_SHARE * self.timeout_s
                 if is_still and not warned:
                     self._warn(place, now - still_since)
@@ -151,6 +157,17 @@ class Watch:
             if fault:
                 self._end(fault, place)
                 return
+
+    def _guard(self) -> None:
+        """End the process once the store answers nothing for the timeout, until it is left."""
+        while not self._left.wait(self.period_s):
+            silent_s = time.monotonic() - self._answered
+            if silent_s > self.timeout_s:
+                self._exit(
+                    f"the store has not answered for {silent_s:.0f} s: the process that holds "
+                    "it, rank 0 or the launcher on its host, stands still or is out of reach",
+                    where_in(sys._current_frames(), self._main),
+                )
 
     def _fault(self) -> str:
         """Return what another rank told of a fault, or that the next rank is silent."""
@@ -181,8 +198,10 @@ class Watch:
 
     def _end(self, fault: str, place: str) -> None:
         """End this process, unless the main program ends by itself."""
-        if self._ended.wait(GRACE_S):
-            return
+        if not self._ended.wait(GRACE_S):
+            self._exit(fault, place)
+
+    def _exit(self, fault: str, place: str) -> None:
         log.error("rank %d ends (it was %s): %s", self.rank, place, fault)
         logging.shutdown()
         os._exit(EXIT_CODE)
