@@ -1,12 +1,13 @@
 import io
 import json
+import logging
 import sys
 
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcore_train.log import Reporter, StepReport
+from mcore_train.log import Reporter, StepReport, set_up
 
 
 def report(**changes):
@@ -29,6 +30,32 @@ def report(**changes):
             **changes,
         }
     )
+
+
+@pytest.fixture
+def logging_of_before(monkeypatch):
+    loggers = logging.getLogger(), logging.getLogger("mcore_train")
+    levels = [logger.level for logger in loggers]
+    monkeypatch.setattr(loggers[0], "handlers", [])
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("is_reporter", [True, False])
+def test_who_does_not_report_warns_where_a_launcher_listens(
+    is_reporter, capsys, logging_of_before
+):
+    # launch_local keeps standard output of rank 0 alone, and standard error of all ranks.
+    set_up(is_reporter)
+    logging.getLogger("mcore_parallel.watching").warning("rank 1 is gone")
+    logging.getLogger("mcore_train.resuming").warning("starting from nothing")
+    logging.getLogger("mcore_train").info("fine")
+    told = capsys.readouterr()
+    if is_reporter:
+        assert told.out == "rank 1 is gone\nstarting from nothing\nfine\n"
+    else:
+        assert (told.out, told.err) == ("", "rank 1 is gone\n")
 
 
 def test_a_line_reads_as_megatrons():

@@ -32,12 +32,15 @@ ROOT = "mcore_train"
 def set_up(is_reporter: bool) -> Console:
     """Send log records to standard output, once; ranks that do not report only warn.
 
+    They do so on standard error, which launchers keep of every rank, and leave out what this
+    package warns of, which every rank would say.
+
     Returns:
         The console on which progress may be shown too.
     """
     console = Console(soft_wrap=True, highlight=False)
-    handler: logging.Handler = logging.StreamHandler(sys.stdout)
-    if console.is_terminal:
+    handler: logging.Handler = logging.StreamHandler(sys.stdout if is_reporter else sys.stderr)
+    if is_reporter and console.is_terminal:
         handler = RichHandler(
             console=console, show_time=False, show_level=False, show_path=False, markup=False
         )
@@ -45,6 +48,7 @@ def set_up(is_reporter: bool) -> Console:
     top = logging.getLogger()
     top.handlers[:] = [handler]
     top.setLevel(logging.INFO if is_reporter else logging.WARNING)
+    logging.getLogger(ROOT).setLevel(logging.NOTSET if is_reporter else logging.ERROR)
     return console
 
 
