@@ -53,9 +53,11 @@ def gpt(words: Sequence[str]) -> int:
 
     config = parse(words, "mcore-train gpt")
     if config.launch.nproc:
+        from mcore_train.destinations import check_destinations
         from mcore_train.resolution import plan_of
 
         plan_of(config, config.launch.nproc)  # What is wrong is told once, and at once.
+        check_destinations(config)
         return start_ranks("gpt", words, config.launch.nproc)
     from mcore_train.running import run_gpt
 

@@ -17,6 +17,7 @@ from mcore_parallel.watching import Watch
 from mcore_train.assembly import assemble
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
+from mcore_train.destinations import check_destinations
 from mcore_train.log import Reporter, set_up
 from mcore_train.loop import train
 from mcore_train.resolution import Plan, plan_of
@@ -37,6 +38,7 @@ def run_gpt(config: TrainConfig) -> int:
     world = launching.read_environment()
     console = set_up(world.rank == 0)
     plan = plan_of(config, world.world_size)
+    check_destinations(config, is_reporter=world.rank == 0)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)
         if load_run(run):

@@ -29,6 +29,7 @@ from mcore_train.certificate import (
     draw,
 )
 from mcore_train.composition import TrainConfig, VerifiedConfig
+from mcore_train.destinations import check_file
 from mcore_train.log import set_up
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan, plan_of, resolve
@@ -54,6 +55,8 @@ def run_verification(config: VerifiedConfig) -> int:
     world = launching.read_environment()
     is_first = world.rank == 0
     set_up(is_first)
+    if is_first and config.verification.certificate:
+        check_file("--certificate", config.verification.certificate)
     own = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
     if world.is_launched:
         certificate = verify_in_world(
@@ -75,6 +78,7 @@ def conclude(certificate: Certificate, file: str = "") -> int:
     """
     log.info("%s", draw(certificate))
     if file:
+        Path(file).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(certificate.to_json())
     return 0 if certificate.passed else 1
 
