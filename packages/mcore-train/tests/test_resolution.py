@@ -69,6 +69,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (2, {"num_experts": 3, "expert_model_parallel_size": 2}, "--num-experts 3 cannot"),
         (1, {"num_experts": 4, "moe_layer_freq": "[1,0]"}, "--moe-layer-freq"),
         (1, {"lr": 0.0}, "Give --lr"),
+        (1, {"lr": float("inf")}, "--lr inf is no finite number"),
+        (1, {"clip_grad": float("nan")}, "--clip-grad nan is no finite number"),
         (1, {"train_iters": 0}, "--train-iters or --train-samples"),
         (1, {"mock_data": False}, "Give --data-path"),
         (1, {"mock_data": False, "vocab_size": 0}, "Give --tokenizer-model"),

@@ -5,8 +5,19 @@ like ``resolution``, which asks for these lines beside its own.
 """
 
 from collections.abc import Iterator
+from math import isfinite
 
-from mcore_train.composition import TrainConfig
+from mcore_train.composition import TrainConfig, flat
+from mcore_train.config import flag
+
+
+def endless_numbers(config: TrainConfig) -> list[str]:
+    """Name the options that are nan or infinite, which no comparison finds, one line each."""
+    return [
+        f"{flag(name)} {value} is no finite number: give one."
+        for name, value in flat(config).items()
+        if isinstance(value, float) and not isfinite(value)
+    ]
 
 
 def conflicts_of_options(config: TrainConfig) -> Iterator[str]:

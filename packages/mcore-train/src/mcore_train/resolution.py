@@ -19,7 +19,7 @@ from mcore_parallel.stages import Stage, build_stages
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
-from mcore_train.option_conflicts import conflicts_of_options
+from mcore_train.option_conflicts import conflicts_of_options, endless_numbers
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -112,6 +112,8 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
     Raises:
         ConflictError: (a ValueError) with every conflict found.
     """
+    if lines := endless_numbers(config):
+        raise ConflictError(lines)
     lines = [
         *_layout_conflicts(config, world_size),
         *_model_conflicts(config),
