@@ -69,7 +69,7 @@ def split_layers(
         ValueError: if the layers do not divide so, naming the flags to change.
     """
     if layout:
-        return _from_layout(layout, num_layers, pp * vpp)
+        return _from_layout(layout, num_layers, pp, vpp)
     if pp == 1 and vpp > 1:
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {vpp} needs "
@@ -134,14 +134,15 @@ def _uneven_counts(num_layers: int, pp: int, vpp: int, first: int, last: int) ->
     return [by_rank[rank] // vpp for _ in range(vpp) for rank in range(pp)]
 
 
-def _from_layout(layout: str, num_layers: int, num_stages: int) -> list[Stage]:
+def _from_layout(layout: str, num_layers: int, pp: int, vpp: int) -> list[Stage]:
     flag = f"--pipeline-model-parallel-layout {layout}"
     parts = _expand(layout, flag).split("|")
     letters = "".join(parts)
-    if len(parts) != num_stages:
+    if len(parts) != pp * vpp:
         raise ValueError(
-            f"{flag} describes {len(parts)} stages, but --pipeline-model-parallel-size times "
-            f"--num-virtual-stages-per-pipeline-rank is {num_stages}."
+            f"{flag} describes {len(parts)} stages, but --pipeline-model-parallel-size {pp} x "
+            f"--num-virtual-stages-per-pipeline-rank {vpp} is {pp * vpp}: "
+            f"{_mend(len(parts), pp, vpp)}."
         )
     if not re.fullmatch("Et*m*L", letters):
         raise ValueError(
@@ -159,6 +160,14 @@ def _from_layout(layout: str, num_layers: int, num_stages: int) -> list[Stage]:
         )
         begin = end
     return stages
+
+
+def _mend(num_stages: int, pp: int, vpp: int) -> str:
+    if num_stages % pp == 0:
+        return f"use --num-virtual-stages-per-pipeline-rank {num_stages // pp}"
+    if num_stages % vpp == 0:
+        return f"use --pipeline-model-parallel-size {num_stages // vpp}"
+    return f"write {pp * vpp} stages"
 
 
 def _expand(layout: str, flag: str) -> str:
