@@ -56,8 +56,11 @@ def test_a_model_that_fits_has_no_problem():
             GROUPS,
         ),
         (
-            {"pipeline_model_parallel_size": 5},
-            "--pipeline-model-parallel-size 5 exceeds --num-layers 4: use at most 4.",
+            {"pipeline_model_parallel_size": 7},
+            (
+                "--pipeline-model-parallel-size 7 exceeds --num-layers 4, embedding and loss: "
+                "use at most 6."
+            ),
         ),
     ],
 )

@@ -42,6 +42,12 @@ def test_samples_instead_of_steps_are_rounded_down_to_whole_steps():
     assert plan(train_iters=0, train_samples=35, global_batch_size=8).train_iters == 4
 
 
+def test_embedding_and_loss_may_have_stages_beyond_the_layers():
+    layout = {"pipeline_model_parallel_layout": "E|t|t|t|t|L"}
+    stages = plan(6, pipeline_model_parallel_size=6, **layout).stages
+    assert [len(stage.layers) for stage in stages] == [0, 1, 1, 1, 1, 0]
+
+
 def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
     assert plan(tokenizer_vocab_size=90, vocab_size=0).vocab_size == 90
     assert plan(tokenizer_vocab_size=90, vocab_size=120).vocab_size == 120
@@ -65,6 +71,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 31},
          "--seq-length 31 cannot be cut"),
         (3, {"pipeline_model_parallel_size": 3}, "--num-layers 4 cannot be split"),
+        (5, {"pipeline_model_parallel_size": 5}, "--num-layers 4 cannot be split"),
         (2, {"expert_model_parallel_size": 2}, "has no effect without --num-experts"),
         (2, {"num_experts": 3, "expert_model_parallel_size": 2}, "--num-experts 3 cannot"),
         (1, {"num_experts": 4, "moe_layer_freq": "[1,0]"}, "--moe-layer-freq"),

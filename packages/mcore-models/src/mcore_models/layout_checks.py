@@ -51,10 +51,12 @@ def layout_problems(
     problems += _width_problems(config, parallel, moe)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
-    if parallel.pipeline_model_parallel_size > config.num_layers:
+    # Embedding and loss may have stages of their own: --pipeline-model-parallel-layout.
+    most = config.num_layers + 2
+    if parallel.pipeline_model_parallel_size > most:
         problems.append(
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} exceeds "
-            f"--num-layers {config.num_layers}: use at most {config.num_layers}."
+            f"--num-layers {config.num_layers}, embedding and loss: use at most {most}."
         )
     if seq_length:
         problems += _sequence_problems(config, parallel, seq_length)
