@@ -101,9 +101,10 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
     if device_type == "cuda":
         count = torch.cuda.device_count()
         if env.local_rank >= count:
+            fewer = f"Start at most {count} ranks a host, or use" if count else "Use"
             raise ValueError(
-                f"local rank {env.local_rank} has no GPU: this host shows {count}. Start at "
-                f"most {count} ranks a host, or use --device cpu."
+                f"local rank {env.local_rank} has no GPU: this host shows {count}. {fewer} "
+                "--device cpu."
             )
         device = torch.device("cuda", env.local_rank)
         torch.cuda.set_device(device)
