@@ -35,6 +35,11 @@ def test_recipes_lie_over_each_other_and_flags_over_both(tmp_path):
     assert config.launch.recipe == (str(first), str(second))
 
 
+def test_a_step_that_is_no_number_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--ckpt-step latest must be the number of a step"):
+        parse([*SHAPE, "--load", str(tmp_path), "--ckpt-step", "latest"])
+
+
 def test_a_recipe_flag_without_a_file_is_refused():
     with pytest.raises(ValueError, match="--recipe needs a value"):
         parse(["--recipe", "--lr", "1"])

@@ -52,8 +52,12 @@ def parse(
     for recipe in recipes:
         fields |= read_recipe(Path(recipe), field_types(config_type))
     load = _last_value(words, "--load") or str(fields.get("load", ""))
-    step = int(_last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0)))
-    saved = checkpoint_fields(load, step) if load else {}
+    step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
+    if not step.isdecimal():
+        raise ValueError(
+            f"--ckpt-step {step} must be the number of a step: leave it out for the latest."
+        )
+    saved = checkpoint_fields(load, int(step)) if load else {}
     args = [*to_flags(saved), *to_flags(fields), *words]
     if layers_per_stage:
         args += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
