@@ -6,10 +6,12 @@ import shutil
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.conversion import hf_to_mcore, mcore_to_hf
 from mcore_ckpt.families import family_of
+from mcore_ckpt.families.fields import CARRIED
 from mcore_ckpt.index import read_index
 from mcore_ckpt.loading import read_tensor
 
@@ -242,6 +244,48 @@ def test_old_and_new_spellings_of_config_json_mean_the_same(tmp_path):
     assert new["config"]["rotary_base"] == 500000.0
     assert new["config"]["rope_scaling_original_max_position_embeddings"] == 64
     assert not new["config"]["untie_embeddings_and_output_weights"]
+
+
+# No numbers; 0 positions are no limit of ours, and predictors count where a folder has them.
+NO_MATTER = {*CARRIED, "dtype", "architectures", "transformers_version"} | {
+    *("max_position_embeddings", "num_nextn_predict_layers")
+}
+DERIVED = ("head_dim", "num_key_value_heads", "n_inner")
+# Without them the weights would be of another shape, or other ones.
+SAID_BY_WEIGHTS = {"num_key_value_heads", "feed_forward_proj"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_field_that_is_absent_means_what_transformers_takes_for_it(name):
+    architecture, values = MODELS[name]
+    kind = getattr(transformers, f"{architecture}Config")
+    head = HEADS_OF.get(architecture, f"{architecture}ForCausalLM")
+    whole = json.loads(kind(**values, architectures=[head]).to_json_string())
+    whole.pop("time_step_limit", None)  # JSON has no infinity.
+    family = family_of(whole["model_type"])
+    num_read = 0
+    for field in whole.keys() - {"model_type", *NO_MATTER, *SAID_BY_WEIGHTS}:
+        config = {n: value for n, value in whole.items() if n != field}
+        try:
+            theirs = family.to_theirs(family.to_ours(config))
+            before = kind(**config).to_dict()
+        except (ValueError, StrictDataclassError):
+            continue  # It must be there.
+        after = kind(**theirs).to_dict()
+        for one, value in before.items():
+            is_derived = one in DERIVED and value is None
+            if one not in NO_MATTER and not is_derived:
+                assert after.get(one) == value, (field, one)
+        num_read += 1
+    assert num_read > 5
+
+
+def test_a_cap_that_null_switches_off_stays_off():
+    gemma2 = family_of("gemma2")
+    config = transformers.Gemma2Config(attn_logit_softcapping=None).to_dict()
+    theirs = gemma2.to_theirs(gemma2.to_ours(config))
+    assert theirs["attn_logit_softcapping"] is None
+    assert theirs["final_logit_softcapping"] == 30.0
 
 
 def test_sharded_folders_come_in_and_go_out(tmp_path):

@@ -11,7 +11,7 @@ from mcore_ckpt.families import deepseek_v3
 from mcore_ckpt.families.deepseek_v3 import read, write
 from mcore_ckpt.families.fields import Fields
 
-_DEFAULT_EXPERTS = {"n_group": 0, "topk_group": 0, "n_shared_experts": 0}
+_ABSENT = {"n_shared_experts": 2}
 
 table = deepseek_v3.table
 shapes = deepseek_v3.shapes
@@ -23,9 +23,9 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config)
+    fields = Fields(config, absent=_ABSENT)
     fields.must_be("scoring_func", "softmax")
-    described = read(fields, "deepseek_v2", _DEFAULT_EXPERTS)
+    described = read(fields, "deepseek_v2")
     described["config"]["topk_method"] = fields.take("topk_method", "greedy")
     described["moe"] |= {
         "moe_router_score_function": "softmax",

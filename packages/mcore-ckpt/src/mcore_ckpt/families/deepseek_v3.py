@@ -12,6 +12,7 @@ from mcore_ckpt.families.experts import expert_layers, expert_rules, expert_sett
 from mcore_ckpt.families.fields import (
     REQUIRED,
     Fields,
+    Nullable,
     read_pairs,
     require_family,
     setting,
@@ -24,13 +25,13 @@ PAIRS = (
     ("num_layers", "num_hidden_layers", REQUIRED),
     ("hidden_size", "hidden_size", REQUIRED),
     ("num_attention_heads", "num_attention_heads", REQUIRED),
-    ("num_query_groups", "num_key_value_heads", None),
+    ("num_query_groups", "num_key_value_heads", Nullable(None)),
     ("ffn_hidden_size", "intermediate_size", REQUIRED),
     ("max_position_embeddings", "max_position_embeddings", 4096),
     ("norm_epsilon", "rms_norm_eps", 1e-6),
     ("attention_dropout", "attention_dropout", 0.0),
     ("init_method_std", "initializer_range", 0.02),
-    ("q_lora_rank", "q_lora_rank", None),
+    ("q_lora_rank", "q_lora_rank", Nullable(1536)),
     ("kv_lora_rank", "kv_lora_rank", REQUIRED),
     ("qk_head_dim", "qk_nope_head_dim", REQUIRED),
     ("qk_pos_emb_head_dim", "qk_rope_head_dim", REQUIRED),
@@ -42,7 +43,10 @@ PAIRS = (
 )
 """Our fields and theirs, of both versions."""
 
-_DEFAULT_EXPERTS = {"n_group": 8, "topk_group": 4, "n_shared_experts": 1}
+_ABSENT = {"n_group": 8, "topk_group": 4, "n_shared_experts": 1} | {
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+}
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,11 +55,11 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config)
+    fields = Fields(config, absent=_ABSENT)
     fields.must_be("scoring_func", "sigmoid")
     fields.must_be("topk_method", "noaux_tc")
     fields.must_be("norm_topk_prob", True)
-    described = read(fields, "deepseek_v3", _DEFAULT_EXPERTS)
+    described = read(fields, "deepseek_v3")
     described["config"]["mtp_num_layers"] = fields.take("num_nextn_predict_layers", 0)
     described["moe"] |= {
         "moe_router_score_function": "sigmoid",
@@ -88,7 +92,7 @@ def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, 
     return {**description, "config": {**description["config"], "mtp_num_layers": 0}}
 
 
-def read(fields: Fields, family: str, experts: Mapping[str, int]) -> dict[str, Any]:
+def read(fields: Fields, family: str) -> dict[str, Any]:
     """Read what both versions say alike; the caller finishes the fields."""
     for name in ("attention_bias", "mlp_bias"):
         fields.must_be(name, False)
@@ -102,15 +106,15 @@ def read(fields: Fields, family: str, experts: Mapping[str, int]) -> dict[str, A
     dense = fields.take("first_k_dense_replace", 0)
     count = ours["num_layers"]
     width = fields.take("moe_intermediate_size")
-    shared = fields.take("n_shared_experts", experts["n_shared_experts"])
+    shared = fields.take("n_shared_experts", 0)
     moe = {
         "num_experts": fields.take("n_routed_experts"),
         "moe_router_topk": fields.take("num_experts_per_tok"),
         "moe_ffn_hidden_size": width,
         "moe_layer_freq": f"[0]*{dense}+[1]*{count - dense}" if dense else "1",
         "moe_shared_expert_intermediate_size": width * shared,
-        "moe_router_num_groups": fields.take("n_group", experts["n_group"]),
-        "moe_router_group_topk": fields.take("topk_group", experts["topk_group"]),
+        "moe_router_num_groups": fields.take("n_group", 0),
+        "moe_router_group_topk": fields.take("topk_group", 0),
         "moe_router_topk_scaling_factor": float(fields.take("routed_scaling_factor", 1.0)),
         "moe_aux_loss_coeff": fields.take("aux_loss_alpha", 0.0),
     }

@@ -1,6 +1,7 @@
 """Reading and writing config.json field by field, and the defaults of our own fields."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 CARRIED = (
@@ -71,12 +72,19 @@ DEFAULTS: dict[str, Any] = {
 class Fields:
     """A config.json that is read field by field and must be used up."""
 
-    def __init__(self, config: Mapping[str, Any], keep: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        keep: Iterable[str] = (),
+        absent: Mapping[str, Any] | None = None,
+    ) -> None:
         """Refuse what no family can represent.
 
         Args:
             config: the fields.
             keep: those that say something in this family, though nothing in others.
+            absent: what this family takes for fields that are not there, though others take
+                something else; null is not absent.
 
         Raises:
             ValueError: for quantized weights.
@@ -94,7 +102,8 @@ class Fields:
                     f"config.json has {name}={value!r}: it must be a whole number from {least}."
                 )
         silent = _SILENT - set(keep)
-        self._left = {name: v for name, v in config.items() if name not in silent}
+        stated = {**(absent or {}), **config}
+        self._left = {name: v for name, v in stated.items() if name not in silent}
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a field, which then counts as used; null counts as absent."""
@@ -103,9 +112,9 @@ class Fields:
             raise ValueError(f"config.json lacks {name}.")
         return default if value is None else value
 
-    def maybe(self, name: str) -> Any:
-        """Return a field or None, which then counts as used."""
-        return self._left.pop(name, None)
+    def maybe(self, name: str, absent: Any = None) -> Any:
+        """Return a field, null too, or ``absent``; it then counts as used."""
+        return self._left.pop(name, absent)
 
     def must_be(self, name: str, *values: Any) -> None:
         """Use a field up that may only have certain values, or be absent.
@@ -159,7 +168,15 @@ REQUIRED = object()
 """Stands for the default of a field that has none."""
 
 Pairs = Iterable[tuple[str, str, Any]]
-"""Our field, theirs, and the value where theirs is absent; None stays None."""
+"""Our field, theirs, and the value where theirs is absent or null; None stays absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nullable:
+    """Default of a field whose null says something, such as that a cap is switched off."""
+
+    absent: Any
+    """The value where the field is absent."""
 
 
 def read_pairs(fields: Fields, pairs: Pairs) -> dict[str, Any]:
@@ -170,14 +187,22 @@ def read_pairs(fields: Fields, pairs: Pairs) -> dict[str, Any]:
     """
     ours = {}
     for mine, there, default in pairs:
+        if isinstance(default, Nullable):
+            ours[mine] = fields.maybe(there, default.absent)
+            continue
         value = fields.take(there) if default is REQUIRED else fields.maybe(there)
         ours[mine] = default if value is None else value
     return ours
 
 
 def write_pairs(description: Mapping[str, Any], pairs: Pairs) -> dict[str, Any]:
-    """Write what ``read_pairs`` read."""
-    return {there: description["config"].get(mine) for mine, there, _ in pairs}
+    """Write what ``read_pairs`` read; what was absent stays so, for null may say otherwise."""
+    values = [(there, description["config"].get(mine), kind) for mine, there, kind in pairs]
+    return {
+        there: value
+        for there, value, kind in values
+        if value is not None or isinstance(kind, Nullable)
+    }
 
 
 def require_family(description: Mapping[str, Any], name: str) -> None:

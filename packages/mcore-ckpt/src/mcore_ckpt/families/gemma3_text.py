@@ -8,11 +8,17 @@ from typing import Any
 
 from mcore_ckpt.families import gemma2
 from mcore_ckpt.families.decoder import decoder_table
+from mcore_ckpt.families.fields import Nullable
 from mcore_ckpt.families.gemma2 import NORMS, PAIRS, read, write
 from mcore_ckpt.rules import Table
 
+_ABSENT = {
+    "max_position_embeddings": 131072,
+    "attn_logit_softcapping": Nullable(None),
+    "final_logit_softcapping": Nullable(None),
+}
 _PAIRS = (
-    *PAIRS,
+    *((mine, there, _ABSENT.get(there, default)) for mine, there, default in PAIRS),
     ("sliding_window_pattern", "sliding_window_pattern", None),
     ("_sliding_window_pattern", "_sliding_window_pattern", None),
     ("rope_local_base_freq", "rope_local_base_freq", None),

@@ -59,14 +59,11 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if it is of another family.
     """
     require_family(description, "mamba2")
-    theirs = write_pairs(description, PAIRS)
-    if theirs["time_step_limit"] is None:
-        del theirs["time_step_limit"]
     return {
         "model_type": "mamba2",
         "architectures": ["Mamba2ForCausalLM"],
         "vocab_size": description["vocab_size"],
-        **theirs,
+        **write_pairs(description, PAIRS),
         "hidden_act": "silu",
         "use_bias": False,
         "rms_norm": True,

@@ -9,6 +9,8 @@ from mcore_ckpt.families.fields import Fields, require, setting
 
 table = decoder_table
 
+_ABSENT = {"sliding_window": 4096, "num_key_value_heads": 8}
+
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as a description.
@@ -16,7 +18,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config)
+    fields = Fields(config, absent=_ABSENT)
     ours = read_rms_silu(fields) | {"window_size": read_window(fields)}
     vocab_size = fields.take("vocab_size")
     fields.finish()

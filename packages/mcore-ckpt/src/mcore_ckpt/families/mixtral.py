@@ -14,6 +14,10 @@ from mcore_ckpt.families.fields import Fields, require
 from mcore_ckpt.families.mistral import read_window, write_window
 from mcore_ckpt.rules import Rule, Table
 
+_ABSENT = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6} | {
+    "router_aux_loss_coef": 0.001
+}
+
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as a description.
@@ -21,7 +25,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config)
+    fields = Fields(config, absent=_ABSENT)
     ours = read_rms_silu(fields) | {"window_size": read_window(fields)}
     moe = {
         "num_experts": fields.take("num_local_experts"),

@@ -26,7 +26,8 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     # The family rotates half of each head where nothing is said.
     rope = config.get("rope_parameters") or {}
     partial = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 0.5
-    fields = Fields({**config, "partial_rotary_factor": partial})
+    absent = {"norm_eps": 1e-5, "initializer_range": 0.0134}
+    fields = Fields({**config, "partial_rotary_factor": partial}, absent=absent)
     fields.must_be("hidden_act", "relu2")
     fields.must_be("attention_bias", False)
     fields.must_be("mlp_bias", False)

@@ -26,7 +26,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: naming a field that we cannot represent; long-context variants
             (``rope_type`` longrope) among them.
     """
-    fields = Fields(config)
+    fields = Fields(config, absent={"rms_norm_eps": 1e-5})
     fields.must_be("attention_bias", False)
     for name in ("embd_pdrop", "resid_pdrop"):
         fields.must_be(name, 0.0)

@@ -9,6 +9,9 @@ from mcore_ckpt.families.fields import Fields, require
 
 table = decoder_table
 
+ABSENT = {"num_key_value_heads": 32}
+"""What fields mean that are not there."""
+
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as a description.
@@ -16,7 +19,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config)
+    fields = Fields(config, absent=ABSENT)
     no_window(fields)
     ours = read_rms_silu(fields) | {"add_qkv_bias": True}
     vocab_size = fields.take("vocab_size")

@@ -6,7 +6,7 @@ from typing import Any
 from mcore_ckpt.families.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
 from mcore_ckpt.families.experts import no_experts
 from mcore_ckpt.families.fields import Fields, require
-from mcore_ckpt.families.qwen2 import no_window
+from mcore_ckpt.families.qwen2 import ABSENT, no_window
 
 table = decoder_table
 
@@ -17,7 +17,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config)
+    fields = Fields(config, absent=ABSENT)
     no_window(fields)
     fields.must_be("attention_bias", False)
     # Qwen3 sets 128 where the field is absent, whatever the hidden size.

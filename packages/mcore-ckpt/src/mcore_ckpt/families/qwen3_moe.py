@@ -20,6 +20,8 @@ from mcore_ckpt.families.fields import Fields, require
 from mcore_ckpt.families.qwen2 import no_window
 from mcore_ckpt.rules import Rule, Table
 
+_ABSENT = {"num_key_value_heads": 4, "router_aux_loss_coef": 0.001}
+
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as a description.
@@ -27,7 +29,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config)
+    fields = Fields(config, absent=_ABSENT)
     no_window(fields)
     fields.must_be("attention_bias", False)
     ours = read_rms_silu(fields) | {"qk_layernorm": True}

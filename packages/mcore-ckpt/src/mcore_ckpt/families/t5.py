@@ -57,12 +57,11 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if it is of another family.
     """
     require_family(description, "t5")
-    theirs = {n: v for n, v in write_pairs(description, PAIRS).items() if v is not None}
     return {
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
         "vocab_size": description["vocab_size"],
-        **theirs,
+        **write_pairs(description, PAIRS),
         "is_encoder_decoder": True,
         "tie_word_embeddings": not _is_untied(description),
     }
