@@ -419,6 +419,45 @@ def test_a_tied_head_may_stand_twice_but_must_be_equal(tmp_path):
         hf_to_mcore(tmp_path / "hf", tmp_path / "other")
 
 
+def rename_tensors(folder, change):
+    file = folder / "model.safetensors"
+    save_file({change(name): tensor for name, tensor in load_file(file).items()}, file)
+
+
+def test_published_gpt2_folders_lack_the_prefix_of_their_names(tmp_path):
+    make(tmp_path / "hf", "gpt2")
+    before = tensors_of(tmp_path / "hf")
+    rename_tensors(tmp_path / "hf", lambda name: name.removeprefix("transformer."))
+    assert "wte.weight" in tensors_of(tmp_path / "hf")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
+
+
+def test_published_bert_folders_call_norms_otherwise_and_hold_more_than_their_class(tmp_path):
+    make(tmp_path / "hf", "bert")
+    before = tensors_of(tmp_path / "hf")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new_name, old_name in old.items():
+        rename_tensors(tmp_path / "hf", lambda n, a=new_name, b=old_name: n.replace(a, b))
+    edit(tmp_path / "hf", architectures=["BertForMaskedLM"])
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["architectures"] == ["BertForPreTraining"]
+
+
+def test_one_tensor_by_an_old_and_a_new_name_is_refused(tmp_path):
+    make(tmp_path / "hf", "bert")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    norm = "bert.embeddings.LayerNorm"
+    save_file({**tensors, f"{norm}.gamma": tensors[f"{norm}.weight"] + 1}, file)
+    with pytest.raises(ValueError, match=r"LayerNorm.gamma and .*LayerNorm.weight"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
 def test_cached_angles_of_old_folders_are_dropped(tmp_path):
     make(tmp_path / "hf", "llama")
     file = tmp_path / "hf" / "model.safetensors"

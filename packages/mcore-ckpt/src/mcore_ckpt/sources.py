@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_ckpt import megatron, torchtitan
 from mcore_ckpt.dcp import METADATA, DcpFolder, read_dcp_folder
-from mcore_ckpt.families import check_architectures, family_for, family_of
+from mcore_ckpt.families import family_for, family_of, stored_model
 from mcore_ckpt.families.fields import CARRIED
 from mcore_ckpt.files import Reader
 from mcore_ckpt.hf_folder import read_hf_folder, small_files
@@ -107,19 +107,15 @@ def _open_hf(path: Path, asked: Asked) -> Iterator[Opened]:
     config = dict(folder.config)
     block = _fp8_block(config)
     model_type = config.get("model_type", "")
-    family = family_of(model_type)
-    check_architectures(config)
-    description = family.to_ours(config)
-    if hasattr(family, "as_stored"):
-        description = family.as_stored(description, folder.tensors.keys())
-    table = family.table(description)
+    description, tensors = stored_model(config, folder.tensors)
+    table = family_of(model_type).table(description)
     tokenizer, generation = small_files(folder.path)
     hf = {
         "model_type": model_type,
         "config": {name: config[name] for name in CARRIED if name in config},
     }
     with Reader(folder.path) as reader:
-        theirs: Rows = Source(reader, folder.tensors)
+        theirs: Rows = Source(reader, tensors)
         if block is not None:
             theirs = Dequantized(theirs, block)
         small = {"tokenizer": tokenizer, "generation": generation}

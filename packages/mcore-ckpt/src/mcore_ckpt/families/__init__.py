@@ -2,8 +2,9 @@
 
 A family is a module with ``to_ours(config) -> description``, ``to_theirs(description) ->
 config`` and ``table(description) -> Table``; where config.json may promise more than a folder
-has, also ``as_stored(description, names) -> description``; where the model is no GPT of ours,
-``shapes(description)``. A description is what our
+has, or less, also ``as_stored(description, names) -> description``; where published folders
+spell names in another way, ``renames(names) -> {name there: name in the table}``; where the
+model is no GPT of ours, ``shapes(description)``. A description is what our
 checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with
 the fields of mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have
 their defaults. Families whose model does not run here yet have a name of their own in
@@ -15,6 +16,8 @@ import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
+
+from mcore_ckpt.index import TensorEntry
 
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "nemotron", "phi3"),
@@ -49,6 +52,26 @@ def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if name not in {model_type.replace("-", "_") for model_type in MODEL_TYPES}:
         return {}
     return import_module(f"{__name__}.{name}").shapes(description)
+
+
+def stored_model(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """Read which model a folder holds, and its tensors under the names of its table.
+
+    Raises:
+        ValueError: if the config cannot be represented, or a tensor is there by two names.
+    """
+    family = family_of(config.get("model_type", ""))
+    check_architectures(config)
+    news = family.renames(tensors.keys()) if hasattr(family, "renames") else {}
+    if twice := sorted(name for name, new in news.items() if new in tensors):
+        raise ValueError(f"{twice[0]} and {news[twice[0]]} are names of one tensor.")
+    description = family.to_ours(config)
+    named = {news.get(name, name): entry for name, entry in tensors.items()}
+    if hasattr(family, "as_stored"):
+        description = family.as_stored(description, named.keys())
+    return description, named
 
 
 def check_architectures(config: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 No model here runs it yet; Megatron's own, with norms before, is ``megatron_bert``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mcore_ckpt.families import megatron_bert
@@ -21,6 +21,7 @@ _POST = {
     "mlp_post_norm": "output.LayerNorm",
 }
 
+as_stored = megatron_bert.as_stored
 shapes = megatron_bert.shapes
 
 
@@ -40,6 +41,17 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if it is of another family.
     """
     return write(description, "bert", "bert", "Bert")
+
+
+def renames(names: Collection[str]) -> dict[str, str]:
+    """Name the norms of the published folders, which are from before PyTorch's names."""
+    new = {".gamma": ".weight", ".beta": ".bias"}
+    return {
+        name: name.removesuffix(old) + kind
+        for name in names
+        for old, kind in new.items()
+        if name.endswith(f"LayerNorm{old}")
+    }
 
 
 def table(description: Mapping[str, Any]) -> Table:

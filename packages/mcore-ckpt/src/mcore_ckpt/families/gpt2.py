@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm, biases, and linears stored [in, out]."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mcore_ckpt.families.decoder import ffn_size, gpt
@@ -93,6 +93,13 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "initializer_range": setting(description, "init_method_std"),
         "tie_word_embeddings": True,
     }
+
+
+def renames(names: Collection[str]) -> dict[str, str]:
+    """Name the tensors of a folder of the bare model, as the published ones are."""
+    if any(name.startswith("transformer.") for name in names):
+        return {}
+    return {name: f"transformer.{name}" for name in names if name != "lm_head.weight"}
 
 
 def table(description: Mapping[str, Any]) -> Table:

@@ -3,7 +3,7 @@
 No model here runs it yet. ``bert`` is the same with norms after each half.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
@@ -86,6 +86,19 @@ def read(config: Mapping[str, Any], family: str, architecture: str) -> dict[str,
     vocab_size = fields.take("vocab_size")
     fields.finish()
     return {"family": family, "vocab_size": vocab_size, "config": ours, "moe": {}}
+
+
+def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Add heads that a folder holds beyond its class: the published ones name a smaller one."""
+    at = "bert." if any(name.startswith("bert.") for name in names) else ""
+    marks = {
+        "pooler": f"{at}pooler.dense.weight",
+        "lm": "cls.predictions.transform.dense.weight",
+        "binary": "cls.seq_relationship.weight",
+    }
+    config = description["config"]
+    heads = [n for n, mark in marks.items() if n in config["bert_heads"] or mark in names]
+    return {**description, "config": {**config, "bert_heads": heads}}
 
 
 def write(
