@@ -288,6 +288,13 @@ def test_a_cap_that_null_switches_off_stays_off():
     assert theirs["final_logit_softcapping"] == 30.0
 
 
+def test_what_transformers_notes_for_itself_is_no_unknown_field():
+    config = transformers.LlamaConfig(**ODD, **HEADS).to_dict()
+    notes = {"_attn_implementation_autoset": True, "_attn_implementation": "sdpa"}
+    llama = family_of("llama")
+    assert llama.to_ours(config | notes | {"torchscript": True}) == llama.to_ours(config)
+
+
 def test_sharded_folders_come_in_and_go_out(tmp_path):
     make(tmp_path / "hf", "llama", max_shard_size="8KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2

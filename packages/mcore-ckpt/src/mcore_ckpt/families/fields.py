@@ -25,6 +25,8 @@ _SILENT = {
     *("transformers_version", "pretraining_tp", "rope_interleaved", "output_router_logits"),
     *("quantization_config", "layer_types", "max_window_layers", "add_cross_attention"),
     *("cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task"),
+    *("_attn_implementation_autoset", "_attn_implementation", "attn_implementation"),
+    *("_commit_hash", "torchscript"),
 }
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
