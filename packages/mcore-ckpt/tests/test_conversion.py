@@ -383,6 +383,7 @@ def edit(folder, **values):
         ({"model_type": "bloom"}, "'bloom' is not known; known are llama"),
         ({"model_type": ""}, "'' is not known"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ],
 )
 def test_what_cannot_be_represented_is_refused_by_name(tmp_path, change, message):

@@ -23,8 +23,17 @@ ANGLES = ("*.rotary_emb.inv_freq",)
 _LONG = 131072
 
 
-def read_common(fields: Fields) -> dict[str, Any]:
-    """Read what all Llama-like families say alike: sizes, norms, ties, rotary positions."""
+def read_common(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
+    """Read what all Llama-like families say alike: sizes, norms, ties, rotary positions.
+
+    Args:
+        fields: of the config.json.
+        partial: whether the family can rotate a part of each head; others rotate all of it,
+            whatever their config.json says, so that they must not say otherwise.
+
+    Raises:
+        ValueError: naming a field that we cannot represent.
+    """
     heads = fields.take("num_attention_heads")
     hidden = fields.take("hidden_size")
     ours: dict[str, Any] = {
@@ -40,7 +49,13 @@ def read_common(fields: Fields) -> dict[str, Any]:
         "init_method_std": fields.take("initializer_range", 0.02),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
     }
-    return ours | _read_rope(fields)
+    ours |= _read_rope(fields)
+    if not partial and ours["rotary_percent"] != 1.0:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={ours['rotary_percent']!r}, which this "
+            "family does not heed: it rotates whole heads. Take the field out."
+        )
+    return ours
 
 
 def _read_rope(fields: Fields) -> dict[str, Any]:
@@ -129,10 +144,10 @@ def write_rms_silu(
     return write_common(description, architecture, partial=partial)
 
 
-def read_rms_silu(fields: Fields) -> dict[str, Any]:
-    """Read what the families with RMSNorm and SwiGLU say alike."""
+def read_rms_silu(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
+    """Read what the families with RMSNorm and SwiGLU say alike; as ``read_common``."""
     fields.must_be("hidden_act", "silu")
-    return read_common(fields)
+    return read_common(fields, partial=partial)
 
 
 def _write_rope(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     fields.must_be("hidden_act", "relu2")
     fields.must_be("attention_bias", False)
     fields.must_be("mlp_bias", False)
-    ours = read_common(fields) | _FIXED
+    ours = read_common(fields, partial=True) | _FIXED
     vocab_size = fields.take("vocab_size")
     fields.finish()
     return gpt(ours, vocab_size)

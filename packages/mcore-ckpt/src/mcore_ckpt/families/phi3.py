@@ -31,7 +31,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("embd_pdrop", "resid_pdrop"):
         fields.must_be(name, 0.0)
     fields.take("original_max_position_embeddings", 0)
-    ours = read_rms_silu(fields) | {"window_size": read_window(fields)}
+    ours = read_rms_silu(fields, partial=True) | {"window_size": read_window(fields)}
     vocab_size = fields.take("vocab_size")
     fields.finish()
     return gpt(ours, vocab_size)
