@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,16 @@ def test_overlap_bounds_and_wrong_memory_are_errors_that_name_the_tensor(tmp_pat
         ValueError, match=r"w: a torch.int64 shard has a piece of torch.float32"
     ):
         save(tmp_path, 1, {"w": Shard((3, 4), torch.int64, both[:1])}, world=SINGLE)
+
+
+@pytest.mark.parametrize("call", [partial(save, step=2, world=SINGLE), load])
+def test_memory_that_holds_no_numbers_is_refused(tmp_path, call):
+    save(tmp_path, 1, {"w": whole(torch.ones(3))}, world=SINGLE)
+    with pytest.raises(ValueError, match=r"w is on the meta device.*to_empty"):
+        call(tmp_path, shards={"w": whole(torch.ones(3, device="meta"))})
+    with pytest.raises(ValueError, match=r"w: files hold no torch.sparse_coo tensors"):
+        call(tmp_path, shards={"w": whole(torch.ones(3).to_sparse())})
+    assert [entry.name for entry in tmp_path.glob("iter_*")] == ["iter_0000001"]
 
 
 def test_shards_taken_for_replicas_leave_a_hole_that_is_found(tmp_path):

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
@@ -308,7 +309,7 @@ def claims_of(shards: Mapping[str, Shard]) -> dict[str, Claim]:
 
     Raises:
         ValueError: if a piece's memory has not the shape or dtype that its shard says, or
-            files have no such dtype.
+            there is none (the meta device), or files have no such dtype or layout.
     """
     claims = {}
     for name, shard in shards.items():
@@ -322,6 +323,13 @@ def claims_of(shards: Mapping[str, Shard]) -> dict[str, Claim]:
                 raise ValueError(
                     f"{name}: a {shard.dtype} shard has a piece of {piece.data.dtype}"
                 )
+            if piece.data.is_meta:
+                raise ValueError(
+                    f"{name} is on the meta device, which holds no numbers: give the model "
+                    "memory first, such as by model.to_empty(device=...)."
+                )
+            if piece.data.layout is not torch.strided:
+                raise ValueError(f"{name}: files hold no {piece.data.layout} tensors.")
         if shard.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name}: safetensors files have no {shard.dtype}")
         boxes = tuple(box_of(piece) for piece in shard.pieces if 0 not in piece.lengths)
