@@ -501,6 +501,6 @@ def save_to_two_folders(folder):
 
 
 def test_steps_are_numbers_or_release(tmp_path):
-    for step in (-1, "1", "latest"):
+    for step in (-1, "1", "latest", True):
         with pytest.raises(ValueError, match="a step is a number from 0, or 'release'"):
             save(tmp_path, step, state(1), world=SINGLE)

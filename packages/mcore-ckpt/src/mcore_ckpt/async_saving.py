@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, any_rank, gather_bytes, gather_json, pack, unpack
+from mcore_ckpt.beside import Beside
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.hf_saving import HFView
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import step_folder
-from mcore_ckpt.saving import KEEP_ALL, Begun, Beside, PlanCache, begin, commit_step, write
+from mcore_ckpt.saving import KEEP_ALL, Begun, PlanCache, begin, commit_step, write
 from mcore_ckpt.staging import Copies, Staging
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
@@ -90,7 +91,6 @@ class _Pending:
     """A save that is under way."""
 
     begun: Begun
-    beside: Beside
     copies: Copies
     job: _Job
     tries_left: int
@@ -193,6 +193,7 @@ class AsyncSaver:
             log.error("%s; training goes on", self.last_failure)
             return False
         self._hanging = None
+        beside = Beside(extra=extra or {}, files=files or {}, folders=folders or {})
         lock = FolderLock(run_folder)
         try:
             begun = begin(
@@ -202,6 +203,7 @@ class AsyncSaver:
                 lock,
                 world=self._world,
                 replace=replace,
+                beside=beside,
                 hf=hf,
                 plans=self._plans,
             )
@@ -214,11 +216,8 @@ class AsyncSaver:
         begun.memory.clear()
         self._lock = lock
         self.last_failure = ""
-        beside = Beside(
-            extra=dict(extra or {}), files=dict(files or {}), folders=dict(folders or {})
-        )
         self._pending = _Pending(
-            begun, beside, copies, _write_job(begun, copies), self._retries, time.monotonic()
+            begun, copies, _write_job(begun, copies), self._retries, time.monotonic()
         )
         if not overlap:
             self.hold()
@@ -309,7 +308,7 @@ class AsyncSaver:
         def work(_job: _Job) -> None:
             if is_root:
                 told = [unpack(content) for content in pending.told]
-                commit_step(pending.begun, told, pending.beside, retention)
+                commit_step(pending.begun, told, retention)
 
         return _Job(work)
 

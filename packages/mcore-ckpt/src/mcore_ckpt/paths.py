@@ -38,7 +38,7 @@ def step_folder(run_folder: str | Path, step: int | str) -> Path:
     """
     if step == RELEASE:
         return as_path(run_folder) / RELEASE
-    if not isinstance(step, int) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"a step is a number from 0, or {RELEASE!r}; not {step!r}")
     return as_path(run_folder) / f"iter_{step:07d}"
 

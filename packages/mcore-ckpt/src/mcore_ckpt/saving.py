@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.agreement import agreed, gather_json
+from mcore_ckpt.beside import Beside
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
@@ -42,18 +43,6 @@ log = logging.getLogger(__name__)
 
 KEEP_ALL = RetentionConfig()
 """No step is ever deleted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
-    """What goes into a step beside its tensors; rank 0's counts."""
-
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """JSON kept in the index."""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files by name, such as ``recipe.toml``."""
-    folders: Mapping[str, Path] = field(default_factory=dict)
-    """Folders to copy by name, such as ``tokenizer``."""
 
 
 class PlanCache:
@@ -125,6 +114,8 @@ class Begun:
     """The memory of each section of each entry, in order."""
     hf_files: Mapping[str, bytes]
     """What makes the step a Hugging Face folder, beside its weights; empty: it is none."""
+    beside: Beside
+    """What goes along."""
 
 
 def save(
@@ -167,7 +158,8 @@ def save(
 
     Raises:
         ValueError: if shards contradict their pieces or each other, leave holes or overlap, or
-            ranks hold unlike ones under one name; before anything is written.
+            ranks hold unlike ones under one name, or what goes along cannot; before anything
+            is written.
         CheckpointError: if the step exists, another job writes to the run folder, or the ranks
             do not see one folder.
     """
@@ -175,7 +167,15 @@ def save(
     beside = Beside(extra=extra or {}, files=files or {}, folders=folders or {})
     try:
         begun = begin(
-            run_folder, step, shards, lock, world=world, replace=replace, hf=hf, plans=plans
+            run_folder,
+            step,
+            shards,
+            lock,
+            world=world,
+            replace=replace,
+            beside=beside,
+            hf=hf,
+            plans=plans,
         )
         chunks: dict[str, Any] = {}
         with agreed(world):
@@ -183,7 +183,7 @@ def save(
         told = gather_json(chunks, world)
         with agreed(world):
             if world.rank == 0:
-                commit_step(begun, told, beside, retention)
+                commit_step(begun, told, retention)
     finally:
         lock.release()
     return step_folder(run_folder, step)
@@ -197,6 +197,7 @@ def begin(
     *,
     world: Axis,
     replace: bool,
+    beside: Beside,
     hf: HFView | None = None,
     plans: PlanCache | None = None,
 ) -> Begun:
@@ -208,6 +209,7 @@ def begin(
     with agreed(world):
         final = step_folder(run_folder, step)
         mine = claims_of(shards)
+        beside = beside.kept() if world.rank == 0 else Beside()
     plans = plans or PlanCache()
     claims, writes = plans.plan(mine, world)
     plans.compare(shards, world)
@@ -233,7 +235,7 @@ def begin(
         hf_files = hf_plan.small_files(hf.config)
         if hf_plan.names[world.rank]:
             outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
-    return Begun(run_folder, step, folder, lock, claims, outputs, memory, hf_files)
+    return Begun(run_folder, step, folder, lock, claims, outputs, memory, hf_files, beside)
 
 
 def write(begun: Begun, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
@@ -273,7 +275,6 @@ def write(begun: Begun, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
 def commit_step(
     begun: Begun,
     told: Sequence[Mapping[str, Any]],
-    beside: Beside,
     retention: RetentionConfig = KEEP_ALL,
 ) -> Path:
     """Make a written step the newest, then delete what need not be kept; for rank 0 alone.
@@ -281,17 +282,16 @@ def commit_step(
     Args:
         begun: what ``begin`` gave.
         told: what ``write`` gave on each rank.
-        beside: what goes along.
         retention: which older steps are deleted.
 
     Raises:
         CheckpointError: if another job took the run folder over, or files are not to be seen.
     """
     begun.lock.check()
-    index = _index(begun.folder, begun.claims, told, beside.extra)
-    for name, source in beside.folders.items():
+    index = _index(begun.folder, begun.claims, told, begun.beside.extra)
+    for name, source in begun.beside.folders.items():
         copy_durably(Path(source), begun.folder / name)
-    for name, content in beside.files.items():
+    for name, content in begun.beside.files.items():
         write_durably(begun.folder / name, content)
     for name, content in begun.hf_files.items():
         write_durably(begun.folder / name, content)
