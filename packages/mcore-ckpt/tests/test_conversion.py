@@ -319,6 +319,18 @@ def test_weights_are_cast_when_asked_and_the_config_says_so(tmp_path):
         hf_to_mcore(tmp_path / "hf", tmp_path / "other", dtype="int3")
 
 
+def test_weights_that_fp16_cannot_hold_are_not_made_infinite(tmp_path):
+    make(tmp_path / "hf", "llama", dtype=torch.bfloat16)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = -1e5
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"model.norm.weight has numbers beyond 65504"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="fp16")
+    assert not (tmp_path / "run").exists()
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="fp32")
+
+
 def test_tokenizer_generation_config_and_token_ids_are_carried_both_ways(tmp_path):
     make(tmp_path / "hf", "llama")
     texts = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "merges.txt": "x y"}

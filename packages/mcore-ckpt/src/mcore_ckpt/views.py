@@ -155,8 +155,21 @@ class Cast:
         return self._dtype if DTYPES[stored].is_floating_point else stored
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows and cast them."""
-        return self._under.rows(name, begin, stop).to(DTYPES[self.dtype(name)])
+        """Read rows and cast them.
+
+        Raises:
+            ValueError: if numbers are too large for the dtype.
+        """
+        held = self._under.rows(name, begin, stop)
+        cast = held.to(DTYPES[self.dtype(name)])
+        # bf16 and fp32 reach equally far, but for rounding.
+        is_narrow = cast.dtype == torch.float16 or held.dtype == torch.float64
+        if is_narrow and (cast.isinf() & ~held.isinf()).any():
+            raise ValueError(
+                f"{name} has numbers beyond {torch.finfo(cast.dtype).max:.5g}, where "
+                f"{self._dtype} ends: cast to bf16, or leave the dtype as it is."
+            )
+        return cast
 
 
 class Dequantized:
