@@ -292,6 +292,40 @@ def test_arguments_of_megatrons_say_which_model_it_is(tmp_path):
         from_arguments({"num_layers": 2})
 
 
+def test_the_fused_gelu_of_megatrons_is_the_approximation_by_tanh():
+    from mcore_ckpt.megatron import from_arguments, to_arguments
+
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    sizes |= {"padded_vocab_size": 64}
+    fused = sizes | {"bias_gelu_fusion": True, "add_bias_linear": True}
+    assert from_arguments(fused)["config"]["openai_gelu"]
+    for other in ({"bias_gelu_fusion": False}, {"add_bias_linear": False}, {"swiglu": True}):
+        assert not from_arguments(fused | other)["config"].get("openai_gelu")
+    for name in (True, False):
+        like = {"swiglu": False, "add_bias_linear": True, "openai_gelu": name}
+        arguments = to_arguments(describe("dense") | {"config": DENSE | like}, 128)
+        assert arguments["bias_gelu_fusion"] == name
+        assert from_arguments(arguments)["config"]["openai_gelu"] == name
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"no_rope_freq": [0, 1]},
+        {"qk_l2_norm": True},
+        {"apply_residual_connection_post_layernorm": True},
+        {"position_embedding_type": "mrope"},
+    ],
+)
+def test_arguments_that_change_numbers_and_have_no_flag_here_are_refused(said):
+    from mcore_ckpt.megatron import from_arguments
+
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    flag = "--" + next(iter(said)).replace("_", "-")
+    with pytest.raises(ValueError, match=f"trained with {flag} .*no table for"):
+        from_arguments(sizes | {"padded_vocab_size": 64} | said)
+
+
 TITAN = {
     "blocks.": "layers.",
     "embedding.weight": "tok_embeddings.weight",

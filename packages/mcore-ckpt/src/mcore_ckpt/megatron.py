@@ -21,7 +21,11 @@ _REFUSED = (
     *("multi_latent_attention", "mtp_num_layers", "is_hybrid_model", "attention_output_gate"),
     *("hybrid_override_pattern", "num_shared_experts", "moe_use_legacy_grouped_gemm"),
     *("moe_latent_size", "softmax_type", "use_rotary_position_embeddings_2d"),
+    *("no_rope_freq", "qk_l2_norm", "moe_apply_probs_on_input"),
+    *("apply_residual_connection_post_layernorm", "heterogeneous_layers_config_path"),
+    *("activation_func_clamp_value", "glu_linear_offset", "experimental_attention_variant"),
 )
+_POSITIONS = ("rope", "learned_absolute", "none")
 _OFF = (None, False, 0, "", "vanilla")
 _EMPTY_IS_NONE = (
     *("num_experts", "moe_router_num_groups", "moe_router_group_topk"),
@@ -233,6 +237,7 @@ def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict
         "moe_layer_freq": expert_layers(description) if _has_experts(description) else 1,
         "vocab_size": description["vocab_size"],
         "padded_vocab_size": padded_vocab_size,
+        "bias_gelu_fusion": values["openai_gelu"],
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
@@ -275,6 +280,15 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
     config.setdefault("position_embedding_type", "learned_absolute")
     config.setdefault("swiglu", False)
     config.setdefault("add_bias_linear", True)
+    if config["position_embedding_type"] not in _POSITIONS:
+        raise ValueError(
+            "the checkpoint was trained with --position-embedding-type "
+            f"{config['position_embedding_type']}, which mcore has no table for."
+        )
+    # Megatron's fused bias and GELU is the approximation by tanh, also without a flag.
+    is_plain = not any(config.get(n) for n in ("swiglu", "squared_relu", "quick_geglu"))
+    if is_plain and config["add_bias_linear"] and arguments.get("bias_gelu_fusion", True):
+        config["openai_gelu"] = True
     config.setdefault("rotary_base", 10000.0)
     config["rotary_base"] = float(config["rotary_base"])
     moe: dict[str, Any] = {}

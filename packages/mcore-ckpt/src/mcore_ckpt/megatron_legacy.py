@@ -104,7 +104,7 @@ def read_legacy_folder(
                 "config.json of the model."
             )
         values = {"padded_vocab_size": padded, **args.fields()}
-        make = _bert_description if is_bert else _gpt_description
+        make = _bert_description if is_bert else megatron.from_arguments
         description = make(values, vocab_size)
     tensors = {
         name: _joined(name, shards, description, version)
@@ -261,17 +261,6 @@ def _copied_heads(description: Mapping[str, Any], names: set[str]) -> set[str]:
     """Name what only repeats the embedding on a last stage."""
     is_tied = not setting(description, "untie_embeddings_and_output_weights")
     return {"output_layer.weight"} & names if is_tied else set()
-
-
-def _gpt_description(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    found = megatron.from_arguments(values, vocab_size)
-    config = found["config"]
-    # The fused bias and GELU of before was the approximation by tanh, also without a flag.
-    fused = values.get("bias_gelu_fusion", True) and not values.get("use_mcore_models")
-    is_plain = not any(config.get(n) for n in ("swiglu", "squared_relu", "quick_geglu"))
-    if fused and is_plain:
-        config["openai_gelu"] = True
-    return found
 
 
 def _bert_description(values: dict[str, Any], vocab_size: int) -> dict[str, Any]:
