@@ -80,6 +80,33 @@ def save_and_load(folder):
     ctx.destroy()
 
 
+def test_a_frozen_parameter_has_no_state_and_gets_none():
+    model = build(1)
+    model[0].weight.requires_grad_(requires_grad=False)
+    free = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(free, lr=0.1, momentum=0.9)
+    model(torch.ones(2, WIDTHS[0])).sum().backward()
+    optimizer.step()
+    shards = torch_model_shards(model, optimizer)
+    assert "optimizer.momentum_buffer.1.weight" in shards
+    assert "optimizer.momentum_buffer.0.weight" not in shards
+    assert len(optimizer.state_dict()["state"]) == 3
+
+
+def test_state_that_would_be_lost_is_refused():
+    model = build(1)
+    optimizer = trained(model)
+    with pytest.raises(ValueError, match=r"of a parameter of shape \[8, 5\] that is not"):
+        torch_model_shards(model[1], optimizer)
+    optimizer.state[model[0].weight]["step"] = 2
+    with pytest.raises(ValueError, match=r"optimizer.step.0.weight is no tensor but int"):
+        torch_model_shards(model, optimizer)
+    plain = torch.optim.SGD(model.parameters())
+    plain.step()
+    with pytest.raises(ValueError, match="leave it out if it is of a kind that never holds"):
+        torch_model_shards(model, plain)
+
+
 def test_fully_sharded_models_save_and_load_what_one_rank_does(tmp_path):
     alone = build(3)
     state = torch_model_shards(alone, trained(alone))

@@ -8,6 +8,7 @@ Zhao et al. 2023, arXiv:2304.11277; torch.distributed.tensor for the placements.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Piece, Shard
 
 
-def tensor_shards(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Shard]:
+def tensor_shards(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Shard]:
     """Describe DTensors and plain tensors; pieces are this rank's local memory.
 
     Args:
@@ -27,10 +28,16 @@ def tensor_shards(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, 
         prefix: put before each name.
 
     Raises:
-        ValueError: for a DTensor that is neither cut nor replicated along some mesh dimension.
+        ValueError: for a DTensor that is neither cut nor replicated along some mesh dimension,
+            and for what is no tensor.
     """
     shards = {}
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{prefix}{name} is no tensor but {type(tensor).__name__}, and would be lost: "
+                "take it out, and put it into extra."
+            )
         if isinstance(tensor, DTensor):
             shards[prefix + name] = _shard(prefix + name, tensor)
         else:
@@ -47,23 +54,32 @@ def torch_model_shards(
 
     Args:
         model: with or without ``fully_shard``.
-        optimizer: over the model's parameters; its state must exist, so make one step (with
-            zero gradients, say) before loading into it.
+        optimizer: over parameters of the model; its state must exist, so make one step (with
+            zero gradients, say) before loading into it. Its groups (learning rates) are not
+            described: they are the caller's to keep.
 
     Raises:
-        ValueError: if the optimizer holds no state yet.
+        ValueError: if the optimizer holds no state yet, state of parameters that are not the
+            model's, or state that is no tensor.
     """
     shards = tensor_shards(model.state_dict(), "model.")
     if optimizer is None:
         return shards
     if not optimizer.state:
         raise ValueError(
-            "the optimizer holds no state to save or to load into: make one step first."
+            "the optimizer holds no state to save or to load into: make one step first, or "
+            "leave it out if it is of a kind that never holds any."
         )
-    for name, parameter in model.named_parameters():
-        for kind, value in optimizer.state[parameter].items():
-            if isinstance(value, Tensor):
-                shards |= tensor_shards({name: value}, f"optimizer.{kind}.")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        if parameter not in names:
+            raise ValueError(
+                f"the optimizer holds state of a parameter of shape {list(parameter.shape)} "
+                "that is not the model's, and that would be lost: give a model that has all."
+            )
+        for kind, value in state.items():
+            if value is not None:
+                shards |= tensor_shards({names[parameter]: value}, f"optimizer.{kind}.")
     return shards
 
 
