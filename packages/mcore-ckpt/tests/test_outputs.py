@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,27 @@ def test_a_writer_that_lost_its_place_makes_nothing_final_and_takes_nothing_away
         make(tmp_path / "out", lose)
     assert list(tmp_path.iterdir()) == [room]
     assert sorted(path.name for path in room.iterdir()) == [LOCK, "theirs"]
+
+
+def test_an_empty_folder_behind_a_link_becomes_the_output(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with appearing(tmp_path / "link") as folder:
+        (folder / "x").write_text("here")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "x").read_text() == "here"
+
+
+def test_a_folder_whose_place_cannot_be_taken_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="where this command runs"), appearing(Path()):
+        pass
+    with pytest.raises(ValueError, match="is not empty"), appearing(Path("..")):
+        pass
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    with pytest.raises(ValueError, match="a disk is mounted"), appearing(tmp_path / "disk"):
+        pass
 
 
 def test_an_output_that_came_into_being_meanwhile_is_not_replaced(tmp_path):

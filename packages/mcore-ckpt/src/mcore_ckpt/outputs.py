@@ -116,9 +116,11 @@ def appearing(output: Path) -> Iterator[Path]:
     ``FolderLock``. What processes left there that were killed is removed first.
 
     Raises:
-        ValueError: if the output is in the way.
+        ValueError: if the output is in the way, or a folder that nothing can take the place of.
         CheckpointError: if another process that lives is writing to the same output.
     """
+    if output.is_symlink():
+        output = output.resolve()  # What it points to is replaced, not the link.
     _check_free(output)
     room = output.with_name(f".{output.name}.partial")
     unfinished = room / uuid.uuid4().hex  # never another's, even if the lock is lost
@@ -142,6 +144,13 @@ def appearing(output: Path) -> Iterator[Path]:
 def _check_free(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not empty: give a new folder.")
+    there = output.resolve()
+    if there.is_mount() or there == Path.cwd():
+        what = "where a disk is mounted" if there.is_mount() else "where this command runs"
+        raise ValueError(
+            f"{output} is {what}, and the output takes the place of its folder at the end: "
+            "give a new folder in it."
+        )
 
 
 @contextmanager
