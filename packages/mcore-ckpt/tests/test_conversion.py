@@ -396,6 +396,17 @@ def edit(folder, **values):
         ({"model_type": ""}, "'' is not known"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"architectures": 5}, "must name one class"),
+        ({"rope_parameters": [1]}, "rope_parameters=.* must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0: it must be a number ab"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4': it must be a number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': it must be a number from 0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': it must be true or false"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8': it must be an object"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "dequantize others with their own tool",
+        ),
     ],
 )
 def test_what_cannot_be_represented_is_refused_by_name(tmp_path, change, message):

@@ -297,11 +297,11 @@ def _cast(theirs: Rows, asked: Asked) -> Rows:
 def _fp8_block(config: dict[str, Any]) -> tuple[int, int] | None:
     """Take fp8 in blocks out of a config.json; other quantizations are left for refusal."""
     how = config.get("quantization_config") or {}
-    if how.get("quant_method") != "fp8" or not how.get("weight_block_size"):
+    block = how.get("weight_block_size") if isinstance(how, dict) else None
+    if not isinstance(block, list) or len(block) != 2 or how.get("quant_method") != "fp8":
         return None
     del config["quantization_config"]
-    tall, wide = how["weight_block_size"]
-    return tall, wide
+    return block[0], block[1]
 
 
 def _asked_description(config: str) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def check_architectures(config: Mapping[str, Any]) -> None:
     """
     model_type, named = config.get("model_type", ""), config.get("architectures") or []
     stem = re.sub(r"[_-]|text$", "", model_type)
-    if len(named) > 1 or any(not str(one).lower().startswith(stem) for one in named):
+    is_one = isinstance(named, list) and len(named) <= 1
+    if not is_one or any(not str(one).lower().startswith(stem) for one in named):
         raise ValueError(
             f"config.json says model_type {model_type!r} and architectures {named}: it must "
             "name one class, of that type."

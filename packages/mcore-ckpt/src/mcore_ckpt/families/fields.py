@@ -36,6 +36,18 @@ _WHOLE = {
     *("d_model", "d_kv", "d_ff", "num_layers"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
 }
+_NUMBERS = {
+    *("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "initializer_range"),
+    *("attention_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "rope_theta"),
+    *("factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor"),
+    *("router_aux_loss_coef", "router_jitter_noise", "routed_scaling_factor"),
+}
+_POSITIVE = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
+_SWITCHES = {
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"),
+    *("use_sliding_window", "use_conv_bias"),
+}
+_TABLES = {"rope_parameters", "rope_scaling", "quantization_config"}
 
 DEFAULTS: dict[str, Any] = {
     "num_query_groups": 0,
@@ -89,20 +101,16 @@ class Fields:
                 something else; null is not absent.
 
         Raises:
-            ValueError: for quantized weights.
+            ValueError: for quantized weights, and for values of the wrong kind.
         """
+        for name, value in config.items():
+            if value is not None and (wanted := _unlike(name, value)):
+                raise ValueError(f"config.json has {name}={value!r}: it must be {wanted}.")
         if config.get("quantization_config"):
             raise ValueError(
                 "config.json has quantization_config, which mcore cannot represent here: "
                 "convert understands fp8 in blocks; dequantize others with their own tool."
             )
-        for name, value in config.items():
-            least = 1 if name in _HEADS else 0
-            is_whole = type(value) is int and value >= least
-            if name in (*_WHOLE, *_HEADS) and value is not None and not is_whole:
-                raise ValueError(
-                    f"config.json has {name}={value!r}: it must be a whole number from {least}."
-                )
         silent = _SILENT - set(keep)
         stated = {**(absent or {}), **config}
         self._left = {name: v for name, v in stated.items() if name not in silent}
@@ -145,6 +153,22 @@ class Fields:
                 "config.json has fields that mcore does not know: "
                 + ", ".join(f"{name}={self._left[name]!r}" for name in unknown)
             )
+
+
+def _unlike(name: str, value: Any) -> str:
+    """Say what a field must be, if its value is of another kind; empty: it is as it must be."""
+    if name in _HEADS or name in _WHOLE:
+        least = 1 if name in _HEADS else 0
+        is_right = type(value) is int and value >= least
+        return "" if is_right else f"a whole number from {least}"
+    if name in _NUMBERS:
+        is_right = type(value) in (int, float) and 0 <= value < float("inf")
+        if name in _POSITIVE:
+            return "" if is_right and value else "a number above 0"
+        return "" if is_right else "a number from 0"
+    if name in _SWITCHES:
+        return "" if type(value) is bool else "true or false"
+    return "an object" if name in _TABLES and not isinstance(value, Mapping) else ""
 
 
 def setting(description: Mapping[str, Any], name: str) -> Any:
