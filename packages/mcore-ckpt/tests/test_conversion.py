@@ -506,6 +506,13 @@ def test_pickled_weights_are_refused_and_never_opened(tmp_path):
         hf_to_mcore(tmp_path / "hf", tmp_path / "run")
 
 
+def test_weights_that_are_there_twice_are_refused(tmp_path):
+    make(tmp_path / "hf", "llama", max_shard_size="8KB")
+    save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"twice: model.safetensors, which transformers opens"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
 def test_an_index_that_names_an_absent_file_is_an_error(tmp_path):
     make(tmp_path / "hf", "llama", max_shard_size="8KB")
     sorted((tmp_path / "hf").glob("model-*.safetensors"))[1].unlink()

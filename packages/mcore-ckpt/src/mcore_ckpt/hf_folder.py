@@ -41,7 +41,7 @@ def read_hf_folder(path: str | Path) -> HFFolder:
     """Read config.json and the headers of the weight files.
 
     Raises:
-        ValueError: if it is no such folder, or its weights are pickles.
+        ValueError: if it is no such folder, its weights are pickles, or are there twice.
         CheckpointError: if files are damaged or contradict the folder's index.
     """
     path = Path(path)
@@ -57,7 +57,14 @@ def read_hf_folder(path: str | Path) -> HFFolder:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / 'config.json'} is damaged: it holds no object")
     if (path / _INDEX).is_file():
-        return HFFolder(path, config, _read_sharded(path))
+        tensors = _read_sharded(path)
+        files = {chunk.file for entry in tensors.values() for chunk in entry.chunks}
+        if (path / _SINGLE).is_file() and _SINGLE not in files:
+            raise ValueError(
+                f"{path} holds weights twice: {_SINGLE}, which transformers opens, and the "
+                f"files of {_INDEX}. Take those away that are old."
+            )
+        return HFFolder(path, config, tensors)
     if (path / _SINGLE).is_file():
         return HFFolder(path, config, read_header(path / _SINGLE))
     pickles = sorted(file.name for file in path.glob("*.bin"))
