@@ -99,7 +99,7 @@ class TransformerConfig:
     """Activation relu(x) squared, no gate; needs --no-swiglu."""
 
     openai_gelu: bool = False
-    """GELU in its tanh approximation, no gate; needs --no-swiglu."""
+    """GELU by tanh, as Megatron's fused one; no gate; needs --no-swiglu."""
 
     add_bias_linear: bool = False
     """Biases in all linears but head and router. Megatron's default: on."""

@@ -40,7 +40,9 @@ SPELLINGS: dict[str, Spelling] = {
     "--no-async-tensor-model-parallel-allreduce": Spelling(note="it is not overlapped"),
     "--no-masked-softmax-fusion": Spelling(note="attention is one fused kernel"),
     "--no-rope-fusion": Spelling(note="there is one rotary kernel"),
-    "--no-bias-gelu-fusion": Spelling(note="the compiler decides"),
+    "--no-bias-gelu-fusion": Spelling(
+        note="GELU is exact here anyway; what the fused one computes is --openai-gelu"
+    ),
     "--no-bias-swiglu-fusion": Spelling(note="the compiler decides"),
     "--no-bias-dropout-fusion": Spelling(note="the compiler decides"),
     "--calculate-per-token-loss": Spelling(note="losses are always divided by all tokens"),
