@@ -410,6 +410,25 @@ def test_a_gradient_from_autograd_overwrites_too():
     assert model.first.weight.main_grad.eq(2.0).all()
 
 
+def test_a_gradient_that_is_set_by_hand_is_refused_and_one_that_backward_brings_is_taken():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[1].bias.requires_grad_(False)
+    data_parallel = wrap(model)
+    weights = [*model[0].parameters(), model[1].weight]
+    gradients = torch.autograd.grad(model(torch.ones(1, 3)).sum(), weights)
+    model[0].weight.grad, model[1].weight.grad = gradients[0], gradients[2]
+    with pytest.raises(RuntimeError, match=r"1.weight and 1 more: .grad was set past"):
+        data_parallel.finish()
+    model.zero_grad()
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.backward(gradient)
+    data_parallel.finish()
+    assert all(
+        weight.main_grad.equal(gradient)
+        for weight, gradient in zip(weights, gradients, strict=True)
+    )
+
+
 def test_a_gradient_after_its_sum_began_is_refused():
     model = nn.Linear(3, 1)
     data_parallel = wrap(model, SMALL_BUCKETS)
@@ -443,6 +462,10 @@ def test_models_that_cannot_be_wrapped_are_refused():
     wrap(model).remove_hooks()
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+    with pytest.raises(ValueError, match="weight already has a gradient, which"):
+        wrap(model)
+    model.zero_grad()
+    wrap(model)
 
 
 def test_a_model_and_what_wraps_it_are_freed_together():

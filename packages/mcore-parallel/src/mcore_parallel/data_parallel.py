@@ -58,8 +58,9 @@ class DataParallel:
             config: sharding, overlap, bucket size, dtype.
 
         Raises:
-            ValueError: if nothing is trainable, a parameter already has a main gradient, or,
-                with tensor ranks, a module does not say how they share its parameters.
+            ValueError: if nothing is trainable, a parameter already has a gradient or a main
+                gradient, or, with tensor ranks, a module does not say how they share its
+                parameters.
         """
         _check_declared(chunks, ctx.tp)
         self.ctx = ctx
@@ -141,8 +142,8 @@ class DataParallel:
         Raises:
             ValueError: the first time, on every rank, if weights or gradients that ranks hold
                 in common differ, or two pipeline stages give one name to their parameters.
-            RuntimeError: if called again before ``zero_grad``, or while weight gradients wait
-                in a ``WeightQueue``.
+            RuntimeError: if called again before ``zero_grad``, while weight gradients wait in a
+                ``WeightQueue``, or if a parameter has a ``.grad``, which is not summed.
         """
         if self._is_finished:
             raise RuntimeError("gradients are summed already: call zero_grad() before backward")
@@ -151,6 +152,7 @@ class DataParallel:
                 "weight gradients still wait in a WeightQueue: hand it to run_schedule as "
                 "weight_queue, which empties it."
             )
+        self._check_taken()
         self.wait_params()
         for parameter in self._overwritten:
             if take_stale(parameter):  # no micro-batch came through it
@@ -256,6 +258,18 @@ class DataParallel:
             bucket.is_reducing = False
             self._missing[bucket] = set(range(len(bucket.slots)))
 
+    def _check_taken(self) -> None:
+        """Refuse gradients that came past the hooks, which leave no ``.grad`` behind."""
+        slots = [slot.named for bucket in self.buckets for slot in bucket.slots]
+        names = [named.name for named in slots if named.parameter.grad is not None]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"{names[0]}{more}: .grad was set past DataParallel, which sums what backward "
+                "brings. In place of parameter.grad = gradient, call "
+                "parameter.backward(gradient)."
+            )
+
     def _complete(self, bucket: Bucket, index: int) -> None:
         """Note that a bucket has the whole gradient of one of its slots."""
         missing = self._missing[bucket]
@@ -289,14 +303,14 @@ class _GradientHook:
             parameter.main_grad_ready = self.accumulated_later  # pyrefly: ignore
 
     def __call__(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
         owner, bucket = self._check()
-        if parameter.grad is None and self.is_deferred:
+        if gradient is None and self.is_deferred:
             return  # its operation adds to main_grad itself, later
         if take_stale(parameter):  # nothing was added: its operation had no gradient
             self.main_grad.zero_()
-        if parameter.grad is not None:  # None: its operation added to main_grad itself
-            self.main_grad.add_(parameter.grad)
-            parameter.grad = None
+        if gradient is not None:  # None: its operation added to main_grad itself
+            self.main_grad.add_(gradient)
         if owner._is_syncing[self.chunk]:
             owner._complete(bucket, self.index)
 
@@ -349,6 +363,11 @@ def _trainable(chunks: Sequence[nn.Module]) -> list[tuple[int, NamedParameter]]:
             raise ValueError(
                 f"{named.name} already has a main gradient: wrap a model once, or call "
                 "remove_hooks() on the DataParallel that holds it."
+            )
+        if named.parameter.grad is not None:
+            raise ValueError(
+                f"{named.name} already has a gradient, which would be added to that of the "
+                "first step: call model.zero_grad() before DataParallel."
             )
         if named.parameter in seen:
             raise ValueError(
