@@ -40,6 +40,14 @@ def test_a_step_that_is_no_number_is_refused(tmp_path):
         parse([*SHAPE, "--load", str(tmp_path), "--ckpt-step", "latest"])
 
 
+def test_a_file_in_place_of_a_checkpoint_is_refused(tmp_path):
+    file = tmp_path / "index.json"
+    file.write_text("{}")
+    for step in ([], ["--ckpt-step", "3"]):
+        with pytest.raises(ValueError, match=r"index\.json is a file: give a run folder or"):
+            parse([*SHAPE, "--load", str(file), *step])
+
+
 def test_a_recipe_flag_without_a_file_is_refused():
     with pytest.raises(ValueError, match="--recipe needs a value"):
         parse(["--recipe", "--lr", "1"])

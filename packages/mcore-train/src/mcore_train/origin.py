@@ -22,9 +22,11 @@ def find_checkpoint(load: str, step: int = 0) -> Path | None:
         None where nothing was ever saved: a run that may start from nothing.
 
     Raises:
-        ValueError: if a checkpoint is named that is not there or was not finished.
+        ValueError: if a checkpoint is named that is not there or was not finished, or a file.
     """
     folder = as_path(load)
+    if folder.is_file():
+        raise ValueError(f"--load {load} is a file: give a run folder or a step folder.")
     nothing_yet = not folder.is_dir() or latest_step(folder) is None
     if nothing_yet and not step and not is_complete(folder):
         return None
