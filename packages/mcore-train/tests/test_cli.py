@@ -93,6 +93,7 @@ def test_a_stage_takes_as_long_as_it_has_layers_and_megatrons_names_are_known(ca
         (["--pipeline-model-parallel-layout", "Et|ttL"], "say how many, by --layers"),
         (["--layers", "3"], "--num-layers 3 cannot be split"),
         (["--output", "absent/x.svg"], "--output absent/x.svg cannot be written: No such file"),
+        (["--output", "x.png"], "--output x.png is written as SVG: end its name in .svg"),
     ],
 )
 def test_a_schedule_that_cannot_be_drawn_says_what_to_change(capsys, words, told):

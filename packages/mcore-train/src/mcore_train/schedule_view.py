@@ -32,7 +32,7 @@ class ViewConfig:
     """Layers of the model, as --num-layers in training: a stage then takes as long as it has
     layers; 0: all stages take the same time."""
     output: str = ""
-    """SVG file to write; empty: only the text."""
+    """SVG file to write, which ends in .svg; empty: only the text."""
 
     def __post_init__(self) -> None:
         """Check the counts.
@@ -59,9 +59,12 @@ def draw_schedule(config: ScheduleConfig) -> str:
 
     Raises:
         ValueError: if the schedule does not take so many ranks and micro-batches, the layers
-            do not divide into stages as asked, or the file cannot be written.
+            do not divide into stages as asked, or the file cannot be written or is named as
+            another kind of picture.
     """
     view = config.view
+    if view.output and Path(view.output).suffix.lower() != ".svg":
+        raise ValueError(f"--output {view.output} is written as SVG: end its name in .svg.")
     schedule = build_schedule(config.pipeline, view.ranks, view.microbatches)
     simulation = simulate(
         schedule,
