@@ -9,6 +9,7 @@ from mcore_parallel.schedule import (
     Action,
     Kind,
     build_schedule,
+    check_schedule,
     forward_only,
     interleaved,
     message_peer,
@@ -95,6 +96,32 @@ def test_interleaving_divides_the_bubble_and_holds_a_warm_up_more(pp, groups, vp
     assert found.bubble_fraction == pytest.approx((pp - 1) / (num_microbatches * vpp))
     warmup = [2 * (pp - rank - 1) + (vpp - 1) * pp for rank in range(pp)]
     assert found.peak_activations == [min(n + 1, num_microbatches * vpp) for n in warmup]
+
+
+def refusal(function, *arguments):
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["", "1f1b", "zb-h1"]),
+    pp=st.integers(1, 5),
+    vpp=st.integers(1, 3),
+    group=st.integers(0, 7),
+    num_microbatches=st.integers(1, 15),
+)
+def test_checking_refuses_what_building_refuses(name, pp, vpp, group, num_microbatches):
+    config = PipelineConfig(
+        pipeline_schedule=name,
+        num_virtual_stages_per_pipeline_rank=1 if name else vpp,
+        microbatch_group_size_per_virtual_pipeline_stage=0 if name or vpp == 1 else group,
+    )
+    case = config, pp, num_microbatches
+    assert refusal(check_schedule, *case) == refusal(build_schedule, *case)
 
 
 @settings(max_examples=40, deadline=None)

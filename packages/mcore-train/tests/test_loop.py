@@ -80,6 +80,15 @@ def test_a_validation_between_reports_loses_no_step_of_the_average():
     assert evaluated.loss == plain.loss
 
 
+def test_a_schedule_is_built_once_for_each_size_of_a_ramp():
+    length = {"train_iters": 0, "train_samples": 24}
+    run = build(rampup_batch_size=(2, 2, 8), eval_interval=1, **length)
+    collect(run, until=5)
+    assert run.schedule_samples == 4 * 2 + 4
+    assert list(run.built_actions) == [("train", 1), ("evaluate", 2), ("train", 2)]
+    assert run.actions_of(1) is run.actions_of(1)
+
+
 def test_validation_scores_the_same_samples_each_time_and_changes_nothing(tmp_path):
     run = build(eval_interval=2)
     first = validate(run, Reporter(None))

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from mcore_train.composition import compose
@@ -115,6 +117,23 @@ def test_each_conflict_says_what_to_change(world_size, changes, told):
     with pytest.raises(ConflictError) as refusal:
         plan(world_size, **changes)
     assert told in " ".join(str(refusal.value).split())
+
+
+def test_a_ramp_of_many_sizes_is_resolved_without_building_their_schedules():
+    many = {
+        "num_layers": 64,
+        "pipeline_model_parallel_size": 16,
+        "num_virtual_stages_per_pipeline_rank": 4,
+        "global_batch_size": 2048,
+        "train_iters": 0,
+        "train_samples": 1_000_000,
+    }
+    started_s = time.process_time()
+    found = plan(16, rampup_batch_size=(16, 16, 100_000), **many)
+    assert time.process_time() - started_s < 5.0  # of which building would take a minute
+    assert len(found.ramp.sizes()) == 128
+    with pytest.raises(ConflictError, match="8 micro-batches in groups of 16"):
+        plan(16, rampup_batch_size=(8, 8, 100_000), **many)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():

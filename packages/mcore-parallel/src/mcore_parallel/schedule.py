@@ -75,14 +75,26 @@ def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Sc
     Raises:
         ValueError: if micro-batches, groups and stages do not fit the pipeline.
     """
-    vpp = config.num_virtual_stages_per_pipeline_rank
-    name = config.pipeline_schedule or ("interleaved" if vpp > 1 else "1f1b")
+    name = _name(config)
     if name == "interleaved":
+        vpp = config.num_virtual_stages_per_pipeline_rank
         group = config.microbatch_group_size_per_virtual_pipeline_stage
         return interleaved(pp, num_microbatches, vpp, group)
     if name == "zb-h1":
         return zero_bubble_h1(pp, num_microbatches)
     return one_f_one_b(pp, num_microbatches)
+
+
+def check_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> None:
+    """Refuse what ``build_schedule`` refuses, without building: for many sizes of a batch.
+
+    Raises:
+        ValueError: if micro-batches, groups and stages do not fit the pipeline.
+    """
+    if _name(config) == "interleaved":
+        vpp = config.num_virtual_stages_per_pipeline_rank
+        group = config.microbatch_group_size_per_virtual_pipeline_stage or pp
+        _check_groups(pp, num_microbatches, vpp, group)
 
 
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
@@ -197,23 +209,24 @@ def with_messages(orders: Sequence[Sequence[Action]]) -> Schedule:
     waiting = [list(reversed(order)) for order in orders]
     schedule: Schedule = [[] for _ in orders]
     arrived: set[tuple[int, Kind, int]] = set()
-    running: list[tuple[float, int]] = []  # (end, rank)
+    running: list[tuple[float, int, Action]] = []  # (end, rank, action)
+    idle = set(range(pp))
     now = 0.0
     while True:
-        busy = {rank for _, rank in running}
-        for rank, order in enumerate(waiting):
-            if rank in busy or not order:
-                continue
-            if _needs(order[-1], rank, pp, num_stages) <= arrived:
+        for rank in sorted(idle):
+            order = waiting[rank]
+            if order and _needs(order[-1], rank, pp, num_stages) <= arrived:
                 action = order.pop()
                 schedule[rank].append(action)
-                heapq.heappush(running, (now + DURATIONS[action.kind], rank))
+                heapq.heappush(running, (now + DURATIONS[action.kind], rank, action))
+                idle.discard(rank)
         if not running:
             break
         now = running[0][0]
         while running and running[0][0] == now:
-            rank = heapq.heappop(running)[1]
-            arrived |= _deliver(schedule, rank, num_stages)
+            _, rank, action = heapq.heappop(running)
+            arrived |= _deliver(schedule, rank, action, num_stages)
+            idle.add(rank)
     if any(waiting):
         stuck = ", ".join(f"rank {r} at {o[-1]}" for r, o in enumerate(waiting) if o)
         raise ValueError(f"the orders of computation wait for each other: {stuck}")
@@ -235,10 +248,9 @@ def _needs(action: Action, rank: int, pp: int, num_stages: int) -> set[Value]:
     return {(stage, Kind.FORWARD, microbatch)} | later
 
 
-def _deliver(schedule: Schedule, rank: int, num_stages: int) -> set[Value]:
+def _deliver(schedule: Schedule, rank: int, action: Action, num_stages: int) -> set[Value]:
     """Write down the message of the computation that just ended on ``rank``, if any."""
     pp = len(schedule)
-    action = next(a for a in reversed(schedule[rank]) if not a.kind.is_message)
     stage, microbatch = action.chunk * pp + rank, action.microbatch
     if action.kind is Kind.BACKWARD_WEIGHT:
         return set()
@@ -250,6 +262,11 @@ def _deliver(schedule: Schedule, rank: int, num_stages: int) -> set[Value]:
         schedule[rank].append(Action(send, microbatch, action.chunk))
         schedule[target % pp].append(Action(receive, microbatch, target // pp))
     return {(stage, Kind.FORWARD if is_forward else Kind.BACKWARD, microbatch)}
+
+
+def _name(config: PipelineConfig) -> str:
+    is_interleaved = config.num_virtual_stages_per_pipeline_rank > 1
+    return config.pipeline_schedule or ("interleaved" if is_interleaved else "1f1b")
 
 
 def _check_groups(pp: int, num_microbatches: int, vpp: int, group: int) -> None:

@@ -1,8 +1,9 @@
 """From a plan to a run: model chunks, gradients, optimizer, schedule and data of one rank."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline import WeightQueue
 from mcore_parallel.rng import RngStreams
-from mcore_parallel.schedule import Action, build_schedule
+from mcore_parallel.schedule import Action, Schedule, build_schedule, forward_only
 from mcore_parallel.stages import stages_of_rank
 from mcore_parallel.zero import ShardedAdamW
 from mcore_train.cuda_graph import BackwardRecorder
@@ -55,8 +56,6 @@ class Run:
     """Model chunks of this rank, in forward order; one without interleaving."""
     data_parallel: DataParallel
     optimizer: ShardedAdamW
-    actions: Sequence[Action]
-    """This rank's part of the pipeline schedule of a step of ``plan.num_microbatches``."""
     streams: RngStreams
     datasets: Datasets
     dtype: torch.dtype
@@ -77,13 +76,28 @@ class Run:
     """Sequences that the learning-rate schedule has counted."""
     stretches: list[Stretch] = field(default_factory=list)
     """Batch sizes that the run has had, over all its continuations."""
+    built_actions: dict[tuple[str, int], Sequence[Action]] = field(default_factory=dict)
+    """What ``actions_of`` and ``forward_actions_of`` have given, by kind and micro-batches:
+    thousands of actions are not built in every step."""
 
     def actions_of(self, num_microbatches: int) -> Sequence[Action]:
         """This rank's part of the schedule of a step of so many micro-batches."""
-        if num_microbatches == self.plan.num_microbatches:
-            return self.actions
-        pp = self.ctx.pp
-        return build_schedule(self.plan.config.pipeline, pp.size, num_microbatches)[pp.rank]
+        pipeline = self.plan.config.pipeline
+        return self._built("train", partial(build_schedule, pipeline), num_microbatches)
+
+    def forward_actions_of(self, num_microbatches: int) -> Sequence[Action]:
+        """This rank's part of a schedule without backward."""
+        forwards = partial(forward_only, vpp=len(self.chunks))
+        return self._built("evaluate", forwards, num_microbatches)
+
+    def _built(
+        self, kind: str, build: Callable[[int, int], Schedule], num_microbatches: int
+    ) -> Sequence[Action]:
+        key = kind, num_microbatches
+        if key not in self.built_actions:
+            built = build(self.ctx.pp.size, num_microbatches)
+            self.built_actions[key] = built[self.ctx.pp.rank]
+        return self.built_actions[key]
 
 
 def assemble(
@@ -142,9 +156,6 @@ def assemble(
         chunks=chunks,
         data_parallel=data_parallel,
         optimizer=ShardedAdamW(data_parallel, config.adam),
-        actions=build_schedule(config.pipeline, ctx.pp.size, plan.num_microbatches)[
-            ctx.pp.rank
-        ],
         streams=streams,
         datasets=datasets,
         dtype=dtype,

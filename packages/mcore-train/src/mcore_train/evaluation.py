@@ -11,7 +11,6 @@ from torch import Tensor
 from mcore_models.gpt import GPT
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
-from mcore_parallel.schedule import forward_only
 from mcore_train.assembly import Run
 from mcore_train.losses import MicroBatch, place
 from mcore_train.step import hidden_shape
@@ -105,9 +104,8 @@ def forward_pass(
 
         return forward
 
-    actions = forward_only(run.ctx.pp.size, len(batches), len(run.chunks))
     run_schedule(
-        actions[run.ctx.pp.rank],
+        run.forward_actions_of(len(batches)),
         {number: build(number) for number in range(len(run.chunks))},
         axis=run.ctx.pp,
         shape=partial(hidden_shape, run, batches),

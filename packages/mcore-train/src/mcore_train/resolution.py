@@ -14,7 +14,7 @@ from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_models.layout_checks import layout_problems
 from mcore_moe.config import moe_layers
 from mcore_parallel.layout import build_grids
-from mcore_parallel.schedule import build_schedule as build_pipeline
+from mcore_parallel.schedule import check_schedule
 from mcore_parallel.stages import Stage, build_stages
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
@@ -128,7 +128,9 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
     for size in ramp.sizes() if ramp else (batch_size,):
-        if not _attempt(lines, build_pipeline, config.pipeline, pp, max(1, size // micro)):
+        known = len(lines)
+        _attempt(lines, check_schedule, config.pipeline, pp, max(1, size // micro))
+        if len(lines) > known:
             break
     schedule = None
     if config.optimizer.lr and _train_samples(config, batch_size):
