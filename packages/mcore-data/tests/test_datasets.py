@@ -29,6 +29,12 @@ def build(num_samples=(0, 0, 0), **flags):
     )
 
 
+def with_weights(prefixes, weights):
+    if not weights:
+        return prefixes
+    return tuple(word for pair in zip(weights, prefixes, strict=True) for word in pair)
+
+
 def tokens_of(dataset, limit=1000):
     return {int(t) for k in range(min(len(dataset), limit)) for t in dataset[k]["tokens"]}
 
@@ -48,10 +54,17 @@ def test_the_default_split_is_that_of_megatron(pair):
 
 
 def test_samples_of_a_split_without_documents_are_refused(pair):
-    with pytest.raises(
-        ValueError, match=r"part 3 of --split 969,30,1: the split has no tokens"
-    ):
-        build(data_path=pair[:1], num_samples=(1, 1, 1))
+    with pytest.raises(ValueError, match=r"part 3 of --split 98,1,0.1: the split has no tok"):
+        build(data_path=pair[:1], split="98,1,0.1", num_samples=(1, 1, 1))
+
+
+@pytest.mark.parametrize("weights", [("3", "1"), ()])
+def test_little_data_have_no_test_part_unless_one_is_asked_for(pair, weights):
+    for path in (pair[:1], with_weights(pair, weights)):
+        train, valid, test = build(data_path=path, num_samples=(1, 1, 1))
+        assert test is None
+        assert len(train) > 0
+        assert len(valid) > 0
 
 
 def test_weights_mix_by_share(pair):

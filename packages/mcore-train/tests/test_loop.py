@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,6 +109,22 @@ def test_metrics_of_training_and_validation_stand_in_one_file(tmp_path):
     kinds = [(x["kind"], x["iteration"]) for x in lines]
     assert [i for kind, i in kinds if kind == "train"] == [1, 2, 4, 6]
     assert [i for kind, i in kinds if kind == "valid"] == [3, 6]
+    assert kinds[-1] == ("test", 6)
+    assert lines[-1]["tokens"] == 2 * 4 * 8
+
+
+def test_a_run_is_scored_on_its_test_data_once_at_its_end_and_on_all_where_there_are_few(
+    tmp_path,
+):
+    run = build(eval_interval=4)
+    run.datasets = replace(run.datasets, test=[run.datasets.test[i] for i in range(3)])
+    for until, kinds in ((5, ["valid"]), (0, ["valid", "test"])):
+        path = tmp_path / "metrics.jsonl"
+        with Reporter(Console(quiet=True), metrics_file=path) as reporter:
+            train(run, reporter, until=until)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [x["kind"] for x in lines if x["kind"] != "train"] == kinds
+    assert lines[-1]["tokens"] == 3 * 8
 
 
 def test_a_signal_saves_and_ends_and_the_run_continues_bitwise(tmp_path):

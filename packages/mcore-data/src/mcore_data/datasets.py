@@ -107,7 +107,12 @@ def build_gpt_datasets(
     blend = parse_blend(read_words(config))
     split = config.split or _DEFAULT_SPLIT
     return tuple(
-        _build_blend(_of_split(blend, i, config), config, builds[i], _Share(split, i, wanted))
+        _build_blend(
+            _of_split(blend, i, config),
+            config,
+            builds[i],
+            _Share(split, i, wanted, may_be_empty=not config.split and SPLITS[i] == "test"),
+        )
         for i, wanted in enumerate(num_samples)
     )
 
@@ -274,6 +279,8 @@ class _Share:
     split: str
     number: int
     num_samples: int
+    may_be_empty: bool = False
+    """Whether nobody asked for this part: little data have none for it."""
 
 
 def _build_blend(
@@ -305,7 +312,8 @@ def _build_blend(
         replace(share, num_samples=max(1, math.ceil(target * surplus))) for target in targets
     ]
     datasets = _build_each(blend, config, build, shares)
-    # None only where no sample is asked for, and each is asked for one here.
+    if None in datasets:  # of a part that may be empty: each is asked for a sample here
+        return None
     # pyrefly: ignore[bad-argument-type]
     return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
 
@@ -331,10 +339,10 @@ def _build_each(
 def _build_one(
     prefix: str, config: DataConfig, build: Any, share: _Share
 ) -> GPTDataset | PackedDataset | None:
-    """One split of one dataset; None if no document falls into it and no sample is wanted."""
+    """One split of one dataset; None if no document falls into it and none need to."""
     sequences = _open(prefix, config)
     ids = split_bounds(share.split, len(sequences))[share.number]
-    if not ids and not share.num_samples:
+    if not ids and (share.may_be_empty or not share.num_samples):
         return None
     try:
         return build(sequences, document_ids=ids, num_samples=share.num_samples)

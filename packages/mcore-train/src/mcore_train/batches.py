@@ -62,8 +62,7 @@ def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
         ValueError: if external batches can be read only once.
     """
     if run.plan.config.data.full_validation:
-        loader = build_loader(dataset, dataloader_type="full", **_share(run))
-        return loader, len(loader)  # pyrefly: ignore[bad-argument-type]
+        return _all_batches(run, dataset)
     num_batches = run.plan.config.evaluation.eval_iters * run.plan.num_microbatches
     batches = _open(run, dataset, 0)
     if isinstance(batches, Iterator):
@@ -72,6 +71,24 @@ def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
             "every validation reads them: give a list, or a function that starts anew."
         )
     return batches, num_batches
+
+
+def final_batches(run: Run) -> tuple[Iterable[Batch], int]:
+    """Return the micro-batches that a run is scored on at its end, and how many.
+
+    As many as in a validation; where the test data are fewer, all of them.
+    """
+    plan, dataset = run.plan, run.datasets.test
+    eval_iters = plan.config.evaluation.eval_iters
+    is_external = plan.config.data.dataloader_type == "external"
+    if not is_external and len(dataset) < eval_iters * plan.global_batch_size:
+        return _all_batches(run, dataset)
+    return _open(run, dataset, 0), eval_iters * plan.num_microbatches
+
+
+def _all_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
+    loader = build_loader(dataset, dataloader_type="full", **_share(run))
+    return loader, len(loader)  # pyrefly: ignore[bad-argument-type]
 
 
 def _open(run: Run, dataset: Dataset, consumed_samples: int) -> Iterable[Batch]:

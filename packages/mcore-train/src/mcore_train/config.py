@@ -194,7 +194,8 @@ class EvalConfig:
     """Validation during training."""
 
     eval_interval: int = 0
-    """Steps between validations; 0: none."""
+    """Steps between validations; 0: none. A run that validates is scored on its test data, if
+    there are any, at its end."""
     eval_iters: int = 10
     """Global batches of one validation."""
 

@@ -12,7 +12,7 @@ from mcore_data.data_plan import Stretch
 from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
 from mcore_train.assembly import Run
-from mcore_train.batches import train_batches, valid_batches
+from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpointing import Checkpoints
 from mcore_train.evaluation import Score, evaluate
 from mcore_train.finiteness import FiniteGradients
@@ -38,6 +38,8 @@ def train(
     on_report: OnReport | None = None,
 ) -> bool:
     """Train to the end of the plan, or until somebody asks to stop.
+
+    Where a run validates and has test data, it is scored on them at the end of the plan.
 
     Args:
         run: changed in place; continues at ``run.iteration``.
@@ -99,6 +101,9 @@ def train(
                 break
         gradients.check()
         checkpoints.finish()
+        is_tested = config.evaluation.eval_interval > 0 and run.datasets.test is not None
+        if is_tested and run.iteration >= run.plan.train_iters:
+            _tell(run, reporter, "test", evaluate(run, *final_batches(run)))
     return run.iteration >= last
 
 
@@ -114,21 +119,23 @@ def validate(run: Run, reporter: Reporter) -> Score:
     total = Score(0.0, 0)
     for name, dataset in (run.datasets.valid_sets or {"": run.datasets.valid}).items():
         score = evaluate(run, *valid_batches(run, dataset))
-        log.info(
-            " validation loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |",
-            run.iteration,
-            f" on {name}" if name else "",
-            score.loss,
-            score.perplexity,
-        )
-        numbers = {
-            "loss": score.loss,
-            "perplexity": score.perplexity,
-            "tokens": score.num_tokens,
-        }
-        reporter.record(f"valid {name}".strip(), run.iteration, numbers)
+        _tell(run, reporter, f"valid {name}".strip(), score)
         total = Score(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
     return total
+
+
+def _tell(run: Run, reporter: Reporter, kind: str, score: Score) -> None:
+    split, _, name = kind.partition(" ")
+    log.info(
+        " %s loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |",
+        "validation" if split == "valid" else split,
+        run.iteration,
+        f" on {name}" if name else "",
+        score.loss,
+        score.perplexity,
+    )
+    numbers = {"loss": score.loss, "perplexity": score.perplexity, "tokens": score.num_tokens}
+    reporter.record(kind, run.iteration, numbers)
 
 
 def _one_step(
