@@ -138,6 +138,32 @@ def test_a_signal_reaches_every_rank_and_their_end_is_waited_for(number, tmp_pat
     assert {path.name for path in tmp_path.glob("*.saved")} == {"0.saved", "1.saved"}
 
 
+JOINS = """
+import sys, time
+from mcore_parallel.launching import initialize
+initialize("cpu")
+print("joined", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_whose_launcher_is_killed_end_and_say_why():
+    command = [sys.executable, "-c", LAUNCHES, JOINS]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        joined = 0
+        for line in launcher.stderr:
+            joined += "joined" in line
+            if joined == 2:
+                break
+        launcher.kill()
+        started_s = time.monotonic()
+        told = launcher.stderr.read()  # to the end of the last rank
+    assert time.monotonic() - started_s < 45
+    for rank in (0, 1):
+        gone = f"process {launcher.pid}, which started all ranks, is gone"
+        assert f"rank {rank} ends: {gone}" in told
+
+
 def test_bad_numbers_and_a_launch_inside_a_launch_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="--nproc 0 must be 1 or more"):
         launch_local(python("pass"), 0)

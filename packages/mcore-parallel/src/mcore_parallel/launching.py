@@ -32,6 +32,8 @@ FLIGHT_RECORDER = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
 }
 """Environment of nccl groups: the last collectives of each rank, written down on a timeout."""
+LAUNCHER = "MCORE_LAUNCHER_PID"
+"""Variable by which ``launch_local`` tells its ranks who started them."""
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 """Workspace settings under which cuBLAS gives the same bits in every run."""
 
@@ -45,6 +47,8 @@ class RankEnvironment:
     local_rank: int = 0
     is_launched: bool = False
     """Whether a launcher set the variables: false for a plain ``python`` start."""
+    launcher_pid: int = 0
+    """Process of ``launch_local`` that started this rank; 0: another launcher did."""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -72,6 +76,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
         world_size=world_size,
         local_rank=_integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank,
         is_launched=True,
+        launcher_pid=_integer(env, LAUNCHER) if LAUNCHER in env else 0,
     )
 
 
@@ -86,7 +91,8 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
 
     Collectives use nccl on CUDA (with gloo beside it for host objects) and gloo on CPU. A
     single process joins nothing. Calling it again returns the same device. The first call
-    returns once all ranks have joined.
+    returns once all ranks have joined. From then on a rank that ``launch_local`` started ends
+    by itself once that process is gone, which after a SIGKILL has ended nobody.
 
     Args:
         device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
@@ -111,6 +117,9 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
     else:
         device = torch.device("cpu")
     if env.is_launched and not dist.is_initialized():
+        if env.launcher_pid:
+            watch = (env.launcher_pid, env.rank)
+            threading.Thread(target=_end_with, args=watch, name="launcher", daemon=True).start()
         if device.type == "cuda":
             # On a timeout nccl's own watchdog then says which collectives each rank began.
             for name, value in FLIGHT_RECORDER.items():
@@ -231,6 +240,7 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
             "WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
+            LAUNCHER: str(os.getpid()),
             "OMP_NUM_THREADS": threads,
         }
         out = None if rank == 0 else subprocess.DEVNULL
@@ -258,6 +268,26 @@ def _wait(ranks: list[subprocess.Popen], poll_s: float) -> int:
         if all(code == 0 for code in codes):
             return 0
         time.sleep(poll_s)
+
+
+def _end_with(launcher: int, rank: int, poll_s: float = 1.0) -> None:
+    """End this process once the one that launched it is gone."""
+    is_child = os.getppid() == launcher  # else it is gone already, or something is between
+    while os.getppid() == launcher if is_child else _exists(launcher):
+        time.sleep(poll_s)
+    log.error("rank %d ends: process %d, which started all ranks, is gone", rank, launcher)
+    logging.shutdown()
+    os._exit(1)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @contextmanager
