@@ -1,15 +1,16 @@
 """One rank of a world in which something goes wrong; run by test_watching.py.
 
-Usage: python -m faulty_rank FAULT TIMEOUT_S, with torchrun's variables set. Rank 1 is the
-faulty one, or for some faults rank 0, which holds the store; the others sum and wait.
+Usage: python -m faulty_rank FAULT TIMEOUT_S, with torchrun's variables set, and FROZEN to a
+file for the process id of who stands still. Rank 1 is the faulty one, or for some faults
+rank 0, which holds the store; the others sum and wait.
 """
 
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -46,8 +47,8 @@ def die(ctx: ParallelContext) -> None:
 
 
 def freeze(ctx: ParallelContext) -> None:
-    # Long after the others must have ended: nobody else ends a process that stands still.
-    subprocess.Popen(["sh", "-c", f"sleep {FROZEN_S}; kill -KILL {os.getpid()}"])
+    # Who runs the test ends it, once the others have ended by themselves.
+    Path(os.environ["FROZEN"]).write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -76,7 +77,6 @@ FAULTS = {
     "none": nothing,
 }
 OF_RANK_0 = ("freezes",)
-FROZEN_S = 12
 
 if __name__ == "__main__":
     main()

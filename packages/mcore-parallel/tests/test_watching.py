@@ -1,9 +1,10 @@
 """A rank that dies, hangs, raises or disagrees ends all ranks in time, and is named."""
 
 import os
+import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,16 @@ SLACK_S = 60.0
 """For starting and ending processes on a busy host, beyond the collectives' timeout."""
 
 
-def run_world(fault, timeout_s):
-    """Run three ranks of faulty_rank.py; return code and text of each, and the time."""
+def run_world(fault, timeout_s, frozen=None):
+    """Run three ranks of faulty_rank.py; return code and text of each, and the time.
+
+    Rank 0 is killed once the others have ended, where it is to leave its id in ``frozen``.
+    """
     world = {
         "WORLD_SIZE": str(WORLD_SIZE),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
+        "FROZEN": str(frozen),
     }
 
     def run(rank):
@@ -44,7 +49,11 @@ def run_world(fault, timeout_s):
 
     started_s = time.monotonic()
     with ThreadPoolExecutor(WORLD_SIZE) as pool:
-        done = list(pool.map(run, range(WORLD_SIZE)))
+        ranks = [pool.submit(run, rank) for rank in range(WORLD_SIZE)]
+        if frozen is not None:
+            wait(ranks[1:])
+            os.kill(int(frozen.read_text()), signal.SIGKILL)
+        done = [rank.result() for rank in ranks]
     took_s = time.monotonic() - started_s
     return [d.returncode for d in done], [d.stdout + d.stderr for d in done], took_s
 
@@ -76,8 +85,8 @@ def test_a_fault_of_one_rank_ends_all_in_time_and_names_it(scripts, fault, timeo
         assert all(words in texts[rank] for words in told), texts[rank]
 
 
-def test_ranks_end_when_the_one_that_holds_the_store_stands_still(scripts):
-    codes, texts, _ = run_world("freezes", 3.0)
+def test_ranks_end_when_the_one_that_holds_the_store_stands_still(scripts, tmp_path):
+    codes, texts, _ = run_world("freezes", 3.0, frozen=tmp_path / "process")
     assert 0 not in codes, texts
     for rank in (1, 2):
         assert "in all_reduce over dp (ranks 0, 1, 2)" in texts[rank]
