@@ -1,5 +1,6 @@
 """Reading a launcher's environment, and ranks started on this host."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from mcore_parallel.launching import (
     free_port,
     initialize,
     launch_local,
+    num_cores,
     python_command,
     read_environment,
     shut_down,
@@ -72,6 +74,13 @@ def test_cuda_where_there_is_none_is_refused():
 
 def test_free_ports_differ_and_can_be_bound():
     assert 1024 < free_port() < 65536
+
+
+def test_cores_are_counted_where_the_system_does_not_limit_a_process(monkeypatch):
+    if hasattr(os, "sched_getaffinity"):
+        assert num_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert num_cores() == os.cpu_count()
 
 
 def python(code):

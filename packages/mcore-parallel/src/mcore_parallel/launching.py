@@ -229,7 +229,7 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
     if read_environment().is_launched:
         raise ValueError("--nproc cannot be used under torchrun: leave one of the two out.")
     port = str(free_port())
-    share = max(1, len(os.sched_getaffinity(0)) // nproc)
+    share = max(1, num_cores() // nproc)
     threads = os.environ.get("OMP_NUM_THREADS", str(share))
     ranks = []
     for rank in range(nproc):
@@ -250,6 +250,13 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
             return _wait(ranks, poll_s)
     finally:
         _end(ranks)
+
+
+def num_cores() -> int:
+    """Cores that this process may run on; all of the host's where nothing limits it (macOS)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def python_command(module: str, arguments: Sequence[str]) -> list[str]:

@@ -10,7 +10,6 @@ same elements, ``tensor_parallel`` where each holds its own part.
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_parallel.launching import num_cores
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import NamedParameter, named_parameters
 
@@ -74,7 +74,7 @@ def fill_normal_(
     columns = (1,) * max(0, 2 - len(shape))
     matrix_shape, matrix_offsets = (*shape, *columns), (*offsets, *(0 for _ in columns))
     view = view.view(*view.shape, *columns)
-    num_threads = num_threads or min(16, len(os.sched_getaffinity(0)))
+    num_threads = num_threads or min(16, num_cores())
     with torch.no_grad():
         for index in product(*map(range, view.shape[:-2])):
             place = [i + o for i, o in zip(index, matrix_offsets, strict=False)]
