@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.layout import build_grids
-from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.testing import run_ranks
 
 TP2_CP2_PP2 = ParallelConfig(
@@ -167,6 +167,24 @@ def wrong_degrees():
 
 def test_degrees_that_do_not_fit_are_refused_on_every_rank_before_any_group():
     assert run_ranks(wrong_degrees, 2) == [0, 0]
+
+
+def axes_over_groups_of_ones_own():
+    mine = dist.get_rank()
+    group = dist.new_group([1, 0])
+    sums = all_reduce(torch.ones(1), Axis("tp", 2, mine, group, (0, 1))).item()
+    refused = 0
+    for size, rank in ((2, 1 - mine), (4, mine), (1, 0)):
+        with pytest.raises(ValueError, match=f"has this process as rank {mine} of 2"):
+            Axis("tp", size, rank, group, tuple(range(size)))
+        refused += 1
+    with pytest.raises(ValueError, match="axis tp has 2 ranks and no group"):
+        all_reduce(torch.ones(1), Axis("tp", 2, mine, None, (0, 1)))
+    return sums, refused
+
+
+def test_an_axis_has_the_size_and_the_order_of_its_group():
+    assert run_ranks(axes_over_groups_of_ones_own, 2) == [(2.0, 3)] * 2
 
 
 def test_without_a_world_a_context_is_one_rank_and_has_no_group():

@@ -47,11 +47,28 @@ class Axis:
     agreement: Agreement | None = None
     """Compares the first calls of all ranks, where ``build`` was told to."""
 
+    def __post_init__(self) -> None:
+        """Hold size and place to those of the group, which gathers in its own order.
+
+        Raises:
+            ValueError: if they differ.
+        """
+        if self.group is None:
+            return
+        place = self.group.rank(), self.group.size()
+        if place != (self.rank, self.size) or len(self.ranks) != self.size:
+            raise ValueError(
+                f"axis {self.name}: rank {self.rank} of {self.size}, ranks {self.ranks}, but "
+                f"its group has this process as rank {place[0]} of {place[1]} (new_group "
+                "sorts the ranks it is given)."
+            )
+
     @property
     def group_name(self) -> str:
         """Torch's registered name of the group, which functional collectives take."""
         if self.group is None:
-            raise ValueError(f"axis {self.name} has one rank and no group")
+            ranks = "one rank" if self.size == 1 else f"{self.size} ranks"
+            raise ValueError(f"axis {self.name} has {ranks} and no group")
         return self.group.group_name
 
 
