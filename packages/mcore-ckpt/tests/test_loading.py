@@ -9,7 +9,7 @@ import torch
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.index import BLOCK_BYTES
 from mcore_ckpt.loading import load, read_tensor
-from mcore_ckpt.paths import resolve_folder
+from mcore_ckpt.paths import TRACKER, resolve_folder
 from mcore_ckpt.saving import save
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
@@ -198,9 +198,30 @@ def rewrite(step, change):
         ),
         (
             lambda t: t["tensors"]["model.norm"].__setitem__(2, []),
-            ValueError,
-            "model.norm: 4 of 4 elements are in no box",
+            RuntimeError,
+            r"model.norm of \[4\] has 0 elements in boxes",
         ),
+        (
+            lambda t: t["tensors"]["model.norm"].__setitem__(1, [-4]),
+            RuntimeError,
+            r"model.norm has a box outside \[-4\]",
+        ),
+        (
+            lambda t: t["tensors"]["model.norm"].__setitem__(1, [10**15, 10**5]),
+            RuntimeError,
+            "model.norm has a box without the 2 dimensions",
+        ),
+        (
+            lambda t: t["tensors"]["model.norm"][2][0].__setitem__(1, 8.5),
+            RuntimeError,
+            "index.json is damaged",
+        ),
+        (
+            lambda t: t["tensors"]["model.norm"][2][0].__setitem__(4, []),
+            RuntimeError,
+            "model.norm has 0 checksums for 16 bytes",
+        ),
+        (lambda t: t.update(extra=None), RuntimeError, "is damaged: TypeError"),
         (lambda t: t.pop("files"), RuntimeError, "is damaged: KeyError"),
         (lambda t: t.update(version=2), ValueError, "has version 2"),
         (lambda t: t.update(format="other"), ValueError, "is not an index of the mcore format"),
@@ -215,6 +236,13 @@ def test_an_index_that_cannot_be_right_is_an_error(step, change, error, message)
     rewrite(step, change)
     with pytest.raises(error, match=message):
         load(step, targets())
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"9" * 5000])
+def test_a_pointer_that_is_no_number_is_told_as_such(step, content):
+    (step.parent / TRACKER).write_bytes(content)
+    with pytest.raises(ValueError, match="it must hold a step or 'release'"):
+        load(step.parent, targets())
 
 
 def test_an_index_that_is_not_json_is_an_error(step):

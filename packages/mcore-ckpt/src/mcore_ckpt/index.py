@@ -58,7 +58,7 @@ class Chunk:
     lengths: tuple[int, ...]
     """Size of the box."""
     checksums: tuple[int, ...] = ()
-    """CRC32 of each block of ``BLOCK_BYTES``; empty: unknown, as in foreign files."""
+    """CRC32 of each block of ``BLOCK_BYTES``; empty: unknown, in foreign files alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ def read_index(folder: str | Path) -> Index:
     Raises:
         ValueError: if there is none, it is no index of ours, or a newer version's.
         CheckpointError: if it is damaged: not JSON, fields missing, a file that is absent or
-            has another size, a chunk that reaches beyond its file.
+            has another size, a chunk that reaches beyond its file or tensor, elements or
+            checksums too few or too many.
     """
     path = as_path(folder) / INDEX
     try:
@@ -116,7 +117,7 @@ def read_index(folder: str | Path) -> Index:
         raise ValueError(f"{folder} holds no {INDEX}: it is no complete checkpoint.") from None
     try:
         table = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise ValueError(f"{path} is not an index of the {FORMAT} format.")
@@ -127,7 +128,7 @@ def read_index(folder: str | Path) -> Index:
         )
     try:
         tensors = {name: _entry(row) for name, row in table["tensors"].items()}
-        index = Index(tensors, table["extra"], table["files"])
+        index = Index(tensors, dict(table["extra"]), table["files"])
         _check_files(as_path(folder), index)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
@@ -162,11 +163,37 @@ def _check_files(folder: Path, index: Index) -> None:
         if found != size:
             raise CheckpointError(f"{folder / name} has {found} bytes, not the {size} written")
     for name, entry in index.tensors.items():
+        _check_boxes(name, entry)
         item = DTYPE_BYTES[entry.dtype]
         for chunk in entry.chunks:
-            end = chunk.offset + prod(chunk.lengths) * item
+            size = prod(chunk.lengths) * item
+            end = chunk.offset + size
             if chunk.offset < 0 or end > index.files[chunk.file]:
                 raise CheckpointError(
                     f"{folder / INDEX}: {name} reaches beyond {chunk.file} "
                     f"({end} of {index.files[chunk.file]} bytes)"
                 )
+            if len(chunk.checksums) != -(-size // BLOCK_BYTES):
+                raise ValueError(
+                    f"{name} has {len(chunk.checksums)} checksums for {size} bytes"
+                )
+
+
+def _check_boxes(name: str, entry: TensorEntry) -> None:
+    """Check that boxes have the tensor's dimensions, bounds and volume.
+
+    Overlaps take longer to find: who loads looks for them in what is wanted.
+    """
+    numbers = [*entry.shape]
+    for chunk in entry.chunks:
+        numbers += (chunk.offset, *chunk.offsets, *chunk.lengths)
+        if not len(chunk.offsets) == len(chunk.lengths) == len(entry.shape):
+            raise ValueError(f"{name} has a box without the {len(entry.shape)} dimensions")
+        for start, length, size in zip(chunk.offsets, chunk.lengths, entry.shape, strict=True):
+            if not 0 <= start < start + length <= size:
+                raise ValueError(f"{name} has a box outside {list(entry.shape)}")
+    if not all(type(number) is int for number in numbers):
+        raise ValueError(f"{name} has a size or a place that is no whole number")
+    volume = sum(prod(chunk.lengths) for chunk in entry.chunks)
+    if min(entry.shape, default=0) < 0 or volume != prod(entry.shape):
+        raise ValueError(f"{name} of {list(entry.shape)} has {volume} elements in boxes")

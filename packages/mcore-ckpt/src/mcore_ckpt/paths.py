@@ -24,6 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """The step of weights that come from no training run, such as a conversion's."""
 
+_MOST_DIGITS = 18
 _INCOMING = ".incoming"
 _REPLACED = ".replaced"
 _GARBAGE = ".garbage."
@@ -58,12 +59,12 @@ def latest_step(run_folder: str | Path) -> int | str | None:
         ValueError: if the pointer says neither.
     """
     try:
-        text = (as_path(run_folder) / TRACKER).read_text().strip()
+        text = (as_path(run_folder) / TRACKER).read_bytes().decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     if text == RELEASE:
         return RELEASE
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise ValueError(
             f"{as_path(run_folder) / TRACKER} holds {text[:40]!r}: it must hold a step or "
             f"{RELEASE!r}."
