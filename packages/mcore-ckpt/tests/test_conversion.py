@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.conversion import hf_to_mcore, mcore_to_hf
 from mcore_ckpt.families import family_of
-from mcore_ckpt.families.fields import CARRIED
+from mcore_ckpt.families.fields import CARRIED, GENERATION_WORDS
 from mcore_ckpt.index import read_index
 from mcore_ckpt.loading import read_tensor
 
@@ -293,6 +293,21 @@ def test_what_transformers_notes_for_itself_is_no_unknown_field():
     notes = {"_attn_implementation_autoset": True, "_attn_implementation": "sdpa"}
     llama = family_of("llama")
     assert llama.to_ours(config | notes | {"torchscript": True}) == llama.to_ours(config)
+
+
+def test_words_of_generate_in_an_old_config_json_are_carried(tmp_path):
+    words = {"max_length": 4096, "temperature": 0.9, "do_sample": True, "top_p": 0.6}
+    make(tmp_path / "hf", "llama")
+    edit(tmp_path / "hf", **words)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert {name: config.get(name) for name in words} == words
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again") is not None
+
+
+def test_the_words_of_generate_are_those_of_transformers():
+    assert set(GENERATION_WORDS) <= vars(transformers.GenerationConfig()).keys()
 
 
 def test_sharded_folders_come_in_and_go_out(tmp_path):

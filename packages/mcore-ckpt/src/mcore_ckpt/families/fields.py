@@ -4,6 +4,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+GENERATION_WORDS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping"),
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "num_beams", "num_beam_groups"),
+    *("diversity_penalty", "repetition_penalty", "encoder_repetition_penalty"),
+    *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("bad_words_ids", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
+    *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+    *("begin_suppress_tokens", "num_return_sequences", "output_scores"),
+    "return_dict_in_generate",
+)
+"""How ``generate`` samples: in generation_config.json today, in config.json before it."""
+
 CARRIED = (
     "bos_token_id",
     "eos_token_id",
@@ -14,6 +27,7 @@ CARRIED = (
     "use_cache",
     "keys_to_ignore_at_inference",
     "task_specific_params",
+    *GENERATION_WORDS,
 )
 """Fields that say nothing about weights or logits and are carried along as they are."""
 
