@@ -309,10 +309,13 @@ def claims_of(shards: Mapping[str, Shard]) -> dict[str, Claim]:
 
     Raises:
         ValueError: if a piece's memory has not the shape or dtype that its shard says, or
-            there is none (the meta device), or files have no such dtype or layout.
+            there is none (the meta device) or it is a conjugate view, or files have no such
+            name, dtype or layout.
     """
     claims = {}
     for name, shard in shards.items():
+        if name == "__metadata__":
+            raise ValueError(f"{name} is a word of safetensors files: call it otherwise.")
         for piece in shard.pieces:
             if tuple(piece.data.shape) != tuple(piece.lengths):
                 raise ValueError(
@@ -330,6 +333,11 @@ def claims_of(shards: Mapping[str, Shard]) -> dict[str, Claim]:
                 )
             if piece.data.layout is not torch.strided:
                 raise ValueError(f"{name}: files hold no {piece.data.layout} tensors.")
+            if piece.data.is_conj() or piece.data.is_neg():
+                raise ValueError(
+                    f"{name} is a conjugate or negative view, whose memory holds others: give "
+                    "its resolve_conj().resolve_neg()."
+                )
         if shard.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name}: safetensors files have no {shard.dtype}")
         boxes = tuple(box_of(piece) for piece in shard.pieces if 0 not in piece.lengths)
