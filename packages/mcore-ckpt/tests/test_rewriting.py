@@ -11,7 +11,7 @@ from mcore_ckpt.paths import latest_step, resolve_folder
 from mcore_ckpt.rewriting import average, reshard
 from mcore_ckpt.saving import save
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.sharding import Piece, Shard
+from mcore_parallel.sharding import Piece, Shard, named_shards
 
 
 def cut(data, rows):
@@ -105,6 +105,23 @@ def test_what_cannot_be_averaged_is_refused_by_name(tmp_path):
     )
     with pytest.raises(ValueError, match=r"model.ids holds whole numbers that differ"):
         average([one, third], tmp_path / "mean")
+
+
+def test_steps_without_weights_are_not_averaged_to_nothing(tmp_path):
+    linear = named_shards(torch.nn.Linear(3, 2))
+    steps = [save(tmp_path / "run", step, linear, world=SINGLE) for step in (1, 2)]
+    with pytest.raises(ValueError, match="iter_0000001 holds no weights to average"):
+        average(steps, tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_an_output_in_a_step_which_a_run_may_delete_is_refused(tmp_path):
+    save_step(tmp_path / "run", 1, 1.0)
+    step = save_step(tmp_path / "run", 2, 1.0)
+    for output in (step.with_name("iter_0000001") / "x", step.with_name("iter_0000003")):
+        with pytest.raises(ValueError, match=r"is a step of the run .* may delete"):
+            reshard(step, output)
+        assert not output.exists()
 
 
 def test_the_commands_do_the_same(tmp_path, capsys):

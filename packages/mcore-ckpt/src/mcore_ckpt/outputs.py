@@ -12,6 +12,8 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.inspection import form_of
 from mcore_ckpt.locking import FolderLock
 from mcore_ckpt.paths import (
+    RELEASE,
+    TRACKER,
     is_complete,
     latest_step,
     make_fresh,
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def check_place(output: Path, *inputs: Path) -> None:
-    """Refuse an output within an input, and one that can be no folder.
+    """Refuse an output within an input or a step of a run, and one that can be no folder.
 
     Raises:
         ValueError: with both paths.
@@ -39,6 +41,13 @@ def check_place(output: Path, *inputs: Path) -> None:
             raise ValueError(
                 f"--output {output} lies in {source}, which is read: give a folder elsewhere, "
                 "so that the input stays as it is."
+            )
+    for one in (there, *there.parents):
+        is_step = one.name == RELEASE or one.name.startswith("iter_")
+        if is_step and (one.parent / TRACKER).is_file():
+            raise ValueError(
+                f"--output {output} cannot be made: {one} is a step of the run {one.parent}, "
+                "which the run may delete: give a folder elsewhere."
             )
     if output.is_symlink() and not output.exists():
         raise ValueError(f"--output {output} is a link to nothing: make its target first.")

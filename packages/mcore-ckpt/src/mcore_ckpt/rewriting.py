@@ -118,7 +118,8 @@ def average(
         The release's folder.
 
     Raises:
-        ValueError: if fewer than two are given, or they hold different tensors; names them.
+        ValueError: if fewer than two are given, one has no weights, or they hold different
+            tensors; names them.
             Or if the output lies in one of them or is a checkpoint of another format.
         CheckpointError: if files are damaged, the disk is full, or the output holds a release.
             Then nothing is left of the output.
@@ -133,6 +134,12 @@ def average(
     weights = [
         {n: e for n, e in index.tensors.items() if n.startswith("model.")} for index in indices
     ]
+    for step, mine in zip(steps, weights, strict=True):
+        if not mine:
+            raise ValueError(
+                f"{step} holds no weights to average: their names begin with 'model.', as "
+                "training and convert save them."
+            )
     for step, other in zip(steps[1:], weights[1:], strict=True):
         _check_alike(steps[0], weights[0], step, other)
     extra = {
