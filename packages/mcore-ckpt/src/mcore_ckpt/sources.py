@@ -40,6 +40,7 @@ EXTRA = "mcore"
 _COMMON = "common_state/shard_0_1"
 _WORDS = "embedding.word_embeddings.weight"
 _PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
+_TRIED = 3
 _STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
 
 
@@ -380,11 +381,12 @@ def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str
         except ValueError:
             continue
         wanted = {split_index(link.theirs)[0] for link in expand(table)}
-        some = min(wanted, key=len)
-        for full in sorted(name for name in names if name.endswith(some)):
-            prefix = full.removesuffix(some)
-            if sum(prefix + name in names for name in wanted) * 2 > len(wanted):
-                return table, prefix
+        # More than one, for the one may be what is missing.
+        for some in sorted(wanted, key=len)[:_TRIED]:
+            for full in sorted(name for name in names if name.endswith(some)):
+                prefix = full.removesuffix(some)
+                if sum(prefix + name in names for name in wanted) * 2 > len(wanted):
+                    return table, prefix
     mine = [name for name in names if name.startswith(f"{PREFIX}embedding.")]
     if mine:
         logical = sorted(n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX))
