@@ -32,6 +32,19 @@ def store():
     return system
 
 
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_a_url_of_a_disk_is_the_folder_that_it_names(tmp_path, scheme, capsys):
+    url = f"{scheme}://{tmp_path}/run"
+    step = save(url, 1, state(3), world=SINGLE)
+    assert step == tmp_path / "run" / "iter_0000001"
+    save(url, 1, state(4), world=SINGLE, replace=True)
+    assert main(["verify", url]) == 0
+    assert main(["reshard", url, "--output", f"{url}2"]) == 0
+    assert torch.all(read_tensor(tmp_path / "run2" / "iter_0000001", "model.w") == 4)
+    assert main(["convert", "hf-to-mcore", "--input", url, "--output", f"{url}3"]) == 2
+    assert f"{tmp_path}/run is no Hugging Face folder" in capsys.readouterr().err
+
+
 def test_a_step_is_saved_to_a_store_and_loaded_from_it(store, tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     step = save(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_ckpt.conversion import ConvertOptions, convert
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.stores import as_path
 
 ROUNDING = 1e-4
 """Largest difference of float32 logits, relative to the largest of them, for equal weights."""
@@ -76,7 +77,7 @@ def compare_logits(
 
 def _hf_folder(form: str, folder: Path, config: str, scratch: str, name: str) -> Path:
     if form == "hf":
-        return folder
+        return as_path(folder)
     there = Path(scratch) / name
     convert(form, folder, "hf", there, ConvertOptions(config=config))
     return there

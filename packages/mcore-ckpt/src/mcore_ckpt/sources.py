@@ -24,6 +24,7 @@ from mcore_ckpt.optimizer_state import OptimizerState, read_native
 from mcore_ckpt.paths import latest_step, resolve_folder, step_folder
 from mcore_ckpt.pickles import Record
 from mcore_ckpt.rules import Link, Rule, Table, expand, match_theirs, split_index, unstacked
+from mcore_ckpt.stores import as_path
 from mcore_ckpt.streams import Rows, Source, compare_copy
 from mcore_ckpt.torch_files import read_torch_file
 from mcore_ckpt.views import Cast, Dequantized, Resized, Turned
@@ -98,7 +99,7 @@ def opened(form: str, path: str | Path, asked: Asked | None = None) -> Iterator[
         CheckpointError: if files are damaged, or hold a pickle that asks for unknown names.
     """
     read = {"hf": _open_hf, "mcore": _open_mcore, "dcp": _open_dcp, "megatron": _open_megatron}
-    with read[form](Path(path), asked or Asked()) as found:
+    with read[form](as_path(path), asked or Asked()) as found:
         yield found
 
 

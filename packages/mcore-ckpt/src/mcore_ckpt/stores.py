@@ -13,10 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)")
+_DISK = ("file", "local")
 
 
 def as_path(where: str | Path) -> Path:
     """Return the path of a folder or file, on a disk or in an object store.
+
+    ``file:///run`` is ``/run``: a disk, with all that disks can.
 
     Raises:
         ValueError: for a kind of store whose package is not installed; names it.
@@ -26,6 +29,8 @@ def as_path(where: str | Path) -> Path:
     found = _URL.fullmatch(str(where))
     if found is None:
         return Path(where)
+    if found["scheme"] in _DISK:
+        return Path("/", found["rest"])
     path = StorePath(f"{found['scheme']}:", found["rest"])
     try:
         path.system  # noqa: B018 - a missing package is told here, not in a thread
