@@ -41,6 +41,12 @@ def test_what_is_in_the_way_is_named_with_its_flag(tmp_path, file, changes, told
         check_destinations(config)
 
 
+def test_a_url_of_a_disk_is_looked_at_like_a_folder(file):
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    with pytest.raises(ValueError, match=f"--save {file} is a file"):
+        check_destinations(compose(model | {"save": f"file://{file}"}))
+
+
 def test_a_run_is_refused_before_it_starts_ranks(file):
     done = run_command("mcore_train", "gpt", *FLAGS, "--nproc", 2, "--save", file)
     assert done.returncode == 2

@@ -22,7 +22,7 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
     """
     save = config.saving.save
     if save and not is_store(as_path(save)):
-        check_folder("--save", save)
+        check_folder("--save", str(as_path(save)))
     if is_reporter and config.logging.metrics_file:
         check_file("--metrics-file", config.logging.metrics_file)
 

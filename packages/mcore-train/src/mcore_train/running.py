@@ -107,7 +107,7 @@ def reporter_of(plan: Plan, console: Console | None, *, with_lines: bool = True)
         with_lines: write a line for each report.
     """
     save, options = plan.config.saving.save, plan.config.logging
-    on_disk = save if not is_store(as_path(save)) else ""
+    on_disk = str(as_path(save)) if save and not is_store(as_path(save)) else ""
     metrics = options.metrics_file or (f"{on_disk}/metrics.jsonl" if on_disk else "")
     return Reporter(
         console,
