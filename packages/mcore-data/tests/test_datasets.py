@@ -59,10 +59,14 @@ def test_samples_of_a_split_without_documents_are_refused(pair):
 
 
 @pytest.mark.parametrize("weights", [("3", "1"), ()])
-def test_little_data_have_no_test_part_unless_one_is_asked_for(pair, weights):
+def test_little_data_have_no_test_part_unless_one_is_asked_for(pair, weights, caplog):
+    caplog.set_level("INFO", logger="mcore_data")
     for path in (pair[:1], with_weights(pair, weights)):
+        caplog.clear()
         train, valid, test = build(data_path=path, num_samples=(1, 1, 1))
         assert test is None
+        is_asked = len(path) != len(pair)  # without weights datasets give what they have
+        assert (f"no test data: {pair[0]} has no document" in caplog.text) == is_asked
         assert len(train) > 0
         assert len(valid) > 0
 

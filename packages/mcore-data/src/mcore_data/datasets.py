@@ -1,5 +1,6 @@
 """From data flags to the train, valid and test datasets of a run."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from mcore_data.packing import PackedDataset
 from mcore_data.splitting import NUM_SPLITS, split_bounds
 from mcore_data.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 _DEFAULT_SPLIT = "969,30,1"
 _MOCK_SPLIT = "1,1,1"
 _NO_FIM = FIMConfig()
@@ -43,6 +46,8 @@ def build_gpt_datasets(
     only: Sequence[str] = SPLITS,
 ) -> Datasets:
     """Datasets for train, valid and test; None where the flags give no data.
+
+    Test data that no ``--split`` asks for are None too where a dataset is too small for any.
 
     Every rank builds its own, with no communication; with a cache folder the indices are
     shared by memory map.
@@ -312,7 +317,9 @@ def _build_blend(
         replace(share, num_samples=max(1, math.ceil(target * surplus))) for target in targets
     ]
     datasets = _build_each(blend, config, build, shares)
-    if None in datasets:  # of a part that may be empty: each is asked for a sample here
+    # Each is asked for a sample: None is one without any, in a part that may be empty. The
+    # others are not scored in its place, for the weights would not be those of the blend.
+    if None in datasets:
         return None
     # pyrefly: ignore[bad-argument-type]
     return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
@@ -342,7 +349,10 @@ def _build_one(
     """One split of one dataset; None if no document falls into it and none need to."""
     sequences = _open(prefix, config)
     ids = split_bounds(share.split, len(sequences))[share.number]
-    if not ids and (share.may_be_empty or not share.num_samples):
+    if not ids and share.may_be_empty and share.num_samples:
+        log.info("no test data: %s has no document for them under the default --split", prefix)
+        return None
+    if not ids and not share.num_samples:
         return None
     try:
         return build(sequences, document_ids=ids, num_samples=share.num_samples)
