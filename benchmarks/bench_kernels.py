@@ -11,7 +11,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +27,6 @@ from mcore_parallel.adam_kernels import fused_adamw
 from mcore_parallel.embedding_kernels import add_rows
 from mcore_parallel.fused_head import CHUNK_TOKENS, head_loss
 from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
-from mcore_parallel.tuned_products import tuned_products
 
 T, D, F, V, N, G, H = 8192, 4096, 14336, 128256, 32, 8, 128
 BF16 = torch.bfloat16
@@ -253,20 +251,16 @@ def head() -> Iterator[Case]:
     labels, weights = torch.randint(0, V, (1, T), device="cuda"), torch.full((1, T), 1 / T)
     weights = weights.cuda()
 
-    def both(chunk_tokens: int, products: Callable[[], AbstractContextManager]) -> None:
+    def both(chunk_tokens: int) -> None:
         make_stale(weight)  # as after zero_grad
         options = {"vocab_size": V, "chunk_tokens": chunk_tokens}
-        with products():
-            total, _ = head_loss(x, weight, labels, weights, **options)
-            total.backward()
+        total, _ = head_loss(x, weight, labels, weights, **options)
+        total.backward()
         x.grad = None
 
     name, flops = "head and cross-entropy by", 6 * T * D * V
     for chunk_tokens in (2048, CHUNK_TOKENS):
-        plain = partial(both, chunk_tokens, nullcontext)
-        yield Case(f"{name} {chunk_tokens}", plain, flops, "TFLOP/s")
-    tuned = partial(both, CHUNK_TOKENS, tuned_products)
-    yield Case(f"{name} {CHUNK_TOKENS}, products tuned", tuned, flops, "TFLOP/s")
+        yield Case(f"{name} {chunk_tokens}", partial(both, chunk_tokens), flops, "TFLOP/s")
 
 
 def optimizer() -> Iterator[Case]:

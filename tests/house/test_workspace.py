@@ -13,7 +13,6 @@ EXTRAS = {
     "te": ({"models", "moe"}, "transformer-engine"),
     "flash": ({"models"}, "flash-attn"),
     "flash4": ({"models"}, "flash-attn-4"),
-    "quack": ({"models", "moe"}, "quack-kernels"),
     "resiliency": ({"ckpt", "train"}, "nvidia-resiliency-ext"),
     "s3": ({"ckpt", "data"}, "s3fs"),
     "check": ({"ckpt"}, "transformers"),

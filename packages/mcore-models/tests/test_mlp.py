@@ -4,9 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_models import quack_products as quack
 from mcore_models.mlp import ACTIVATIONS, MLP, gated
-from mcore_parallel.gated_products import twin_kernels
 
 FORMULAS = {
     "silu": lambda x: x * torch.sigmoid(x),
@@ -42,54 +40,6 @@ def test_the_layer_is_two_products_with_an_activation_between(is_gated, bias):
     hidden = F.linear(x, layer.fc1.weight, layer.fc1.bias)
     hidden = F.silu(hidden[..., :6]) * hidden[..., 6:] if is_gated else F.silu(hidden)
     torch.testing.assert_close(layer(x), F.linear(hidden, layer.fc2.weight, layer.fc2.bias))
-
-
-def test_quack_says_why_it_cannot_be_used(monkeypatch):
-    monkeypatch.setattr(quack, "is_installed", lambda: True)
-    x = torch.randn(3, 2, 8)
-    with pytest.raises(ValueError, match="quack cannot be used: tensors are on cpu"):
-        MLP(8, 16, backend="quack")(x)
-    with pytest.raises(ValueError, match="quack cannot be used: the layer has no gate"):
-        MLP(8, 16, gated=False, backend="quack")(x)
-    with pytest.raises(ValueError, match="quack cannot be used: its linears have biases"):
-        MLP(8, 16, bias=True, backend="quack")(x)
-    hooked, wrapped = (MLP(8, 16, backend="quack") for _ in range(2))
-    hooked.fc1.register_forward_hook(lambda *_: None)
-    wrapped.fc2 = torch.nn.Sequential(wrapped.fc2)
-    for layer in (hooked, wrapped):
-        with pytest.raises(ValueError, match="its linears were wrapped, replaced or hooked"):
-            layer(x)
-
-
-def test_quack_names_its_extra_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(quack, "is_installed", lambda: False)
-    with pytest.raises(ValueError, match=r'pip install "mcore-models\[quack\]", or use auto'):
-        MLP(8, 16, backend="quack")
-
-
-@pytest.mark.parametrize("recompute_activation", [False, True])
-def test_where_its_products_fit_auto_uses_them_and_torch_does_not(
-    monkeypatch, recompute_activation
-):
-    used = []
-
-    def kernels(activation):
-        used.append(activation)
-        return twin_kernels(ACTIVATIONS[activation])
-
-    monkeypatch.setattr(quack, "refusal", lambda *_: "")
-    monkeypatch.setattr(quack, "is_faster", lambda *_: True)
-    monkeypatch.setattr(quack, "gated_kernels", kernels)
-    options = {"recompute_activation": recompute_activation, "dtype": torch.float64}
-    layer = MLP(8, 16, **options)
-    twin = MLP(8, 16, **options, backend="torch")
-    twin.load_state_dict(layer.state_dict())
-    x = torch.randn(3, 2, 8, dtype=torch.float64)
-    for model in (layer, twin):
-        model(x).square().sum().backward()
-    assert used == ["silu"]
-    for got, want in zip(layer.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad)
 
 
 def test_a_linear_that_was_replaced_is_called():

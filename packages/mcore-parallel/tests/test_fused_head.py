@@ -181,11 +181,12 @@ def test_kernels_equal_plain_torch_on_a_gpu(label_smoothing):
     assert not weight.grad[8990:].any()
 
 
-@pytest.mark.gpu
-def test_a_low_precision_product_accumulates_in_float32():
-    a = torch.randn(96, 512, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(512, 64, device="cuda", dtype=torch.bfloat16)
-    total = torch.randn(96, 64, device="cuda")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gemm_accumulates_in_float32_whatever_its_factors(dtype, device):
+    a = torch.randn(512, 96, device=device, dtype=dtype).t()
+    b = torch.randn(512, 64, device=device, dtype=dtype)
+    total = torch.randn(96, 64, device=device)
     product = a.double() @ b.double()
     want = total.double() + product
     accumulate_product(total, a, b)

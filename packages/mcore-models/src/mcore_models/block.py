@@ -64,7 +64,7 @@ class TransformerBlock(nn.Module):
             layer: global number.
             streams: for dropout.
             moe: says whether this layer has experts, and which.
-            kernels: which compute attention and dense feed-forward layers.
+            kernels: which compute attention.
             recomputing: its selective modules; whole layers are the model's affair.
             device: of the parameters.
             dtype: of the parameters.
@@ -123,7 +123,6 @@ class TransformerBlock(nn.Module):
                 ffn_size(config),
                 axis=ctx.tp,
                 recompute_activation="mlp_act" in self.recomputed,
-                backend=kernels.mlp_backend,
                 **feed_forward,
             )
         stream = "tensor_parallel" if sequence_parallel else "replicated"

@@ -13,8 +13,6 @@ from typing import Any, Literal, TypeVar
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
 AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused"]
-GemmBackend = Literal["torch", "tuned"]
-MlpBackend = Literal["auto", "torch", "quack"]
 Config = TypeVar("Config")
 
 
@@ -296,13 +294,6 @@ class KernelConfig:
     attention_backend: AttentionBackend = "auto"
     """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (torch's
     own), unfused (plain products); auto: the fastest that is there and takes the shapes."""
-
-    mlp_backend: MlpBackend = "auto"
-    """Gated layers: quack (quack-kernels, an extra) makes the activation inside its products,
-    torch on its own; auto: the faster that is there and takes the shapes."""
-
-    gemm_backend: GemmBackend = "torch"
-    """Algorithms of large 16-bit products on a GPU: torch's, or the fastest by time (tuned)."""
 
 
 def head_dim(config: TransformerConfig) -> int:

@@ -12,9 +12,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models import quack_products as quack
-from mcore_models.config import MlpBackend
-from mcore_parallel.gated_products import gated_pair
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.recomputing import recompute_between
@@ -85,7 +82,6 @@ class MLP(nn.Module):
         overlap: bool = False,
         init_std: float = 0.02,
         recompute_activation: bool = False,
-        backend: MlpBackend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -102,16 +98,14 @@ class MLP(nn.Module):
             overlap: see ``ColumnParallelLinear``.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
             recompute_activation: forget what goes into fc2, make it again in backward.
-            backend: of a gated layer's products; see ``KernelConfig.mlp_backend``.
             device: of the parameters.
             dtype: of the parameters.
 
         Raises:
-            ValueError: if the axis does not divide F, or the backend is not installed.
+            ValueError: if the axis does not divide F.
         """
         super().__init__()
-        quack.check_backend(backend)
-        self.gated, self.activation, self.backend = gated, activation, backend
+        self.gated, self.activation = gated, activation
         self.recompute_activation = recompute_activation
         F_ = ffn_hidden_size
         placed: dict[str, Any] = {
@@ -126,54 +120,13 @@ class MLP(nn.Module):
         self.fc2 = RowParallelLinear(F_, hidden_size, **placed)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
-        """Transform every token; communicates as the two linears do.
-
-        Raises:
-            ValueError: if ``quack`` cannot be used for this layer and these tensors.
-        """
-        if self._uses_quack(x):
-            kernels = quack.gated_kernels(self.activation)
-            fc1, fc2 = self.fc1, self.fc2
-            return gated_pair(
-                x, fc1.weight, fc2.weight, kernels, fc1.axis, fc1.sequence_parallel
-            )
+        """Transform every token; communicates as the two linears do."""
         hidden = self.fc1(x)
         if self.recompute_activation and self.training:
             return recompute_between(self._activate, self.fc2, hidden)
         return self.fc2(self._activate(hidden))
 
-    def _uses_quack(self, x: Tensor) -> bool:
-        if self.backend == "torch":
-            return False
-        why_not = self._refusal(x)
-        if why_not and self.backend == "quack":
-            raise ValueError(
-                f"--mlp-backend quack cannot be used: {why_not}. Use auto, which takes the "
-                "fastest backend that can."
-            )
-        if why_not or self.backend == "quack":
-            return not why_not
-        num_ranks = self.fc1.axis.size if self.fc1.sequence_parallel else 1
-        return quack.is_faster(x, self.fc1.weight, num_ranks)
-
-    def _refusal(self, x: Tensor) -> str:
-        if not self.gated:
-            return "the layer has no gate"
-        if not all(map(_is_itself, (self.fc1, self.fc2))):
-            return "its linears were wrapped, replaced or hooked"
-        if self.fc1.bias is not None:
-            return "its linears have biases"
-        if self.fc1.sequence_parallel and self.fc1.overlap:
-            return "--tp-comm-overlap cuts its products into pieces"
-        return quack.refusal(x, self.fc1.weight, self.activation)
-
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:
             return gated(hidden, self.activation)
         return ACTIVATIONS[self.activation](hidden)
-
-
-def _is_itself(linear: nn.Module) -> bool:
-    """Whether calling a linear does what it was made for and nothing else."""
-    is_plain = type(linear) in (ColumnParallelLinear, RowParallelLinear)
-    return is_plain and not (linear._forward_hooks or linear._forward_pre_hooks)

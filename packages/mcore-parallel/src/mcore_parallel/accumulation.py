@@ -10,14 +10,11 @@ A layer whose operations all go through ``add_product`` says so with ``overwrite
 instead of being added. Neither zeros are written nor read.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-
-from mcore_parallel.tuned_products import multiply
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
@@ -83,21 +80,22 @@ def accumulate_product(
         b: second factor.
         overwrite: replace ``total`` by the product, without reading it.
     """
-    multiply(a, b, out=total, adds=not overwrite)
+    if a.dtype != total.dtype and not a.is_cuda:
+        a, b = a.to(total.dtype), b.to(total.dtype)
+    if a.dtype == total.dtype:
+        torch.mm(a, b, out=total) if overwrite else total.addmm_(a, b)
+    elif overwrite:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def add_product(
-    parameter: Any,
-    a: Float[Tensor, "F T"],
-    b: Float[Tensor, "T D"],
-    product: Callable[..., None] = accumulate_product,
-) -> None:
+def add_product(parameter: Any, a: Float[Tensor, "F T"], b: Float[Tensor, "T D"]) -> None:
     """Add the matrix product a·b to a parameter's main gradient, or write it over a stale one.
 
     Args:
         parameter: with ``main_grad``.
         a: first factor.
         b: second factor.
-        product: as ``accumulate_product``, which see.
     """
-    product(parameter.main_grad, a, b, overwrite=take_stale(parameter))
+    accumulate_product(parameter.main_grad, a, b, overwrite=take_stale(parameter))

@@ -16,7 +16,6 @@ from torch import Tensor
 from mcore_parallel.accumulation import accumulate_product, take_stale, tell_ready
 from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.tuned_products import multiply
 
 CHUNK_TOKENS = 4096
 
@@ -109,7 +108,7 @@ class _HeadLoss(torch.autograd.Function):
         stats, gradient_ = _passes(x)
         for begin in range(0, x.shape[0], chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            logits = multiply(x[part], weight.t())
+            logits = x[part] @ weight.t()
             peak, total, target, plain = stats(
                 logits, labels[part], width, first, label_smoothing > 0.0
             )
@@ -130,7 +129,7 @@ class _HeadLoss(torch.autograd.Function):
                     label_smoothing,
                     vocab_size,
                 )
-                multiply(logits, weight, out=dx[part])
+                torch.mm(logits, weight, out=dx[part])
                 accumulate_product(dw, logits.t(), x[part], overwrite=is_new)
                 is_new = False
         if is_new:  # no token came

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mcore_parallel.collectives import start_shift, wait
 from mcore_parallel.mesh import Axis
-from mcore_parallel.tuned_products import multiply
 
 
 def gathered_product(
@@ -45,7 +44,7 @@ def gathered_product(
         pieces[source] = held
         rows = held.reshape(num_rows, -1)
         if bias is None:
-            multiply(rows, matrix, out=out[source])
+            torch.mm(rows, matrix, out=out[source])
         else:
             torch.addmm(bias, rows, matrix, out=out[source])
         held = wait(coming)
@@ -72,9 +71,9 @@ def scattered_product(
     shape = (x.shape[0] // axis.size, *x.shape[1:-1], matrix.shape[1])
     pieces = x.reshape(axis.size, -1, x.shape[-1])
     # A sum begins at the rank behind the one that keeps it and comes home last.
-    total = multiply(pieces[(axis.rank - 1) % axis.size], matrix)
+    total = pieces[(axis.rank - 1) % axis.size] @ matrix
     for step in range(1, axis.size):
         coming = start_shift(total, axis)
-        product = multiply(pieces[(axis.rank - 1 - step) % axis.size], matrix)
+        product = pieces[(axis.rank - 1 - step) % axis.size] @ matrix
         total = product.add_(wait(coming))
     return total.view(shape)

@@ -10,8 +10,6 @@ with a ``weight_queue`` (``pipeline.WeightQueue``) has it made later: until then
 kept, cut as it came under sequence parallelism and gathered then, and its output's gradient.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.accumulation import (
-    accumulate_product,
-    add_product,
-    main_grad_of,
-    tell_ready,
-)
+from mcore_parallel.accumulation import add_product, main_grad_of, tell_ready
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -35,21 +28,6 @@ from mcore_parallel.collectives import (
 )
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.overlapped import gathered_product, scattered_product
-from mcore_parallel.tuned_products import multiply_rows
-
-
-@dataclass(frozen=True, slots=True)
-class GradientProducts:
-    """How a linear's gradients are made from that of its output."""
-
-    of_input: Callable[[Tensor, Tensor], Tensor] = multiply_rows
-    """From the output's gradient, ``[S, *B, F]``, and the weight, ``[F, D]``."""
-    of_weight: Callable[..., None] = accumulate_product
-    """As ``accumulation.accumulate_product``: from the output's gradient, ``[F, T]``, and the
-    input, ``[T, D]``."""
-
-
-PLAIN_GRADIENTS = GradientProducts()
 
 
 def column_parallel(
@@ -122,46 +100,35 @@ class _ColumnParallel(torch.autograd.Function):
         if overlap:
             return gathered_product(x, weight.t(), axis, bias)[0]
         gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
-        if bias is not None:
-            return F.linear(gathered, weight, bias)
-        return multiply_rows(gathered, weight.t())
+        return F.linear(gathered, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_x, grad_weight = column_gradients(ctx, grad)
+        grad_x, grad_weight = _column_gradients(ctx, grad)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def column_gradients(
-    ctx: Any, grad: Float[Tensor, "S *B F"], products: GradientProducts = PLAIN_GRADIENTS
-) -> tuple[Float[Tensor, "s *B D"] | None, Float[Tensor, "F D"] | None]:
-    """Make the gradients of a column-parallel product's input and weight; see there.
-
-    Args:
-        ctx: of a function whose first arguments, saved ones too, are input and weight; with
-            ``axis``, ``sequence_parallel`` and ``parameter``.
-        grad: gradient of the output.
-        products: which make them.
-    """
+def _column_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Make the gradients of a column-parallel GEMM's input and weight."""
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, *_ = ctx.needs_input_grad
     axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
     queue = getattr(ctx.parameter, "weight_queue", None)
     if needs_weight and queue is not None:
         cut = axis if sequence_parallel else SINGLE
-        later = LaterGradient(ctx.parameter, grad, x, cut, products)
+        later = _LaterGradient(ctx.parameter, grad, x, cut)
         queue.put(later.make, prepare=later.gather)
     makes_weight = needs_weight and queue is None
     if makes_weight and sequence_parallel:
         x = start_all_gather(x, axis)  # runs under the next product
-    grad_x = products.of_input(grad, weight) if needs_x else None
+    grad_x = grad @ weight if needs_x else None
     if makes_weight and sequence_parallel:
         x = wait(x)
     if grad_x is not None and axis.size > 1:  # runs under the weight's product
         reduce = start_reduce_scatter if sequence_parallel else start_all_reduce
         grad_x = reduce(grad_x, axis)
-    grad_weight = weight_gradient(ctx.parameter, grad, x, products) if makes_weight else None
+    grad_weight = weight_gradient(ctx.parameter, grad, x) if makes_weight else None
     if grad_x is not None and axis.size > 1:
         grad_x = wait(grad_x)
     return grad_x, grad_weight
@@ -183,24 +150,16 @@ class _OverlappedRow(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             gathered = torch.cat(pieces)
-            grad_weight = weight_gradient_or_later(ctx.parameter, gathered, x)
+            grad_weight = _weight_gradient_or_later(ctx.parameter, gathered, x)
         return grad_x if needs_x else None, grad_weight, None
 
 
-class LaterGradient:
+class _LaterGradient:
     """A weight gradient put off; holds its factors until it is made."""
 
-    def __init__(
-        self,
-        parameter: Tensor,
-        grad: Tensor,
-        x: Tensor,
-        axis: Axis = SINGLE,
-        products: GradientProducts = PLAIN_GRADIENTS,
-    ) -> None:
+    def __init__(self, parameter: Tensor, grad: Tensor, x: Tensor, axis: Axis = SINGLE) -> None:
         """Keep what ``weight_gradient`` wants, and the axis that cuts the input."""
         self.parameter, self.grad, self.x, self.axis = parameter, grad, x, axis
-        self.products = products
 
     def gather(self) -> None:
         """Begin to gather the input over the axis that cuts it."""
@@ -209,26 +168,21 @@ class LaterGradient:
     def make(self) -> None:
         """Add the gradient to ``main_grad``."""
         x = self.x if self.axis.size == 1 else wait(self.x)
-        weight_gradient(self.parameter, self.grad, x, self.products)
+        weight_gradient(self.parameter, self.grad, x)
 
 
-def weight_gradient_or_later(
-    parameter: Any, grad: Float[Tensor, "S *B F"], x: Float[Tensor, "S *B D"]
-) -> Float[Tensor, "F D"] | None:
+def _weight_gradient_or_later(parameter: Any, grad: Tensor, x: Tensor) -> Tensor | None:
     """Make a weight's gradient now, or put it into its queue; see ``weight_gradient``."""
     queue = getattr(parameter, "weight_queue", None)
     if queue is None:
         return weight_gradient(parameter, grad, x)
-    later = LaterGradient(parameter, grad, x)
+    later = _LaterGradient(parameter, grad, x)
     queue.put(later.make, prepare=later.gather)
     return None
 
 
 def weight_gradient(
-    parameter: Any,
-    grad: Float[Tensor, "S *B F"],
-    x: Float[Tensor, "S *B D"],
-    products: GradientProducts = PLAIN_GRADIENTS,
+    parameter: Any, grad: Float[Tensor, "S *B F"], x: Float[Tensor, "S *B D"]
 ) -> Float[Tensor, "F D"] | None:
     """Make the gradient of a weight from those of its output and its input.
 
@@ -237,15 +191,10 @@ def weight_gradient(
             to that, ``main_grad_ready`` is called if it is there too, and None is returned.
         grad: gradient of the output.
         x: the input, gathered.
-        products: which make it.
     """
     rows, x = grad.flatten(0, -2).t(), x.flatten(0, -2)
     if parameter is not None:
-        add_product(parameter, rows, x, products.of_weight)
+        add_product(parameter, rows, x)
         tell_ready(parameter)
         return None
-    if products is PLAIN_GRADIENTS:
-        return rows @ x
-    total = x.new_empty(rows.shape[0], x.shape[1])
-    products.of_weight(total, rows, x, overwrite=True)
-    return total
+    return rows @ x

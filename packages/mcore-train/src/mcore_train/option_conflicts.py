@@ -113,8 +113,3 @@ def _determinism_conflicts(config: TrainConfig) -> Iterator[str]:
             "--deterministic-mode cannot use --attention-backend fused, whose backward adds in "
             "any order: leave it out, or use flash4, flash or unfused."
         )
-    if config.run.deterministic_mode and config.kernels.gemm_backend == "tuned":
-        yield (
-            "--deterministic-mode cannot use --gemm-backend tuned, whose choice depends on "
-            "timing: leave it out."
-        )

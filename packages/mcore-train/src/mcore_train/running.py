@@ -12,7 +12,6 @@ from mcore_ckpt.agreement import gather_json
 from mcore_ckpt.stores import as_path, is_store
 from mcore_parallel import launching
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.tuned_products import tuned_products
 from mcore_parallel.watching import Watch
 from mcore_train.assembly import assemble
 from mcore_train.composition import TrainConfig, flat
@@ -59,8 +58,6 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     with contextlib.ExitStack() as stack:
         if config.run.deterministic_mode:
             stack.enter_context(launching.deterministic_algorithms())
-        if config.kernels.gemm_backend == "tuned":
-            stack.enter_context(tuned_products())
         device = launching.initialize(config.run.device, timeout_minutes)
         stack.callback(launching.shut_down)
         if config.run.cuda_graph_impl != "none":

@@ -213,7 +213,7 @@ def _in_float64(plan: Plan) -> Plan:
 
 def _with_any_kernels(plan: Plan) -> Plan:
     """Name no backend: those that have a name take neither float64 nor a CPU's tensors."""
-    kernels = replace(plan.config.kernels, attention_backend="auto", mlp_backend="auto")
+    kernels = replace(plan.config.kernels, attention_backend="auto")
     return replace(plan, config=replace(plan.config, kernels=kernels))
 
 
