@@ -1,7 +1,8 @@
 """Every Triton kernel against its plain twin on the CPU, by Triton's interpreter.
 
 Started by test_kernels_interpreted.py with TRITON_INTERPRET=1, which Triton reads when it is
-imported. Shapes are tiny: this shows the arithmetic, masks and loops, not the compiled code.
+imported, and with the hook that checks shapes, as tests on a GPU have it. Shapes are tiny:
+this shows the arithmetic, masks and loops, not the compiled code.
 """
 
 import torch

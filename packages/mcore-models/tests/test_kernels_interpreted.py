@@ -6,12 +6,18 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("interpreted_kernels.py")
+UNDER_THE_HOOK = f"""
+import runpy
+from jaxtyping import install_import_hook
+install_import_hook(["mcore_parallel", "mcore_moe", "mcore_models"], "beartype.beartype")
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
 
 
 def test_interpreted_kernels_equal_their_plain_twins():
     # A process of its own: Triton decides when it is imported.
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, "-c", UNDER_THE_HOOK],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

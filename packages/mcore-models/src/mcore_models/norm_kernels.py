@@ -8,7 +8,7 @@ parts are summed in a fixed order, straight into ``main_grad`` where there is on
 twins are the ``forward`` methods of ``norm``; imported only where tensors are on a GPU.
 """
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -23,6 +23,7 @@ _PROGRAMS_PER_PROCESSOR = 3
 
 
 @triton.jit
+@no_type_check
 def _forward(
     x,
     branch,
@@ -62,6 +63,7 @@ def _forward(
 
 
 @triton.jit
+@no_type_check
 def _backward(
     total,
     weight,
@@ -112,6 +114,7 @@ def _backward(
 
 
 @triton.jit
+@no_type_check
 def _sum_parts(
     parts, out, count, width, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -5,7 +5,7 @@ a third of it here, because the gradient is a concatenation. The plain twin is
 ``rope.rotate``; imported only where tensors are on a GPU.
 """
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -15,6 +15,7 @@ from torch import Tensor
 
 
 @triton.jit
+@no_type_check
 def _rotate(
     packed,
     q,

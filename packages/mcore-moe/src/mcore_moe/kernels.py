@@ -8,7 +8,7 @@ program in fixed order, so that every run gives the same bits. The plain twins a
 are on a GPU.
 """
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -21,6 +21,7 @@ _BLOCK = 1024
 
 
 @triton.jit
+@no_type_check
 def _activate(gate, KIND: tl.constexpr):
     """Return the activation and its slope."""
     if KIND == 0:
@@ -35,6 +36,7 @@ def _activate(gate, KIND: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _forward(
     x, weight, out, width, KIND: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -51,6 +53,7 @@ def _forward(
 
 
 @triton.jit
+@no_type_check
 def _backward(
     x,
     weight,

@@ -6,6 +6,7 @@ The plain twin is ``zero.adamw_plain``; imported only where tensors are on a GPU
 """
 
 import math
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -16,6 +17,7 @@ _BLOCK = 2048
 
 
 @triton.jit
+@no_type_check
 def _adamw(
     main,
     grad,

@@ -6,6 +6,8 @@ every time, and only the rows that occur are read and written. The plain twin is
 ``embedding.add_rows_plain``; imported only where tensors are on a GPU.
 """
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ _CHUNK = 8
 
 
 @triton.jit
+@no_type_check
 def _add_rows(
     total, ids, order, rows, num_rows, limit, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -6,6 +6,8 @@ ranks must agree on lies between the two (see ``head_loss``). The plain twins in
 ``fused_head.row_stats_plain`` and ``fused_head.softmax_gradient_plain``.
 """
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ _LANES, _LANE_WARPS = 2048, 8
 
 
 @triton.jit
+@no_type_check
 def _row_stats(
     logits,
     labels,
@@ -66,6 +69,7 @@ def _row_stats(
 
 
 @triton.jit
+@no_type_check
 def _add_exponentials(top, total, a, b, c, d):
     higher = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
     # A lane that has seen no column yet keeps -inf: its difference would be NaN.
@@ -76,17 +80,20 @@ def _add_exponentials(top, total, a, b, c, d):
 
 
 @triton.jit
+@no_type_check
 def _columns(base, column, width):
     x = tl.load(base + column, mask=column < width, other=float("-inf"))
     return x.to(tl.float32)
 
 
 @triton.jit
+@no_type_check
 def _or_zero(x):
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
+@no_type_check
 def _softmax_gradient(
     logits,
     labels,
