@@ -22,7 +22,7 @@ LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command
         (
             "ckpt",
             "import mcore_parallel",
-            "mcore-ckpt knows shards, axes, collectives and digests",
+            "mcore-ckpt knows shards, logical tensors, axes, collectives and digests",
         ),
         ("infer", "import mcore_train", "mcore-infer does not know mcore-train"),
         ("train", "import transformers", "transformers is for tests and parity"),

@@ -6,6 +6,7 @@ import pytest
 
 from mcore_ckpt.families import MODEL_TYPES, family_of, shapes_of
 from mcore_ckpt.index import TensorEntry
+from mcore_ckpt.megatron import to_arguments
 from mcore_ckpt.model_shapes import check_shapes, expected_shape
 from mcore_ckpt.rules import expand
 
@@ -101,3 +102,16 @@ def test_each_size_in_a_config_is_held_against_the_weights(name):
 def test_a_family_of_someone_elses_says_nothing_about_shapes():
     entries = {"embedding.weight": TensorEntry((3, 4), "F32", ())}
     check_shapes({"family": "theirs", "vocab_size": 9, "config": {}}, entries)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "gate", "width"),
+    [(1008, "swiglu", 2688), (1008, "quick_geglu", 2688), (1008, "", 4032), (6, "swiglu", 64)],
+)
+def test_a_width_that_no_one_gave_is_the_one_the_model_derives(hidden, gate, width):
+    config = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": 3}
+    config |= {"swiglu": gate == "swiglu", "quick_geglu": gate == "quick_geglu"}
+    description = {"family": "gpt", "vocab_size": 9, "config": config}
+    weight = TensorEntry((width, hidden), "F32", ())
+    check_shapes(description, {f"blocks.0.mlp.fc1{'.gate' if gate else ''}.weight": weight})
+    assert to_arguments(description, 9)["ffn_hidden_size"] == width

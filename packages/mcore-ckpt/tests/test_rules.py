@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mcore_ckpt.families import MODEL_TYPES, decoder, experts, family_of, fields
+from mcore_ckpt.families import MODEL_TYPES, experts, family_of, fields
 from mcore_ckpt.index import TensorEntry
 from mcore_ckpt.rules import Link, Rule, Table, expand, match_ours, match_theirs
 
@@ -84,29 +84,6 @@ def test_our_defaults_are_the_configs_own():
     ):
         theirs = {field.name: field.default for field in dataclasses.fields(config)}
         assert ours == {name: theirs[name] for name in ours}
-
-
-def test_derived_widths_and_expert_layers_are_the_configs_own():
-    models = pytest.importorskip("mcore_models.config")
-    moe = pytest.importorskip("mcore_moe.config")
-    for hidden in (64, 100, 512):
-        for swiglu in (True, False):
-            values = {"num_layers": 1, "num_attention_heads": 2, "swiglu": swiglu}
-            config = models.TransformerConfig(hidden_size=hidden, **values)
-            described = {"config": {"hidden_size": hidden, **values}}
-            assert decoder.ffn_size(described) == models.ffn_size(config)
-    for freq in ("1", "2", "3", "[0]*2+[1]*4", "[0,1]*3", "[1,0,0,1,1,1]"):
-        config = moe.MoEConfig(num_experts=2, moe_layer_freq=freq)
-        described = {"config": {"num_layers": 6}, "moe": {"moe_layer_freq": freq}}
-        found = [bool(one) for one in experts.expert_layers(described)]
-        assert found == list(moe.moe_layers(config, 6)), freq
-
-
-def test_a_pattern_of_expert_layers_that_does_not_fit_is_an_error():
-    for freq, message in (("[0,1]", "lists 2 of 6 layers"), ("[2]*6", "no list of 0 and 1")):
-        described = {"config": {"num_layers": 6}, "moe": {"moe_layer_freq": freq}}
-        with pytest.raises(ValueError, match=message):
-            experts.expert_layers(described)
 
 
 def test_each_family_refuses_flags_that_it_cannot_say():

@@ -11,13 +11,15 @@ from mcore_models.config import (
     config_from_dict,
     config_to_dict,
     divisors,
+    rotary_size,
+    window,
+)
+from mcore_parallel.logical_tensors import (
     ffn_size,
     has_qkv_bias,
     head_dim,
     is_gated,
     num_kv_heads,
-    rotary_size,
-    window,
 )
 
 

@@ -1,5 +1,7 @@
 """Sizes and costs against published numbers and against built models."""
 
+from math import prod
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,6 +20,7 @@ from mcore_models.presets import load_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
 from mcore_parallel.embedding import padded_vocab
+from mcore_parallel.logical_tensors import tensor_shapes
 
 # Obtained by running Megatron's own counter (Aug 2026), one sequence.
 REFERENCE_FLOPS = {
@@ -95,6 +98,7 @@ MODELS = {
             "moe_router_enable_expert_bias": True,
         },
     ),
+    "another gate, derived width": ({"swiglu": False, "quick_geglu": True}, {}),
     "shared experts": (
         {"swiglu": False},
         {
@@ -115,12 +119,11 @@ def built(changes, moe, dtype=torch.float32, device="meta"):
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_counted_parameters_are_those_of_a_built_model(case):
+def test_listed_tensors_and_counted_parameters_are_those_of_a_built_model(case):
     config, moe, model = built(*MODELS[case])
-    shapes = [shard.shape for shard in named_shards(model).values()]
-    assert num_parameters(config, 37, moe) == sum(
-        map(torch.Size.numel, map(torch.Size, shapes))
-    )
+    shapes = {name: tuple(shard.shape) for name, shard in named_shards(model).items()}
+    assert tensor_shapes(config, 37, moe) == shapes
+    assert num_parameters(config, 37, moe) == sum(map(prod, shapes.values()))
 
 
 @pytest.mark.parametrize("case", MODELS)

@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-from mcore_models.config import TransformerConfig, ffn_size
+from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel import ParallelContext, named_shards
+from mcore_parallel.logical_tensors import ffn_size
 
 transformers = pytest.importorskip("transformers")
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mcore_models.config import head_dim
 from mcore_models.description import ModelDescription
 from mcore_models.presets import load_preset, preset_names
+from mcore_parallel.logical_tensors import head_dim
 
 
 def test_every_preset_can_be_read():

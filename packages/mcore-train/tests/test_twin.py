@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mcore_models.config import num_kv_heads
+from mcore_parallel.logical_tensors import num_kv_heads
 from mcore_train.composition import compose
 from mcore_train.resolution import resolve
 from mcore_train.twin import build_twin, describe_layout, smallest_world

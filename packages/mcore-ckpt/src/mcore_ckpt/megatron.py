@@ -9,10 +9,10 @@ padded with rows that mean nothing.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import ffn_size, num_groups
 from mcore_ckpt.families.experts import MOE_DEFAULTS, expert_layers, expert_setting
-from mcore_ckpt.families.fields import DEFAULTS, setting
+from mcore_ckpt.families.fields import DEFAULTS, setting, settings
 from mcore_ckpt.rules import Rule, Table, expand, split_index
+from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
 CHECKPOINT_VERSION = 3.0
 """Version of the order of rows that is written here and read without a change."""
@@ -150,11 +150,9 @@ def attention_rules(
     at = f"{prefix}self_attention."
     rules = _norms("attention_norm", f"{at}linear_qkv.layer_norm_", index, description, None)
     biased = setting(description, "add_bias_linear")
-    head = setting(description, "kv_channels") or (
-        setting(description, "hidden_size") // setting(description, "num_attention_heads")
-    )
-    groups = num_groups(description)
-    widths = (setting(description, "num_attention_heads") * head, groups * head, groups * head)
+    config = settings(description)
+    head, groups = head_dim(config), num_kv_heads(config)
+    widths = (config.num_attention_heads * head, groups * head, groups * head)
     # Version 0 had all queries, then keys, then values; version 1 had them row by row.
     blocks = groups if version >= 2 else groups * head if version >= 1 else 1
     for kind in ("weight", "bias"):
@@ -182,12 +180,12 @@ def mlp_rules(
     biased: bool | None = None,
 ) -> list[Rule]:
     """Rules of one feed-forward layer, or of experts."""
-    is_gated = setting(description, "swiglu") or setting(description, "quick_geglu")
+    gated = is_gated(settings(description))
     biased = setting(description, "add_bias_linear") if biased is None else biased
     rules = []
     for kind in ("weight", "bias") if biased else ("weight",):
         fc1 = tuple(f"blocks.*.{ours}fc1.{part}.{kind}" for part in ("gate", "up"))
-        mine = fc1 if is_gated else f"blocks.*.{ours}fc1.{kind}"
+        mine = fc1 if gated else f"blocks.*.{ours}fc1.{kind}"
         rules.append(Rule(mine, f"{theirs}linear_fc1.{kind}{index}", layers=layers))
         there = f"{theirs}linear_fc2.{kind}{index}"
         rules.append(Rule(f"blocks.*.{ours}fc2.{kind}", there, layers=layers))
@@ -225,13 +223,13 @@ def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict
         name: setting(description, name)
         for name in ("num_layers", "hidden_size", "num_attention_heads")
     }
-    heads = values["num_attention_heads"]
+    sizes = settings(description)
     window = values["window_size"]
     values |= {
-        "group_query_attention": num_groups(description) != heads,
-        "num_query_groups": num_groups(description),
-        "kv_channels": values["kv_channels"] or values["hidden_size"] // heads,
-        "ffn_hidden_size": ffn_size(description),
+        "group_query_attention": num_kv_heads(sizes) != sizes.num_attention_heads,
+        "num_query_groups": num_kv_heads(sizes),
+        "kv_channels": head_dim(sizes),
+        "ffn_hidden_size": ffn_size(sizes),
         "window_size": None if tuple(window) == (-1, 0) else tuple(window),
         "add_position_embedding": values["position_embedding_type"] == "learned_absolute",
         "moe_layer_freq": expert_layers(description) if _has_experts(description) else 1,

@@ -15,11 +15,12 @@ from typing import Any
 from mcore_ckpt import megatron
 from mcore_ckpt.boxes import cover_problems
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.families.fields import setting
+from mcore_ckpt.families.fields import setting, settings
 from mcore_ckpt.index import DTYPE_BYTES, Chunk, TensorEntry
 from mcore_ckpt.pickles import Record
 from mcore_ckpt.rules import Rule, Table
 from mcore_ckpt.torch_files import FileTensor, read_torch_file
+from mcore_parallel.logical_tensors import is_gated
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
@@ -240,7 +241,7 @@ def _bands(name: str, description: Mapping[str, Any], version: float) -> int:
     if "linear_qkv." in name and "layer_norm" not in name:
         return 3 if version < 1 else 1
     if "linear_fc1." in name and "layer_norm" not in name:
-        return 2 if setting(description, "swiglu") and description["family"] == "gpt" else 1
+        return 2 if is_gated(settings(description)) and description["family"] == "gpt" else 1
     return 0 if "layer_norm" in name else 1
 
 

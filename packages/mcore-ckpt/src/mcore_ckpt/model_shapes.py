@@ -4,16 +4,13 @@ A config.json that belongs to other weights can list the very same names. Taken 
 would make a checkpoint that nobody can load, or one that loads and computes nonsense.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families import shapes_of
+from mcore_ckpt.families.shapes import within_layer
 from mcore_ckpt.index import TensorEntry
 from mcore_ckpt.planning import listed
-
-_LAYER = re.compile(r"^(?:(?:encoder\.|decoder\.)?(?:blocks\.\d+\.)?|mtp\.\d+\.(?:block\.)?)")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
@@ -41,7 +38,7 @@ def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEnt
 
 def expected_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     """Find a weight's shape among those of its family; None if it says nothing of it."""
-    pattern = _EXPERT.sub(".experts.*.", _LAYER.sub("", name))
+    pattern = within_layer(name)
     stem, _, kind = pattern.rpartition(".")
     if stem not in shapes:
         return shapes.get(pattern)

@@ -7,10 +7,10 @@ keys are interleaved; its Qwen3 rotates halves too. Experts lie stacked in one t
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import num_groups
 from mcore_ckpt.families.experts import expert_layers, expert_setting
-from mcore_ckpt.families.fields import require, require_family, setting
+from mcore_ckpt.families.fields import require, require_family, setting, settings
 from mcore_ckpt.rules import Rule, Table
+from mcore_parallel.logical_tensors import num_kv_heads
 
 _FFN = {"fc1.gate": "w1", "fc2": "w2", "fc1.up": "w3"}
 
@@ -73,7 +73,8 @@ def table(description: Mapping[str, Any]) -> Table:
 
 def _attention(description: Mapping[str, Any]) -> list[Rule]:
     is_paired = not setting(description, "qk_layernorm")
-    heads, groups = setting(description, "num_attention_heads"), num_groups(description)
+    config = settings(description)
+    heads, groups = config.num_attention_heads, num_kv_heads(config)
     here, there = "blocks.*.attention.", "layers.*.attention."
     rules = [
         Rule("blocks.*.attention_norm.weight", "layers.*.attention_norm.weight"),

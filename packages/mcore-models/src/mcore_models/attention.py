@@ -14,15 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.attention_backends import attend, check_backend
-from mcore_models.config import (
-    KernelConfig,
-    TransformerConfig,
-    has_qkv_bias,
-    head_dim,
-    num_kv_heads,
-    rotary_size,
-    window,
-)
+from mcore_models.config import KernelConfig, TransformerConfig, rotary_size, window
 from mcore_models.fused_blocks import blocks_for
 from mcore_models.norm import build_norm
 from mcore_models.protocol import KVCache
@@ -32,6 +24,7 @@ from mcore_parallel.context_parallel import context_attention, ulysses_attention
 from mcore_parallel.documents import Documents
 from mcore_parallel.key_gathering import gathered_attention
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
+from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.ring import ring_attention

@@ -13,21 +13,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.attention import Attention
-from mcore_models.config import (
-    KernelConfig,
-    RecomputeConfig,
-    TransformerConfig,
-    activation,
-    ffn_size,
-    is_gated,
-)
+from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig, activation
 from mcore_models.mlp import MLP
 from mcore_models.norm import LayerNorm, RMSNorm, build_norm
 from mcore_models.protocol import KVCache
 from mcore_models.rope import RotaryTables
-from mcore_moe.config import MoEConfig, moe_layers
+from mcore_moe.config import MoEConfig
 from mcore_moe.layer import MoELayer
 from mcore_parallel.documents import Documents
+from mcore_parallel.logical_tensors import ffn_size, is_gated, moe_layers
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout

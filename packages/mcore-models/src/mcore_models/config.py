@@ -1,14 +1,16 @@
 """What a decoder-only transformer is: plain frozen data, and what follows from it alone.
 
 Field names are Megatron's flags with underscores; each field's docstring is its help text.
-0 means "derive it" or "off". The functions below are the derivations: whoever needs a width
-asks them and no one writes a derived number back. The standard library only.
+0 means "derive it" or "off": ``mcore_parallel.logical_tensors`` and the functions below derive
+it, and no one writes a derived number back. The standard library only.
 """
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
+
+from mcore_parallel.logical_tensors import head_dim
 
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
@@ -296,34 +298,9 @@ class KernelConfig:
     own), unfused (plain products); auto: the fastest that is there and takes the shapes."""
 
 
-def head_dim(config: TransformerConfig) -> int:
-    """Channels of one attention head, H."""
-    return config.kv_channels or config.hidden_size // config.num_attention_heads
-
-
-def num_kv_heads(config: TransformerConfig) -> int:
-    """Key/value heads of a layer over all ranks, G."""
-    return config.num_query_groups or config.num_attention_heads
-
-
-def ffn_size(config: TransformerConfig) -> int:
-    """Width inside a dense feed-forward layer over all ranks, F."""
-    if config.ffn_hidden_size:
-        return config.ffn_hidden_size
-    if is_gated(config):
-        # Three matrices instead of two: two thirds of the width cost the same.
-        return max(64, int(4 * config.hidden_size * 2 / 3) // 64 * 64)
-    return 4 * config.hidden_size
-
-
 def rotary_size(config: TransformerConfig) -> int:
     """Channels of each head that are rotated."""
     return int(head_dim(config) * config.rotary_percent)
-
-
-def is_gated(config: TransformerConfig) -> bool:
-    """Whether feed-forward layers multiply two projections."""
-    return config.swiglu or config.quick_geglu
 
 
 def activation(config: TransformerConfig) -> str:
@@ -335,11 +312,6 @@ def activation(config: TransformerConfig) -> str:
     if config.squared_relu:
         return "squared_relu"
     return "gelu_tanh" if config.openai_gelu else "gelu"
-
-
-def has_qkv_bias(config: TransformerConfig) -> bool:
-    """Whether queries, keys and values have biases."""
-    return config.add_bias_linear or config.add_qkv_bias
 
 
 def window(config: TransformerConfig, layer: int) -> int:

@@ -5,21 +5,23 @@ forward), the causal half of attention, nothing for recomputation, embedding loo
 or the router. Tokens per second times ``flops_per_token`` over a GPU's peak is its MFU.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-from mcore_models.config import (
-    RecomputeConfig,
-    TransformerConfig,
+from mcore_models.config import RecomputeConfig, TransformerConfig, window
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.logical_tensors import (
+    expert_size,
     ffn_size,
-    has_qkv_bias,
     head_dim,
     is_gated,
+    moe_layers,
     num_kv_heads,
-    window,
+    tensor_shapes,
 )
-from mcore_moe.config import MoEConfig, moe_layers
-from mcore_parallel.config import ParallelConfig
 
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
@@ -29,14 +31,16 @@ def num_parameters(
     config: TransformerConfig, vocab_size: int, moe: MoEConfig = _NO_EXPERTS
 ) -> int:
     """Count the elements of all logical tensors: vocabulary unpadded, tied tables once."""
-    return sum(_tensors(config, vocab_size, moe, moe.num_experts).values())
+    return sum(_counts(config, vocab_size, moe).values())
 
 
 def num_active_parameters(
     config: TransformerConfig, vocab_size: int, moe: MoEConfig = _NO_EXPERTS
 ) -> int:
     """Count the elements that take part in one token: of the experts only the chosen."""
-    return sum(_tensors(config, vocab_size, moe, moe.moe_router_topk).values())
+    counts = _counts(config, vocab_size, moe)
+    idle = counts["experts"] // max(1, moe.num_experts)
+    return sum(counts.values()) - idle * max(0, moe.num_experts - moe.moe_router_topk)
 
 
 def flops_per_token(
@@ -70,15 +74,17 @@ def model_flops(
         Narayanan et al. 2021, arXiv:2104.04473, appendix; with the causal half of attention
         and grouped key/value heads. Megatron counts the same, but for windows.
     """
-    D, N, G, H = _sizes(config)
-    has_experts = moe_layers(moe, config.num_layers)
-    matrices = 3 if is_gated(config) else 2
-    attention = D * (N + 2 * G) * H + N * H * D
-    dense = matrices * D * ffn_size(config)
-    routed = matrices * D * _expert_width(config, moe) * moe.moe_router_topk
-    shared = matrices * D * moe.moe_shared_expert_intermediate_size
-    weights = D * padded_vocab_size
-    weights += sum(attention + (routed + shared if e else dense) for e in has_experts)
+    N, H = config.num_attention_heads, head_dim(config)
+    matrices = {
+        name: prod(shape)
+        for name, shape in tensor_shapes(config, 0, moe).items()
+        if len(shape) == 2 and ".router." not in name and ".token_gate." not in name
+    }
+    routed = sum(size for name, size in matrices.items() if ".experts." in name)
+    active = routed * moe.moe_router_topk // max(1, moe.num_experts)
+    lookup = matrices.get("position_embedding.weight", 0)
+    weights = config.hidden_size * padded_vocab_size
+    weights += sum(matrices.values()) - lookup - routed + active
     # Pairs of query and key, doubled: L * L in a causal layer of L tokens.
     pairs = sum(
         _doubled_pairs(length, window(config, layer))
@@ -137,13 +143,12 @@ def rank_bytes(
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     expert_tp = parallel.expert_tensor_parallel_size or tp
     expert_ranks = expert_tp * parallel.expert_model_parallel_size
-    tensors = _tensors(config, vocab_size, moe, moe.num_experts)
-    experts = tensors["experts"] // pp // expert_ranks
-    ends = max(tensors["embedding"], tensors["head"])
+    counts = _counts(config, vocab_size, moe)
+    experts = counts["experts"] // pp // expert_ranks
+    ends = max(counts["embedding"], counts["head"])
     if pp == 1:
-        ends = tensors["embedding"] + tensors["head"]
-    layers = sum(tensors[name] for name in ("attention", "mlp", "shared", "router", "vectors"))
-    dense = (ends + layers // pp) // tp
+        ends = counts["embedding"] + counts["head"]
+    dense = (ends + counts["layers"] // pp) // tp
     # Bytes of float32 state for each parameter: moments, and main weights under 16 bits.
     state = 8 if weight_bytes == 4 else 12
     dense_ranks = world_size // (tp * pp) if shards_optimizer else 1
@@ -168,42 +173,21 @@ def _sizes(config: TransformerConfig) -> tuple[int, int, int, int]:
     )
 
 
-def _expert_width(config: TransformerConfig, moe: MoEConfig) -> int:
-    return moe.moe_ffn_hidden_size or ffn_size(config)
-
-
 def _doubled_pairs(length: int, seen: int) -> int:
     """Twice the pairs of query and key in a causal layer, the diagonal counted by half."""
     width = length if seen < 0 else min(length, seen + 1)
     return width * (2 * length - width)
 
 
-def _tensors(
-    config: TransformerConfig, vocab_size: int, moe: MoEConfig, num_experts: int
-) -> dict[str, int]:
-    """Count the elements of each kind of tensor over the whole model."""
-    D, N, G, H = _sizes(config)
-    L, has_experts = config.num_layers, moe_layers(moe, config.num_layers)
-    num_moe = sum(has_experts)
-    matrices = 3 if is_gated(config) else 2
-    norm = 2 if config.normalization == "LayerNorm" else 1
-    is_learned = config.position_embedding_type == "learned_absolute"
-    width, has_bias = _expert_width(config, moe), config.add_bias_linear
-    biases = (N + 2 * G) * H * has_qkv_bias(config) * L
-    biases += (L * D + (L - num_moe) * ((matrices - 1) * ffn_size(config) + D)) * has_bias
-    expert = matrices * D * width + ((matrices - 1) * width + D) * has_bias
-    norms = norm * (D * (2 * L + 1) + 2 * H * L * config.qk_layernorm)
-    shared = matrices * D * moe.moe_shared_expert_intermediate_size
-    return {
-        "embedding": (vocab_size + config.max_position_embeddings * is_learned) * D,
-        "head": vocab_size * D * config.untie_embeddings_and_output_weights,
-        "attention": L * (D * (N + 2 * G) * H + N * H * D),
-        "mlp": (L - num_moe) * matrices * D * ffn_size(config),
-        "experts": num_moe * num_experts * expert,
-        "shared": num_moe * (shared + D * moe.moe_shared_expert_gate),
-        "router": num_moe * moe.num_experts * (D + moe.moe_router_enable_expert_bias),
-        "vectors": biases + norms,
-    }
+def _counts(config: TransformerConfig, vocab_size: int, moe: MoEConfig) -> Counter[str]:
+    """Count the elements by kind: ``embedding``, ``head``, ``experts``, other ``layers``."""
+    counts: Counter[str] = Counter()
+    for name, shape in tensor_shapes(config, vocab_size, moe).items():
+        kind = "experts" if ".experts." in name else "layers"
+        if name.partition(".")[0] in ("embedding", "position_embedding", "head"):
+            kind = "head" if name.startswith("head") else "embedding"
+        counts[kind] += prod(shape)
+    return counts
 
 
 def _kept_elements(
@@ -225,7 +209,7 @@ def _kept_elements(
     stream = tp if parallel.sequence_parallel else 1
     width = ffn_size(config)
     if any(moe_layers(moe, config.num_layers)):
-        width = _expert_width(config, moe) * moe.moe_router_topk
+        width = expert_size(config, moe) * moe.moe_router_topk
         width += moe.moe_shared_expert_intermediate_size
     inner = ((2 * N + 2 * G) * H + (3 if is_gated(config) else 2) * width) // tp
     layer = tokens * (4 * D // stream + inner)

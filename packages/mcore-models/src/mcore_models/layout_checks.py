@@ -4,14 +4,10 @@ All problems are found at once, each with the flag and what it may be, so that e
 refuses alike and no collective is left waiting. No torch here.
 """
 
-from mcore_models.config import (
-    TransformerConfig,
-    divisors,
-    ffn_size,
-    num_kv_heads,
-)
+from mcore_models.config import TransformerConfig, divisors
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.logical_tensors import ffn_size, num_kv_heads
 
 _NO_EXPERTS = MoEConfig()
 

@@ -29,7 +29,6 @@ _ROOMS: dict[str, str] = {
     "finish_step": "stats",
     "global_aux_loss": "balance",
     "grouped_linear": "grouped_products",
-    "moe_layers": "config",
     "permute": "permutation",
     "plan_rows": "permutation",
     "route": "router",

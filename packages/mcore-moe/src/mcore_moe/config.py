@@ -5,7 +5,6 @@ Field names are Megatron's flags with underscores; each field's docstring is its
 library only.
 """
 
-import ast
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -197,58 +196,3 @@ class MoEConfig:
 def expert_capacity(num_tokens: int, num_experts: int, topk: int, factor: float) -> int:
     """Rows that one expert takes from one rank: its even share times ``factor``, rounded up."""
     return ceil(num_tokens * topk / num_experts * factor)
-
-
-def moe_layers(config: MoEConfig, num_layers: int) -> tuple[bool, ...]:
-    """Say for each layer of a model whether it has experts.
-
-    Raises:
-        ValueError: if ``moe_layer_freq`` is no number and no list of 0 and 1 of that length.
-    """
-    if config.num_experts == 0:
-        return (False,) * num_layers
-    pattern = _read_pattern(config.moe_layer_freq)
-    if isinstance(pattern, int):
-        if pattern < 1:
-            raise ValueError(f"--moe-layer-freq {pattern} must be 1 or more.")
-        return tuple(layer % pattern == 0 for layer in range(num_layers))
-    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
-        raise ValueError(
-            f"--moe-layer-freq {config.moe_layer_freq} must hold one 0 or 1 for each of "
-            f"--num-layers {num_layers}; it holds {len(pattern)} entries."
-        )
-    return tuple(bool(entry) for entry in pattern)
-
-
-def _read_pattern(text: str) -> int | list[int]:
-    try:
-        return _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"--moe-layer-freq {text!r} is neither a number nor a list such as [0]*3+[1]*58."
-        ) from error
-
-
-def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluate numbers, lists of numbers, + and *: data, so nothing else is looked at."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.List(elts=elements):
-            return [_number(element) for element in elements]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            a, b = _evaluate(left), _evaluate(right)
-            if isinstance(a, list) and isinstance(b, list):
-                return a + b
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            a, b = _evaluate(left), _evaluate(right)
-            if isinstance(b, int):
-                return a * b
-    raise TypeError(f"{ast.unparse(node)} is neither a list nor a number")
-
-
-def _number(node: ast.expr) -> int:
-    value = _evaluate(node)
-    if isinstance(value, int):
-        return value
-    raise TypeError(f"{ast.unparse(node)} is no number")

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from mcore_data.config import DataConfig
 from mcore_data.tokenizer import Tokenizer, build_tokenizer
 from mcore_models.layout_checks import layout_problems
-from mcore_moe.config import moe_layers
 from mcore_parallel.layout import build_grids
+from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.schedule import check_schedule
 from mcore_parallel.stages import Stage, build_stages
 from mcore_train.batch_ramp import BatchRamp, build_ramp

@@ -12,9 +12,9 @@ from math import gcd, lcm
 
 from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import RecomputeConfig
-from mcore_moe.config import moe_layers
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_parallel.layout import build_grids
+from mcore_parallel.logical_tensors import moe_layers
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
     BatchConfig,

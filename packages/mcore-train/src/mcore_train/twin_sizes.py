@@ -7,9 +7,10 @@ tensor ranks, experts by expert ranks, vocabulary rows by both padding and tenso
 from dataclasses import replace
 from math import gcd, lcm
 
-from mcore_models.config import TransformerConfig, num_kv_heads
-from mcore_moe.config import MoEConfig, moe_layers
+from mcore_models.config import TransformerConfig
+from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.logical_tensors import moe_layers, num_kv_heads
 from mcore_train.composition import TrainConfig
 from mcore_train.resolution import Plan
 

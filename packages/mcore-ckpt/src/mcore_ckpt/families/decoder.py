@@ -8,8 +8,9 @@ transformers since 4.40 reads a folder.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mcore_ckpt.families.fields import Fields, require, require_family, setting
+from mcore_ckpt.families.fields import Fields, require, require_family, setting, settings
 from mcore_ckpt.rules import Rule, Table
+from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -108,19 +109,16 @@ def write_common(
     )
     if not partial:
         require(description, rotary_percent=1.0)
-    heads = setting(description, "num_attention_heads")
-    head_dim = setting(description, "kv_channels") or (
-        setting(description, "hidden_size") // heads
-    )
+    config = settings(description)
     theirs: dict[str, Any] = {
         "architectures": [architecture],
         "vocab_size": description["vocab_size"],
         "hidden_size": setting(description, "hidden_size"),
-        "intermediate_size": ffn_size(description),
+        "intermediate_size": ffn_size(config),
         "num_hidden_layers": setting(description, "num_layers"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": setting(description, "num_query_groups") or heads,
-        "head_dim": head_dim,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": num_kv_heads(config),
+        "head_dim": head_dim(config),
         "hidden_act": "silu",
         # Without a limit of ours: rotary models need none, transformers wants a number.
         "max_position_embeddings": setting(description, "max_position_embeddings") or _LONG,
@@ -182,27 +180,11 @@ def _write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def num_groups(description: Mapping[str, Any]) -> int:
-    """Key/value heads of a model."""
-    return setting(description, "num_query_groups") or setting(
-        description, "num_attention_heads"
-    )
-
-
 def gpt(
     config: dict[str, Any], vocab_size: int, moe: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Put a description of a GPT together."""
     return {"family": "gpt", "vocab_size": vocab_size, "config": config, "moe": moe or {}}
-
-
-def ffn_size(description: Mapping[str, Any]) -> int:
-    """Width of the feed-forward layer; the derivation is TransformerConfig's."""
-    size = setting(description, "ffn_hidden_size")
-    hidden = setting(description, "hidden_size")
-    if size:
-        return size
-    return int(4 * hidden * 2 / 3) // 64 * 64 if setting(description, "swiglu") else 4 * hidden
 
 
 def attention_rules(
@@ -251,8 +233,8 @@ def mlp_rules(
     description: Mapping[str, Any], layers: tuple[int, ...] | None = None
 ) -> list[Rule]:
     """Rules of a feed-forward layer, gated or not."""
-    is_gated = setting(description, "swiglu")
-    names = {"fc1.gate": "gate_proj", "fc1.up": "up_proj"} if is_gated else {"fc1": "up_proj"}
+    gated = is_gated(settings(description))
+    names = {"fc1.gate": "gate_proj", "fc1.up": "up_proj"} if gated else {"fc1": "up_proj"}
     kinds = ("weight", "bias") if setting(description, "add_bias_linear") else ("weight",)
     return [
         Rule(

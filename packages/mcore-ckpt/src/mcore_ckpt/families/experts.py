@@ -1,10 +1,12 @@
 """What families with experts share: settings of the router, which layers, their rules."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt.families.fields import setting
 from mcore_ckpt.rules import Rule
+from mcore_parallel.logical_tensors import moe_layers
 
 MOE_DEFAULTS: dict[str, Any] = {
     "num_experts": 0,
@@ -44,6 +46,11 @@ def expert_setting(description: Mapping[str, Any], name: str) -> Any:
     return description.get("moe", {}).get(name, MOE_DEFAULTS[name])
 
 
+def expert_settings(description: Mapping[str, Any]) -> Any:
+    """Return the MoEConfig fields of a description as attributes, defaults too."""
+    return SimpleNamespace(**{**MOE_DEFAULTS, **description.get("moe", {})})
+
+
 def expert_layers(description: Mapping[str, Any]) -> list[int]:
     """Say of each layer whether it has experts (1) or not (0).
 
@@ -52,19 +59,7 @@ def expert_layers(description: Mapping[str, Any]) -> list[int]:
             the model is deep.
     """
     num_layers = setting(description, "num_layers")
-    text = str(expert_setting(description, "moe_layer_freq")).replace(" ", "")
-    if text.isdecimal() and int(text) > 0:
-        return [int(layer % int(text) == 0) for layer in range(num_layers)]
-    pattern: list[int] = []
-    for term in text.split("+"):
-        items, _, times = term.partition("*")
-        values = items.strip("[]").split(",")
-        if not set(values) <= {"0", "1"} or not (times or "1").isdecimal():
-            raise ValueError(f"--moe-layer-freq {text} is no number and no list of 0 and 1")
-        pattern += [int(value) for value in values] * int(times or 1)
-    if len(pattern) != num_layers:
-        raise ValueError(f"--moe-layer-freq {text} lists {len(pattern)} of {num_layers} layers")
-    return pattern
+    return [int(has) for has in moe_layers(expert_settings(description), num_layers)]
 
 
 def require_experts(description: Mapping[str, Any]) -> None:

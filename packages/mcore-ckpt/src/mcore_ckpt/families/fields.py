@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 GENERATION_WORDS = (
@@ -65,6 +66,7 @@ _TABLES = {"rope_parameters", "rope_scaling", "quantization_config"}
 
 DEFAULTS: dict[str, Any] = {
     "num_query_groups": 0,
+    "ffn_hidden_size": 0,
     "kv_channels": 0,
     "max_position_embeddings": 0,
     "position_embedding_type": "rope",
@@ -189,6 +191,11 @@ def setting(description: Mapping[str, Any], name: str) -> Any:
     """Return a TransformerConfig field of a description, its default where it is left out."""
     value = description["config"].get(name, DEFAULTS.get(name))
     return tuple(value) if isinstance(value, list) else value
+
+
+def settings(description: Mapping[str, Any]) -> Any:
+    """Return the TransformerConfig fields of a description as attributes, defaults too."""
+    return SimpleNamespace(**{**DEFAULTS, **description["config"]})
 
 
 def require(description: Mapping[str, Any], **values: Any) -> None:

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import ffn_size, gpt
+from mcore_ckpt.families.decoder import gpt
 from mcore_ckpt.families.experts import no_experts
-from mcore_ckpt.families.fields import Fields, require, require_family, setting
+from mcore_ckpt.families.fields import Fields, require, require_family, setting, settings
 from mcore_ckpt.rules import Rule, Table
+from mcore_parallel.logical_tensors import ffn_size
 
 _LAYER = "transformer.h.*."
 
@@ -83,7 +84,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "n_embd": hidden,
         "n_layer": setting(description, "num_layers"),
         "n_head": heads,
-        "n_inner": ffn_size(description),
+        "n_inner": ffn_size(settings(description)),
         "n_positions": setting(description, "max_position_embeddings"),
         "activation_function": "gelu_new",
         "layer_norm_epsilon": setting(description, "norm_epsilon"),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
-from mcore_ckpt.families.shapes import Shapes, gpt_shapes
+from mcore_ckpt.families.shapes import Shapes, gpt_shapes, mlp_shapes
 from mcore_ckpt.rules import Rule, Table
 
 PAIRS = (
@@ -171,7 +171,9 @@ def shapes(description: Mapping[str, Any]) -> Shapes:
     """List the shapes of the weights, see ``families.shapes``."""
     config = description["config"]
     hidden, vocab = config["hidden_size"], description["vocab_size"]
-    return gpt_shapes(description) | {
+    return {
+        **gpt_shapes(description),
+        **mlp_shapes("mlp", config["ffn_hidden_size"], hidden),
         "position_embedding": (config["max_position_embeddings"], hidden),
         "tokentype_embedding": (config["num_tokentypes"], hidden),
         "embedding_norm": (hidden,),

@@ -8,15 +8,15 @@ from mcore_ckpt.families.decoder import (
     around,
     attention_rules,
     gpt,
-    num_groups,
     read_rms_silu,
     tied_copies,
     write_rms_silu,
 )
 from mcore_ckpt.families.experts import no_experts
-from mcore_ckpt.families.fields import Fields, require, setting
+from mcore_ckpt.families.fields import Fields, require, setting, settings
 from mcore_ckpt.families.mistral import read_window, write_window
 from mcore_ckpt.rules import Rule, Table
+from mcore_parallel.logical_tensors import head_dim, num_kv_heads
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,10 +56,9 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
     at = "model.layers.*."
-    heads = setting(description, "num_attention_heads")
-    head = setting(description, "kv_channels") or setting(description, "hidden_size") // heads
-    groups = num_groups(description)
-    sizes = (heads * head, groups * head, groups * head)
+    config = settings(description)
+    key_value = num_kv_heads(config) * head_dim(config)
+    sizes = (config.num_attention_heads * head_dim(config), key_value, key_value)
     qkv = tuple(f"blocks.*.attention.qkv.{part}.weight" for part in "qkv")
     fc1 = ("blocks.*.mlp.fc1.gate.weight", "blocks.*.mlp.fc1.up.weight")
     kept = [rule for rule in attention_rules(description) if ".qkv." not in rule.ours]

@@ -3,48 +3,35 @@
 ``gpt`` is what most families have; those that differ say so in their own file.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import ffn_size, num_groups
-from mcore_ckpt.families.experts import expert_setting
-from mcore_ckpt.families.fields import setting
+from mcore_ckpt.families.experts import expert_settings
+from mcore_ckpt.families.fields import settings
+from mcore_parallel.logical_tensors import tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 """By name without number of layer or expert and without ``.weight``; of a bias, the first
 number counts."""
 
+_LAYER = re.compile(r"^(?:(?:encoder\.|decoder\.)?(?:blocks\.\d+\.)?|mtp\.\d+\.(?:block\.)?)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def within_layer(name: str) -> str:
+    """Return a weight's name without the numbers of its layer and its expert."""
+    return _EXPERT.sub(".experts.*.", _LAYER.sub("", name))
+
 
 def gpt_shapes(description: Mapping[str, Any]) -> Shapes:
     """List the shape of each kind of weight of a GPT, by its name within a layer."""
-    hidden, vocab = setting(description, "hidden_size"), description["vocab_size"]
-    heads = setting(description, "num_attention_heads")
-    head = setting(description, "kv_channels") or hidden // heads
-    key_value = (num_groups(description) * head, hidden)
-    shapes: Shapes = {
-        "embedding": (vocab, hidden),
-        "head": (vocab, hidden),
-        "final_norm": (hidden,),
-        "attention_norm": (hidden,),
-        "mlp_norm": (hidden,),
-        "attention.qkv.q": (heads * head, hidden),
-        "attention.qkv.k": key_value,
-        "attention.qkv.v": key_value,
-        "attention.proj": (hidden, heads * head),
-        "attention.q_norm": (head,),
-        "attention.k_norm": (head,),
-        **mlp_shapes("mlp", ffn_size(description), hidden),
-    }
-    positions = setting(description, "max_position_embeddings")
-    if setting(description, "position_embedding_type") == "learned_absolute" and positions:
-        shapes["position_embedding"] = (positions, hidden)
-    expert = expert_setting(description, "moe_ffn_hidden_size") or ffn_size(description)
-    shared = expert_setting(description, "moe_shared_expert_intermediate_size")
-    return shapes | {
-        "moe.router": (expert_setting(description, "num_experts"), hidden),
-        "moe.shared.token_gate": (1, hidden),
-        **mlp_shapes("moe.experts.*", expert, hidden),
-        **mlp_shapes("moe.shared", shared, hidden),
+    config, moe = settings(description), expert_settings(description)
+    shapes = tensor_shapes(config, description["vocab_size"], moe)
+    return {
+        within_layer(name).removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if name.endswith(".weight")
     }
 
 

@@ -1,0 +1,186 @@
+"""The logical tensors of a decoder-only transformer: names and shapes, from its settings.
+
+The one owner of what the settings leave to be derived (widths, heads, which layers have
+experts) and of the list of tensors that follows. Models are built, counted, checkpointed and
+converted by it. It lives here because mcore-models and mcore-ckpt both stand on mcore-parallel
+and neither imports the other. The standard library only, so that config files may import it.
+
+``config`` is any object with the fields of mcore-models' ``TransformerConfig``, ``moe`` any
+with those of mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
+"""
+
+import ast
+from typing import Any
+
+Shape = tuple[int, ...]
+
+
+def head_dim(config: Any) -> int:
+    """Channels of one attention head, H."""
+    return config.kv_channels or config.hidden_size // config.num_attention_heads
+
+
+def num_kv_heads(config: Any) -> int:
+    """Key/value heads of a layer over all ranks, G."""
+    return config.num_query_groups or config.num_attention_heads
+
+
+def ffn_size(config: Any) -> int:
+    """Width inside a dense feed-forward layer over all ranks, F."""
+    if config.ffn_hidden_size:
+        return config.ffn_hidden_size
+    if is_gated(config):
+        # Three matrices instead of two: two thirds of the width cost the same.
+        return max(64, int(4 * config.hidden_size * 2 / 3) // 64 * 64)
+    return 4 * config.hidden_size
+
+
+def expert_size(config: Any, moe: Any) -> int:
+    """Width inside one routed expert over all ranks."""
+    return moe.moe_ffn_hidden_size or ffn_size(config)
+
+
+def is_gated(config: Any) -> bool:
+    """Whether feed-forward layers multiply two projections."""
+    return config.swiglu or config.quick_geglu
+
+
+def has_qkv_bias(config: Any) -> bool:
+    """Whether queries, keys and values have biases."""
+    return config.add_bias_linear or config.add_qkv_bias
+
+
+def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
+    """Say for each layer of a model whether it has experts.
+
+    Raises:
+        ValueError: if ``moe_layer_freq`` is no number and no list of 0 and 1 of that length.
+    """
+    if moe.num_experts == 0:
+        return (False,) * num_layers
+    pattern = _read_pattern(moe.moe_layer_freq)
+    if isinstance(pattern, int):
+        if pattern < 1:
+            raise ValueError(f"--moe-layer-freq {pattern} must be 1 or more.")
+        return tuple(layer % pattern == 0 for layer in range(num_layers))
+    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
+        raise ValueError(
+            f"--moe-layer-freq {moe.moe_layer_freq} must hold one 0 or 1 for each of "
+            f"--num-layers {num_layers}; it holds {len(pattern)} entries."
+        )
+    return tuple(bool(entry) for entry in pattern)
+
+
+def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
+    """List every logical tensor of a model with its global shape.
+
+    Args:
+        config: of the layers.
+        vocab_size: true number of tokens; padding is no logical tensor's.
+        moe: of the experts.
+
+    Returns:
+        By the names of ``named_shards``, in the order of the layers: fused projections in
+        their parts (q, k, v; gate, up), experts one by one, tied tables once.
+
+    Raises:
+        ValueError: as ``moe_layers``.
+    """
+    D = config.hidden_size
+    shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
+    if config.position_embedding_type == "learned_absolute":
+        shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
+    for layer, has_experts in enumerate(moe_layers(moe, config.num_layers)):
+        inside = {**_norm(config, "attention_norm", D), **_attention(config)}
+        inside |= _norm(config, "mlp_norm", D)
+        if has_experts:
+            inside |= _experts(config, moe)
+        else:
+            bias = config.add_bias_linear
+            inside |= _mlp("mlp", D, ffn_size(config), is_gated(config), bias)
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
+    shapes |= _norm(config, "final_norm", D)
+    if config.untie_embeddings_and_output_weights:
+        shapes["head.weight"] = (vocab_size, D)
+    return shapes
+
+
+def _norm(config: Any, name: str, width: int) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    return {f"{name}.{kind}": (width,) for kind in kinds}
+
+
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return weight | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def _attention(config: Any) -> dict[str, Shape]:
+    D, H = config.hidden_size, head_dim(config)
+    queries, keys = config.num_attention_heads * H, num_kv_heads(config) * H
+    shapes: dict[str, Shape] = {}
+    for part, outputs in (("q", queries), ("k", keys), ("v", keys)):
+        shapes |= _linear(f"attention.qkv.{part}", outputs, D, has_qkv_bias(config))
+    if config.qk_layernorm:
+        shapes |= {
+            **_norm(config, "attention.q_norm", H),
+            **_norm(config, "attention.k_norm", H),
+        }
+    return shapes | _linear("attention.proj", D, queries, config.add_bias_linear)
+
+
+def _mlp(name: str, D: int, width: int, gated: bool, bias: bool) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for first in ("fc1.gate", "fc1.up") if gated else ("fc1",):
+        shapes |= _linear(f"{name}.{first}", width, D, bias)
+    return shapes | _linear(f"{name}.fc2", D, width, bias)
+
+
+def _experts(config: Any, moe: Any) -> dict[str, Shape]:
+    D, gated = config.hidden_size, is_gated(config)
+    shapes: dict[str, Shape] = {"moe.router.weight": (moe.num_experts, D)}
+    if moe.moe_router_enable_expert_bias:
+        shapes["moe.router.expert_bias"] = (moe.num_experts,)
+    one = _mlp("", D, expert_size(config, moe), gated, config.add_bias_linear)
+    for expert in range(moe.num_experts):
+        shapes |= {f"moe.experts.{expert}{name}": shape for name, shape in one.items()}
+    if moe.moe_shared_expert_intermediate_size:
+        width = moe.moe_shared_expert_intermediate_size
+        shapes |= _mlp("moe.shared", D, width, gated, bias=False)
+    if moe.moe_shared_expert_gate:
+        shapes["moe.shared.token_gate.weight"] = (1, D)
+    return shapes
+
+
+def _read_pattern(text: str) -> int | list[int]:
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"--moe-layer-freq {text!r} is neither a number nor a list such as [0]*3+[1]*58."
+        ) from error
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Evaluate numbers, lists of numbers, + and *: data, so nothing else is looked at."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.List(elts=elements):
+            return [_number(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            a, b = _evaluate(left), _evaluate(right)
+            if isinstance(a, list) and isinstance(b, list):
+                return a + b
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            a, b = _evaluate(left), _evaluate(right)
+            if isinstance(b, int):
+                return a * b
+    raise TypeError(f"{ast.unparse(node)} is neither a list nor a number")
+
+
+def _number(node: ast.expr) -> int:
+    value = _evaluate(node)
+    if isinstance(value, int):
+        return value
+    raise TypeError(f"{ast.unparse(node)} is no number")
