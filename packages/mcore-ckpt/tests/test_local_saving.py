@@ -9,7 +9,7 @@ import torch
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.index import INDEX
-from mcore_ckpt.local_saving import LocalSaver
+from mcore_ckpt.local_saving import LocalSaver, _Files, _State
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
@@ -94,6 +94,18 @@ def make_with_odd_copies(folder):
         LocalSaver(config(folder, replication=True, replication_jump=2), ctx.world)
     ctx.destroy()
     return str(caught.value)
+
+
+def test_a_ranks_own_part_of_a_tensor_can_be_read_again(tmp_path):
+    part = torch.arange(6.0).view(2, 3)
+    files = _Files(tmp_path, 1)
+    files.write(
+        _State([("w", (4, 3), "torch.float32", (2, 0), (2, 3))], [part], {"n": 4}), 4, 1
+    )
+    assert files.failure == ""
+    again = files.read(4, 1)
+    assert (again.keys[0][1], again.extra) == ((4, 3), {"n": 4})
+    assert torch.equal(next(again.tensors), part)
 
 
 def test_the_newest_step_that_is_whole_comes_back_and_older_ones_go(tmp_path):

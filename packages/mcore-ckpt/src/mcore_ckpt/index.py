@@ -101,8 +101,13 @@ class Index:
         return f"{lines}{','.join(rows)}\n }}\n}}\n".encode()
 
 
-def read_index(folder: str | Path) -> Index:
+def read_index(folder: str | Path, *, is_whole: bool = True) -> Index:
     """Read and check the index of a step folder.
+
+    Args:
+        folder: the step.
+        is_whole: boxes must cover every tensor; else, as in one rank's local checkpoint, they
+            may cover a part of it.
 
     Raises:
         ValueError: if there is none, it is no index of ours, or a newer version's.
@@ -129,7 +134,7 @@ def read_index(folder: str | Path) -> Index:
     try:
         tensors = {name: _entry(row) for name, row in table["tensors"].items()}
         index = Index(tensors, dict(table["extra"]), table["files"])
-        _check_files(as_path(folder), index)
+        _check_files(as_path(folder), index, is_whole)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
     return index
@@ -152,7 +157,7 @@ def _entry(row: list[Any]) -> TensorEntry:
     )
 
 
-def _check_files(folder: Path, index: Index) -> None:
+def _check_files(folder: Path, index: Index, is_whole: bool) -> None:
     for name, size in index.files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{folder / INDEX} names {name}, outside its folder")
@@ -163,7 +168,7 @@ def _check_files(folder: Path, index: Index) -> None:
         if found != size:
             raise CheckpointError(f"{folder / name} has {found} bytes, not the {size} written")
     for name, entry in index.tensors.items():
-        _check_boxes(name, entry)
+        _check_boxes(name, entry, is_whole)
         item = DTYPE_BYTES[entry.dtype]
         for chunk in entry.chunks:
             size = prod(chunk.lengths) * item
@@ -179,7 +184,7 @@ def _check_files(folder: Path, index: Index) -> None:
                 )
 
 
-def _check_boxes(name: str, entry: TensorEntry) -> None:
+def _check_boxes(name: str, entry: TensorEntry, is_whole: bool) -> None:
     """Check that boxes have the tensor's dimensions, bounds and volume.
 
     Overlaps take longer to find: who loads looks for them in what is wanted.
@@ -190,10 +195,11 @@ def _check_boxes(name: str, entry: TensorEntry) -> None:
         if not len(chunk.offsets) == len(chunk.lengths) == len(entry.shape):
             raise ValueError(f"{name} has a box without the {len(entry.shape)} dimensions")
         for start, length, size in zip(chunk.offsets, chunk.lengths, entry.shape, strict=True):
-            if not 0 <= start < start + length <= size:
+            if not 0 <= start <= start + length <= size or (is_whole and not length):
                 raise ValueError(f"{name} has a box outside {list(entry.shape)}")
     if not all(type(number) is int for number in numbers):
         raise ValueError(f"{name} has a size or a place that is no whole number")
-    volume = sum(prod(chunk.lengths) for chunk in entry.chunks)
-    if min(entry.shape, default=0) < 0 or volume != prod(entry.shape):
+    volume, whole = sum(prod(chunk.lengths) for chunk in entry.chunks), prod(entry.shape)
+    fits = volume == whole if is_whole else volume <= whole
+    if min(entry.shape, default=0) < 0 or not fits:
         raise ValueError(f"{name} of {list(entry.shape)} has {volume} elements in boxes")

@@ -281,7 +281,7 @@ class _Files:
 
     def read(self, iteration: int, rank: int) -> _State:
         folder = self.where(iteration, rank)
-        index = read_index(folder)
+        index = read_index(folder, is_whole=False)
         kinds = {name: str(dtype) for name, dtype in DTYPES.items()}
         keys, tensors = [], []
         with Reader(folder) as reader:
