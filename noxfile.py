@@ -7,6 +7,7 @@ start in a second; the others (`tests_newest`, `megatron`, `wheels`) build one o
 
 import re
 import sys
+import tarfile
 import tomllib
 import zipfile
 from email.parser import HeaderParser
@@ -20,6 +21,16 @@ nox.options.default_venv_backend = "none"
 
 ROOT = Path(__file__).parent
 PACKAGES = ("parallel", "moe", "models", "data", "ckpt", "infer", "train")
+EXTRAS = {
+    "s3": ("import flask_cors, moto, s3fs", ["packages/mcore-data/tests/test_s3.py"]),
+    "resiliency": (
+        "import nvidia_resiliency_ext",
+        [
+            "packages/mcore-ckpt/tests/test_local_saving.py",
+            "packages/mcore-train/tests/test_local_checkpoints.py",
+        ],
+    ),
+}
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -49,6 +60,20 @@ def mutations(session: nox.Session) -> None:
 def crash(session: nox.Session) -> None:
     """Run every kill, power-cut and full-disk test."""
     _in_workspace(session, "pytest", "-m", "crash", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("group", sorted(EXTRAS), ids=sorted(EXTRAS))
+def extras(session: nox.Session, group: str) -> None:
+    """Run the tests that skip without a service's packages, with these: s3, resiliency."""
+    imports, tests = EXTRAS[group]
+    environment = Path(session.create_tmp()).resolve() / group
+    env = {**THREADS, "UV_PROJECT_ENVIRONMENT": str(environment)}
+    run = ("uv", "run", "--locked", "--no-default-groups", "--group", group)
+    # Ask for the packages first: without them the tests would skip and the session pass.
+    session.run(*run, "python", "-W", "ignore", "-c", imports, external=True, env=env)
+    marks = ("-m", "not gpu and not crash")
+    session.run(*run, "pytest", *marks, *tests, *session.posargs, external=True, env=env)
 
 
 @nox.session
@@ -164,8 +189,12 @@ def _siblings(name: str) -> set[str]:
 def _check_metadata(session: nox.Session, dist: Path, name: str) -> Path:
     """Return the wheel of a package whose siblings are asked for by compatible ranges."""
     wheel = next(dist.glob(f"mcore_{name}-*.whl"))
-    if not list(dist.glob(f"mcore_{name}-*.tar.gz")):
+    sdists = list(dist.glob(f"mcore_{name}-*.tar.gz"))
+    if not sdists:
         session.error(f"mcore-{name} has no sdist beside {wheel.name}")
+    with tarfile.open(sdists[0]) as archive:
+        if not any(path.endswith("/CHANGELOG.md") for path in archive.getnames()):
+            session.error(f"{sdists[0].name} lacks CHANGELOG.md")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = next(n for n in names if n.endswith(".dist-info/METADATA"))

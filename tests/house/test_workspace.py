@@ -1,5 +1,6 @@
 """The seven packages as packages: metadata, ranges, extras, and what the lock holds."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -7,19 +8,27 @@ import tomllib
 from importlib.metadata import version
 
 import pytest
-from house.sources import PACKAGES, ROOT
+from house.sources import PACKAGES, ROOT, Source, package_sources, parse
 
 EXTRAS = {
-    "te": ({"models", "moe"}, "transformer-engine"),
-    "flash": ({"models"}, "flash-attn"),
     "flash4": ({"models"}, "flash-attn-4"),
-    "resiliency": ({"ckpt", "train"}, "nvidia-resiliency-ext"),
+    "resiliency": ({"ckpt", "train"}, r"(nvidia-resiliency-ext|mcore-ckpt\[resiliency\])"),
+    "tensorboard": ({"train"}, "tensorboard"),
     "s3": ({"ckpt", "data"}, "s3fs"),
     "check": ({"ckpt"}, "transformers"),
 }
-GROUPS = {"dev", "test", "linting", "training", "build", "lts"}
-KERNELS = {"transformer-engine", "transformer-engine-torch", "flash-attn", "flash-attn-4",
-           "quack-kernels", "nvidia-resiliency-ext", "s3fs"}  # fmt: skip
+GROUPS = {"dev", "test", "linting", "training", "build", "lts", "s3", "resiliency"}
+KERNELS = {"flash-attn-4", "quack-kernels", "nvidia-resiliency-ext", "s3fs"}
+
+# What a distribution is imported as, where that is not its own name.
+IMPORTED_AS = {
+    "flash-attn-4": "flash_attn",
+    "nvidia-resiliency-ext": "nvidia_resiliency_ext",
+    "tensorboard": "torch.utils.tensorboard",
+    "s3fs": "fsspec",  # which finds it by the protocol of a URL
+}
+# Required without an import, each with its reason.
+NOT_IMPORTED = {("parallel", "numpy"): "torch warns at import without it"}
 
 
 def project_of(package: str) -> dict:
@@ -76,7 +85,60 @@ def test_siblings_are_asked_for_by_compatible_ranges(package):
         if line.startswith("mcore-"):
             assert re.fullmatch(r"mcore-[a-z]+(\[[a-z,]+\])?>=0\.\d+,<0\.\d+", line), line
         if line.startswith("torch"):
-            assert line == "torch>=2.11"
+            assert line == "torch>=2.11,<3"
+
+
+def required(project: dict) -> set[str]:
+    """Return the distributions that a wheel asks for in its base and all its extras."""
+    extras = project.get("optional-dependencies", {}).values()
+    lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
+    return {re.split(r"[\[><=~!; ]", line)[0] for line in lines}
+
+
+def mentions(source: Source, module: str) -> bool:
+    """Whether a file imports a module or a part of it, by statement or by a string."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
+        else:
+            continue
+        if any(name == module or name.startswith(f"{module}.") for name in names):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_asks_for_is_what_it_imports(package):
+    unused = {
+        name
+        for name in required(project_of(package))
+        if not any(
+            mentions(source, IMPORTED_AS.get(name, name.replace("-", "_")))
+            for source in package_sources(package)
+        )
+    }
+    assert unused <= {name for owner, name in NOT_IMPORTED if owner == package}
+
+
+def test_the_import_rule_sees_statements_and_strings():
+    assert mentions(parse("from rich.progress import Progress"), "rich")
+    assert mentions(parse("import_module('flash_attn.cute.interface')"), "flash_attn")
+    assert not mentions(parse("import richer\nsays = 'rich text'"), "rich")
+
+
+def test_wheels_have_keywords_of_their_own():
+    keywords = [frozenset(project_of(package)["keywords"]) for package in PACKAGES]
+    assert len(set(keywords)) == len(PACKAGES)
+    assert frozenset.intersection(*keywords) == frozenset()
+
+
+def test_licences_name_their_owner():
+    for file in (ROOT / "LICENSE", *ROOT.glob("packages/*/LICENSE")):
+        assert "Copyright 2026 The mcore developers" in file.read_text(), file
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -110,7 +172,7 @@ def test_extras_are_locked_and_a_plain_sync_installs_none_of_them():
 
 def test_what_exists_only_as_source_is_locked_without_a_build():
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    written = {entry["name"] for entry in root["tool"]["uv"]["dependency-metadata"]}
+    written = {e["name"] for e in root["tool"]["uv"].get("dependency-metadata", [])}
     only_source = {
         package["name"]
         for packages in locked().values()

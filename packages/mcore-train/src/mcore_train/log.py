@@ -211,6 +211,7 @@ def _summary_writer(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError:
         raise ValueError(
-            "--tensorboard needs the tensorboard package: pip install tensorboard."
+            "--tensorboard needs the tensorboard package: "
+            'pip install "mcore-train[tensorboard]".'
         ) from None
     return SummaryWriter(str(folder))
