@@ -8,6 +8,8 @@ this shows the arithmetic, masks and loops, not the compiled code.
 import torch
 import triton.runtime.interpreter as interpreter
 
+from mcore_models.config import KernelConfig, TransformerConfig
+from mcore_models.kernel_choice import optional_kernels
 from mcore_models.mlp import gated
 from mcore_models.norm import LayerNorm, RMSNorm
 from mcore_models.norm_kernels import fused_add_and_norm, fused_norm
@@ -20,6 +22,7 @@ from mcore_parallel.embedding import add_rows_plain
 from mcore_parallel.embedding_kernels import add_rows
 from mcore_parallel.fused_head import row_stats_plain, softmax_gradient_plain
 from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
+from mcore_parallel.optional_kernels import failure_of
 from mcore_parallel.zero import adamw_plain
 
 
@@ -136,6 +139,15 @@ def check_rotation():
     compare(*[torch.autograd.grad(y, [qkv], grads) for y in (got, want)])
 
 
+def check_trials():
+    config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8)
+    device = torch.device("cpu")
+    wanted = optional_kernels(config, KernelConfig(), device, torch.float32)
+    failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
+    assert len(failures) == 6
+    assert not any(failures.values()), failures
+
+
 if __name__ == "__main__":
     let_loops_run_with_new_numpy()
     for check in (
@@ -145,6 +157,7 @@ if __name__ == "__main__":
         check_norms,
         check_gates,
         check_rotation,
+        check_trials,
     ):
         torch.manual_seed(0)
         check()

@@ -18,7 +18,7 @@ from mcore_models.config import KernelConfig, TransformerConfig, rotary_size, wi
 from mcore_models.fused_blocks import blocks_for
 from mcore_models.norm import build_norm
 from mcore_models.protocol import KVCache
-from mcore_models.rope import RotaryTables, rotate
+from mcore_models.rope import ROTARY_KERNEL, RotaryTables, rotate
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.context_parallel import context_attention, ulysses_attention
 from mcore_parallel.documents import Documents
@@ -26,6 +26,7 @@ from mcore_parallel.key_gathering import gathered_attention
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optional_kernels import works
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.ring import ring_attention
 from mcore_parallel.rng import RngStreams
@@ -168,7 +169,6 @@ class Attention(nn.Module):
         """Split the product into heads, norm them, rotate them."""
         H = head_dim(self.config)
         if rotary is not None and self._has_kernel(qkv, rotary):
-            # Triton is there where a GPU is, and only there.
             from mcore_models.rope_kernels import fused_rotary_split
 
             rows_q, rows_k, _ = self.qkv.output_sizes
@@ -191,6 +191,8 @@ class Attention(nn.Module):
             and rotary_size(config) == head_dim(config)
             and not config.qk_layernorm
             and not config.rotary_interleaved
+            and not torch.compiler.is_compiling()
+            and works(ROTARY_KERNEL, qkv.device, qkv.dtype, head_dim(config))
         )
 
 

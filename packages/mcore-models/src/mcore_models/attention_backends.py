@@ -1,9 +1,9 @@
 """``attend``: causal attention over grouped heads, one function with backends behind it.
 
-Tensors come sequence first and are handed on as strided views. On a GPU flash-attn-4 is
-used where it is installed and takes the shapes; else torch's scaled_dot_product_attention
-is told to try cuDNN before its own flash kernel: on an H200 with heads of 128 channels
-cuDNN is 1.7 times as fast. Key/value heads are never repeated in memory. Packed documents go
+Tensors come sequence first and are handed on as strided views. On a GPU flash-attn-4 is used
+where it is installed, works and takes the shapes; else torch's scaled_dot_product_attention
+tries cuDNN before its own flash kernel: on an H200 with heads of 128 channels cuDNN is 1.7
+times as fast. Key/value heads are never repeated in memory. Packed documents go
 through torch's variable-length kernel on a GPU, and through a mask elsewhere.
 """
 
@@ -128,7 +128,7 @@ def _uses_flash4(
             )
         return True
     return (
-        backend == "auto" and not flash4.refusal(q, v, dropout_prob) and flash4.is_faster(q, k)
+        backend == "auto" and flash4.is_faster(q, k) and not flash4.refusal(q, v, dropout_prob)
     )
 
 

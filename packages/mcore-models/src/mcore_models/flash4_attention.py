@@ -12,11 +12,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from mcore_models import kernel_packages
 from mcore_models.kernel_packages import without_compiler_noise
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, failure_of, wave
 
 _PACKAGE = "flash-attn-4"
 EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
@@ -31,7 +33,16 @@ def is_installed() -> bool:
 
 
 def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Say why these tensors need another backend; empty: they do not."""
+    """Say why these tensors need another backend; empty: they do not.
+
+    The kernels are tried the first time that nothing else speaks against them.
+    """
+    why_not = misfit(q, v, dropout_prob)
+    return why_not or failure_of(FLASH4_KERNEL, q.device, *kind(q, v))
+
+
+def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:
+    """Say why the kernels are not made for these tensors or this device; tries nothing."""
     particular = (
         (
             q.shape[-1] not in _SIZES or v.shape[-1] != q.shape[-1],
@@ -40,6 +51,35 @@ def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
         (dropout_prob > 0.0, "attention weights are to be dropped"),
     )
     return kernel_packages.refusal(q, particular, _PACKAGE, EXTRA)
+
+
+def kind(q: Tensor, v: Tensor) -> tuple[torch.dtype, int, int]:
+    """What kernels are compiled for: dtype, channels, query heads to a key/value head."""
+    return q.dtype, q.shape[-1], q.shape[-2] // v.shape[-2]
+
+
+def _try_kernel(
+    device: torch.device, dtype: torch.dtype, size: int, ratio: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Compare causal attention of one group with torch's, in float32."""
+    q, k, v = (wave(256, 1, heads, size, device=device, dtype=dtype) for heads in (ratio, 1, 1))
+
+    def fast(*qkv: Tensor) -> Tensor:
+        return flash4_attention(*qkv, causal=True, scale=None, window=-1)
+
+    def plain(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3).float() for x in qkv)  # heads before tokens
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).to(dtype)
+
+    return list(zip(both_passes(fast, q, k, v), both_passes(plain, q, k, v), strict=True))
+
+
+FLASH4_KERNEL = OptionalKernel(
+    "attention by flash-attn-4",
+    (_PACKAGE, "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"),
+    _try_kernel,
+)
 
 
 def is_faster(q: Tensor, k: Tensor) -> bool:

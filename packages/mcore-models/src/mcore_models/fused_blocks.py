@@ -34,7 +34,8 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
     H = q.shape[-1]
     has_format = q.dtype in (torch.bfloat16, torch.float16)
     fits = q.is_cuda and has_format and H % 8 == 0 and H <= 128 and v.shape[-1] == H
-    refusal = flash4.refusal(q, v, 0.0)
+    tries_flash4 = backend == "flash4" or (backend == "auto" and flash4.is_faster(q, q))
+    refusal = flash4.refusal(q, v, 0.0) if tries_flash4 else ""
     if backend == "flash4" and refusal:
         raise ValueError(f"--attention-backend flash4 cannot be used: {refusal}. Use auto.")
     if backend in ("fused", "flash") and not fits:
@@ -42,7 +43,7 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
             f"--attention-backend {backend} cannot be used over context ranks for {q.dtype} "
             f"and heads of {H} channels on {q.device.type}: use auto."
         )
-    if backend == "flash4" or (backend == "auto" and not refusal and flash4.is_faster(q, q)):
+    if tries_flash4 and not refusal:
         return FLASH4_BLOCKS
     if backend == "unfused" or not fits:
         return PLAIN_BLOCKS

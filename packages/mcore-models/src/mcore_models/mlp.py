@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_moe.experts import FUSED, GATE_KERNELS
 from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import works
 from mcore_parallel.recomputing import recompute_between
 
 
@@ -41,8 +43,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Elementwise functions by the name that ``config.activation`` gives."""
 
-_FUSED = ("silu", "gelu_tanh")
-
 
 def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
     """Activate the first half of the channels and multiply it with the second.
@@ -52,8 +52,13 @@ def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
     Reference:
         Shazeer 2020, arXiv:2002.05202.
     """
-    if x.is_cuda and activation in _FUSED and x.dtype != torch.float64:
-        # Triton is there where a GPU is, and only there.
+    if (
+        x.is_cuda
+        and activation in FUSED
+        and x.dtype != torch.float64
+        and not torch.compiler.is_compiling()
+        and works(GATE_KERNELS, x.device, x.dtype)
+    ):
         from mcore_moe.kernels import fused_gated
 
         return fused_gated(x, activation)

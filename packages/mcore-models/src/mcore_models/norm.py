@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 from mcore_parallel.sharding import Layout, whole
 
-_NARROWEST, _WIDEST = 256, 16384
+NARROWEST, WIDEST = 256, 16384
 """Channels that the kernels are made for: a row is one program's registers."""
 
 
@@ -158,16 +159,33 @@ def _has_kernel(x: Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype != torch.float64
-        and _NARROWEST <= x.shape[-1] <= _WIDEST
+        and NARROWEST <= x.shape[-1] <= WIDEST
         and not torch.compiler.is_compiling()
+        and works(NORM_KERNELS, x.device, x.dtype)
     )
 
 
 def _kernels() -> Any:
-    # Triton is there where a GPU is, and only there.
     from mcore_models import norm_kernels
 
     return norm_kernels
+
+
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    def fused(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return _kernels().fused_add_and_norm(*tensors, epsilon=1e-5)
+
+    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + branch
+        return F.layer_norm(total, weight.shape, weight, bias, 1e-5), total
+
+    shapes = (2, NARROWEST), (2, NARROWEST), (NARROWEST,), (NARROWEST,)
+    inputs = [wave(*shape, device=device, dtype=dtype) for shape in shapes]
+    got, want = (both_passes(function, *inputs) for function in (fused, plain))
+    return list(zip(got, want, strict=True))
+
+
+NORM_KERNELS = OptionalKernel("norms in Triton", ("triton",), _try_kernels)
 
 
 def _parameters(norm: RMSNorm | LayerNorm) -> tuple[Tensor, Tensor | None]:

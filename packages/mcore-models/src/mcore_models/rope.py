@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_models.config import TransformerConfig, rotary_size
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
 
 RotaryTables = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, each ``[S, h]``, or ``[S, B, h]`` where the
@@ -72,6 +73,25 @@ def rotate(
         out = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     out = out.to(x.dtype)
     return torch.cat([out, rest], -1) if rest.shape[-1] else out
+
+
+def _try_kernel(
+    device: torch.device, dtype: torch.dtype, size: int
+) -> list[tuple[Tensor, Tensor]]:
+    from mcore_models.rope_kernels import fused_rotary_split
+
+    cos, sin = (wave(3, size // 2, device=device, dtype=torch.float32) for _ in range(2))
+
+    def plain(qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.unflatten(-1, (4, size)).split((2, 1, 1), 2)
+        return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
+
+    qkv = wave(3, 2, 4 * size, device=device, dtype=dtype)
+    got = both_passes(lambda qkv: fused_rotary_split(qkv, cos, sin, 2, 1), qkv)
+    return list(zip(got, both_passes(plain, qkv), strict=True))
+
+
+ROTARY_KERNEL = OptionalKernel("rotary embedding in Triton", ("triton",), _try_kernel)
 
 
 def _for_heads(table: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from mcore_moe.grouped_products import (
     sequential_linear,
 )
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Layout, Part, named_parameters
@@ -52,7 +53,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Elementwise functions by name; the names are those of mcore-models and relu."""
 
-_FUSED = ("silu", "gelu_tanh")
+FUSED = ("silu", "gelu_tanh")
+"""Activations of a gate that have a kernel."""
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
@@ -80,17 +82,38 @@ def weighted_gated(
     """
     if (
         x.is_cuda
-        and activation in _FUSED
+        and activation in FUSED
         and x.dtype != torch.float64
         and not torch.compiler.is_compiling()
+        and works(GATE_KERNELS, x.device, x.dtype)
     ):
-        # Triton is there where a GPU is, and only there.
         from mcore_moe.kernels import fused_weighted_gated
 
         return fused_weighted_gated(x, probs, activation)
+    return weighted_gated_plain(x, probs, activation)
+
+
+def weighted_gated_plain(
+    x: Float[Tensor, "R F2"], probs: Float[Tensor, " R"], activation: str
+) -> Float[Tensor, "R F"]:
+    """Reference of ``kernels.fused_weighted_gated`` in plain torch."""
     gate, up = x.chunk(2, dim=-1)
     hidden = activation_function(activation)(gate) * up
     return (hidden * probs[:, None]).to(x.dtype)
+
+
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    from mcore_moe.kernels import fused_weighted_gated
+
+    x, probs = (wave(*shape, device=device, dtype=dtype) for shape in ((3, 32), (3,)))
+    got, want = (
+        both_passes(lambda x, probs, run=run: run(x, probs, "silu"), x, probs)
+        for run in (fused_weighted_gated, weighted_gated_plain)
+    )
+    return list(zip(got, want, strict=True))
+
+
+GATE_KERNELS = OptionalKernel("gated activations in Triton", ("triton",), _try_kernels)
 
 
 class Experts(nn.Module):

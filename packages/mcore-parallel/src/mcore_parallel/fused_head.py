@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_parallel.accumulation import accumulate_product, take_stale, tell_ready
 from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 
 CHUNK_TOKENS = 4096
 
@@ -153,12 +154,31 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _passes(x: Tensor) -> tuple[Any, Any]:
-    if x.is_cuda and x.dtype != torch.float64:
-        # Triton comes with torch where there is a GPU, and only there.
+    if x.is_cuda and x.dtype != torch.float64 and works(LOSS_KERNELS, x.device, x.dtype):
         from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
 
         return row_stats, softmax_gradient_
     return row_stats_plain, softmax_gradient_plain
+
+
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
+
+    labels = torch.tensor([3, 1], device=device)
+    log_sum, weights = (torch.ones(2, device=device) for _ in range(2))
+    results = []
+    for stats, gradient_ in (
+        (row_stats, softmax_gradient_),
+        (row_stats_plain, softmax_gradient_plain),
+    ):
+        logits = wave(2, 64, device=device, dtype=dtype)
+        found = stats(logits, labels, 60, 0, True)
+        gradient_(logits, labels, log_sum, weights, 60, 0, 0.1, 60)
+        results.append((found, logits))
+    return list(zip(*results, strict=True))
+
+
+LOSS_KERNELS = OptionalKernel("the cross-entropy in Triton", ("triton",), _try_kernels)
 
 
 def row_stats_plain(

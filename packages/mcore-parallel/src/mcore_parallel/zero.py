@@ -22,6 +22,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import AdamConfig
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.grads import grad_norm, owned_views
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
@@ -241,14 +242,29 @@ def _runs(bucket: Bucket, state: _State) -> list[_Run]:
 
 
 def _has_kernel(run: _Run) -> bool:
-    return run.main.is_cuda and run.main.dtype == torch.float32
+    is_float32 = run.main.dtype == torch.float32
+    return run.main.is_cuda and is_float32 and works(ADAM_KERNEL, run.main.device)
 
 
 def _kernel(*tensors: Tensor, **constants: Any) -> None:
-    # Triton is there where a GPU is, and only there.
     from mcore_parallel.adam_kernels import fused_adamw
 
     fused_adamw(*tensors, **constants)
+
+
+def _try_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    constants: dict[str, Any] = {"num_steps": 2, "lr": 0.1, "weight_decay": 0.1}
+    constants |= {"betas": (0.9, 0.95), "epsilon": 1e-8}
+    results = []
+    for update in (_kernel, adamw_plain):
+        main, grad, mean = (wave(64, device=device, dtype=torch.float32) for _ in range(3))
+        tensors = [main, grad, mean, mean.square(), main.bfloat16()]
+        update(*tensors, **constants)
+        results.append(tensors)
+    return list(zip(*results, strict=True))
+
+
+ADAM_KERNEL = OptionalKernel("AdamW in Triton", ("triton",), _try_kernel)
 
 
 def adamw_plain(

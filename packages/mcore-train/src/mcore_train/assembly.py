@@ -15,8 +15,10 @@ from mcore_data.manifest import is_of_other_tokenizer
 from mcore_data.tokenizer import Tokenizer
 from mcore_data.tracing import prefixes
 from mcore_models.gpt import GPT
+from mcore_models.kernel_choice import optional_kernels
 from mcore_parallel.data_parallel import DataParallel
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optional_kernels import agree_on_kernels
 from mcore_parallel.pipeline import WeightQueue
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.schedule import Action, Schedule, build_schedule, forward_only
@@ -125,6 +127,9 @@ def assemble(
         datasets = load_datasets(plan, tokenizer)
     streams = RngStreams(config.run.seed, ctx)
     dtype = dtype or torch_dtype(plan.dtype)
+    if ctx.device.type == "cuda":
+        wanted = optional_kernels(config.model, config.kernels, ctx.device, dtype, ctx.tp)
+        agree_on_kernels(wanted, ctx.device, ctx.world)
     chunks = [
         GPT(
             config.model,

@@ -1,0 +1,55 @@
+"""Which optional kernels a model would take, so that ranks can agree on them at the start."""
+
+from collections.abc import Hashable
+
+import torch
+
+from mcore_models import flash4_attention as flash4
+from mcore_models.config import KernelConfig, TransformerConfig, activation
+from mcore_models.norm import NARROWEST, NORM_KERNELS, WIDEST
+from mcore_models.rope import ROTARY_KERNEL
+from mcore_moe.experts import FUSED, GATE_KERNELS
+from mcore_parallel.embedding import ROWS_KERNEL
+from mcore_parallel.fused_head import LOSS_KERNELS
+from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel
+from mcore_parallel.zero import ADAM_KERNEL
+
+
+def optional_kernels(
+    config: TransformerConfig,
+    kernels: KernelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tp: Axis = SINGLE,
+) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
+    """List what a training step of a model may choose on a GPU, for ``agree_on_kernels``.
+
+    Args:
+        config: of the model.
+        kernels: that were named.
+        device: that computes.
+        dtype: of parameters and activations.
+        tp: ranks that share the heads.
+    """
+    H = head_dim(config)
+    found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = [
+        (ROWS_KERNEL, ()),
+        (ADAM_KERNEL, ()),
+    ]
+    if dtype == torch.float64:
+        return found
+    found.append((LOSS_KERNELS, (dtype,)))
+    if NARROWEST <= config.hidden_size <= WIDEST:
+        found.append((NORM_KERNELS, (dtype,)))
+    if is_gated(config) and activation(config) in FUSED:
+        found.append((GATE_KERNELS, (dtype,)))
+    if config.position_embedding_type == "rope":
+        found.append((ROTARY_KERNEL, (dtype, H)))
+    if kernels.attention_backend in ("auto", "flash4"):
+        heads = config.num_attention_heads // tp.size, max(1, num_kv_heads(config) // tp.size)
+        q, v = (torch.empty(1, 1, n, H, device=device, dtype=dtype) for n in heads)
+        if not flash4.misfit(q, v, config.attention_dropout):
+            found.append((flash4.FLASH4_KERNEL, flash4.kind(q, v)))
+    return found

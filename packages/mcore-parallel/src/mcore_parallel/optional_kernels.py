@@ -1,0 +1,150 @@
+"""Optional kernels are tried before they are chosen, so that none is worse than torch.
+
+A kernel may be missing, be built for another GPU, or raise in its compiler. Where one could
+be chosen for the first time, ``works`` runs it beside plain torch on small tensors, forward
+and backward. If it raises, or its results are not torch's, that is one warning with the
+versions of its packages, and torch does the work for the rest of the process.
+
+A trial runs in a thread of its own: autocast, inference mode, hooks on saved tensors and
+dispatch modes of the caller do not reach it. It draws no random numbers.
+"""
+
+import contextvars
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.05
+"""Of a result, beside its largest element: above bfloat16's rounding, below any mistake."""
+
+
+@dataclass(frozen=True, eq=False)
+class OptionalKernel:
+    """What torch can do as well, and how to find out whether it runs here."""
+
+    name: str
+    """As a warning says it."""
+    packages: tuple[str, ...]
+    """Distributions that it comes from; their versions stand in the warning."""
+    trial: Callable[..., Iterable[tuple[Tensor, Tensor]]]
+    """Called with a device and a kind (dtype, head size, ...): runs the kernel and plain torch
+    on small tensors, forward and backward, and returns the results in pairs."""
+
+
+# Why kernels failed, by kernel, device and kind; empty: they work. Tried once in a process.
+_FAILURES: dict[tuple[OptionalKernel, torch.device, tuple[Hashable, ...]], str] = {}
+
+
+def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool:
+    """Say whether a kernel may be chosen; no communication.
+
+    The first call for a device and a kind tries it, which may compile for some seconds and
+    waits for the device.
+
+    Args:
+        kernel: to try.
+        device: with an index if it is a GPU.
+        kind: handed to the trial; what else the kernel is compiled for.
+    """
+    return not failure_of(kernel, device, *kind)
+
+
+def failure_of(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:
+    """Say why a kernel must not be chosen; empty: it may. See ``works``."""
+    key = kernel, device, kind
+    if key not in _FAILURES:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "it was not tried before a CUDA graph was recorded"
+        failure = _FAILURES[key] = _try(kernel, device, kind)
+        if failure:
+            log.warning("%s cannot be used here, torch does without: %s", kernel.name, failure)
+    return _FAILURES[key]
+
+
+def agree_on_kernels(
+    wanted: Sequence[tuple[OptionalKernel, tuple[Hashable, ...]]],
+    device: torch.device,
+    axis: Axis = SINGLE,
+) -> None:
+    """Try kernels now, and leave out on all ranks what fails on one of them.
+
+    One all-reduce over ``axis``: ranks that share weights should round alike. Without this
+    each rank decides for itself, at the first use.
+
+    Args:
+        wanted: kernels and kinds, the same on all ranks.
+        device: of this rank, with an index if it is a GPU.
+        axis: ranks that are to choose alike; all of them call it.
+    """
+    failed = [bool(failure_of(kernel, device, *kind)) for kernel, kind in wanted]
+    counts = all_reduce(torch.tensor(failed, dtype=torch.int32, device=device), axis)
+    for (kernel, kind), count in zip(wanted, counts.tolist(), strict=True):
+        if count and not _FAILURES[kernel, device, kind]:
+            failure = f"it failed on {count} of {axis.size} ranks"
+            _FAILURES[kernel, device, kind] = failure
+            log.warning("%s is not used, torch does without: %s", kernel.name, failure)
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those distributions that are installed; imports none."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def wave(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Make numbers for a trial, -1 to 1 and never the same twice, without a generator."""
+    size = torch.Size(shape).numel()
+    return torch.arange(size, device=device).mul(0.7).sin().view(shape).to(dtype)
+
+
+def both_passes(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor
+) -> list[Tensor]:
+    """Return the outputs of a function, then the gradients of its inputs, for a trial."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    outputs = function(*leaves)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    grads = [wave(*y.shape, device=y.device, dtype=y.dtype) for y in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+
+
+def _try(kernel: OptionalKernel, device: torch.device, kind: tuple[Hashable, ...]) -> str:
+    """Run the trial in a fresh thread and say what went wrong, with versions."""
+
+    def run() -> None:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            for number, (got, want) in enumerate(kernel.trial(device, *kind)):
+                _check(number, got.detach().double(), want.detach().double())
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        try:
+            thread.submit(contextvars.copy_context().run, run).result()
+        except Exception as error:  # noqa: BLE001 - whatever a foreign package raises
+            packages = package_versions((*kernel.packages, "torch"))
+            versions = ", ".join(f"{name} {found}" for name, found in packages.items())
+            return f"{type(error).__name__}: {error} ({versions})"
+    return ""
+
+
+def _check(number: int, got: Tensor, want: Tensor) -> None:
+    error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
+    if not error <= TOLERANCE:
+        raise ArithmeticError(f"result {number} is off by {error:.2g} of its largest element")
