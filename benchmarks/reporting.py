@@ -13,6 +13,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mcore_parallel.optional_kernels import package_versions
+
+KERNEL_PACKAGES = (
+    "triton",
+    "flash-attn-4",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "transformer-engine",
+    "transformer-engine-torch",
+    "flash-attn",
+    "nvidia-cudnn-cu13",
+    "nvidia-cublas",
+    "nvidia-nccl-cu13",
+    "deep-ep",
+)
+"""Distributions whose kernels a result may have run; those that are installed are kept."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every benchmark has."""
@@ -53,6 +71,9 @@ def versions(options: argparse.Namespace) -> dict[str, object]:
         "device": _device(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl() else "",
+        "driver": _driver(),
+        "kernel_packages": package_versions(KERNEL_PACKAGES),
         "python": platform.python_version(),
     }
 
@@ -95,6 +116,15 @@ def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()}, {os.cpu_count()} processors"
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and torch.distributed.is_nccl_available()
+
+
+def _driver() -> str:
+    path = Path("/sys/module/nvidia/version")
+    return path.read_text().strip() if path.exists() else ""
 
 
 def _commit() -> str:
