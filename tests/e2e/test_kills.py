@@ -1,4 +1,4 @@
-"""A job of two ranks that is killed again and again goes on each time from a whole step."""
+"""What ends a job from outside: kills leave a whole step, SIGTERM to the whole job saves one."""
 
 import os
 import random
@@ -12,6 +12,7 @@ import pytest
 from mcore_ckpt.inspection import check
 from mcore_ckpt.locking import LOCK
 from mcore_ckpt.paths import complete_steps, latest_step
+from mcore_parallel.testing import run_command
 
 SHAPE = [
     *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 4),
@@ -63,3 +64,43 @@ def test_each_kill_leaves_a_whole_step_that_the_next_start_goes_on_from(tmp_path
         check(tmp_path)
         assert step in complete_steps(tmp_path)
         assert (tmp_path / LOCK).exists()
+
+
+TERMINATED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from mcore_train.cli import main
+os.setsid()
+metrics = Path(sys.argv[sys.argv.index("--save") + 1]) / "metrics.jsonl"
+def end_the_job():  # as timeout does: the process, then its group, in which it is itself
+    while not (metrics.is_file() and metrics.read_text()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.killpg(0, signal.SIGTERM)
+threading.Thread(target=end_the_job, daemon=True).start()
+sys.exit(main(["gpt", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        pytest.param(
+            ["--tensor-model-parallel-size", 2, "--nproc", 2], marks=pytest.mark.crash
+        ),
+    ],
+    ids=["one", "tp2"],
+)
+def test_sigterm_to_the_process_group_saves_the_step_that_is_under_way(
+    tmp_path, monkeypatch, layout
+):
+    (tmp_path / "terminated.py").write_text(TERMINATED)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tmp_path / "run"
+    words = [*SHAPE[:-2], *RUN[:-4], "--train-iters", 100_000, "--num-workers", 2, *layout]
+    words[words.index("--save-interval") + 1] = 100_000
+    done = run_command("terminated", *words, "--save", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"asked to stop after iteration {latest_step(run)}" in done.stdout
+    check(run)

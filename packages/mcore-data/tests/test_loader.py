@@ -1,3 +1,7 @@
+import multiprocessing
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -32,11 +36,18 @@ def test_a_run_continues_at_the_next_batch(dataset, kind):
     assert torch.equal(next(again)["tokens"], seen[6])
 
 
-def test_worker_processes_give_the_same_batches(dataset):
-    plain = build_loader(dataset, micro_batch_size=4)
-    workers = build_loader(dataset, micro_batch_size=4, num_workers=1)
+def test_worker_processes_give_the_same_batches_also_after_signals_to_the_whole_job():
+    dataset = MockGPTDataset(8, vocab_size=1000, num_samples=1280)
+    plain = iter(build_loader(dataset, micro_batch_size=4))
+    workers = iter(build_loader(dataset, micro_batch_size=4, num_workers=1))
+    others = set(multiprocessing.active_children())
+    assert torch.equal(next(workers)["tokens"], next(plain)["tokens"])
+    (worker,) = set(multiprocessing.active_children()) - others
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
     for ours, theirs in zip(plain, workers, strict=True):
         assert torch.equal(ours["tokens"], theirs["tokens"])
+    assert worker.exitcode == 0
 
 
 def test_a_full_pass_gives_every_sample_once_and_fillers_that_count_nothing(dataset):

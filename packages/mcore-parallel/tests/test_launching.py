@@ -138,11 +138,13 @@ sys.exit(launch_local([sys.executable, "-c", *sys.argv[1:]], 2, poll_s=0.02))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_every_rank_and_their_end_is_waited_for(number, tmp_path):
     command = [sys.executable, "-c", LAUNCHES, SAVES_WHEN_ASKED, str(tmp_path)]
-    with subprocess.Popen(command) as launcher:
+    with subprocess.Popen(command, start_new_session=True) as launcher:
         deadline = time.monotonic() + 120
         while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        launcher.send_signal(number)
+        launcher.send_signal(number)  # as timeout does: to the process, then to its group
+        time.sleep(0.1)
+        os.killpg(launcher.pid, number)
         assert launcher.wait(120) == 0
     assert {path.name for path in tmp_path.glob("*.saved")} == {"0.saved", "1.saved"}
 

@@ -5,6 +5,7 @@ at a time and handed out as views, and worker processes prepare the next ones wh
 runs.
 """
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -46,7 +47,9 @@ def build_loader(
         dataloader_type: ``single`` goes through the dataset once, ``cyclic`` for ever in new
             permutations, ``full`` once to the last sample: what the last micro-batches are
             short of is filled up with samples that count nothing, and ``len`` is known.
-        num_workers: processes that prepare batches; 0 prepares them when asked.
+        num_workers: processes that prepare batches; 0 prepares them when asked. They ignore
+            SIGTERM and SIGINT, which a terminal or a batch system sends to every process of a
+            job, and end with the process that reads the batches.
         seed: of the permutations of ``cyclic``.
         pin_memory: put batches where a GPU copies them from without waiting.
 
@@ -76,11 +79,18 @@ def build_loader(
         batch_sampler=_Grouped(sampler, num_joined),
         num_workers=num_workers,
         prefetch_factor=_PREFETCH if num_workers else None,
+        worker_init_fn=_ignore_signals,
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
         collate_fn=_Collate(contiguous=pin_memory),  # pyrefly: ignore[bad-argument-type]
     )
     return _MicroBatches(loader, sampler, micro_batch_size)
+
+
+def _ignore_signals(_worker: int) -> None:
+    """Leave it to the reader of the batches how a signal to the whole job ends it."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _samples_at_once(dataset: Any) -> int:

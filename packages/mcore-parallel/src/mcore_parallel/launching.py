@@ -34,6 +34,8 @@ FLIGHT_RECORDER = {
 """Environment of nccl groups: the last collectives of each rank, written down on a timeout."""
 LAUNCHER = "MCORE_LAUNCHER_PID"
 """Variable by which ``launch_local`` tells its ranks who started them."""
+REPEATED_S = 1.0
+"""Within this time a second SIGINT is the first one, sent to a process and to its group."""
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 """Workspace settings under which cuBLAS gives the same bits in every run."""
 
@@ -210,8 +212,9 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
 
     The first rank that fails ends the others, so nothing waits for a dead peer. Rank 0 keeps
     this terminal's standard output; every rank keeps standard error. SIGTERM and SIGINT
-    reach every rank as one SIGTERM, which is then waited for however long it takes (a run
-    saves before it ends); a second signal of the same kind ends this process and the ranks.
+    reach every rank as one SIGTERM, however often they come, and the end of the ranks is
+    waited for as long as it takes (a run saves before it ends). A second SIGINT, a second
+    after the first or later, ends this process and the ranks.
 
     Args:
         command: program and arguments, such as ``[sys.executable, "-m", "mcore_train", ...]``.
@@ -303,14 +306,20 @@ def _passing_on_signals(ranks: list[subprocess.Popen]) -> Iterator[None]:
         yield  # only the main thread may set handlers
         return
     before = {}
+    came_s: dict[int, float] = {}
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        signal.signal(number, before[number])
+        now_s = time.monotonic()
+        if number == signal.SIGINT and now_s - came_s.get(number, now_s) > REPEATED_S:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
         # Ctrl-C has reached the ranks of this terminal already, and a second SIGINT would
-        # end them at once: so SIGTERM, whatever came.
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.send_signal(signal.SIGTERM)
+        # end them at once: so SIGTERM, whatever came, and once.
+        if not came_s:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.send_signal(signal.SIGTERM)
+        came_s.setdefault(number, now_s)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, pass_on)

@@ -253,8 +253,11 @@ def _run_main(
     sys.argv[:] = [module, *words]
     import torch
 
+    # As in a process that was started: processes of its own are forked, and random numbers
+    # begin elsewhere than in all others.
+    mp.set_start_method(None, force=True)
     torch.set_num_threads(1)
-    torch.seed()  # As in a process that was started: not the state that all forks share.
+    torch.seed()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -6,6 +6,7 @@ asked for, when its reduction has long been computed.
 """
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -15,21 +16,25 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import ParallelContext
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
+REPEATED_S = 1.0
+"""Within this time a second SIGINT is the first one, sent to a process and to its group."""
 
 
 class StopRequest:
     """Whether this process was asked to stop; a context manager that sets the handlers.
 
-    A second signal of the same kind acts as it would have without us.
+    SIGTERM may come often: a batch system sends it to a process group, and launchers pass it
+    on. A second SIGINT, of someone who will not wait, acts as it would have without us.
 
     Attributes:
-        received: the signal that came, or None.
+        received: the first signal that came, or None.
     """
 
     def __init__(self, ctx: ParallelContext) -> None:
         """Ask for nothing yet; ``ctx.world`` has to agree."""
         self.ctx = ctx
         self.received: signal.Signals | None = None
+        self._interrupted_s: float | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._answer: _Answer | None = None
 
@@ -63,8 +68,15 @@ class StopRequest:
         return previous is not None and previous.read()
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, self._before[self.received])
+        self.received = self.received or signal.Signals(number)
+        if number != signal.SIGINT:
+            return
+        now_s = time.monotonic()
+        if self._interrupted_s is None:
+            self._interrupted_s = now_s
+        elif now_s - self._interrupted_s > REPEATED_S:
+            signal.signal(number, self._before[signal.SIGINT])
+            signal.raise_signal(number)
 
 
 class _Answer:
