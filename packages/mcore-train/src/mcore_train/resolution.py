@@ -5,7 +5,7 @@ alike and before any process group exists, with all that is wrong in one message
 to change for each.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from mcore_models.layout_checks import layout_problems
 from mcore_parallel.layout import build_grids
 from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.schedule import check_schedule
-from mcore_parallel.stages import Stage, build_stages
+from mcore_parallel.stages import Stage, build_stages, stages_of_rank
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
@@ -124,6 +124,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
     ]
     pp = config.parallelism.pipeline_model_parallel_size
     stages = _attempt(lines, build_stages, config.pipeline, config.model.num_layers, pp)
+    lines += _empty_ranks(stages or (), config)
     batch_size = _global_batch_size(config, world_size)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
@@ -216,6 +217,24 @@ def _model_conflicts(config: TrainConfig) -> Iterator[str]:
             f"a micro-batch of {tokens} tokens a rank cannot be shared by {tp} tensor ranks "
             f"before the experts: make --micro-batch-size x --seq-length a multiple of {tp}."
         )
+
+
+def _empty_ranks(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
+    """Refuse a pipeline rank that would hold no parameter, and so have nothing to train."""
+    pp, layout = config.parallelism.pipeline_model_parallel_size, config.pipeline
+    split = (
+        f"--pipeline-model-parallel-layout {layout.pipeline_model_parallel_layout}"
+        if layout.pipeline_model_parallel_layout
+        else f"--decoder-first-pipeline-num-layers {layout.decoder_first_pipeline_num_layers} "
+        f"and --decoder-last-pipeline-num-layers {layout.decoder_last_pipeline_num_layers}"
+    )
+    for rank in range(pp):
+        own = stages_of_rank(list(stages), pp, rank)
+        if own and not any(s.layers or s.has_embedding or s.has_loss for s in own):
+            yield (
+                f"{split} leave pipeline rank {rank} of {pp} without layer, embedding or loss: "
+                "move a layer there, or lower --pipeline-model-parallel-size."
+            )
 
 
 def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
