@@ -42,6 +42,40 @@ def test_every_spelling_becomes_flags_that_exist_and_is_none_itself():
     assert not set(REFUSED) & (known | set(SPELLINGS))
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "--recompute-activations --recompute-granularity full",
+            r"--recompute-activations .*selective\) and --recompute-granularity full contra",
+        ),
+        (
+            "--position-embedding-type=learned_absolute --use-rotary-position-embeddings",
+            "--position-embedding-type learned_absolute and --use-rotary-position-embeddings",
+        ),
+        (
+            "--no-position-embedding --use-rotary-position-embeddings",
+            "--no-position-embedding .* and --use-rotary-position-embeddings",
+        ),
+        ("--disable-bias-linear --add-bias-linear", "--disable-bias-linear .* and --add-bias"),
+        ("--enable-cuda-graph --cuda-graph-impl none", "--enable-cuda-graph .* contradict"),
+        ("--verify-integrity --no-load-checksums", "and --no-load-checksums contradict"),
+    ],
+)
+def test_two_names_that_set_one_option_differently_contradict(words, told):
+    with pytest.raises(ValueError, match=told):
+        translate(words.split(), flag_names())
+
+
+def test_two_names_may_say_the_same_and_of_one_name_the_last_value_counts():
+    for words in (
+        "--recompute-activations --recompute-granularity selective",
+        "--disable-bias-linear --no-add-bias-linear",
+        "--num-layers 2 --num-layers=4 --swiglu --no-swiglu",
+    ):
+        translate(words.split(), flag_names())
+
+
 def test_a_negative_number_is_a_value_and_no_flag():
     assert translate(["--lr", "-1"], KNOWN)[0] == ["--lr", "-1"]
 

@@ -8,6 +8,7 @@ nearest known one, before anything is started.
 import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,11 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
         The rewritten words, and notes on flags that did nothing.
 
     Raises:
-        ValueError: for a refused or an unknown flag.
+        ValueError: for a refused or an unknown flag, and for flags of different names that
+            set one option differently. Of one flag given twice, the last one wins.
     """
     words, notes = [], []
+    setters = _Setters(known)
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -156,18 +159,50 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
             words.append(word)
         elif name in known:
             words += [name, value] if equals else [name]
+            setters.add(name, name, [value] if equals else _values_before_a_flag(rest))
         elif name in SPELLINGS:
             spelling = SPELLINGS[name]
             if spelling.num_values and not equals:
                 del rest[: spelling.num_values]
             words += spelling.becomes
+            if spelling.becomes:
+                setters.add(name, spelling.becomes[0], list(spelling.becomes[1:]))
             if spelling.note:
                 notes.append(f"{name}: {spelling.note}.")
         elif name in REFUSED:
             raise ValueError(f"{name}: {REFUSED[name]}")
         else:
             raise ValueError(unknown(name, known))
+    setters.check()
     return words, notes
+
+
+class _Setters:
+    """Which flags of a command line set which option, and to what."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        self.known = known
+        self.found: dict[str, dict[str, tuple[str, str]]] = {}
+
+    def add(self, written: str, flag: str, values: list[str]) -> None:
+        """Note that ``written`` stands there, and means ``flag`` with ``values``."""
+        option = "--" + flag.removeprefix("--no-")
+        option = option if option in self.known else flag
+        meaning = " ".join([flag, *values])
+        is_own = written == flag
+        shown = meaning if is_own else f"{written} ({meaning})"
+        self.found.setdefault(option, {})[option if is_own else written] = meaning, shown
+
+    def check(self) -> None:
+        """Refuse two flags of different names that set one option differently.
+
+        Raises:
+            ValueError: with both flags and what they mean.
+        """
+        for setters in self.found.values():
+            if len({meaning for meaning, _ in setters.values()}) > 1:
+                both = " and ".join(shown for _, shown in setters.values())
+                raise ValueError(f"{both} contradict: leave one of them out.")
 
 
 def unknown(name: str, known: Collection[str], kind: str = "") -> str:
@@ -180,6 +215,10 @@ def unknown(name: str, known: Collection[str], kind: str = "") -> str:
 
 def _canonical(name: str) -> str:
     return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+
+
+def _values_before_a_flag(words: Sequence[str]) -> list[str]:
+    return list(takewhile(lambda word: not _is_flag(word), words))
 
 
 def _is_flag(word: str) -> bool:
