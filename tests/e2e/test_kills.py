@@ -1,4 +1,4 @@
-"""What ends a job from outside: kills leave a whole step, SIGTERM to the whole job saves one."""
+"""What ends a job from outside: a kill leaves a whole step, SIGTERM to all of it saves one."""
 
 import os
 import random

@@ -1,4 +1,5 @@
 import math
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -120,3 +121,39 @@ def test_a_resumed_schedule_must_be_that_of_the_flags_unless_told_which_wins():
     keep = ScheduleConfig(use_checkpoint_opt_param_scheduler=True)
     assert reconcile(saved, flags, keep).max_lr == 2.0
     assert reconcile({"max_lr": 1.0}, flags, ScheduleConfig()) == flags
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "samples"),
+    [
+        ({"weight_decay_samples": 100}, {"weight_decay_samples": 200}, 50),
+        ({"style": "constant", "decay_samples": 110}, {"style": "constant"}, 50),
+        ({"style": "constant", "warmup_samples": 20}, {"style": "constant"}, 21),
+        ({"warmup_init_lr": 0.5}, {}, 11),
+        ({"warmup_samples": 0, "warmup_init_lr": 0.5}, {"warmup_samples": 0}, 0),
+    ],
+)
+def test_schedules_that_differ_only_in_what_has_no_effect_any_more_are_one(
+    there, here, samples
+):
+    flags = schedule(**{"decay_samples": 220, **here} if "style" in here else here)
+    saved = schedule(**there)
+    assert reconcile(asdict(saved), flags, ScheduleConfig(), samples) == flags
+    for later in range(samples, 400):
+        assert learning_rate(saved, later) == learning_rate(flags, later)
+        assert weight_decay(saved, later) == weight_decay(flags, later)
+
+
+@pytest.mark.parametrize(
+    ("there", "samples", "told"),
+    [
+        ({"style": "WSD"}, 50, "decay_style: WSD there, linear here"),
+        ({"decay_samples": 220}, 50, "decay_samples: 220 there, 110 here"),
+        ({"warmup_init_lr": 0.5}, 9, "warmup_init_lr: 0.5 there"),
+        ({"warmup_samples": 20}, 50, "warmup_samples: 20 there, 10 here"),
+        ({"end_weight_decay": 0.1}, 50, "end_weight_decay: 0.1 there, 0.0 here"),
+    ],
+)
+def test_schedules_that_differ_from_here_on_are_refused(there, samples, told):
+    with pytest.raises(ValueError, match=told):
+        reconcile(asdict(schedule(**there)), schedule(), ScheduleConfig(), samples)

@@ -142,27 +142,55 @@ def _height(schedule: Schedule, samples: int) -> float:
 
 
 def reconcile(
-    saved: dict[str, float | int | str], flags: Schedule, options: ScheduleConfig
+    saved: dict[str, float | int | str],
+    flags: Schedule,
+    options: ScheduleConfig,
+    samples: int = 0,
 ) -> Schedule:
-    """Choose the schedule of a resumed run: the flags' unless the two differ.
+    """Choose the schedule of a resumed run: the flags' unless the two differ from here on.
 
     Args:
         saved: the checkpoint's schedule, ``asdict`` of a ``Schedule``.
         flags: what this run's flags say.
         options: holds which of the two wins where they differ.
+        samples: sequences that the schedule has counted; what is behind them does not matter.
 
     Raises:
         ValueError: if they differ and no flag says which one is meant.
     """
     now = asdict(flags)
-    different = {name for name in now if name in saved and saved[name] != now[name]}
+    then = Schedule(**{**now, **{n: saved[n] for n in now if n in saved}})  # pyrefly: ignore
     if options.use_checkpoint_opt_param_scheduler:
-        return Schedule(**{**now, **{n: saved[n] for n in different}})  # pyrefly: ignore
-    if different and not options.override_opt_param_scheduler:
-        told = ", ".join(f"{n}: {saved[n]} there, {now[n]} here" for n in sorted(different))
+        return then
+    there, here = _in_effect(then, samples), _in_effect(flags, samples)
+    if there != here and not options.override_opt_param_scheduler:
+        told = ", ".join(
+            f"{name}: {getattr(then, name)} there, {now[name]} here"
+            for name in sorted(there.keys() | here.keys())
+            if getattr(then, name) != now[name]
+        )
         raise ValueError(
             f"the checkpoint's schedule is not that of the flags ({told}). Give "
             "--override-opt-param-scheduler to follow the flags, or "
             "--use-checkpoint-opt-param-scheduler to follow the checkpoint."
         )
     return flags
+
+
+def _in_effect(schedule: Schedule, samples: int) -> dict[str, float | int | str]:
+    """Leave out the fields that change no value after ``samples`` sequences."""
+    without = set()
+    if schedule.decay_style == "constant":
+        without |= {"min_lr", "decay_samples"}
+    if schedule.decay_style != "WSD":
+        without |= {"wsd_decay_samples", "wsd_decay_style"}
+    if samples > schedule.warmup_samples or not schedule.warmup_samples:
+        without |= {"warmup_init_lr"}
+        if schedule.decay_style in ("constant", "WSD"):
+            without |= {"warmup_samples"}
+    if (
+        schedule.weight_decay_style == "constant"
+        or schedule.start_weight_decay == schedule.end_weight_decay
+    ):
+        without |= {"start_weight_decay", "weight_decay_samples", "weight_decay_style"}
+    return {name: value for name, value in asdict(schedule).items() if name not in without}

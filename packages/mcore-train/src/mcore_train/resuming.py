@@ -121,7 +121,7 @@ def load_run(run: Run) -> bool:
     if options.finetune or "iteration" not in extra:
         _load_weights(run, folder)
         return True
-    schedule = reconcile(extra["schedule"], run.plan.schedule, run.plan.config.schedule)
+    schedule = _schedule_from(extra, run)
     _load_state(run, folder, extra)
     file = folder / PLAN_FILE
     _take_counts(run, schedule, extra, file.read_text("utf-8") if file.is_file() else "")
@@ -150,7 +150,7 @@ def _load_local(run: Run, folder: Path | None) -> bool:
     rng = _rng_shards(run)
     extra = saver.load(shards | rng)
     _check_model(extra["model"], run.plan, Path(local.non_persistent_local_ckpt_dir))
-    schedule = reconcile(extra["schedule"], run.plan.schedule, config.schedule)
+    schedule = _schedule_from(extra, run)
     _take_streams(run, rng)
     with_optimizer = "num_steps" in extra
     if with_optimizer:
@@ -158,6 +158,11 @@ def _load_local(run: Run, folder: Path | None) -> bool:
     run.optimizer.refresh(from_parameters=not with_optimizer)
     _take_counts(run, schedule, extra, extra["files"].get(PLAN_FILE, ""))
     return True
+
+
+def _schedule_from(extra: Mapping[str, Any], run: Run) -> Schedule:
+    plan, samples = run.plan, extra["schedule_samples"]
+    return reconcile(extra["schedule"], plan.schedule, plan.config.schedule, samples)
 
 
 def _take_counts(run: Run, schedule: Schedule, extra: Mapping[str, Any], then: str) -> None:
