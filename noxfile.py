@@ -22,12 +22,12 @@ nox.options.default_venv_backend = "none"
 ROOT = Path(__file__).parent
 PACKAGES = ("parallel", "moe", "models", "data", "ckpt", "infer", "train")
 EXTRAS = {
-    "s3": ("import flask_cors, moto, s3fs", ["packages/mcore-data/tests/test_s3.py"]),
+    "s3": ("import flask_cors, moto, s3fs", ["packages/mcore-data/tests/indexed/test_s3.py"]),
     "resiliency": (
         "import nvidia_resiliency_ext",
         [
-            "packages/mcore-ckpt/tests/test_local_saving.py",
-            "packages/mcore-train/tests/test_local_checkpoints.py",
+            "packages/mcore-ckpt/tests/save_load/test_local_saving.py",
+            "packages/mcore-train/tests/checkpoints/test_local_checkpoints.py",
         ],
     ),
 }

@@ -26,17 +26,17 @@ import torch
 from bench_train_step import random_batches
 from reporting import add_options, keep, spread, versions
 
-from mcore_ckpt.loading import load
-from mcore_ckpt.paths import complete_steps, resolve_folder
-from mcore_ckpt.rewriting import reshard
-from mcore_parallel import launching
+from mcore_ckpt.conversion.resharding import reshard
+from mcore_ckpt.save_load.loading import load
+from mcore_ckpt.storage.paths import complete_steps, resolve_folder
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.launch import launcher
 from mcore_train.assembly import Datasets, Run, assemble
-from mcore_train.checkpointing import Checkpoints
-from mcore_train.log import Reporter
-from mcore_train.parsing import parse
+from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.checkpoints.resuming import save_run, take_snapshot
+from mcore_train.options.parsing import parse
+from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve
-from mcore_train.resuming import save_run, take_snapshot
 from mcore_train.running import joined_world
 from mcore_train.step import train_step
 
@@ -86,7 +86,7 @@ def main() -> None:
     at = sys.argv.index("--")
     options, flags = _options(sys.argv[1:at]), sys.argv[at + 1 :]
     flags += ["--save", str(options.folder), "--async-save", "--save-retain-last", "1"]
-    plan = resolve(parse(flags), launching.read_environment().world_size)
+    plan = resolve(parse(flags), launcher.read_environment().world_size)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx, datasets=Datasets())
         row: dict[str, object] = {
@@ -237,7 +237,7 @@ def bandwidths(run: Run, options: argparse.Namespace, tell: Callable[[dict], Non
 
 def rewriting(options: argparse.Namespace, tell: Callable[[dict], None]) -> None:
     """Reshard a checkpoint of the asked size, and copy as many bytes; on one rank."""
-    from mcore_ckpt.saving import save
+    from mcore_ckpt.save_load.saving import save
     from mcore_parallel import SINGLE
     from mcore_parallel.sharding import Piece, Shard
 

@@ -16,9 +16,9 @@ import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 from torch import nn
 
-from mcore_parallel import launching
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
-from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 
 PARAMETER = 2**20
@@ -28,7 +28,7 @@ PARAMETER = 2**20
 def main() -> None:
     """Run the benchmark that the command line asks for."""
     options = _options()
-    ctx = ParallelContext.build(ParallelConfig(), launching.initialize("cuda"))
+    ctx = ParallelContext.build(ParallelConfig(), launcher.initialize("cuda"))
     try:
         buckets = {
             f"{size} MiB": measure(ctx, options, size * 2**18)
@@ -43,7 +43,7 @@ def main() -> None:
             keep(options, {**row, "elements": options.elements, **counts, "buckets": buckets})
     finally:
         ctx.destroy()
-        launching.shut_down()
+        launcher.shut_down()
 
 
 def measure(ctx: ParallelContext, options: argparse.Namespace, bucket_size: int) -> dict:

@@ -20,16 +20,16 @@ from itertools import pairwise
 import torch
 from reporting import add_options, keep, time_steps, versions
 
-from mcore_models.attention_backends import attend
-from mcore_models.fused_blocks import blocks_for
-from mcore_parallel import launching
+from mcore_models.kernels.attention_backends import attend
+from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.context_parallel import ulysses_attention
-from mcore_parallel.documents import Documents
-from mcore_parallel.key_gathering import gathered_attention
+from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.ring_attention import ring_attention
+from mcore_parallel.context_parallel.zigzag import ulysses_attention
+from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import Axis, ParallelContext
-from mcore_parallel.ring import ring_attention
 
 HEADS, KV_HEADS, CHANNELS = 32, 8, 128
 """Llama-3-8B's."""
@@ -38,8 +38,8 @@ HEADS, KV_HEADS, CHANNELS = 32, 8, 128
 def main() -> None:
     """Run the benchmark that the command line asks for."""
     options = _options()
-    size = launching.read_environment().world_size
-    device = launching.initialize("cuda")
+    size = launcher.read_environment().world_size
+    device = launcher.initialize("cuda")
     ctx = ParallelContext.build(ParallelConfig(context_parallel_size=size), device)
     rows = []
     for length, is_packed in itertools.product(options.seq_lengths, (False, True)):
@@ -54,7 +54,7 @@ def main() -> None:
             options, {"name": options.name, **versions(options), "num_gpus": size, "rows": rows}
         )
     ctx.destroy()
-    launching.shut_down()
+    launcher.shut_down()
 
 
 def measure(

@@ -27,14 +27,14 @@ import torch
 from reporting import add_options, keep, versions
 from torch import Tensor
 
+from mcore_ckpt.conversion.sources import native_table
 from mcore_ckpt.families import llama
-from mcore_ckpt.files import Item, memory
-from mcore_ckpt.hf_folder import write_hf_folder
-from mcore_ckpt.index import TensorEntry
-from mcore_ckpt.rules import expand
-from mcore_ckpt.sources import native_table
-from mcore_ckpt.streams import Rows, slabs
-from mcore_ckpt.views import Turned, their_items
+from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.mapping.row_streams import Rows, slabs
+from mcore_ckpt.mapping.rules import expand
+from mcore_ckpt.mapping.views import Turned, their_items
+from mcore_ckpt.storage.files import Item, memory
+from mcore_ckpt.storage.index import TensorEntry
 
 SIZES = {
     "7b": {
@@ -195,7 +195,7 @@ def _converted(direction: str, source: Path, output: Path, *words: str) -> tuple
     """Run the command; return its seconds without the start of Python, and peak GiB."""
     _forget(source)
     code = (
-        "import sys, time, resource, mcore_ckpt.conversion as c\n"
+        "import sys, time, resource, mcore_ckpt.conversion.conversion as c\n"
         "begin = time.perf_counter()\n"
         "from mcore_ckpt.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"

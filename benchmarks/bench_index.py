@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 from reporting import add_options, host_versions, keep, spread
 
-from mcore_data.blending import blend_by_weight
-from mcore_data.sample_index import SampleIndexSpec, build_sample_index
+from mcore_data.datasets.blending import blend_by_weight
+from mcore_data.datasets.sample_index import SampleIndexSpec, build_sample_index
 
 
 def main() -> None:

@@ -17,16 +17,16 @@ from functools import partial
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 
-from mcore_models import flash4_attention
-from mcore_models.attention_backends import attend
-from mcore_models.norm import RMSNorm
-from mcore_models.rope_kernels import fused_rotary_split
+from mcore_models.kernels import flash4_attention
+from mcore_models.kernels.attention_backends import attend
+from mcore_models.kernels.rope import fused_rotary_split
+from mcore_models.layers.norm import RMSNorm
 from mcore_moe.kernels import fused_gated
-from mcore_parallel.accumulation import accumulate_product, make_stale
-from mcore_parallel.adam_kernels import fused_adamw
-from mcore_parallel.embedding_kernels import add_rows
-from mcore_parallel.fused_head import CHUNK_TOKENS, head_loss
-from mcore_parallel.loss_kernels import row_stats, softmax_gradient_
+from mcore_parallel.kernels.adam import fused_adamw
+from mcore_parallel.kernels.embedding import add_rows
+from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
+from mcore_parallel.tensor_parallel.grad_accumulation import accumulate_product, make_stale
+from mcore_parallel.tensor_parallel.linear_cross_entropy import CHUNK_TOKENS, head_loss
 
 T, D, F, V, N, G, H = 8192, 4096, 14336, 128256, 32, 8, 128
 BF16 = torch.bfloat16

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from reporting import add_options, host_versions, keep, spread
 
-from mcore_data.blending import BlendedDataset
-from mcore_data.gpt import GPTDataset
-from mcore_data.indexed import IndexedDataset
-from mcore_data.indexed_writing import IndexedWriter
-from mcore_data.loader import build_loader
+from mcore_data.datasets.blending import BlendedDataset
+from mcore_data.datasets.gpt import GPTDataset
+from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.indexed.writer import IndexedWriter
+from mcore_data.loading.loader import build_loader
 
 
 def main() -> None:

@@ -153,8 +153,8 @@ def run_once(
 
 def line_at_a_time(source: str, prefix: str, tokenizer_json: str, workers: int) -> None:
     """Encode one line after the other in a pool and write one document after the other."""
-    from mcore_data.indexed_writing import IndexedWriter
-    from mcore_data.manifest import write_manifest
+    from mcore_data.indexed.manifest import write_manifest
+    from mcore_data.indexed.writer import IndexedWriter
 
     documents = tokens = 0
     with (
@@ -229,7 +229,7 @@ def _train_sentencepiece(corpus: Path, model: Path) -> None:
 
 def _saved(flags: list[str], folder: Path) -> Path:
     """The tokenizer of the flags as a tokenizer.json."""
-    from mcore_data.tiktoken_ranks import build_tiktoken
+    from mcore_data.tokenizers.tiktoken_ranks import build_tiktoken
 
     model = flags[flags.index("--tokenizer-model") + 1]
     tokenizer = build_tiktoken(

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from bench_train_step import random_batches
 from reporting import add_options, keep, quantiles, time_steps, versions
 
-from mcore_parallel import launching
 from mcore_parallel.config import PipelineConfig
+from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.pipeline import StageFunction
-from mcore_parallel.schedule import Action, Kind, build_schedule
-from mcore_parallel.simulator import simulate
+from mcore_parallel.pipeline_parallel.runner import StageFunction
+from mcore_parallel.pipeline_parallel.schedule import Action, Kind, build_schedule
+from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_train.assembly import Run, assemble
 from mcore_train.losses import count_valid_tokens
-from mcore_train.parsing import parse
+from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
 from mcore_train.step import StepLosses, backward, hidden_shape, stage_functions
@@ -51,7 +51,7 @@ def main() -> None:
     """Run the benchmark that the command line asks for."""
     at = sys.argv.index("--")
     options, flags = _options(sys.argv[1:at]), sys.argv[at + 1 :]
-    world_size = launching.read_environment().world_size
+    world_size = launcher.read_environment().world_size
     plans = {
         name: resolve(parse([*flags, *FLAGS[name]]), world_size) for name in options.schedules
     }

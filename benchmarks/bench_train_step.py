@@ -18,12 +18,12 @@ import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 from step_profile import device_kernels, heaviest, split_ms
 
-from mcore_models import flash4_attention
 from mcore_models.flops import flops_per_token
-from mcore_parallel import launching
+from mcore_models.kernels import flash4_attention
+from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run, assemble
 from mcore_train.losses import MicroBatch
-from mcore_train.parsing import parse
+from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
 from mcore_train.step import train_step
@@ -33,7 +33,7 @@ def main() -> None:
     """Run the benchmark that the command line asks for."""
     own, _, flags = _partition(sys.argv[1:])
     options = _options(own)
-    plan = resolve(parse(flags), launching.read_environment().world_size)
+    plan = resolve(parse(flags), launcher.read_environment().world_size)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)
         batches = [random_batches(run) for _ in range(4)]

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcore_ckpt.loading import load
-from mcore_ckpt.saving import save
-from mcore_data.loader import build_loader
-from mcore_data.mock import MockGPTDataset
+from mcore_ckpt.save_load.loading import load
+from mcore_ckpt.save_load.saving import save
+from mcore_data.datasets.mock import MockGPTDataset
+from mcore_data.loading.loader import build_loader
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel import (
@@ -32,10 +32,10 @@ from mcore_parallel import (
     named_shards,
 )
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.launching import initialize, shut_down
-from mcore_parallel.pipeline import StageOutput, run_schedule
-from mcore_parallel.schedule import one_f_one_b
-from mcore_parallel.stages import split_layers
+from mcore_parallel.launch.launcher import initialize, shut_down
+from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
+from mcore_parallel.pipeline_parallel.schedule import one_f_one_b
+from mcore_parallel.pipeline_parallel.stages import split_layers
 
 SEQ_LENGTH, VOCAB_SIZE, MICRO_BATCH_SIZE, NUM_MICROBATCHES = 64, 128, 2, 2
 

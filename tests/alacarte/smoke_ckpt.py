@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mcore_ckpt import __version__
-from mcore_ckpt.loading import load
-from mcore_ckpt.saving import save
+from mcore_ckpt.save_load.loading import load
+from mcore_ckpt.save_load.saving import save
 from mcore_parallel import SINGLE, named_shards
 
 assert __version__[0].isdigit(), __version__

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mcore_data import __version__
 from mcore_data.cli import main
-from mcore_data.gpt import GPTDataset
-from mcore_data.indexed import IndexedDataset
+from mcore_data.datasets.gpt import GPTDataset
+from mcore_data.indexed.reader import IndexedDataset
 
 assert __version__[0].isdigit(), __version__
 assert importlib.util.find_spec("torch") is None

@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from mcore_ckpt.saving import save
-from mcore_data.plain_tokenizers import ByteTokenizer
+from mcore_ckpt.save_load.saving import save
+from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import SamplingConfig, __version__, generate_text, load_model
 from mcore_infer.cli import main
 from mcore_models.config import TransformerConfig

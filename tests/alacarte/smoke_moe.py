@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mcore_moe import MixtureOfExperts, MoEConfig, MoELayer, __version__
-from mcore_parallel.launching import free_port
+from mcore_parallel.launch.launcher import free_port
 
 assert __version__[0].isdigit(), __version__
 torch.manual_seed(0)

@@ -13,7 +13,7 @@ from docs.defaults import PAGE, render
 from house.rows import is_collected
 from house.sources import PACKAGES, ROOT, package_sources
 
-from mcore_train.parsing import parse
+from mcore_train.options.parsing import parse
 
 BLOCKS = all_blocks()
 # `uv run` finds the environment that these tests already run in.

@@ -12,8 +12,8 @@ import pytest
 import torch
 from docs.blocks import ROOT, all_blocks, blocks_of
 
-from mcore_parallel.testing import run_command, run_ranks
-from mcore_train.parsing import parse
+from mcore_parallel.testing.ranks import run_command, run_ranks
+from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
 
 SMALL = [

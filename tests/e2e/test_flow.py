@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from mcore_parallel.launching import free_port
-from mcore_parallel.testing import run_command
+from mcore_parallel.launch.launcher import free_port
+from mcore_parallel.testing.ranks import run_command
 
 
 def run(module, *words):

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from mcore_ckpt.inspection import check
-from mcore_ckpt.locking import LOCK
-from mcore_ckpt.paths import complete_steps, latest_step
-from mcore_parallel.testing import run_command
+from mcore_ckpt.conversion.inspection import check
+from mcore_ckpt.storage.folder_lock import LOCK
+from mcore_ckpt.storage.paths import complete_steps, latest_step
+from mcore_parallel.testing.ranks import run_command
 
 SHAPE = [
     *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 4),

@@ -11,10 +11,10 @@ MAX_FUNCTION_LINES = 60
 
 # Who may turn bytes into objects by running what they say, each with its reason.
 UNPICKLERS = {
-    "mcore_parallel/testing.py": "compares tensors of ranks that the test itself started",
-    "mcore_parallel/warm_processes.py": "hands functions to processes that it started",
-    "mcore_ckpt/pickles.py": "reads foreign pickles as data: nothing in them is called",
-    "mcore_ckpt/dcp_writing.py": "writes what torch reads, and reads nothing",
+    "mcore_parallel/testing/ranks.py": "compares tensors of ranks that the test itself started",
+    "mcore_parallel/testing/worker_pool.py": "hands functions to processes that it started",
+    "mcore_ckpt/formats/safe_pickle.py": "reads foreign pickles as data, calls nothing",
+    "mcore_ckpt/formats/dcp_writing.py": "writes what torch reads, and reads nothing",
 }
 
 _PICKLES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}

@@ -16,10 +16,13 @@ COLLECTIVES = {
 FUNCTIONAL = ("torch.ops._c10d_functional.", "torch.distributed._functional_collectives.")
 WORLD_QUESTIONS = {"torch.distributed.get_rank", "torch.distributed.get_world_size"}
 # Who may speak of the world, because they make it.
-WORLD_ROOMS = {"mcore_parallel/launching.py", "mcore_parallel/mesh.py"}
+WORLD_ROOMS = {"mcore_parallel/launch/launcher.py", "mcore_parallel/mesh.py"}
 
 # Who may touch the environment: who starts ranks, and who stands in for a new Python in tests.
-ENVIRONMENT_ROOMS = ("mcore_parallel/launching.py:", "mcore_parallel/warm_processes.py:")
+ENVIRONMENT_ROOMS = (
+    "mcore_parallel/launch/launcher.py:",
+    "mcore_parallel/testing/worker_pool.py:",
+)
 
 
 def groupless_calls(source: Source) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from house.sources import PACKAGES, Source, package_sources, parse
 
-from mcore_parallel.testing import run_command
+from mcore_parallel.testing.ranks import run_command
 
 # Run in a bare process: import the modules named in argv, then say what that did.
 _PROBE = """

@@ -13,7 +13,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def names_like_rooms(names: dict[str, str], rooms: list[str]) -> set[str]:
     """Return public names that first use would turn from a module into something else."""
-    taken = {part for room in rooms for part in room.split(".")}
+    taken = {room.split(".")[0] for room in rooms}
     return set(names) & taken
 
 

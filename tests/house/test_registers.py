@@ -4,7 +4,7 @@ from docs.blocks import all_blocks
 from house.rows import COVERAGE, MUTATIONS, read_rows
 from house.sources import ROOT
 
-from mcore_parallel.testing import run_command
+from mcore_parallel.testing.ranks import run_command
 
 
 def collected(files: set[str]) -> set[str]:

@@ -16,13 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
-from mcore_train.certificate import compare
+from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose, field_types
-from mcore_train.recipe import to_flags
+from mcore_train.layout_check.certificate import compare
+from mcore_train.layout_check.trial import rows_of, run_trial
+from mcore_train.layout_check.verification import alone
+from mcore_train.options.recipe import to_flags
 from mcore_train.resolution import Plan, resolve
-from mcore_train.trial import rows_of, run_trial
-from mcore_train.verification import alone
 
 Draw = dict[str, Any]
 Choices = tuple[tuple[int, int], tuple[int, int]]

@@ -13,7 +13,7 @@ import torch
 from parity.case import EXPERTS, ROWS, SEQ_LENGTH, LayoutCase, plan_of
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.trial import Rows, Trial, run_trial
+from mcore_train.layout_check.trial import Rows, Trial, run_trial
 
 NUM_BRIEF_STEPS = 3
 

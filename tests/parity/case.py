@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import Run
 from mcore_train.batches import train_batches
 from mcore_train.composition import compose
-from mcore_train.resolution import Plan, resolve
-from mcore_train.trial import (
+from mcore_train.layout_check.trial import (
     Rows,
     Trial,
     build_run,
@@ -29,6 +28,7 @@ from mcore_train.trial import (
     run_trial,
     train_one,
 )
+from mcore_train.resolution import Plan, resolve
 
 SEQ_LENGTH = 16
 VOCAB_SIZE = 50

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from parity.case import MODELS, trained
 
-from mcore_train.trial import Trial
+from mcore_train.layout_check.trial import Trial
 
 
 class Outcomes:

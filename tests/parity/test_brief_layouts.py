@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 from parity.brief import Brief, train_all
 
-from mcore_parallel.testing import run_ranks
-from mcore_train.certificate import compare
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.layout_check.certificate import compare
 
 
 def cp(size, kind="", **flags):

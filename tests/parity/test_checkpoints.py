@@ -9,7 +9,7 @@ loads what one other saved, so that each is read and written once; all pairs are
 import pytest
 from parity.case import DENSE, SAVED_STEP, SPARSE, load_from
 
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 STEPS_AROUND = (4,)
 """How far down the list of layouts those stand that one loads from by default."""

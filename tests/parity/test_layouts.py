@@ -6,7 +6,7 @@ The comparison is that of ``mcore-train verify``; AdamW in float64 is held to 1e
 import pytest
 from parity.case import DENSE, SPARSE
 
-from mcore_train.certificate import compare
+from mcore_train.layout_check.certificate import compare
 
 
 def failures(outcome, oracle):

@@ -4,7 +4,7 @@ import pytest
 from parity.any_layout import check, plan_of
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.trial import rows_of, run_trial
+from mcore_train.layout_check.trial import rows_of, run_trial
 
 TP2 = {"tensor_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_ckpt.cli import explain_redirection, main, parse_direction, parse_size
-from mcore_ckpt.saving import save
+from mcore_ckpt.save_load.saving import save
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 

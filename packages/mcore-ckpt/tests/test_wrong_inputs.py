@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.cli import main
-from mcore_ckpt.conversion import convert
+from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.index import INDEX
-from mcore_ckpt.outputs import fresh_step
-from mcore_ckpt.paths import RELEASE, TRACKER, write_durably
-from mcore_ckpt.saving import save
+from mcore_ckpt.save_load.saving import save
+from mcore_ckpt.storage.index import INDEX
+from mcore_ckpt.storage.outputs import fresh_step
+from mcore_ckpt.storage.paths import RELEASE, TRACKER, write_durably
 from mcore_parallel.mesh import SINGLE
 
 D, F, V = 12, 10, 17
@@ -534,7 +534,7 @@ def test_a_command_that_is_ended_says_so_and_leaves_signals_as_they_were(
         os.kill(os.getpid(), signal.SIGTERM)
         return "went on"
 
-    monkeypatch.setattr("mcore_ckpt.inspection.describe", end)
+    monkeypatch.setattr("mcore_ckpt.conversion.inspection.describe", end)
     before = signal.getsignal(signal.SIGTERM)
     assert said("inspect mcore", capsys) == (1, "mcore-ckpt: error: interrupted\n")
     assert signal.getsignal(signal.SIGTERM) == before
@@ -658,6 +658,6 @@ def test_a_fault_of_the_program_shows_where_it_is(home, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("mcore_ckpt.inspection.describe", broken)
+    monkeypatch.setattr("mcore_ckpt.conversion.inspection.describe", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["inspect", "mcore"])

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from mcore_data.tokenizer_training import train_tokenizer
+from mcore_data.preprocessing.tokenizer_training import train_tokenizer
 
 WORDS = ["in", "the", "beginning", "god", "created", "heaven", "and", "earth", "void", "deep"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_data.indexed import IndexedDataset
+from mcore_data.indexed.reader import IndexedDataset
 
 TEXTS = ["In the beginning was the word.", "", "And the word was with care.", "word " * 50]
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
-from mcore_data.index_format import CorruptDatasetError, bin_path, idx_path
-from mcore_data.indexed import IndexedDataset
-from mcore_data.inspection import verify_pair
-from mcore_data.preprocessing import preprocess
-from mcore_data.tokenizer import load_tokenizer
+from mcore_data.indexed.index_format import CorruptDatasetError, bin_path, idx_path
+from mcore_data.indexed.inspection import verify_pair
+from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.preprocessing.preprocessing import preprocess
+from mcore_data.tokenizers.building import load_tokenizer
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 

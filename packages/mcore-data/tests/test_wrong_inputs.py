@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mcore_data.cli import main
-from mcore_data.indexed_writing import IndexedWriter
+from mcore_data.indexed.writer import IndexedWriter
 
 GOOD = '{"text": "good"}\n'
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_ckpt.saving import save
-from mcore_data.plain_tokenizers import ByteTokenizer
+from mcore_ckpt.save_load.saving import save
+from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer.loading import load_model
 from mcore_models.config import TransformerConfig
 from mcore_models.description import ModelDescription

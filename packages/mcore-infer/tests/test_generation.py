@@ -8,7 +8,7 @@ from mcore_infer.generation import next_logits, prompt_ids
 from mcore_infer.sampling import log_probs_of
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 PROMPTS = [[10, 20, 30], [40], [50, 60, 70, 80, 90, 100]]
 SAMPLINGS = [

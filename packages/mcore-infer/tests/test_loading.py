@@ -7,7 +7,7 @@ from mcore_infer import load_model
 from mcore_infer.generation import next_logits
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 TOKENS = torch.tensor([[5, 6, 7, 200], [1, 2, 3, 4]])
 

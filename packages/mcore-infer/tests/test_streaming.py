@@ -3,8 +3,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_data.plain_tokenizers import ByteTokenizer, NullTokenizer
-from mcore_data.tokenizer_training import train_tokenizer
+from mcore_data.preprocessing.tokenizer_training import train_tokenizer
+from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 from mcore_infer import TextStream
 
 

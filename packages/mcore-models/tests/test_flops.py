@@ -19,8 +19,8 @@ from mcore_models.gpt import GPT
 from mcore_models.presets import load_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
-from mcore_parallel.embedding import padded_vocab
 from mcore_parallel.logical_tensors import tensor_shapes
+from mcore_parallel.tensor_parallel.embedding import padded_vocab
 
 # Obtained by running Megatron's own counter (Aug 2026), one sequence.
 REFERENCE_FLOPS = {

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_models.attention import Attention
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.layers.attention import Attention
 from mcore_models.protocol import KVCache
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, Stage, run_ranks

@@ -16,10 +16,10 @@ from mcore_models.gpt import GPT
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_parameters, run_ranks
 from mcore_parallel.collectives import all_reduce, own_slice
-from mcore_parallel.context_parallel import zigzag_join, zigzag_split
-from mcore_parallel.documents import Documents
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.zigzag import zigzag_join, zigzag_split
+from mcore_parallel.pipeline_parallel.stages import split_layers
 from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.stages import split_layers
 
 VOCAB, BATCH, SEQUENCE = 13, 2, 8
 TOLERANCE = 1e-10

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_models.attention import cp_comm_type
 from mcore_models.config import TransformerConfig
+from mcore_models.layers.attention import cp_comm_type
 from mcore_models.layout_checks import check_layout, layout_problems
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig

@@ -7,19 +7,24 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mcore_models import flash4_attention
-from mcore_models.attention_backends import attend
 from mcore_models.config import TransformerConfig
-from mcore_models.fused_blocks import CUDNN_BLOCKS, FLASH4_BLOCKS, FLASH_BLOCKS, blocks_for
 from mcore_models.gpt import GPT
+from mcore_models.kernels import flash4_attention
+from mcore_models.kernels.attention_backends import attend
+from mcore_models.kernels.fused_blocks import (
+    CUDNN_BLOCKS,
+    FLASH4_BLOCKS,
+    FLASH_BLOCKS,
+    blocks_for,
+)
 from mcore_parallel import ParallelContext
-from mcore_parallel.block_attention import PLAIN_BLOCKS
-from mcore_parallel.documents import Documents, Pieces
-from mcore_parallel.key_gathering import gathered_attention
-from mcore_parallel.launching import deterministic_algorithms
+from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
+from mcore_parallel.context_parallel.block_attention import PLAIN_BLOCKS
+from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces
+from mcore_parallel.context_parallel.ring_attention import ring_attention
+from mcore_parallel.launch.launcher import deterministic_algorithms
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.ring import ring_attention
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
-from mcore_models import kernel_packages
-from mcore_models.attention_backends import attend
 from mcore_models.config import KernelConfig, TransformerConfig
-from mcore_models.flash4_attention import FLASH4_KERNEL
 from mcore_models.kernel_choice import optional_kernels
+from mcore_models.kernels import availability
+from mcore_models.kernels.attention_backends import attend
+from mcore_models.kernels.flash4_attention import FLASH4_KERNEL
 from mcore_parallel import optional_kernels as mechanism
 from mcore_parallel.optional_kernels import failure_of
 
@@ -57,9 +57,9 @@ def package(request, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(mechanism, "_FAILURES", {})
-    kernel_packages.is_installed.cache_clear()
+    availability.is_installed.cache_clear()
     yield request.param
-    kernel_packages.is_installed.cache_clear()
+    availability.is_installed.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         del sys.modules[name]
 

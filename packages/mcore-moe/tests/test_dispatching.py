@@ -6,7 +6,7 @@ from mcore_moe.dispatching import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 E, K, D = 4, 2, 3
 CASES = {

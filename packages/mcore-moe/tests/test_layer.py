@@ -11,7 +11,7 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import named_parameters, named_shards, shards_of
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 D, F, E = 8, 16, 12
 FULL = {

@@ -3,7 +3,7 @@ import torch
 from mcore_moe import MoEConfig, MoELayer, RouterStats, finish_step
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 CONFIG = MoEConfig(
     num_experts=4,

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
-from mcore_parallel.data_parallel import DataParallel
-from mcore_parallel.launching import initialize, launch_local, shut_down
+from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.launch.launcher import initialize, launch_local, shut_down
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.pipeline import StageOutput, run_schedule
-from mcore_parallel.schedule import interleaved, one_f_one_b
+from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
+from mcore_parallel.pipeline_parallel.schedule import interleaved, one_f_one_b
+from mcore_parallel.pipeline_parallel.stages import split_layers, stages_of_rank
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.stages import split_layers, stages_of_rank
-from mcore_parallel.testing import gather_logical
-from mcore_parallel.zero import ShardedAdamW
+from mcore_parallel.testing.ranks import gather_logical
 
 LAYERS, ROWS, HIDDEN, MICROBATCHES = 4, 64, 96, 6
 EXACT = 1e-10

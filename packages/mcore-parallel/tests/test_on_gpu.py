@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from mcore_parallel.config import AdamConfig, DataParallelConfig
-from mcore_parallel.data_parallel import DataParallel
-from mcore_parallel.embedding import VocabParallelEmbedding, add_rows_plain
-from mcore_parallel.fused_head import (
+from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW, adamw_plain
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, add_rows_plain
+from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,
     softmax_gradient_plain,
 )
-from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.zero import ShardedAdamW, adamw_plain
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def error(got, want):
 def test_rows_are_added_by_id_as_plain_torch_does_and_always_the_same(
     dtype, vocab, width, kind
 ):
-    from mcore_parallel.embedding_kernels import add_rows
+    from mcore_parallel.kernels.embedding import add_rows
 
     torch.manual_seed(0)
     num_rows = 8192 if width == 4096 else 777
@@ -75,7 +75,7 @@ def test_an_embedding_adds_to_its_main_gradient_what_autograd_would():
 @pytest.mark.parametrize("parameter", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 4097, 10_000_000])
 def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moments):
-    from mcore_parallel.adam_kernels import fused_adamw
+    from mcore_parallel.kernels.adam import fused_adamw
 
     torch.manual_seed(0)
     main = torch.randn(size, device="cuda")
@@ -108,7 +108,7 @@ def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moment
 
 
 def test_an_optimizer_step_is_the_same_with_and_without_its_kernel(monkeypatch):
-    import mcore_parallel.zero as zero
+    import mcore_parallel.data_parallel.distributed_optimizer as zero
 
     def train():
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_an_optimizer_step_is_the_same_with_and_without_its_kernel(monkeypatch):
     ("vocab", "width"), [(128256, 128256), (50304, 50257), (9001, 3), (64, 0)]
 )
 def test_the_statistics_of_rows_equal_plain_torch(dtype, vocab, width):
-    from mcore_parallel.loss_kernels import row_stats
+    from mcore_parallel.kernels.loss import row_stats
 
     torch.manual_seed(0)
     logits = torch.randn(64, vocab, device="cuda", dtype=dtype) * 5
@@ -151,7 +151,7 @@ def test_the_statistics_of_rows_equal_plain_torch(dtype, vocab, width):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "width"), [(128256, 128256), (50304, 50257), (64, 0)])
 def test_the_gradient_of_logits_equals_plain_torch(dtype, vocab, width):
-    from mcore_parallel.loss_kernels import softmax_gradient_
+    from mcore_parallel.kernels.loss import softmax_gradient_
 
     torch.manual_seed(0)
     logits = torch.randn(64, vocab, device="cuda", dtype=dtype)

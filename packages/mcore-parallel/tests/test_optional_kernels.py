@@ -17,7 +17,7 @@ from mcore_parallel.optional_kernels import (
     wave,
     works,
 )
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 CPU = torch.device("cpu")
 PACKAGE = """

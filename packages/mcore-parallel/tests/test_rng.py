@@ -14,7 +14,7 @@ from mcore_parallel.rng import (
     fill_parameter_,
 )
 from mcore_parallel.sharding import Layout, NamedParameter, Part
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 
 
 def filled(shape, offsets=None, lengths=None, dtype=torch.float32, **options):

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import (
     Layout,
@@ -24,6 +23,11 @@ from mcore_parallel.sharding import (
     sliced,
     undeclared_parameters,
     whole,
+)
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
 )
 
 

@@ -5,18 +5,18 @@ import pytest
 import torch
 
 from mcore_data.cli import main as mcore_data
-from mcore_data.indexed_writing import IndexedWriter
-from mcore_data.loader import build_loader
-from mcore_data.mock import MockGPTDataset
+from mcore_data.datasets.mock import MockGPTDataset
+from mcore_data.indexed.writer import IndexedWriter
+from mcore_data.loading.loader import build_loader
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_command, run_ranks
+from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.assembly import Datasets, assemble
 from mcore_train.batches import BatchPlace
+from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
-from mcore_train.log import Reporter
 from mcore_train.loop import train, validate
+from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import ConflictError, resolve
-from mcore_train.resuming import load_run
 
 TINY = {
     "num_layers": 1,

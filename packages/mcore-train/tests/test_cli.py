@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_data.index_format import CorruptDatasetError
-from mcore_parallel.replicas import UnlikeWeightsError
+from mcore_data.indexed.index_format import CorruptDatasetError
+from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 from mcore_train import cli
 from mcore_train.cli import COMMANDS, main, without_option
 

@@ -9,8 +9,8 @@ import torch
 from gpu_runs import SMALL, batches, build
 from torch.profiler import ProfilerActivity, profile
 
-from mcore_parallel.documents import Documents
-from mcore_parallel.launching import deterministic_algorithms
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.launch.launcher import deterministic_algorithms
 from mcore_train.losses import MicroBatch
 from mcore_train.step import train_step
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mcore_parallel import launching
+from mcore_parallel.launch import launcher
 from mcore_train.composition import compose
 from mcore_train.resolution import ConflictError, resolve
 
@@ -24,7 +24,7 @@ def test_workspaces_that_are_not_deterministic_are_refused(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with (
         pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 is not deterministic"),
-        launching.deterministic_algorithms(),
+        launcher.deterministic_algorithms(),
     ):
         pass
     assert not torch.are_deterministic_algorithms_enabled()

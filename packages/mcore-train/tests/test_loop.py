@@ -9,16 +9,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from mcore_ckpt.inspection import differences
-from mcore_ckpt.paths import complete_steps, resolve_folder
+from mcore_ckpt.conversion.inspection import differences
+from mcore_ckpt.storage.paths import complete_steps, resolve_folder
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
+from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
-from mcore_train.log import Reporter
 from mcore_train.loop import train, validate
+from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve
-from mcore_train.resuming import load_run
 from mcore_train.running import joined_world
 
 TINY = {

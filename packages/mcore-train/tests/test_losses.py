@@ -3,7 +3,7 @@ import torch
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.losses import count_valid_tokens, place, token_weights
 
 LENGTH = 8

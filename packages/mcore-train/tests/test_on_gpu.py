@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpu_runs import batches, build
 
-from mcore_parallel.launching import deterministic_algorithms
+from mcore_parallel.launch.launcher import deterministic_algorithms
 from mcore_train.step import train_step
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing import run_ranks
+from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose
 from mcore_train.resolution import resolve
 from mcore_train.running import check_same_options, joined_world

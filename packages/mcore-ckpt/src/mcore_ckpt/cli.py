@@ -113,9 +113,9 @@ def convert(
     if was_cut:
         out = sys.stderr
         target = explain_redirection(source, target)
-    from mcore_ckpt.conversion import ConvertOptions
-    from mcore_ckpt.conversion import convert as run
-    from mcore_ckpt.targets import Wanted
+    from mcore_ckpt.conversion.conversion import ConvertOptions
+    from mcore_ckpt.conversion.conversion import convert as run
+    from mcore_ckpt.conversion.targets import Wanted
 
     wanted = Wanted(
         max_shard_bytes=parse_size(max_shard_size),
@@ -145,7 +145,7 @@ def convert(
     if report.fingerprint:
         print(f"fingerprint {report.fingerprint}", file=out)
     if check:
-        from mcore_ckpt.logits import CAST_ROUNDING, ROUNDING, compare_logits
+        from mcore_ckpt.conversion.logit_check import CAST_ROUNDING, ROUNDING, compare_logits
 
         bound = CAST_ROUNDING if dtype else ROUNDING
         sides = ((source, input), (target, output))
@@ -171,7 +171,7 @@ def inspect(
             list old files of Megatron's without arguments.
         as_json: Print JSON, a row a tensor.
     """
-    from mcore_ckpt.inspection import describe, differences, rows
+    from mcore_ckpt.conversion.inspection import describe, differences, rows
 
     if compare and as_json:
         raise ValueError("--as-json lists one checkpoint: leave it out, or --compare.")
@@ -190,7 +190,7 @@ def verify(folder: tyro.conf.Positional[Path]) -> int:
     Args:
         folder: Run folder (its latest step) or step folder.
     """
-    from mcore_ckpt.inspection import check
+    from mcore_ckpt.conversion.inspection import check
 
     step, num_tensors, num_bytes = check(folder, _progress())
     print(f"{step}: {num_tensors} tensors, {num_bytes / 1e9:.3f} GB, every checksum right.")
@@ -212,7 +212,7 @@ def reshard(
         output: Run folder to make, or to add the step to.
         num_files: Files to spread the tensors over.
     """
-    from mcore_ckpt.rewriting import reshard as rewrite
+    from mcore_ckpt.conversion.resharding import reshard as rewrite
 
     print(rewrite(folder, output, num_files=num_files, on_progress=_progress()))
     return 0
@@ -225,7 +225,7 @@ def average(folders: tyro.conf.Positional[tuple[Path, ...]], *, output: Path) ->
         folders: Two or more run or step folders.
         output: Run folder that gets the release.
     """
-    from mcore_ckpt.rewriting import average as mean
+    from mcore_ckpt.conversion.resharding import average as mean
 
     print(mean(folders, output, on_progress=_progress()))
     return 0

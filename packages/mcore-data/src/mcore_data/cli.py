@@ -84,7 +84,7 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
         log_interval: documents between two lines of progress; 0 prints one every ten
             seconds, or draws a bar on a terminal. Megatron's default is 1000.
     """
-    from mcore_data.preprocessing import preprocess as run
+    from mcore_data.preprocessing.preprocessing import preprocess as run
 
     if job.find_optimal_num_workers:
         return _time_workers(job, tokenizer)
@@ -103,7 +103,7 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
 
 
 def _time_workers(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
-    from mcore_data.measuring import time_workers
+    from mcore_data.preprocessing.worker_timing import time_workers
 
     timings = time_workers(job, tokenizer, job.workers_to_check)
     for timing in timings:
@@ -121,8 +121,8 @@ def merge(input: Path, output_prefix: str, overwrite: bool = False) -> int:
         overwrite: replace a finished pair that other files have made; it stays until the new
             one is whole. The same command again always may.
     """
-    from mcore_data.inspection import find_pairs
-    from mcore_data.merging import merge_pairs
+    from mcore_data.indexed.inspection import find_pairs
+    from mcore_data.indexed.merging import merge_pairs
 
     prefixes = [p for p in find_pairs(input) if Path(p) != Path(output_prefix)]
     merged = merge_pairs(prefixes, output_prefix, overwrite=overwrite)
@@ -149,9 +149,9 @@ def inspect(
     """
     from dataclasses import asdict
 
-    from mcore_data.indexed import IndexedDataset
-    from mcore_data.inspection import length_histogram, look_over, summarize
-    from mcore_data.tokenizer import load_tokenizer
+    from mcore_data.indexed.inspection import length_histogram, look_over, summarize
+    from mcore_data.indexed.reader import IndexedDataset
+    from mcore_data.tokenizers.building import load_tokenizer
 
     coder = load_tokenizer(tokenizer) if tokenizer else None
     dataset = IndexedDataset(prefix, cache_path=object_storage_cache_path)
@@ -173,7 +173,7 @@ def verify(prefix: Prefix) -> int:
     Args:
         prefix: the pair, without .bin or .idx.
     """
-    from mcore_data.inspection import verify_pair
+    from mcore_data.indexed.inspection import verify_pair
 
     print(f"{prefix}: sound. {verify_pair(prefix)}")
     return 0
@@ -192,7 +192,7 @@ def index(
             others nothing, unless --full-validation is given.
         seed: the run's.
     """
-    from mcore_data.datasets import build_indices
+    from mcore_data.datasets.from_flags import build_indices
 
     if not data.data_cache_path:
         raise ValueError("--data-cache-path names the folder to keep the indices in: give it.")
@@ -218,9 +218,9 @@ def prepare_chats(
         chat_template: file with a Jinja template; left out, the tokenizer's own, or ChatML.
         json_key: where a line has its messages.
     """
-    from mcore_data.chat import prepare_chats as prepare
-    from mcore_data.chat import read_chats
-    from mcore_data.tokenizer import build_tokenizer
+    from mcore_data.datasets.chat import prepare_chats as prepare
+    from mcore_data.datasets.chat import read_chats
+    from mcore_data.tokenizers.building import build_tokenizer
 
     template = Path(chat_template).read_text(encoding="utf-8") if chat_template else ""
     chats = read_chats(input, json_key)
@@ -244,7 +244,7 @@ def explain(
         prefix: pair whose document is looked for; left out where the run reads one only.
         document: number of that document in the pair.
     """
-    from mcore_data.explaining import RunData, draw_explanation
+    from mcore_data.tracing.explaining import RunData, draw_explanation
 
     if (step > 0) == (document >= 0):
         raise ValueError("give --step (and --sample), or --prefix and --document.")
@@ -278,7 +278,7 @@ def train_tokenizer(
         vocab_size: ids at most, with the 256 bytes and the end of document.
         json_keys: keys of a record to train on.
     """
-    from mcore_data.tokenizer_training import train_tokenizer as train
+    from mcore_data.preprocessing.tokenizer_training import train_tokenizer as train
 
     tokenizer = train(
         input,
@@ -293,7 +293,7 @@ def train_tokenizer(
 
 def _progress(title: str, log_interval: int) -> Any:
     """Draw a bar on a terminal, print a line now and then elsewhere or if asked to."""
-    from mcore_data.progress import Bar, Lines
+    from mcore_data.preprocessing.progress import Bar, Lines
 
     if sys.stderr.isatty() and not log_interval:
         return Bar(title)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mcore_infer.config import SamplingConfig
 
 if TYPE_CHECKING:
-    from mcore_data.tokenizer import Tokenizer
+    from mcore_data.tokenizers.building import Tokenizer
     from mcore_infer.loading import LoadedModel
     from mcore_models.gpt import GPT
 
@@ -193,11 +193,11 @@ def _write_one(
 @contextmanager
 def _opened(options: ModelOptions) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
     """Join the other ranks and load; also say whether this rank is the one that speaks."""
-    from mcore_ckpt.paths import resolve_folder
-    from mcore_data.tokenizer import load_tokenizer
+    from mcore_ckpt.storage.paths import resolve_folder
+    from mcore_data.tokenizers.building import load_tokenizer
     from mcore_infer.loading import load_model
     from mcore_parallel.config import ParallelConfig
-    from mcore_parallel.launching import initialize, read_environment, shut_down
+    from mcore_parallel.launch.launcher import initialize, read_environment, shut_down
     from mcore_parallel.mesh import ParallelContext
 
     folder = resolve_folder(options.load, options.ckpt_step)  # before any rank waits

@@ -13,29 +13,29 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.block import TransformerBlock
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
+from mcore_models.layers.block import TransformerBlock
+from mcore_models.layers.norm import build_norm
+from mcore_models.layers.position_embedding import PositionEmbedding
+from mcore_models.layers.rope import RotaryTables, rotary_frequencies, rotary_tables
 from mcore_models.layout_checks import check_layout, too_long
-from mcore_models.norm import build_norm
-from mcore_models.position_embedding import PositionEmbedding
 from mcore_models.protocol import KVCache
-from mcore_models.rope import RotaryTables, rotary_frequencies, rotary_tables
 from mcore_moe.config import MoEConfig
-from mcore_parallel.context_parallel import zigzag_positions
-from mcore_parallel.documents import Documents
-from mcore_parallel.embedding import (
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from mcore_parallel.tensor_parallel.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
     padded_vocab,
 )
-from mcore_parallel.fused_head import head_loss
-from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
-from mcore_parallel.recomputing import recompute
-from mcore_parallel.rng import RngStreams, StreamDropout
-from mcore_parallel.stages import Stage
-from mcore_parallel.tensor_products import column_parallel
-from mcore_parallel.vocab_loss import vocab_parallel_cross_entropy
+from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
+from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
 
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
@@ -93,7 +93,7 @@ class GPT(nn.Module):
             if ctx.pp.size > 1:
                 raise ValueError(
                     f"--pipeline-model-parallel-size {ctx.pp.size}: give each rank its stage, "
-                    "one of mcore_parallel.stages.split_layers."
+                    "one of mcore_parallel.pipeline_parallel.stages.split_layers."
                 )
             stage = Stage(0, range(config.num_layers), has_embedding=True, has_loss=True)
         self.config, self.vocab_size, self.stage = config, vocab_size, stage

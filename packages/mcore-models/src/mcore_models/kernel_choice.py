@@ -4,17 +4,17 @@ from collections.abc import Hashable
 
 import torch
 
-from mcore_models import flash4_attention as flash4
 from mcore_models.config import KernelConfig, TransformerConfig, activation
-from mcore_models.norm import NARROWEST, NORM_KERNELS, WIDEST
-from mcore_models.rope import ROTARY_KERNEL
+from mcore_models.kernels import flash4_attention as flash4
+from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
+from mcore_models.layers.rope import ROTARY_KERNEL
 from mcore_moe.experts import FUSED, GATE_KERNELS
-from mcore_parallel.embedding import ROWS_KERNEL
-from mcore_parallel.fused_head import LOSS_KERNELS
+from mcore_parallel.data_parallel.distributed_optimizer import ADAM_KERNEL
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel
-from mcore_parallel.zero import ADAM_KERNEL
+from mcore_parallel.tensor_parallel.embedding import ROWS_KERNEL
+from mcore_parallel.tensor_parallel.linear_cross_entropy import LOSS_KERNELS
 
 
 def optional_kernels(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.accumulation import tell_ready
+from mcore_parallel.tensor_parallel.grad_accumulation import tell_ready
 
 
 def sequential_linear(

@@ -9,10 +9,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_moe.experts import activation_function
-from mcore_parallel.linear import ColumnParallelLinear, Output, RowParallelLinear
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
+)
 
 
 class SharedExpert(nn.Module):

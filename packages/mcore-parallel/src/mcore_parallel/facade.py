@@ -10,8 +10,8 @@ from contextvars import ContextVar
 
 import torch.distributed as dist
 
-from mcore_parallel import launching
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import Axis, ParallelContext
 
 _CONTEXT: ContextVar[ParallelContext | None] = ContextVar("mcore_context", default=None)
@@ -56,7 +56,7 @@ def initialize_model_parallel(
         expert_tensor_parallel_size=expert_tensor_parallel_size,
         rank_order=order,
     )
-    device = launching.initialize(device_type)
+    device = launcher.initialize(device_type)
     _CONTEXT.set(ParallelContext.build(config, device))
 
 
@@ -88,13 +88,13 @@ def current_context() -> ParallelContext:
     ctx = _CONTEXT.get()
     if ctx is not None:
         return ctx
-    size = launching.world_size()
+    size = launcher.world_size()
     if size > 1:
         raise RuntimeError(
             f"this world has {size} ranks but no layout: call "
             "parallel_state.initialize_model_parallel(...) before building a model."
         )
-    return ParallelContext.single(launching.initialize())
+    return ParallelContext.single(launcher.initialize())
 
 
 def get_tensor_model_parallel_world_size() -> int:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_parallel import launching
-from mcore_parallel.agreeing import Agreement
-from mcore_parallel.communicators import Communicator, read_communicators
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.launch import launcher
+from mcore_parallel.launch.call_checks import Agreement
+from mcore_parallel.launch.nccl_settings import Communicator, read_communicators
 from mcore_parallel.layout import (
     DENSE_AXES,
     EXPERT_AXES,
@@ -132,7 +132,7 @@ class ParallelContext:
     ) -> ParallelContext:
         """Make every group of a layout over the initialised world.
 
-        All ranks call it together, with equal configs, after ``launching.initialize`` (or
+        All ranks call it together, with equal configs, after ``launcher.initialize`` (or
         ``torch.distributed.init_process_group``). With no process group it describes a world
         of one rank. Returns once every rank is connected to all whom it will talk to.
 
@@ -183,7 +183,7 @@ class ParallelContext:
                     name, len(ranks), place, made[key], ranks, agreements.get(key)
                 )
         if axes["world"].group is not None:
-            launching.wait_for_all(axes["world"].group)
+            launcher.wait_for_all(axes["world"].group)
         mine = [group for (ranks, _), group in made.items() if global_rank in ranks]
         return cls(config, device, global_rank, axes, mine)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_parallel.launching import num_cores
+from mcore_parallel.launch.launcher import num_cores
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import NamedParameter, named_parameters
 

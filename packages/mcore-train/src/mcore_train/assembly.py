@@ -8,22 +8,27 @@ from typing import Any
 
 import torch
 
-from mcore_data.data_plan import Stretch, describe_sources
-from mcore_data.datasets import build_gpt_datasets, build_valid_sets
-from mcore_data.index_format import CorruptDatasetError
-from mcore_data.manifest import is_of_other_tokenizer
-from mcore_data.tokenizer import Tokenizer
-from mcore_data.tracing import prefixes
+from mcore_data.datasets.from_flags import build_gpt_datasets, build_valid_sets
+from mcore_data.indexed.index_format import CorruptDatasetError
+from mcore_data.indexed.manifest import is_of_other_tokenizer
+from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tracing.data_plan import Stretch, describe_sources
+from mcore_data.tracing.tracing import prefixes
 from mcore_models.gpt import GPT
 from mcore_models.kernel_choice import optional_kernels
-from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import agree_on_kernels
-from mcore_parallel.pipeline import WeightQueue
+from mcore_parallel.pipeline_parallel.runner import WeightQueue
+from mcore_parallel.pipeline_parallel.schedule import (
+    Action,
+    Schedule,
+    build_schedule,
+    forward_only,
+)
+from mcore_parallel.pipeline_parallel.stages import stages_of_rank
 from mcore_parallel.rng import RngStreams
-from mcore_parallel.schedule import Action, Schedule, build_schedule, forward_only
-from mcore_parallel.stages import stages_of_rank
-from mcore_parallel.zero import ShardedAdamW
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer

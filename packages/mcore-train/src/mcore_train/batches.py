@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_data.loader import build_loader
+from mcore_data.loading.loader import build_loader
 from mcore_train.assembly import Dataset, Run
 from mcore_train.losses import MicroBatch, place
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = words
     if name not in COMMANDS:
-        from mcore_train.dialect import unknown
+        from mcore_train.options.megatron_flags import unknown
 
         return _refuse(f"{unknown(name, COMMANDS, 'command')} There are {', '.join(COMMANDS)}.")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -49,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def gpt(words: Sequence[str]) -> int:
     """Train a GPT."""
-    from mcore_train.parsing import parse
+    from mcore_train.options.parsing import parse
 
     config = parse(words, "mcore-train gpt")
     if config.launch.nproc:
-        from mcore_train.destinations import check_destinations
+        from mcore_train.options.output_checks import check_destinations
         from mcore_train.resolution import plan_of
 
         plan_of(config, config.launch.nproc)  # What is wrong is told once, and at once.
@@ -68,7 +68,7 @@ def quickstart(words: Sequence[str]) -> int:
     """Train on the shipped book, from its text to a paragraph."""
     import tyro
 
-    from mcore_train.quickstart_config import QuickstartConfig
+    from mcore_train.quickstart.options import QuickstartConfig
 
     config = tyro.cli(
         QuickstartConfig,
@@ -77,11 +77,11 @@ def quickstart(words: Sequence[str]) -> int:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     if config.tour.nproc:
-        from mcore_train.quickstart_plan import plan_of_tour
+        from mcore_train.quickstart.plan import plan_of_tour
 
         plan_of_tour(config, config.tour.nproc)  # What is wrong is told once, and at once.
         return start_ranks("quickstart", words, config.tour.nproc)
-    from mcore_train.quickstart import run_quickstart
+    from mcore_train.quickstart.tour import run_quickstart
 
     return run_quickstart(config)
 
@@ -89,12 +89,12 @@ def quickstart(words: Sequence[str]) -> int:
 def verify(words: Sequence[str]) -> int:
     """Check that a run's layout computes what one rank computes."""
     from mcore_train.composition import VerifiedConfig
-    from mcore_train.parsing import parse
+    from mcore_train.options.parsing import parse
 
     own = words[1:] if words[:1] == ["gpt"] else words
     config = parse(own, "mcore-train verify gpt", VerifiedConfig)
-    from mcore_train.twin import smallest_world
-    from mcore_train.verification import run_verification
+    from mcore_train.layout_check.small_run import smallest_world
+    from mcore_train.layout_check.verification import run_verification
 
     if config.run.device == "cuda" and not is_launched():
         return start_ranks("verify", words, config.launch.nproc or smallest_world(config))
@@ -105,7 +105,7 @@ def schedule(words: Sequence[str]) -> int:
     """Draw a pipeline schedule: ``schedule show``."""
     import tyro
 
-    from mcore_train.schedule_view import ScheduleConfig, draw_schedule
+    from mcore_train.reporting.schedule_view import ScheduleConfig, draw_schedule
 
     if words[:1] != ["show"]:
         raise ValueError("mcore-train schedule has one verb: schedule show --help.")
@@ -125,7 +125,7 @@ MEGATRONS_VIEW = {"--pipeline-model-parallel-size": "--ranks", "--num-layers": "
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
-    from mcore_parallel.launching import launch_local, python_command
+    from mcore_parallel.launch.launcher import launch_local, python_command
 
     rest = without_option(words, "--nproc")
     return launch_local(python_command("mcore_train", [command, *rest]), nproc)
@@ -133,7 +133,7 @@ def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
 
 def is_launched() -> bool:
     """Whether a launcher started this process as one rank of several."""
-    from mcore_parallel.launching import read_environment
+    from mcore_parallel.launch.launcher import read_environment
 
     return read_environment().is_launched
 
@@ -154,8 +154,8 @@ def without_option(words: Sequence[str], flag: str) -> list[str]:
 def is_of_machines(error: RuntimeError) -> bool:
     """Whether an error is that of files, disks or processors, and no fault in a program."""
     from mcore_ckpt.errors import CheckpointError
-    from mcore_data.index_format import CorruptDatasetError
-    from mcore_parallel.replicas import UnlikeWeightsError
+    from mcore_data.indexed.index_format import CorruptDatasetError
+    from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 
     theirs = (CheckpointError, CorruptDatasetError, UnlikeWeightsError)
     return isinstance(error, theirs) and not logging.getLogger().isEnabledFor(logging.DEBUG)

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from mcore_parallel.data_parallel import DataParallel
+from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.rng import RngStreams
 from mcore_train.losses import MicroBatch, StepLosses
 

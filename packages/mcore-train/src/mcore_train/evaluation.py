@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_models.gpt import GPT
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
+from mcore_parallel.pipeline_parallel.runner import StageFunction, StageOutput, run_schedule
 from mcore_train.assembly import Run
 from mcore_train.losses import MicroBatch, place
 from mcore_train.step import hidden_shape

@@ -8,22 +8,22 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from mcore_data.data_plan import Stretch
+from mcore_data.tracing.data_plan import Stretch
 from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
 from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
-from mcore_train.checkpointing import Checkpoints
+from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.evaluation import Score, evaluate
-from mcore_train.finiteness import FiniteGradients
-from mcore_train.garbage import StillCollector
-from mcore_train.hardware import peak_flops
-from mcore_train.log import Reporter, StepReport
+from mcore_train.guards.gc_control import StillCollector
+from mcore_train.guards.nan_guard import FiniteGradients
+from mcore_train.guards.replica_guard import WeightCopies
+from mcore_train.guards.signals import StopRequest
 from mcore_train.losses import MicroBatch
 from mcore_train.lr_schedule import learning_rate, weight_decay
-from mcore_train.signals import StopRequest
+from mcore_train.reporting.hardware import peak_flops
+from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.step import StepResult, train_step
-from mcore_train.weight_copies import WeightCopies
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.context_parallel import zigzag_split
-from mcore_parallel.documents import Documents
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.zigzag import zigzag_split
 from mcore_parallel.mesh import ParallelContext
 
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mcore_data.config import DataConfig
-from mcore_data.tokenizer import Tokenizer, build_tokenizer
+from mcore_data.tokenizers.building import Tokenizer, build_tokenizer
 from mcore_models.layout_checks import layout_problems
 from mcore_parallel.layout import build_grids
 from mcore_parallel.logical_tensors import moe_layers
-from mcore_parallel.schedule import check_schedule
-from mcore_parallel.stages import Stage, build_stages, stages_of_rank
+from mcore_parallel.pipeline_parallel.schedule import check_schedule
+from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
-from mcore_train.option_conflicts import conflicts_of_options, endless_numbers
+from mcore_train.options.option_conflicts import conflicts_of_options, endless_numbers
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 

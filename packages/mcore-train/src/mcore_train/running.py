@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from mcore_ckpt.agreement import gather_json
-from mcore_ckpt.stores import as_path, is_store
-from mcore_parallel import launching
+from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_parallel.launch import launcher
+from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.watching import Watch
 from mcore_train.assembly import assemble
+from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
-from mcore_train.destinations import check_destinations
-from mcore_train.log import Reporter, set_up
 from mcore_train.loop import train
+from mcore_train.options.output_checks import check_destinations
+from mcore_train.reporting.log import Reporter, set_up
 from mcore_train.resolution import Plan, plan_of
-from mcore_train.resuming import load_run
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def run_gpt(config: TrainConfig) -> int:
     Raises:
         ValueError: for everything that contradicts itself or the world, before any collective.
     """
-    world = launching.read_environment()
+    world = launcher.read_environment()
     console = set_up(world.rank == 0)
     plan = plan_of(config, world.world_size)
     check_destinations(config, is_reporter=world.rank == 0)
@@ -57,9 +57,9 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     timeout_minutes = config.parallelism.distributed_timeout_minutes
     with contextlib.ExitStack() as stack:
         if config.run.deterministic_mode:
-            stack.enter_context(launching.deterministic_algorithms())
-        device = launching.initialize(config.run.device, timeout_minutes)
-        stack.callback(launching.shut_down)
+            stack.enter_context(launcher.deterministic_algorithms())
+        device = launcher.initialize(config.run.device, timeout_minutes)
+        stack.callback(launcher.shut_down)
         if config.run.cuda_graph_impl != "none":
             if device.type != "cuda":
                 raise ValueError(

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.stats import finish_step
-from mcore_parallel.grads import clip_coefficient
-from mcore_parallel.pipeline import StageFunction, StageOutput, run_schedule
+from mcore_parallel.data_parallel.grads import clip_coefficient
+from mcore_parallel.pipeline_parallel.runner import StageFunction, StageOutput, run_schedule
 from mcore_train.assembly import Run
 from mcore_train.losses import MicroBatch, StepLosses, count_valid_tokens, token_weights
 

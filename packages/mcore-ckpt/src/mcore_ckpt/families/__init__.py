@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from mcore_ckpt.index import TensorEntry
+from mcore_ckpt.storage.index import TensorEntry
 
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "nemotron", "phi3"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt.families import megatron_bert
 from mcore_ckpt.families.megatron_bert import list_weights, read, write
-from mcore_ckpt.rules import Table
+from mcore_ckpt.mapping.rules import Table
 
 _POST = {
     "attention.qkv.q": "attention.self.query",

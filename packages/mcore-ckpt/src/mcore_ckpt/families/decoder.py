@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.fields import Fields, require, require_family, setting, settings
-from mcore_ckpt.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
 NORMS = {

@@ -19,7 +19,7 @@ from mcore_ckpt.families.fields import (
     write_pairs,
 )
 from mcore_ckpt.families.shapes import Shapes, gpt_shapes
-from mcore_ckpt.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Rule, Table
 
 PAIRS = (
     ("num_layers", "num_hidden_layers", REQUIRED),

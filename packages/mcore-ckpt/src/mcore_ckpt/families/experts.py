@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt.families.fields import setting
-from mcore_ckpt.rules import Rule
+from mcore_ckpt.mapping.rules import Rule
 from mcore_parallel.logical_tensors import moe_layers
 
 MOE_DEFAULTS: dict[str, Any] = {

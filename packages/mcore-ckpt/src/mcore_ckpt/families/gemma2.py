@@ -17,7 +17,7 @@ from mcore_ckpt.families.fields import (
     write_pairs,
 )
 from mcore_ckpt.families.shapes import Shapes, gpt_shapes
-from mcore_ckpt.rules import Table
+from mcore_ckpt.mapping.rules import Table
 
 NORMS = {
     "attention_norm": "input_layernorm",

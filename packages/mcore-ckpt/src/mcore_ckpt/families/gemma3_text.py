@@ -10,7 +10,7 @@ from mcore_ckpt.families import gemma2
 from mcore_ckpt.families.decoder import decoder_table
 from mcore_ckpt.families.fields import Nullable
 from mcore_ckpt.families.gemma2 import NORMS, PAIRS, read, write
-from mcore_ckpt.rules import Table
+from mcore_ckpt.mapping.rules import Table
 
 _ABSENT = {
     "max_position_embeddings": 131072,

@@ -6,7 +6,7 @@ from typing import Any
 from mcore_ckpt.families.decoder import gpt
 from mcore_ckpt.families.experts import no_experts
 from mcore_ckpt.families.fields import Fields, require, require_family, setting, settings
-from mcore_ckpt.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import ffn_size
 
 _LAYER = "transformer.h.*."

@@ -12,7 +12,7 @@ from mcore_ckpt.families.experts import (
 )
 from mcore_ckpt.families.fields import Fields, require
 from mcore_ckpt.families.mistral import read_window, write_window
-from mcore_ckpt.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Rule, Table
 
 _ABSENT = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6} | {
     "router_aux_loss_coef": 0.001

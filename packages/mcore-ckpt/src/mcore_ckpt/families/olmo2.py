@@ -9,7 +9,7 @@ from typing import Any
 from mcore_ckpt.families.decoder import decoder_table
 from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
 from mcore_ckpt.families.shapes import Shapes, gpt_shapes
-from mcore_ckpt.rules import Table
+from mcore_ckpt.mapping.rules import Table
 
 _NORMS = {
     "attention_post_norm": "post_attention_layernorm",

@@ -15,7 +15,7 @@ from mcore_ckpt.families.decoder import (
 from mcore_ckpt.families.experts import no_experts
 from mcore_ckpt.families.fields import Fields, require, setting, settings
 from mcore_ckpt.families.mistral import read_window, write_window
-from mcore_ckpt.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import head_dim, num_kv_heads
 
 

@@ -18,7 +18,7 @@ from mcore_ckpt.families.experts import (
 )
 from mcore_ckpt.families.fields import Fields, require
 from mcore_ckpt.families.qwen2 import no_window
-from mcore_ckpt.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Rule, Table
 
 _ABSENT = {"num_key_value_heads": 4, "router_aux_loss_coef": 0.001}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
 from mcore_ckpt.families.shapes import Shapes, mlp_shapes
-from mcore_ckpt.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Rule, Table
 
 PAIRS = (
     ("encoder_num_layers", "num_layers", REQUIRED),

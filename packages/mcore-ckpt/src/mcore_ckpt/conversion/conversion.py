@@ -1,0 +1,288 @@
+"""Convert between Hugging Face, ours, Megatron and torch.distributed.checkpoint, each to each.
+
+Every format is read as our logical tensors and written from them, rows at a time, so memory
+does not grow with the model; only transposed matrices are held whole, one at a time. A
+conversion ends with its proof: the result is opened like any other input, turned back into
+what was read, and compared with it bit by bit.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.conversion.inspection import native_step
+from mcore_ckpt.conversion.resharding import write_whole
+from mcore_ckpt.conversion.round_trip import proven, proven_native
+from mcore_ckpt.conversion.sources import FORMATS, Asked, Opened, opened
+from mcore_ckpt.conversion.targets import WRITERS, Wanted, our_items, write_small_files
+from mcore_ckpt.formats.hf_folder import num_tokens
+from mcore_ckpt.mapping.row_streams import Progress, read_ahead, with_progress
+from mcore_ckpt.storage.files import Item
+from mcore_ckpt.storage.index import Index
+from mcore_ckpt.storage.outputs import (
+    appearing,
+    check_place,
+    check_room,
+    check_run_folder,
+    fresh_step,
+)
+from mcore_ckpt.storage.paths import RELEASE, commit
+from mcore_ckpt.storage.stores import as_path, is_store
+
+DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
+    "bf16": "BF16",
+    "bfloat16": "BF16",
+}
+"""Dtypes to cast to, by the words that users write."""
+
+STATE_FORMATS = ("mcore", "megatron")
+"""Formats that hold an optimizer's state by the names of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion did."""
+
+    output: Path
+    """The folder to open: a run folder, or a folder of the format."""
+    family: str
+    """``model_type``, or the format's own word where there is none."""
+    num_tensors: int
+    """Logical tensors, each used exactly once."""
+    num_bytes: int
+    """Bytes of weights written."""
+    is_proven: bool
+    """Whether the result was read back and compared with the source."""
+    fingerprint: str = ""
+    """Hash of all logical tensors as read back; the same in every format. Empty: not read."""
+    left_behind: int = 0
+    """Entries of the source that are no weights: optimizer, random state."""
+    has_tokenizer: bool = True
+    """Whether a tokenizer went along."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """What may be said about a conversion."""
+
+    dtype: str = ""
+    """One of ``DTYPE_WORDS`` to cast to; empty: as in the source."""
+    config: str = ""
+    """config.json of the model, for inputs that do not say which they are."""
+    vocab_size: int = 0
+    """Rows of vocabulary to keep, or to fill up to with zeros; 0: as in the source."""
+    wanted: Wanted = field(default_factory=Wanted)
+    """How the output is written."""
+    check: bool = True
+    """Read the result back and compare."""
+    optimizer: bool = False
+    """Take the optimizer's state and the run's progress along; ``mcore`` and ``megatron``."""
+
+    def __post_init__(self) -> None:
+        """Check what this object alone decides.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self.dtype and self.dtype not in DTYPE_WORDS:
+            raise ValueError(
+                f"--dtype {self.dtype} is not known: use {', '.join(DTYPE_WORDS)}."
+            )
+        if self.optimizer and self.dtype:
+            raise ValueError(
+                f"--dtype {self.dtype} does not go with --optimizer: main weights and moments "
+                "belong to the weights as they are."
+            )
+        if self.vocab_size < 0:
+            raise ValueError(f"--vocab-size {self.vocab_size} must be 0 or more.")
+
+
+def convert(
+    source_format: str,
+    source: str | Path,
+    target_format: str,
+    output: str | Path,
+    options: ConvertOptions | None = None,
+    *,
+    on_progress: Progress | None = None,
+) -> Report:
+    """Convert a checkpoint of one format to another, or to itself (cast, cut, reshard).
+
+    Args:
+        source_format: ``hf``, ``mcore``, ``megatron`` or ``dcp``.
+        source: its folder.
+        target_format: one of the same.
+        output: folder to make; a run folder of ours may exist and gets a release.
+        options: what else is asked.
+        on_progress: told about each slab written, then, from the beginning, about each tensor
+            read back.
+
+    Raises:
+        ValueError: if a format is not known, or one side cannot say the model; names what.
+        CheckpointError: if files are damaged, the output is in the way, or the proof fails.
+    """
+    options = options or ConvertOptions()
+    for form in (source_format, target_format):
+        if form not in FORMATS:
+            raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
+        if options.optimizer and form not in STATE_FORMATS:
+            raise ValueError(
+                f"--optimizer goes between {' and '.join(STATE_FORMATS)}: a conversion with "
+                f"{form} is one of weights alone."
+            )
+    dtype = DTYPE_WORDS.get(options.dtype, "")
+    asked = Asked(dtype, options.config, options.vocab_size, options.optimizer)
+    places = ((source_format, as_path(source)), (target_format, as_path(output)))
+    for form, place in places:
+        if form != "mcore" and is_store(place):
+            raise ValueError(
+                f"{place} lies in an object store, where only checkpoints of mcore are read "
+                f"and written: copy the {form} side to or from a disk."
+            )
+    output = places[1][1]
+    options.wanted.check(target_format)
+    check_place(output, places[0][1])
+    if target_format == "mcore":
+        check_run_folder(output)
+    if source_format == "mcore":
+        native_step(source)  # Says which format it is in, if it is in another.
+    watched: list[Item] = []
+
+    def watch(items: Sequence[Item]) -> list[Item]:
+        watched.extend(items)
+        check_room(output, sum(item.num_bytes for item in items))
+        return with_progress([read_ahead(item, reading) for item in items], on_progress)
+
+    with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
+        _check_config(found, source, options.config)
+        _check_tokens(found, options.vocab_size)
+        print_ = ""
+        if target_format == "mcore":
+            prove = partial(proven_native, on_progress=on_progress) if options.check else None
+            word, print_ = _write_native(found, output, watch, prove)
+        else:
+            with appearing(output) as folder:
+                word = WRITERS[target_format](folder, found, options.wanted, watch)
+                if options.check:
+                    print_ = proven(found, target_format, folder, on_progress)
+        return Report(
+            output,
+            word,
+            len(found.ours.entries),
+            sum(item.num_bytes for item in watched),
+            options.check,
+            print_,
+            found.left_behind,
+            bool(found.tokenizer),
+        )
+
+
+def hf_to_mcore(
+    source: str | Path,
+    output: str | Path,
+    *,
+    dtype: str = "",
+    check: bool = True,
+    on_progress: Progress | None = None,
+) -> Report:
+    """Convert a Hugging Face folder to a run folder with a ``release`` step.
+
+    Args:
+        source: folder with config.json and safetensors.
+        output: run folder to make, or to add the release to.
+        dtype: one of ``DTYPE_WORDS`` to cast to; empty: as in the source.
+        check: read the result back and compare.
+        on_progress: told about each slab written.
+
+    Raises:
+        ValueError: if the source cannot be represented; names what.
+        CheckpointError: if files are damaged, the output exists, or the proof fails.
+    """
+    options = ConvertOptions(dtype=dtype, check=check)
+    return convert("hf", source, "mcore", output, options, on_progress=on_progress)
+
+
+def mcore_to_hf(
+    source: str | Path,
+    output: str | Path,
+    *,
+    dtype: str = "",
+    max_shard_bytes: int = 5_000_000_000,
+    model_type: str = "",
+    check: bool = True,
+    on_progress: Progress | None = None,
+) -> Report:
+    """Convert a step of ours to a Hugging Face folder.
+
+    Args:
+        source: run folder (its latest step) or step folder.
+        output: folder to make; it must not exist or be empty.
+        dtype: one of ``DTYPE_WORDS`` to cast to; empty: as in the source.
+        max_shard_bytes: most bytes of tensors in one file.
+        model_type: family to write; empty: the one that the checkpoint came from, or the
+            first that can say the model.
+        check: read the result back and compare.
+        on_progress: told about each slab written.
+
+    Raises:
+        ValueError: if the family cannot say the model, or the output is in the way.
+        CheckpointError: if files are damaged, or the proof fails.
+    """
+    wanted = Wanted(max_shard_bytes=max_shard_bytes, model_type=model_type)
+    options = ConvertOptions(dtype=dtype, check=check, wanted=wanted)
+    return convert("mcore", source, "hf", output, options, on_progress=on_progress)
+
+
+def _write_native(
+    source: Opened,
+    output: Path,
+    watch: Callable[[Sequence[Item]], list[Item]],
+    prove: Callable[[Opened, Path, Index], str] | None,
+) -> tuple[str, str]:
+    """Write a release of a run folder, or the step that an optimizer's state is of.
+
+    Returns:
+        ``model_type`` and the fingerprint.
+    """
+    extra: dict[str, Any] = {"model": source.description, "hf": source.hf}
+    step: int | str = RELEASE
+    if source.state is not None:
+        # No layout is this one's, so that nobody takes random streams for their own.
+        extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
+        step = extra["iteration"]
+    with fresh_step(output, step) as target:
+        index = write_whole(target, watch(our_items(source)), extra)
+        write_small_files(target, source)
+        print_ = prove(source, target, index) if prove else ""
+        commit(target, output, step, index.to_bytes())
+    return source.hf.get("model_type") or source.description["family"], print_
+
+
+def _check_config(source: Opened, folder: str | Path, config: str) -> None:
+    """Refuse a model's config where the input says itself which model it is.
+
+    Raises:
+        ValueError: with the flag.
+    """
+    if config and not source.took_config:
+        raise ValueError(
+            f"--config {config} has no effect: {folder} says itself which model it holds. "
+            "Leave it out."
+        )
+
+
+def _check_tokens(source: Opened, vocab_size: int) -> None:
+    """Refuse to cut rows off that the tokenizer has ids of.
+
+    Raises:
+        ValueError: with both sizes.
+    """
+    needed = num_tokens(source.tokenizer)
+    if 0 < vocab_size < needed:
+        raise ValueError(
+            f"--vocab-size {vocab_size} cuts off ids of the tokenizer that goes along, which "
+            f"has {needed}: give {needed} or more."
+        )

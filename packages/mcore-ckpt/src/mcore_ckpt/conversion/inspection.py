@@ -1,0 +1,294 @@
+"""Looking at a checkpoint: what it holds, whether it is sound, how two of them differ.
+
+Any format can be looked at; two of different formats are compared by our logical names.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.conversion.sources import Asked, opened
+from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
+from mcore_ckpt.formats.hf_folder import read_hf_folder
+from mcore_ckpt.formats.megatron.legacy import is_legacy
+from mcore_ckpt.mapping.row_streams import (
+    Progress,
+    Rows,
+    Source,
+    named_with_progress,
+    same_bits,
+    slabs,
+)
+from mcore_ckpt.storage.files import Reader
+from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, read_index
+from mcore_ckpt.storage.paths import is_complete, latest_step, resolve_folder, step_folder
+from mcore_ckpt.storage.shard_plans import name_problems
+from mcore_ckpt.storage.stores import as_path
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a folder lists, without its bytes."""
+
+    form: str
+    """``mcore``, ``hf``, ``megatron`` or ``dcp``."""
+    folder: Path
+    """Where the tensors are."""
+    tensors: Mapping[str, tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]]
+    """Dtype, shape and the boxes' offsets of each."""
+    num_files: int
+    """Files of tensors."""
+    extra: Mapping[str, Any]
+    """What else the folder says about itself."""
+
+
+def format_of(folder: str | Path) -> tuple[str, Path]:
+    """Recognize a checkpoint's format.
+
+    Returns:
+        The format and the folder that holds the tensors: of a run folder, its latest step.
+
+    Raises:
+        ValueError: if it holds no checkpoint that is known.
+    """
+    path = as_path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
+    step = latest_step(path)
+    inside = path if step is None or is_complete(path) else step_folder(path, step)
+    if form := form_of(inside):
+        return form, inside
+    # Says what is missing, and which steps are there.
+    return "mcore", resolve_folder(path)
+
+
+def form_of(folder: Path) -> str:
+    """Tell by its files which format a folder of tensors is in; empty: in none."""
+    if is_complete(folder):
+        return "mcore"
+    if (folder / "metadata.json").is_file() or is_legacy(folder):
+        return "megatron"
+    if (folder / METADATA).is_file():
+        return "dcp"
+    return "hf" if (folder / "config.json").is_file() else ""
+
+
+def native_step(folder: str | Path) -> Path:
+    """Find the step of ours that a folder names.
+
+    Raises:
+        ValueError: if there is none; says so where it is a checkpoint of another format.
+    """
+    form, step = format_of(folder)
+    if form != "mcore":
+        raise ValueError(
+            f"{step} is a checkpoint in the format {form}, and one of mcore is wanted: "
+            f"mcore-ckpt convert {form}-to-mcore makes one of it; inspect takes any."
+        )
+    return step
+
+
+def contents(folder: str | Path, config: str = "") -> Contents:
+    """List what a checkpoint of any format holds.
+
+    Args:
+        folder: of the checkpoint.
+        config: config.json of the model, for Megatron's old files without arguments.
+
+    Raises:
+        ValueError: if it holds none, or is listed without the config that is given.
+        CheckpointError: if it is damaged.
+    """
+    form, path = format_of(folder)
+    if form == "megatron" and not (path / METADATA).is_file():
+        with opened("megatron", path, Asked(config=config)) as found:
+            said = {"model": found.description}
+            return _of_entries(form, path, found.theirs.entries, said)
+    if config:
+        raise ValueError(
+            f"--config {config} has no effect without --compare: {path} is listed without it. "
+            "Leave it out."
+        )
+    if form == "hf":
+        hf = read_hf_folder(path)
+        kind = {"model_type": hf.config.get("model_type")}
+        return _of_entries(form, path, hf.tensors, kind)
+    if (path / METADATA).is_file():
+        listed = read_dcp_folder(path)
+        files = {place.file for one in listed.tensors.values() for *_, place in one.boxes}
+        tensors = {
+            name: (one.dtype, one.shape, tuple(offsets for offsets, _, _ in one.boxes))
+            for name, one in listed.tensors.items()
+        }
+        return Contents(form, path, tensors, len(files), {"objects": sorted(listed.objects)})
+    index = read_index(path)
+    return _of_entries(form, path, index.tensors, index.extra)
+
+
+def _of_entries(
+    form: str, path: Path, entries: Mapping[str, TensorEntry], extra: Mapping[str, Any]
+) -> Contents:
+    tensors = {
+        name: (entry.dtype, entry.shape, tuple(chunk.offsets for chunk in entry.chunks))
+        for name, entry in entries.items()
+    }
+    files = {chunk.file for entry in entries.values() for chunk in entry.chunks}
+    return Contents(form, path, tensors, len(files), extra)
+
+
+def rows(folder: str | Path, config: str = "") -> list[dict[str, Any]]:
+    """List a checkpoint's tensors: name, dtype, shape, bytes, chunks and how they are cut.
+
+    Arguments and errors are those of ``contents``.
+    """
+    return [
+        {
+            "name": name,
+            "dtype": dtype,
+            "shape": list(shape),
+            "bytes": _num_bytes(dtype, shape),
+            "chunks": len(boxes),
+            "layout": layout(shape, boxes),
+        }
+        for name, (dtype, shape, boxes) in sorted(contents(folder, config).tensors.items())
+    ]
+
+
+def layout(shape: Sequence[int], boxes: Sequence[Sequence[int]]) -> str:
+    """Say how a tensor is cut: ``2 x 1`` for two parts along rows; ``whole``."""
+    if len(boxes) <= 1 or not shape:
+        return "whole"
+    parts = [len({offsets[dim] for offsets in boxes}) for dim in range(len(shape))]
+    text = " x ".join(map(str, parts))
+    product = 1
+    for part in parts:
+        product *= part
+    return text if product == len(boxes) else f"{len(boxes)} boxes"
+
+
+def describe(folder: str | Path, config: str = "") -> str:
+    """Draw a checkpoint as text; equal tensors of many layers stand in one line.
+
+    Arguments and errors are those of ``contents``.
+    """
+    held = contents(folder, config)
+    groups: dict[tuple[str, str, tuple[int, ...], str], int] = {}
+    total = 0
+    for name, (dtype, shape, boxes) in held.tensors.items():
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        key = (pattern, dtype, shape, layout(shape, boxes))
+        groups[key] = groups.get(key, 0) + 1
+        total += _num_bytes(dtype, shape)
+    lines = [
+        f"{held.folder} ({held.form})",
+        f"{len(held.tensors)} tensors, {total / 1e9:.3f} GB, {held.num_files} files",
+    ]
+    for key, value in sorted(held.extra.items()):
+        lines.append(f"extra.{key}: {value!s:.100}")
+    width = max((len(pattern) for pattern, *_ in groups), default=0)
+    for (pattern, dtype, shape, cut), count in sorted(groups.items(), key=lambda g: g[0][0]):
+        size = count * _num_bytes(dtype, shape) / 1e6
+        lines.append(
+            f"  {pattern:{width}}  x{count:<5d} {dtype:5} {list(shape)!s:18} {cut:10} "
+            f"{size:12.3f} MB"
+        )
+    return "\n".join(lines)
+
+
+def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    size = DTYPE_BYTES[dtype]
+    for length in shape:
+        size *= length
+    return size
+
+
+def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path, int, int]:
+    """Read every byte and compare checksums.
+
+    Args:
+        folder: a run or step folder.
+        on_progress: told about each tensor.
+
+    Returns:
+        The step folder, how many tensors it holds and of how many bytes.
+
+    Raises:
+        CheckpointError: naming the first tensor that is damaged.
+        ValueError: if there is no checkpoint.
+    """
+    step = native_step(folder)
+    index = read_index(step)
+    with Reader(step) as reader:
+        source = Source(reader, index.tensors)
+        sizes = {name: entry.num_bytes for name, entry in index.tensors.items()}
+        for name in named_with_progress(sizes, on_progress, "reading"):
+            for _ in slabs(source, name):
+                pass
+    return step, len(sizes), sum(sizes.values())
+
+
+def differences(
+    one: str | Path,
+    other: str | Path,
+    config: str = "",
+    on_progress: Progress | None = None,
+) -> list[str]:
+    """Compare two checkpoints, whatever layouts and formats they were saved under.
+
+    Two of ours are compared whole, optimizer included; of others, the weights, by our names.
+
+    Args:
+        one: a run or step folder, or a folder of another format.
+        other: the other.
+        config: config.json of the model, for those that do not say which they are.
+        on_progress: told about each tensor that both hold.
+
+    Returns:
+        One sentence a tensor that is missing in one or differs; empty if they are equal.
+
+    Raises:
+        ValueError: if a folder holds no checkpoint, or neither asks for the config.
+        CheckpointError: if files are damaged.
+    """
+    forms = [format_of(one), format_of(other)]
+    is_ours = all(form == "mcore" for form, _ in forms)
+    with ExitStack() as stack:
+        sides: list[Rows] = []
+        took_config = False
+        for form, folder in forms:
+            if is_ours:
+                reader = stack.enter_context(Reader(folder))
+                sides.append(Source(reader, read_index(folder).tensors))
+            else:
+                found = stack.enter_context(opened(form, folder, Asked(config=config)))
+                sides.append(found.ours)
+                took_config |= found.took_config
+        if config and not took_config:
+            raise ValueError(
+                f"--config {config} has no effect: both checkpoints say themselves which model "
+                "they hold. Leave it out."
+            )
+        return _differences([folder for _, folder in forms], sides, on_progress)
+
+
+def _differences(
+    folders: Sequence[Path], sides: Sequence[Rows], on_progress: Progress | None
+) -> list[str]:
+    a, b = sides
+    missing, extra = name_problems(a.entries, b.entries)
+    found = [f"only in {folders[0]}: {text.split(' ')[0]}" for text in missing]
+    found += [f"only in {folders[1]}: {name}" for name in extra]
+    both = sorted(a.entries.keys() & b.entries.keys())
+    sizes = {name: a.entries[name].num_bytes for name in both}
+    for name in named_with_progress(sizes, on_progress, "comparing"):
+        x, y = a.entries[name], b.entries[name]
+        if (x.dtype, x.shape) != (y.dtype, y.shape):
+            found.append(f"{name}: {x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
+            continue
+        pairs = zip(slabs(a, name), slabs(b, name), strict=True)
+        if any(not same_bits(p, q) for p, q in pairs):
+            found.append(f"{name}: values differ")
+    return found

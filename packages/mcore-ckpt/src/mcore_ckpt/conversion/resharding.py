@@ -1,0 +1,229 @@
+"""Checkpoints made of others without a model: whole tensors, resharded or averaged.
+
+Any step loads under any layout as it is; resharding offline puts the boxes of a thousand
+ranks together again, so that later reads are long. Tensors stream in slabs of rows.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.conversion.inspection import native_step
+from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES
+from mcore_ckpt.mapping.row_streams import (
+    Progress,
+    Source,
+    read_ahead,
+    row_groups,
+    slabs,
+    with_progress,
+)
+from mcore_ckpt.save_load.hf_saving import HF_INDEX
+from mcore_ckpt.storage.files import DTYPES, Item, Reader, write_file
+from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
+from mcore_ckpt.storage.paths import INDEX, RELEASE, commit, copy_durably
+from mcore_ckpt.storage.shard_plans import listed, name_problems
+from mcore_ckpt.storage.stores import as_path
+
+
+def write_whole(
+    folder: Path, items: Sequence[Item], extra: Mapping[str, Any], num_files: int = 1
+) -> Index:
+    """Write whole tensors to files of about the same size; the caller commits the index.
+
+    Args:
+        folder: fresh, from ``make_fresh``.
+        items: every tensor.
+        extra: JSON for the index.
+        num_files: how many files to spread them over.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    files = {}
+    for number, mine in enumerate(_spread(items, num_files)):
+        path = folder / f"rank_{number:05d}.safetensors"
+        mine.sort(key=lambda item: -DTYPE_BYTES[item.dtype])
+        for item, one in zip(mine, write_file(path, mine), strict=True):
+            zeros = (0,) * len(item.shape)
+            chunk = Chunk(path.name, one.offset, zeros, item.shape, one.checksums)
+            # A tensor without elements needs no chunk.
+            chunks = (chunk,) if item.num_bytes else ()
+            tensors[item.name] = TensorEntry(item.shape, item.dtype, chunks)
+        files[path.name] = path.stat().st_size
+    return Index(tensors, extra, files)
+
+
+def reshard(
+    source: str | Path,
+    output: str | Path,
+    *,
+    num_files: int = 1,
+    on_progress: Progress | None = None,
+) -> Path:
+    """Write a step again as whole tensors in few files, small files and ``extra`` included.
+
+    Args:
+        source: run folder (its latest step) or step folder.
+        output: another run folder; gets the step under its own name.
+        num_files: how many files to spread the tensors over.
+        on_progress: told about each slab written.
+
+    Returns:
+        The new step's folder.
+
+    Raises:
+        ValueError: if there is no checkpoint, ``num_files`` is below 1, or the output lies in
+            the source or is a checkpoint of another format.
+        CheckpointError: if files are damaged, the disk is full, or the output holds this step.
+            Then nothing is left of the output.
+    """
+    if num_files < 1:
+        raise ValueError(f"--num-files {num_files} must be 1 or more.")
+    output = as_path(output)
+    step = native_step(source)
+    check_place(output, step)
+    check_run_folder(output)
+    index = read_index(step)
+    number = _step_of(step)
+    with Reader(step) as reader, ThreadPoolExecutor(1) as reading:
+        tensors = Source(reader, index.tensors)
+        items = [
+            read_ahead(
+                Item(name, entry.dtype, entry.shape, partial(slabs, tensors, name)), reading
+            )
+            for name, entry in index.tensors.items()
+        ]
+        check_room(output, sum(item.num_bytes for item in items))
+        with fresh_step(output, number) as target:
+            watched = with_progress(items, on_progress)
+            new = write_whole(target, watched, index.extra, num_files)
+            _copy_small_files(step, target, index)
+            return commit(target, output, number, new.to_bytes())
+
+
+def average(
+    sources: Sequence[str | Path], output: str | Path, *, on_progress: Progress | None = None
+) -> Path:
+    """Average the weights of several steps, as a ``release``; optimizers are left behind.
+
+    Sums in float32 (float64 for float64 weights), in the order given. Izmailov et al. 2018,
+    Averaging Weights Leads to Wider Optima, arXiv:1803.05407.
+
+    Args:
+        sources: run or step folders of one model.
+        output: run folder that gets the release.
+        on_progress: told about each slab written.
+
+    Returns:
+        The release's folder.
+
+    Raises:
+        ValueError: if fewer than two are given, one has no weights, or they hold different
+            tensors; names them.
+            Or if the output lies in one of them or is a checkpoint of another format.
+        CheckpointError: if files are damaged, the disk is full, or the output holds a release.
+            Then nothing is left of the output.
+    """
+    if len(sources) < 2:
+        raise ValueError(f"{len(sources)} checkpoints cannot be averaged: give two or more.")
+    output = as_path(output)
+    steps = [native_step(source) for source in sources]
+    check_place(output, *steps)
+    check_run_folder(output)
+    indices = [read_index(step) for step in steps]
+    weights = [
+        {n: e for n, e in index.tensors.items() if n.startswith("model.")} for index in indices
+    ]
+    for step, mine in zip(steps, weights, strict=True):
+        if not mine:
+            raise ValueError(
+                f"{step} holds no weights to average: their names begin with 'model.', as "
+                "training and convert save them."
+            )
+    for step, other in zip(steps[1:], weights[1:], strict=True):
+        _check_alike(steps[0], weights[0], step, other)
+    extra = {
+        name: indices[0].extra[name] for name in ("model", "hf") if name in indices[0].extra
+    }
+    extra["averaged"] = [str(step) for step in steps]
+    with ExitStack() as stack:
+        readers = [stack.enter_context(Reader(step)) for step in steps]
+        tensors = [Source(reader, mine) for reader, mine in zip(readers, weights, strict=True)]
+        items = [
+            Item(name, entry.dtype, entry.shape, partial(_mean_slabs, tensors, name))
+            for name, entry in weights[0].items()
+        ]
+        check_room(output, sum(item.num_bytes for item in items))
+        with fresh_step(output, RELEASE) as target:
+            new = write_whole(target, with_progress(items, on_progress), extra)
+            _copy_small_files(steps[0], target, indices[0])
+            return commit(target, output, RELEASE, new.to_bytes())
+
+
+def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
+    """Give the biggest to the least loaded file; files without items are left out."""
+    if num_files == 1:
+        return [list(items)]
+    num_files = min(num_files, len(items))
+    heap: list[tuple[int, int]] = [(0, number) for number in range(num_files)]
+    files: list[list[Item]] = [[] for _ in range(num_files)]
+    for item in sorted(items, key=lambda item: (-item.num_bytes, item.name)):
+        load, number = heapq.heappop(heap)
+        files[number].append(item)
+        heapq.heappush(heap, (load + item.num_bytes, number))
+    return [mine for mine in files if mine]
+
+
+def _mean_slabs(sources: Sequence[Source], name: str) -> Iterator[Tensor]:
+    entry = sources[0].entries[name]
+    dtype = DTYPES[entry.dtype]
+    for begin, stop in row_groups(entry.shape):
+        parts = [source.rows(name, begin, stop) for source in sources]
+        if not dtype.is_floating_point:
+            if any(not torch.equal(part, parts[0]) for part in parts):
+                raise ValueError(f"{name} holds whole numbers that differ: no mean of them.")
+            yield parts[0]
+            continue
+        wide = torch.promote_types(dtype, torch.float32)
+        total = parts[0].to(wide, copy=True)
+        for part in parts[1:]:
+            total += part
+        yield (total / len(parts)).to(dtype)
+
+
+def _check_alike(
+    one: Path, first: Mapping[str, TensorEntry], other: Path, second: Mapping[str, TensorEntry]
+) -> None:
+    missing, extra = name_problems(first, second)
+    problems = [f"only in {one}: {text}" for text in missing]
+    problems += [f"only in {other}: {name}" for name in extra]
+    problems += [
+        f"{name}: {first[name].dtype} {list(first[name].shape)} in {one}, "
+        f"{second[name].dtype} {list(second[name].shape)} in {other}"
+        for name in sorted(first.keys() & second.keys())
+        if (first[name].dtype, first[name].shape) != (second[name].dtype, second[name].shape)
+    ]
+    if problems:
+        raise ValueError(f"these are not checkpoints of one model: {listed(problems)}")
+
+
+def _step_of(folder: Path) -> int | str:
+    digits = folder.name.removeprefix("iter_")
+    return int(digits) if digits.isdecimal() else RELEASE
+
+
+def _copy_small_files(step: Path, target: Path, index: Index) -> None:
+    # Whole tensors of ours are no Hugging Face folder any more.
+    gone = {INDEX, HF_INDEX, "config.json", *index.files}
+    if (step / "tokenizer").is_dir():
+        gone.update(TOKENIZER_FILES)  # its copies at the root were for such a folder
+    for entry in sorted(step.iterdir()):
+        if entry.name not in gone:
+            copy_durably(entry, target / entry.name)

@@ -1,0 +1,138 @@
+"""The proof that ends a conversion: what was written is read and turned back, bit by bit."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from mcore_ckpt.conversion.sources import PREFIX, Asked, Opened, opened
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.mapping.optimizer_state import Part, native_name
+from mcore_ckpt.mapping.row_streams import (
+    Progress,
+    Rows,
+    Source,
+    named_with_progress,
+    same_bits,
+    slabs,
+)
+from mcore_ckpt.mapping.views import Resized, their_slabs
+from mcore_ckpt.storage.files import Checksums, Reader, memory
+from mcore_ckpt.storage.index import Index
+
+
+def fingerprint(tensors: Rows, on_progress: Progress | None = None) -> str:
+    """Hash tensors: names, dtypes, shapes and content, in the order of names.
+
+    The content counts by the CRC32 of each block, which files of ours have already.
+
+    Args:
+        tensors: read, unless their blocks' sums are known.
+        on_progress: told about each tensor.
+    """
+    total = hashlib.sha256()
+    sizes = {name: tensors.entries[name].num_bytes for name in sorted(tensors.entries)}
+    for name in named_with_progress(sizes, on_progress, "summing"):
+        entry = tensors.entries[name]
+        sums: tuple[int, ...] = ()
+        if len(entry.chunks) == 1 and tensors.dtype(name) == entry.dtype:
+            sums = entry.chunks[0].checksums
+        if not sums:
+            checksums = Checksums()
+            for slab in slabs(tensors, name):
+                checksums.update(memory(slab))
+            sums = checksums.finish()
+        shape = list(entry.shape)
+        total.update(f"{name} {tensors.dtype(name)} {shape} {list(sums)}\n".encode())
+    return total.hexdigest()[:32]
+
+
+def prove(source: Opened | Part, again: Rows, on_progress: Progress | None = None) -> None:
+    """Turn tensors that were written and read back into the source's, and compare.
+
+    Args:
+        source: what was converted.
+        again: what was written, under our names.
+        on_progress: told about each tensor of the source.
+
+    Raises:
+        CheckpointError: naming the first tensor that differs.
+    """
+    if again.entries.keys() != source.ours.entries.keys():
+        odd = sorted(again.entries.keys() ^ source.ours.entries.keys())
+        raise CheckpointError(f"proof failed: {odd[0]} is on one side only. It was not kept.")
+    before: dict[str, int] = {}
+    for link in source.links:
+        shape = source.theirs.entries[link.theirs].shape
+        before |= dict(zip(link.ours, link.shares(shape), strict=True)) if shape else {}
+    back = Resized(again, before)
+    links = {link.theirs: link for link in source.links}
+    sizes = {name: source.theirs.entries[name].num_bytes for name in links}
+    for name in named_with_progress(sizes, on_progress, "reading back"):
+        link = links[name]
+        shape = source.theirs.entries[link.theirs].shape
+        rows = shape[0] if shape else 1
+        if not link.transposed and shape:
+            # Padding means nothing; rows that were cut off cannot come back.
+            kept = [min(again.entries[name].shape[0], before[name]) for name in link.ours]
+            rows = sum(kept)
+        _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
+
+
+def proven(source: Opened, form: str, folder: Path, on_progress: Progress | None = None) -> str:
+    """Open what was written as if it were an input, compare, and return its fingerprint.
+
+    Raises:
+        CheckpointError: naming the first tensor that differs.
+    """
+    has_state = source.state is not None
+    size = source.description["vocab_size"] if form == "megatron" else 0
+    with opened(form, folder, Asked(vocab_size=size, optimizer=has_state)) as again:
+        prove(source, again.ours, on_progress)
+        if source.state is not None and again.state is not None:
+            for kind, part in source.state.parts.items():
+                prove(part, again.state.parts[kind].ours, on_progress)
+        return fingerprint(again.ours, on_progress)
+
+
+def proven_native(
+    source: Opened, folder: Path, index: Index, on_progress: Progress | None = None
+) -> str:
+    """Compare what was written of ours, before its index makes it a step; return the same.
+
+    Raises:
+        CheckpointError: naming the first tensor that differs.
+    """
+    with Reader(folder) as reader:
+
+        def written(prefix: str) -> Source:
+            entries = {
+                name.removeprefix(prefix): entry
+                for name, entry in index.tensors.items()
+                if name.startswith(prefix)
+            }
+            return Source(reader, entries)
+
+        weights = written(PREFIX)
+        prove(source, weights, on_progress)
+        for kind, part in source.state.parts.items() if source.state else ():
+            prove(part, written(native_name(kind, "")), on_progress)
+        return fingerprint(weights)
+
+
+def _compare(name: str, written: Iterator[Tensor], source: Rows, rows: int) -> None:
+    done = 0
+    for slab in written:
+        count = min(slab.shape[0] if slab.dim() else 1, rows - done)
+        if count <= 0:
+            return
+        there = source.rows(name, done, done + count)
+        if not same_bits(slab[:count] if slab.dim() else slab, there):
+            raise CheckpointError(
+                f"proof failed: {name} is not what the output gives on the way back. It was "
+                "not kept."
+            )
+        done += count
+    if done != rows:
+        raise CheckpointError(f"proof failed: {name} came back with {done} of {rows} rows")

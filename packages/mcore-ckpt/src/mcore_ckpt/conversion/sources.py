@@ -1,0 +1,408 @@
+"""Checkpoints of every format, opened: which model it is, and its tensors under our names.
+
+Nothing is read but what says where things are; tensors come by rows when they are asked for.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.conversion.shape_check import check_shapes
+from mcore_ckpt.families import family_for, family_of, stored_model
+from mcore_ckpt.families.fields import CARRIED
+from mcore_ckpt.formats import torchtitan
+from mcore_ckpt.formats.dcp import METADATA, DcpFolder, read_dcp_folder
+from mcore_ckpt.formats.hf_folder import read_hf_folder, small_files
+from mcore_ckpt.formats.megatron import names as megatron_names
+from mcore_ckpt.formats.megatron.legacy import is_legacy, read_legacy_folder
+from mcore_ckpt.formats.megatron.optimizer import read_megatron
+from mcore_ckpt.formats.safe_pickle import Record
+from mcore_ckpt.formats.torch_files import read_torch_file
+from mcore_ckpt.mapping.optimizer_state import OptimizerState, read_native
+from mcore_ckpt.mapping.row_streams import Rows, Source, compare_copy
+from mcore_ckpt.mapping.rules import (
+    Link,
+    Rule,
+    Table,
+    expand,
+    match_theirs,
+    split_index,
+    unstacked,
+)
+from mcore_ckpt.mapping.views import Cast, Dequantized, Resized, Turned
+from mcore_ckpt.storage.files import Reader
+from mcore_ckpt.storage.index import Index, read_index
+from mcore_ckpt.storage.paths import latest_step, resolve_folder, step_folder
+from mcore_ckpt.storage.stores import as_path
+
+FORMATS = ("hf", "mcore", "megatron", "dcp")
+"""Words for what a conversion reads and writes."""
+
+PREFIX = "model."
+"""What weights are called by in a checkpoint of ours, before their logical names."""
+
+EXTRA = "mcore"
+"""Entry of foreign checkpoints that we wrote: JSON that says which model it is."""
+
+_COMMON = "common_state/shard_0_1"
+_WORDS = "embedding.word_embeddings.weight"
+_PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
+_TRIED = 3
+_STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user says about an input that the input does not say itself."""
+
+    dtype: str = ""
+    """Safetensors' name to cast floating-point weights to; empty: as they are."""
+    config: str = ""
+    """config.json, or folder with one, of the model; or JSON of one of our descriptions."""
+    vocab_size: int = 0
+    """Rows of vocabulary to keep; beyond the input's, rows of zeros. 0: as in the input."""
+    optimizer: bool = False
+    """Whether the optimizer's state, and how far the run is, are wanted too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint whose tensors can be read."""
+
+    description: dict[str, Any]
+    """The model, in our fields."""
+    links: Sequence[Link]
+    """How its tensors are ours."""
+    theirs: Rows
+    """Its tensors under its own names."""
+    ours: Rows
+    """Its tensors under logical names, resized as asked."""
+    hf: dict[str, Any] = field(default_factory=dict)
+    """``model_type`` and carried fields of the Hugging Face model that it came from."""
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the tokenizer."""
+    generation: Mapping[str, bytes] = field(default_factory=dict)
+    """generation_config.json, if there is one."""
+    left_behind: int = 0
+    """Entries that are no weights (optimizer, random state) and are not converted."""
+    state: OptimizerState | None = None
+    """The optimizer's, if it was asked for."""
+    took_config: bool = False
+    """Whether the model is the one that ``Asked.config`` names: the input did not say."""
+
+
+@contextmanager
+def opened(form: str, path: str | Path, asked: Asked | None = None) -> Iterator[Opened]:
+    """Open a checkpoint of a format; its files are closed at the end.
+
+    Args:
+        form: one of ``FORMATS``.
+        path: its folder, or a run folder with a pointer to it.
+        asked: what the user says about it.
+
+    Raises:
+        ValueError: if it cannot be represented, or does not say which model it is.
+        CheckpointError: if files are damaged, or hold a pickle that asks for unknown names.
+    """
+    read = {"hf": _open_hf, "mcore": _open_mcore, "dcp": _open_dcp, "megatron": _open_megatron}
+    with read[form](as_path(path), asked or Asked()) as found:
+        yield found
+
+
+@contextmanager
+def _open_hf(path: Path, asked: Asked) -> Iterator[Opened]:
+    folder = read_hf_folder(path)
+    config = dict(folder.config)
+    block = _fp8_block(config)
+    model_type = config.get("model_type", "")
+    description, tensors = stored_model(config, folder.tensors)
+    table = family_of(model_type).table(description)
+    tokenizer, generation = small_files(folder.path)
+    hf = {
+        "model_type": model_type,
+        "config": {name: config[name] for name in CARRIED if name in config},
+    }
+    with Reader(folder.path) as reader:
+        theirs: Rows = Source(reader, tensors)
+        if block is not None:
+            theirs = Dequantized(theirs, block)
+        small = {"tokenizer": tokenizer, "generation": generation}
+        yield _link(table, theirs, description, asked, hf=hf, **small)
+
+
+@contextmanager
+def _open_mcore(path: Path, asked: Asked) -> Iterator[Opened]:
+    step = resolve_folder(path)
+    index = read_index(step)
+    description = describe_native(step, index)
+    tensors = {
+        name.removeprefix(PREFIX): entry
+        for name, entry in index.tensors.items()
+        if name.startswith(PREFIX)
+    }
+    tokenizer, _ = small_files(step / "tokenizer")
+    _, generation = small_files(step)
+    links = [Link((name,), name) for name in tensors]
+    with Reader(step) as reader:
+        theirs = _cast(Source(reader, tensors), asked)
+        found = Opened(
+            *_described(description, links, theirs, asked),
+            hf=dict(index.extra.get("hf", {})),
+            tokenizer=tokenizer,
+            generation=generation,
+            left_behind=len(index.tensors) - len(tensors),
+        )
+        if asked.optimizer:
+            found = _with_state(found, read_native(index, reader, theirs, str(step)), asked)
+        yield found
+
+
+@contextmanager
+def _open_dcp(path: Path, asked: Asked) -> Iterator[Opened]:
+    folder = read_dcp_folder(path)
+    extra = _our_extra(folder)
+    if extra is None and not asked.config:
+        raise ValueError(
+            f"{path} does not say which model it holds: give --config with the config.json of "
+            "the model, or a folder that has one."
+        )
+    description = extra["model"] if extra else _asked_description(asked.config)
+    table, prefix = _dialect(folder, description)
+    links = expand(table)
+    listed = {
+        name.removeprefix(prefix): name for name in folder.tensors if name.startswith(prefix)
+    }
+    weights = {mine: name for mine, name in listed.items() if not mine.startswith(_STATE)}
+    found = folder.locate(weights.values())
+    entries = unstacked({mine: found[name] for mine, name in weights.items()}, links)
+    tokenizer, _ = small_files(path / "tokenizer")
+    _, generation = small_files(path)
+    behind = len(folder.tensors) - len(weights) + len(folder.objects.keys() - {EXTRA})
+    with Reader(path) as reader:
+        yield _link(
+            table,
+            Source(reader, entries),
+            description,
+            asked,
+            hf=dict((extra or {}).get("hf", {})),
+            tokenizer=tokenizer,
+            generation=generation,
+            left_behind=behind,
+            took_config=extra is None,
+        )
+
+
+@contextmanager
+def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
+    step = _megatron_step(path)
+    tokenizer, _ = small_files(step / "tokenizer")
+    _, generation = small_files(step)
+    small = {"tokenizer": tokenizer, "generation": generation}
+    if is_legacy(step):
+        if asked.optimizer:
+            raise ValueError(
+                f"{step} is in Megatron's old form, whose optimizer state has no names: leave "
+                "--optimizer out to convert the weights."
+            )
+        legacy = read_legacy_folder(step, asked.vocab_size, _asked_description(asked.config))
+        with Reader(step) as reader:
+            theirs = Source(reader, legacy.tensors)
+            more = {"took_config": bool(asked.config)}
+            yield _link(legacy.table, theirs, legacy.description, asked, **more, **small)
+        return
+    folder = read_dcp_folder(step)
+    if _WORDS not in folder.tensors:
+        raise ValueError(f"{step} holds no {_WORDS}: it is no GPT that Megatron saved.")
+    padded = folder.tensors[_WORDS].shape[0]
+    common, common_file = _common_state(step, folder)
+    extra = json.loads(common[EXTRA]) if EXTRA in common else {}
+    description = extra.get("model") or _megatron_description(step, common, padded, asked)
+    weights = [name for name in folder.tensors if not name.startswith(_STATE)]
+    has_own_norm = any(".pre_mlp_layernorm." in name for name in weights)
+    impl = "transformer_engine" if has_own_norm else "local"
+    table = megatron_names.table(description, padded, transformer_impl=impl)
+    entries = unstacked(folder.locate(weights), expand(table))
+    more = {
+        "hf": dict(extra.get("hf", {})),
+        "left_behind": len(folder.tensors) - len(weights),
+        "took_config": bool(asked.config) and not extra,
+    }
+    with Reader(step) as reader:
+        found = _link(table, Source(reader, entries), description, asked, **more, **small)
+        if asked.optimizer:
+            both = (found.theirs, Turned(found.links, found.theirs))
+            state = read_megatron(folder, reader, table, both, common, common_file)
+            found = _with_state(found, state, asked)
+        yield found
+
+
+def _with_state(found: Opened, state: OptimizerState, asked: Asked) -> Opened:
+    """Add an optimizer's state, its rows of vocabulary resized like the weights'."""
+    sizes = dict.fromkeys(_PADDED, asked.vocab_size) if asked.vocab_size else {}
+    parts = {
+        kind: replace(part, ours=Resized(part.ours, sizes))
+        for kind, part in state.parts.items()
+    }
+    behind = found.left_behind - state.num_entries
+    return replace(found, state=replace(state, parts=parts), left_behind=behind)
+
+
+def _megatron_description(
+    step: Path, common: Mapping[str, Any], padded: int, asked: Asked
+) -> dict[str, Any]:
+    if asked.config:
+        return _asked_description(asked.config)
+    arguments = common.get("args")
+    if not isinstance(arguments, Record):
+        raise ValueError(
+            f"{step} holds no arguments of Megatron's: give --config with the config.json of "
+            "the model."
+        )
+    values = {"padded_vocab_size": padded, **arguments.fields()}
+    return megatron_names.from_arguments(values, asked.vocab_size)
+
+
+def describe_native(step: Path, index: Index) -> dict[str, Any]:
+    """Return which model a checkpoint of ours says that it holds.
+
+    Raises:
+        ValueError: if it says nothing.
+    """
+    description = index.extra.get("model")
+    if not isinstance(description, dict) or "family" not in description:
+        raise ValueError(
+            f"{step} does not say which model it holds (extra.model in its index): it was "
+            "not saved by mcore-train or mcore-ckpt convert."
+        )
+    return description
+
+
+def _link(
+    table: Table, theirs: Rows, description: dict[str, Any], asked: Asked, **more: Any
+) -> Opened:
+    """Match tensors with a table; every tensor must be used, and once."""
+    links = expand(table)
+    for name in match_theirs(table, links, theirs.entries):
+        compare_copy(theirs, name, table.copies[name])
+    return Opened(*_described(description, links, _cast(theirs, asked), asked), **more)
+
+
+def _described(
+    description: dict[str, Any], links: Sequence[Link], theirs: Rows, asked: Asked
+) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
+    ours: Rows = Turned(links, theirs)
+    check_shapes(description, ours.entries)
+    if asked.vocab_size and asked.vocab_size != description["vocab_size"]:
+        ours = Resized(ours, dict.fromkeys(_PADDED, asked.vocab_size))
+        description = {**description, "vocab_size": asked.vocab_size}
+    return description, links, theirs, ours
+
+
+def _cast(theirs: Rows, asked: Asked) -> Rows:
+    return Cast(theirs, asked.dtype) if asked.dtype else theirs
+
+
+def _fp8_block(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Take fp8 in blocks out of a config.json; other quantizations are left for refusal."""
+    how = config.get("quantization_config") or {}
+    block = how.get("weight_block_size") if isinstance(how, dict) else None
+    if not isinstance(block, list) or len(block) != 2 or how.get("quant_method") != "fp8":
+        return None
+    del config["quantization_config"]
+    return block[0], block[1]
+
+
+def _asked_description(config: str) -> dict[str, Any]:
+    """Read a description out of what ``--config`` names; empty if nothing is named."""
+    if not config:
+        return {}
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"--config {config}: there is no {path}.") from None
+    except ValueError as error:
+        raise ValueError(f"--config {config} is no JSON: {error}") from None
+    if "model_type" in found:
+        return family_of(found["model_type"]).to_ours(found)
+    if "family" in found and "config" in found:
+        return found
+    raise ValueError(f"--config {config} has neither model_type nor family: it names no model.")
+
+
+def _our_extra(folder: DcpFolder) -> dict[str, Any] | None:
+    if EXTRA not in folder.objects:
+        return None
+    text = folder.read_object(EXTRA)
+    return json.loads(text) if isinstance(text, str) else None
+
+
+def native_table(names: Iterable[str]) -> Table:
+    """Make a table of names that are ours already."""
+    return Table(tuple(Rule(name, name) for name in names), 0)
+
+
+def _hf_table(description: dict[str, Any]) -> Table:
+    return family_of(family_for(description)).table(description)
+
+
+def _common_state(step: Path, folder: DcpFolder) -> tuple[dict[str, Any], Path]:
+    """Read what Megatron stores once: arguments, iteration. Its file, else its object.
+
+    Returns:
+        It, and the file that holds its tensors.
+    """
+    file = step / "common.pt"
+    if file.is_file():
+        found = read_torch_file(file)
+    elif _COMMON in folder.objects:
+        file = step / folder.objects[_COMMON].file
+        found = folder.read_object(_COMMON)
+        found = found[0] if isinstance(found, list) and found else found
+    else:
+        found = {}
+    return (found if isinstance(found, dict) else {}), file
+
+
+def _megatron_step(path: Path) -> Path:
+    """Find the step that a run folder of Megatron's points to."""
+    if (path / METADATA).is_file() or is_legacy(path):
+        return path
+    step = latest_step(path)
+    found = path if step is None else step_folder(path, step)
+    if step is None or not ((found / METADATA).is_file() or is_legacy(found)):
+        raise ValueError(
+            f"{found} holds neither {METADATA} nor mp_rank_00: it is no complete checkpoint "
+            "of Megatron's."
+        )
+    return found
+
+
+def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str]:
+    """Find whose names a directory has, and what stands before them all."""
+    names = set(folder.tensors)
+    for make in (_hf_table, torchtitan.table):
+        try:
+            table = make(description)
+        except ValueError:
+            continue
+        wanted = {split_index(link.theirs)[0] for link in expand(table)}
+        # More than one, for the one may be what is missing.
+        for some in sorted(wanted, key=len)[:_TRIED]:
+            for full in sorted(name for name in names if name.endswith(some)):
+                prefix = full.removesuffix(some)
+                if sum(prefix + name in names for name in wanted) * 2 > len(wanted):
+                    return table, prefix
+    mine = [name for name in names if name.startswith(f"{PREFIX}embedding.")]
+    if mine:
+        logical = sorted(n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX))
+        return native_table(logical), PREFIX
+    shown = ", ".join(sorted(names)[:5])
+    raise ValueError(
+        f"{folder.path} holds tensors of names that no table has for this model ({shown}, "
+        "...): torchtitan's, Hugging Face's and ours are known."
+    )

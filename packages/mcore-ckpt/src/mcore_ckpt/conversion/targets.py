@@ -1,0 +1,236 @@
+"""Writing a checkpoint that was opened in any other format; each folder appears whole."""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.conversion.sources import EXTRA, PREFIX, Opened, native_table
+from mcore_ckpt.families import family_for, family_of
+from mcore_ckpt.formats import torchtitan
+from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.megatron import names as megatron_names
+from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
+from mcore_ckpt.mapping.optimizer_state import native_name
+from mcore_ckpt.mapping.rules import Table, expand, match_ours
+from mcore_ckpt.mapping.views import their_items
+from mcore_ckpt.storage.files import Item
+from mcore_ckpt.storage.paths import RELEASE, TRACKER, step_folder, write_durably
+
+Watch = Callable[[Sequence[Item]], list[Item]]
+"""Wraps items, so that what passes can be seen."""
+
+_TORCH_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+_TAKEN_BY = {
+    "max_shard_bytes": ("hf", "dcp", "megatron"),
+    "model_type": ("hf",),
+    "dcp_names": ("dcp",),
+    "make_vocab_size_divisible_by": ("megatron",),
+    "transformer_impl": ("megatron",),
+    "experts_apart": ("megatron",),
+}
+_FLAGS = {"max_shard_bytes": "max_shard_size"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a user says about an output."""
+
+    max_shard_bytes: int = 5_000_000_000
+    """Most bytes of tensors in one file."""
+    model_type: str = ""
+    """Hugging Face family; empty: where the weights came from, or the first that fits."""
+    dcp_names: str = "mcore"
+    """Names in a torch.distributed.checkpoint directory: ``mcore``, ``hf``, ``torchtitan``."""
+    make_vocab_size_divisible_by: int = 128
+    """Megatron's vocabulary is padded to a multiple of this."""
+    transformer_impl: str = "transformer_engine"
+    """Megatron's layers that will load it: ``local`` names one norm otherwise."""
+    experts_apart: bool = False
+    """Megatron will load it with experts over ranks (``--expert-model-parallel-size``), whose
+    optimizer then is one of their own."""
+
+    def check(self, target: str) -> None:
+        """Refuse what has no effect on an output of a format.
+
+        Raises:
+            ValueError: with the flag, and the formats that it is about.
+        """
+        for one in fields(self):
+            takes = set(_TAKEN_BY[one.name])
+            if one.name == "model_type" and self.dcp_names == "hf":
+                takes.add("dcp")
+            if target not in takes and getattr(self, one.name) != one.default:
+                flag = _FLAGS.get(one.name, one.name).replace("_", "-")
+                raise ValueError(
+                    f"--{flag} has no effect on an output in the format {target}: it is about "
+                    f"{' and '.join(sorted(takes))}. Leave it out."
+                )
+
+
+def our_items(source: Opened) -> list[Item]:
+    """List a checkpoint's tensors under our names, ready to be written."""
+    items = [
+        replace(item, name=PREFIX + item.name)
+        for item in their_items(expand(native_table(source.ours.entries)), source.ours)
+    ]
+    for kind, part in source.state.parts.items() if source.state else ():
+        items += [
+            replace(item, name=native_name(kind, item.name))
+            for item in their_items(expand(native_table(part.ours.entries)), part.ours)
+        ]
+    return items
+
+
+def model_type_of(source: Opened, wanted: str = "") -> str:
+    """Return the Hugging Face family to write.
+
+    Raises:
+        ValueError: if no family can say the model.
+    """
+    return wanted or source.hf.get("model_type") or family_for(source.description)
+
+
+def write_hf(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+    """Write a Hugging Face folder; return its ``model_type``."""
+    model_type = model_type_of(source, wanted.model_type)
+    family = family_of(model_type)
+    # Words that went along say nothing about weights; those of a family win.
+    try:
+        config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
+    except ValueError as error:
+        raise ValueError(
+            f"{model_type} cannot say this model: {error}. Leave --model-type out to have a "
+            "family found that can."
+        ) from None
+    items = watch(_items(family.table(source.description), source))
+    config |= _dtype_fields(items)
+    write_hf_folder(folder, config, items, wanted.max_shard_bytes)
+    tokenizer = dict(source.tokenizer)
+    if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
+        # Enough for AutoTokenizer to open a tokenizer that was trained here.
+        plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        tokenizer["tokenizer_config.json"] = json.dumps(plain, indent=2).encode() + b"\n"
+    for name, content in {**tokenizer, **source.generation}.items():
+        write_durably(folder / name, content)
+    return model_type
+
+
+def write_dcp(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+    """Write a directory of torch.distributed.checkpoint; return whose names it has.
+
+    Raises:
+        ValueError: if the names asked for cannot say the model.
+    """
+    if wanted.dcp_names == "mcore":
+        items = our_items(source)
+    elif wanted.dcp_names == "torchtitan":
+        items = _items(torchtitan.table(source.description), source)
+    elif wanted.dcp_names == "hf":
+        model_type = model_type_of(source, wanted.model_type)
+        items = _items(family_of(model_type).table(source.description), source)
+    else:
+        raise ValueError(
+            f"--dcp-names {wanted.dcp_names} is not known: use mcore, hf or torchtitan."
+        )
+    from mcore_ckpt.formats.dcp_writing import write_dcp_folder
+
+    write_dcp_folder(
+        folder, watch(items), {EXTRA: _extra(source)}, max_file_bytes=wanted.max_shard_bytes
+    )
+    write_small_files(folder, source)
+    return wanted.dcp_names
+
+
+def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+    """Write a run folder that megatron-core loads; return ``torch_dist``.
+
+    Without an optimizer's state it is a release, with it the step that the run is at.
+
+    Raises:
+        ValueError: if Megatron cannot say the model, or an option is out of range.
+    """
+    multiple = wanted.make_vocab_size_divisible_by
+    if multiple < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by {multiple} must be 1 or more.")
+    if wanted.transformer_impl not in ("transformer_engine", "local"):
+        raise ValueError(
+            f"--transformer-impl {wanted.transformer_impl} is not known: use "
+            "transformer_engine or local."
+        )
+    padded = -(-source.description["vocab_size"] // multiple) * multiple
+    table = megatron_names.table(
+        source.description, padded, transformer_impl=wanted.transformer_impl
+    )
+    if wanted.experts_apart and not (table.num_experts and source.state is not None):
+        raise ValueError(
+            "--experts-apart is about the optimizer's state of experts: leave it out, or give "
+            "--optimizer with a model that has experts."
+        )
+    items = _items(table, source)
+    step = RELEASE
+    more: dict[str, Any] = {"iteration": 0}
+    arguments = megatron_names.to_arguments(source.description, padded)
+    arguments["make_vocab_size_divisible_by"] = multiple
+    if source.state is not None:
+        items += state_items(table, source.state, source.ours)
+        apart = wanted.experts_apart
+        more = to_common(source.state.progress, arguments, experts_apart=apart)
+        step = more["iteration"]
+    common = {
+        "args": Namespace(**arguments),
+        "checkpoint_version": megatron_names.CHECKPOINT_VERSION,
+        **more,
+        EXTRA: _extra(source),
+    }
+    from mcore_ckpt.formats.dcp_writing import write_dcp_folder
+
+    target = step_folder(folder, step)
+    target.mkdir()
+    objects: dict[str, Any] = {name: [None] for name in megatron_names.extra_states(table)}
+    objects["common_state/shard_0_1"] = [common]
+    write_dcp_folder(target, watch(items), objects, max_file_bytes=wanted.max_shard_bytes)
+    write_small_files(target, source)
+    form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    write_durably(target / "metadata.json", json.dumps(form).encode())
+    write_durably(folder / TRACKER, str(step).encode())
+    return "torch_dist"
+
+
+def write_small_files(folder: Path, source: Opened) -> None:
+    """Write the tokenizer and the generation config that go along."""
+    for name, content in source.tokenizer.items():
+        (folder / "tokenizer").mkdir(exist_ok=True)
+        write_durably(folder / "tokenizer" / name, content)
+    for name, content in source.generation.items():
+        write_durably(folder / name, content)
+
+
+WRITERS: Mapping[str, Callable[[Path, Opened, Wanted, Watch], str]] = {
+    "hf": write_hf,
+    "dcp": write_dcp,
+    "megatron": write_megatron,
+}
+"""Writers of folders that appear whole; ours has its own way."""
+
+
+def _items(table: Table, source: Opened) -> list[Item]:
+    links = expand(table)
+    match_ours(links, source.ours.entries)
+    return their_items(links, source.ours)
+
+
+def _extra(source: Opened) -> str:
+    return json.dumps({"model": source.description, "hf": source.hf})
+
+
+def _dtype_fields(items: Sequence[Item]) -> dict[str, Any]:
+    sizes: dict[str, int] = {}
+    for item in items:
+        sizes[item.dtype] = sizes.get(item.dtype, 0) + item.num_bytes
+    word = _TORCH_WORDS.get(max(sizes, key=lambda name: sizes[name]), "float32")
+    return {"torch_dtype": word, "dtype": word}

@@ -1,0 +1,1 @@
+"""Formats of others: Hugging Face, torch.distributed.checkpoint, torch files, torchtitan."""

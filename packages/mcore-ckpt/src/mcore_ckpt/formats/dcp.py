@@ -1,0 +1,139 @@
+"""Directories of torch.distributed.checkpoint, read in place; ``dcp_writing`` writes them.
+
+Such a directory has a ``.metadata`` pickle, written last, that says in which file, from which
+byte, each box of each tensor stands; each box is what ``torch.save`` writes. Both pickles are
+read as data, so a foreign directory can run nothing; tensors are then read like ours, rows at
+a time.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.safe_pickle import Record, load_inert
+from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
+from mcore_ckpt.storage.boxes import cover_problems
+from mcore_ckpt.storage.index import Chunk, TensorEntry
+
+METADATA = ".metadata"
+"""Name of the file that makes a folder such a directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one box, or one object, stands."""
+
+    file: str
+    """Name within the folder."""
+    offset: int
+    """First byte."""
+    length: int
+    """Bytes that ``torch.save`` wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A tensor as the directory lists it; its bytes were not looked at yet."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    """Safetensors' name."""
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], Place], ...]
+    """Offsets, lengths and place of each box."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpFolder:
+    """What a directory holds."""
+
+    path: Path
+    """The folder."""
+    tensors: Mapping[str, Listed]
+    """By name."""
+    objects: Mapping[str, Place]
+    """Everything else, by name."""
+
+    def locate(self, names: Iterable[str]) -> dict[str, TensorEntry]:
+        """Find the bytes of tensors; a box must lie in its file row-major.
+
+        Raises:
+            CheckpointError: if files are damaged, or boxes do not cover a tensor.
+        """
+        return {name: self._entry(name, self.tensors[name]) for name in names}
+
+    def read_object(self, name: str) -> Any:
+        """Read something that is no tensor, as data; foreign classes become records."""
+        place = self.objects[name]
+        return read_torch_file(self.path / place.file, place.offset, place.length)
+
+    def _entry(self, name: str, listed: Listed) -> TensorEntry:
+        problems = cover_problems(listed.shape, [(o, n) for o, n, _ in listed.boxes])
+        if problems and all(listed.shape):
+            raise CheckpointError(f"{self.path / METADATA}: {name}: {problems[0]}")
+        chunks = []
+        for offsets, lengths, place in listed.boxes:
+            if not all(lengths):
+                continue
+            found = read_torch_file(self.path / place.file, place.offset, place.length)
+            if not isinstance(found, FileTensor) or found.shape != lengths:
+                raise CheckpointError(
+                    f"{self.path / place.file} has not the box of {name} that {METADATA} says."
+                )
+            if found.dtype != listed.dtype:
+                raise CheckpointError(
+                    f"{self.path / place.file}: {name} is not {listed.dtype}."
+                )
+            chunks.append(Chunk(place.file, found.offset, offsets, lengths))
+        return TensorEntry(listed.shape, listed.dtype, tuple(chunks))
+
+
+def read_dcp_folder(path: str | Path) -> DcpFolder:
+    """Read the list of a directory, executing nothing.
+
+    Raises:
+        ValueError: if it is no such directory.
+        CheckpointError: if its ``.metadata`` is damaged or asks for unknown names.
+    """
+    path = Path(path)
+    try:
+        content = (path / METADATA).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} holds no {METADATA}: it is no complete torch.distributed.checkpoint "
+            "directory."
+        ) from None
+    where = path / METADATA
+    found = load_inert(content, str(where))
+    try:
+        return _folder(path, found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is not what torch writes: {error!r}") from None
+
+
+def _folder(path: Path, found: Record) -> DcpFolder:
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for key, info in found.get("storage_data").items():
+        offset = key.get("offset")
+        if info.get("transform_descriptors"):
+            raise CheckpointError(f"{path} is compressed or transformed: write it plain first.")
+        name = str(info.get("relative_path"))
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{path / METADATA} names {name}, outside its folder")
+        place = Place(name, info.get("offset"), info.get("length"))
+        places[(key.get("fqn"), None if offset is None else tuple(offset))] = place
+    tensors: dict[str, Listed] = {}
+    objects: dict[str, Place] = {}
+    for name, record in found.get("state_dict_metadata").items():
+        if record.name.endswith(".BytesStorageMetadata"):
+            objects[name] = places[(name, None)]
+            continue
+        boxes = []
+        for chunk in record.get("chunks"):
+            offsets, lengths = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+            boxes.append((offsets, lengths, places[(name, offsets)]))
+        dtype = record.get("properties").state[0]
+        tensors[name] = Listed(tuple(record.get("size")), dtype, tuple(boxes))
+    return DcpFolder(path, tensors, objects)

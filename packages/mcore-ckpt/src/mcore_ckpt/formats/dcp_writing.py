@@ -1,0 +1,143 @@
+"""Directories of torch.distributed.checkpoint, written in slabs.
+
+Torch's own classes say what is where, so its reader loads the result under any layout.
+Importing them takes as long as importing torch: this file is imported where it is chosen.
+"""
+
+import io
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mcore_ckpt.errors import write_error
+from mcore_ckpt.formats.dcp import METADATA
+from mcore_ckpt.mapping.rules import split_index
+from mcore_ckpt.storage.files import DTYPES, Item
+from mcore_ckpt.storage.paths import sync_folder, write_durably
+
+
+def write_dcp_folder(
+    path: Path,
+    items: Sequence[Item],
+    objects: Mapping[str, Any] | None = None,
+    *,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a directory; ``.metadata`` comes last.
+
+    Every slab becomes a box, so memory stays bounded. An item called ``X[3,7]`` becomes that
+    part of a tensor ``X``, whose size follows from the largest numbers.
+
+    Args:
+        path: an empty folder.
+        items: every tensor; slabs are whole rows.
+        objects: what is no tensor, saved by ``torch.save``.
+        max_file_bytes: when to begin another file.
+
+    Raises:
+        CheckpointError: if the disk fails.
+    """
+    try:
+        _write(path, items, objects or {}, _Writer(path, max_file_bytes))
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _write(
+    path: Path, items: Sequence[Item], objects: Mapping[str, Any], writer: "_Writer"
+) -> None:
+    boxes: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    with writer:
+        for name, value in objects.items():
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            writer.add(MetadataIndex(name), buffer.getvalue())
+        for item in items:
+            name, index = split_index(item.name)
+            known, _ = shapes.get(name, ((0,) * len(index), ""))
+            leading = tuple(max(n, i + 1) for n, i in zip(known, index, strict=False))
+            shapes[name] = ((*leading, *item.shape), item.dtype)
+            row = 0
+            for slab in item.slabs():
+                begin = (row, *(0,) * (len(item.shape) - 1)) if item.shape else ()
+                offsets = torch.Size((*index, *begin))
+                sizes = torch.Size((*(1,) * len(index), *slab.shape))
+                boxes[name].append(ChunkStorageMetadata(offsets, sizes))
+                number = len(boxes[name]) - 1
+                writer.add(MetadataIndex(name, offsets, number), slab.reshape(sizes))
+                row += slab.shape[0] if slab.dim() else 1
+    listed: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            TensorProperties(DTYPES[dtype]), torch.Size(shape), boxes[name]
+        )
+        for name, (shape, dtype) in shapes.items()
+    }
+    listed |= {name: BytesStorageMetadata() for name in objects}
+    metadata = Metadata(listed, {name: (name,) for name in listed}, writer.places)
+    metadata.storage_meta = StorageMeta()
+    write_durably(path / METADATA, pickle.dumps(metadata))
+
+
+class _Writer:
+    """Files of bounded size, one box after the other."""
+
+    def __init__(self, path: Path, max_file_bytes: int) -> None:
+        self._path, self._most = path, max_file_bytes
+        self._file: IO[bytes] | None = None
+        self._count = 0
+        self.places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._close()
+        sync_folder(self._path)
+
+    def add(self, index: MetadataIndex, value: bytes | Tensor) -> None:
+        file = self._open()
+        first = file.tell()
+        if isinstance(value, bytes):
+            file.write(value)
+        else:
+            # torch.save writes a tensor's whole storage, whatever part of it is seen.
+            if value.untyped_storage().nbytes() != value.numel() * value.element_size():
+                value = value.clone()
+            # Not straight to the file: torch would tell of a full disk as of its own fault.
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            file.write(buffer.getbuffer())
+        info = _StorageInfo(Path(file.name).name, first, file.tell() - first)
+        self.places[index] = info
+
+    def _open(self) -> IO[bytes]:
+        if self._file is not None and self._file.tell() >= self._most:
+            self._close()
+        if self._file is None:
+            self._file = (self._path / f"__0_{self._count}.distcp").open("xb")
+            self._count += 1
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None

@@ -1,0 +1,164 @@
+"""Hugging Face folders: which tensor stands in which file, and the small files around."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.storage.files import Item, read_header, write_file
+from mcore_ckpt.storage.index import TensorEntry
+from mcore_ckpt.storage.paths import write_durably
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "tekken.json"),
+)
+"""Files that make up a tokenizer, of which a folder has some."""
+
+GENERATION = "generation_config.json"
+"""How ``generate`` samples by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class HFFolder:
+    """What a Hugging Face folder holds."""
+
+    path: Path
+    """The folder."""
+    config: dict[str, Any]
+    """Its config.json."""
+    tensors: dict[str, TensorEntry]
+    """Each tensor as one chunk of a file."""
+
+
+def read_hf_folder(path: str | Path) -> HFFolder:
+    """Read config.json and the headers of the weight files.
+
+    Raises:
+        ValueError: if it is no such folder, its weights are pickles, or are there twice.
+        CheckpointError: if files are damaged or contradict the folder's index.
+    """
+    path = Path(path)
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{path} is no Hugging Face folder: it has no config.json. To convert one of "
+            "ours, say mcore->hf."
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path / 'config.json'} is damaged: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / 'config.json'} is damaged: it holds no object")
+    if (path / _INDEX).is_file():
+        tensors = _read_sharded(path)
+        files = {chunk.file for entry in tensors.values() for chunk in entry.chunks}
+        if (path / _SINGLE).is_file() and _SINGLE not in files:
+            raise ValueError(
+                f"{path} holds weights twice: {_SINGLE}, which transformers opens, and the "
+                f"files of {_INDEX}. Take those away that are old."
+            )
+        return HFFolder(path, config, tensors)
+    if (path / _SINGLE).is_file():
+        return HFFolder(path, config, read_header(path / _SINGLE))
+    pickles = sorted(file.name for file in path.glob("*.bin"))
+    hint = (
+        f" {pickles[0]} is a pickle, which is never opened: save it as safetensors first "
+        "(save_pretrained does)."
+        if pickles
+        else ""
+    )
+    raise ValueError(f"{path} has neither {_SINGLE} nor {_INDEX}.{hint}")
+
+
+def _read_sharded(path: Path) -> dict[str, TensorEntry]:
+    try:
+        places: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path / _INDEX} is damaged: {error!r}") from None
+    tensors: dict[str, TensorEntry] = {}
+    for file in sorted(set(places.values())):
+        if not (path / file).is_file():
+            raise CheckpointError(f"{path / file} is missing: {_INDEX} names it.")
+        for name, entry in read_header(path / file).items():
+            if places.get(name) == file:
+                tensors[name] = entry
+    absent = sorted(places.keys() - tensors.keys())
+    if absent:
+        raise CheckpointError(
+            f"{places[absent[0]]} does not hold {absent[0]}, as {_INDEX} says."
+        )
+    return tensors
+
+
+def write_hf_folder(
+    path: Path, config: dict[str, Any], items: Sequence[Item], max_shard_bytes: int
+) -> None:
+    """Write weights in files of bounded size, then the index and config.json.
+
+    Args:
+        path: an empty folder.
+        config: content of config.json.
+        items: every tensor, in order; a file may exceed the bound by one large tensor.
+        max_shard_bytes: most bytes of tensors in one file.
+    """
+    shards: list[list[Item]] = [[]]
+    for item in items:
+        size = sum(other.num_bytes for other in shards[-1])
+        if shards[-1] and size + item.num_bytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(item)
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        file = (
+            _SINGLE
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
+        write_file(path / file, shard)
+        places |= {item.name: file for item in shard}
+    if len(shards) > 1:
+        total = sum(item.num_bytes for item in items)
+        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_durably(path / _INDEX, json.dumps(table, indent=2).encode() + b"\n")
+    write_durably(path / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+
+
+def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
+    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0.
+
+    Args:
+        tokenizer: its files by name.
+    """
+    counts = [0]
+    if "tokenizer.json" in tokenizer:
+        table = json.loads(tokenizer["tokenizer.json"])
+        vocab = (table.get("model") or {}).get("vocab") or []
+        counts.append(
+            max(vocab.values(), default=-1) + 1 if isinstance(vocab, dict) else len(vocab)
+        )
+        counts += [one["id"] + 1 for one in table.get("added_tokens") or []]
+    elif "vocab.json" in tokenizer:
+        counts.append(max(json.loads(tokenizer["vocab.json"]).values(), default=-1) + 1)
+    elif "vocab.txt" in tokenizer:
+        counts.append(len(tokenizer["vocab.txt"].splitlines()))
+    return max(counts)
+
+
+def small_files(path: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Read the tokenizer's files of a folder, and its generation_config.json.
+
+    Returns:
+        Both by name; empty where there are none.
+    """
+    tokenizer = {
+        name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()
+    }
+    generation = path / GENERATION
+    return tokenizer, {GENERATION: generation.read_bytes()} if generation.is_file() else {}

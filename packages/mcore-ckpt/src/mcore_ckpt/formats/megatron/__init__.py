@@ -1,0 +1,1 @@
+"""Megatron's names, layouts, buckets and optimizer state."""

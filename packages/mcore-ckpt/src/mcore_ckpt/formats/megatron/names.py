@@ -1,0 +1,300 @@
+"""Megatron's names and arguments for a GPT: what its checkpoints call our tensors and flags.
+
+In its distributed format a tensor holds all layers along its first dimension, and all experts
+along the next, unless layers differ: then the layer's number is in the name. Queries, keys
+and values lie group by group in one matrix, gates before ups in another. The vocabulary is
+padded with rows that mean nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families.experts import MOE_DEFAULTS, expert_layers, expert_setting
+from mcore_ckpt.families.fields import DEFAULTS, setting, settings
+from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
+from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
+
+CHECKPOINT_VERSION = 3.0
+"""Version of the order of rows that is written here and read without a change."""
+
+_REFUSED = (
+    *("multi_latent_attention", "mtp_num_layers", "is_hybrid_model", "attention_output_gate"),
+    *("hybrid_override_pattern", "num_shared_experts", "moe_use_legacy_grouped_gemm"),
+    *("moe_latent_size", "softmax_type", "use_rotary_position_embeddings_2d"),
+    *("no_rope_freq", "qk_l2_norm", "moe_apply_probs_on_input"),
+    *("apply_residual_connection_post_layernorm", "heterogeneous_layers_config_path"),
+    *("activation_func_clamp_value", "glu_linear_offset", "experimental_attention_variant"),
+)
+_POSITIONS = ("rope", "learned_absolute", "none")
+_OFF = (None, False, 0, "", "vanilla")
+_EMPTY_IS_NONE = (
+    *("num_experts", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size"),
+    *("moe_expert_capacity_factor", "moe_input_jitter_eps", "moe_router_dtype"),
+    *("window_attn_skip_freq", "moe_ffn_hidden_size", "moe_z_loss_coeff"),
+    "max_position_embeddings",
+)
+
+
+def table(
+    description: Mapping[str, Any],
+    padded_vocab_size: int,
+    *,
+    transformer_impl: str = "transformer_engine",
+    is_numbered: bool = False,
+    version: float = CHECKPOINT_VERSION,
+) -> Table:
+    """List the weights under the names of Megatron's distributed format.
+
+    Args:
+        description: of a model of the family ``gpt``.
+        padded_vocab_size: rows of its embedding and head in the files.
+        transformer_impl: as Megatron's flag: ``local`` layers with experts call the norm
+            before them as those without do.
+        is_numbered: layers have their number in the name, though they are alike.
+        version: of the checkpoint: says in which order queries, keys and values lie.
+
+    Raises:
+        ValueError: if it is no such model, or the vocabulary does not fit.
+    """
+    if description.get("family") != "gpt":
+        raise ValueError(f"Megatron's format has no table for {description.get('family')!r}.")
+    pattern = expert_layers(description) if _has_experts(description) else []
+    is_mixed = len(set(pattern)) > 1 or is_numbered
+    # Layers that are alike are one tensor; the number then is an index, not part of a name.
+    prefix, index = ("decoder.layers.*.", "") if is_mixed else ("decoder.layers.", "[*]")
+    sparse = tuple(layer for layer, has in enumerate(pattern) if has)
+    count = setting(description, "num_layers")
+    dense = tuple(layer for layer in range(count) if layer not in sparse)
+    own = "pre_mlp_layernorm" if transformer_impl == "transformer_engine" else ""
+    layers = [
+        *attention_rules(description, prefix, index, version),
+        *_norms("mlp_norm", f"{prefix}mlp.linear_fc1.layer_norm_", index, description, dense),
+        *_norms(
+            "mlp_norm",
+            f"{prefix}{own}." if own else f"{prefix}mlp.linear_fc1.layer_norm_",
+            index,
+            description,
+            sparse,
+        ),
+        *mlp_rules("mlp.", description, f"{prefix}mlp.", index, dense),
+        *(_experts(description, prefix, is_mixed, sparse) if sparse else []),
+    ]
+    is_tied = not setting(description, "untie_embeddings_and_output_weights")
+    return Table(
+        _around(description, layers, padded_vocab_size),
+        count,
+        expert_setting(description, "num_experts"),
+        # The last stage of a pipeline has a copy of its own.
+        copies={"output_layer.weight": "embedding.word_embeddings.weight"} if is_tied else {},
+    )
+
+
+def extra_states(table: Table) -> list[str]:
+    """List the objects that Megatron's linear layers ask for beside their weights.
+
+    Layers of Transformer Engine keep scales of fp8 there, others nothing; but all must find
+    theirs: one for each layer, and for each expert of it.
+    """
+    names = []
+    for link in expand(table):
+        name, index = split_index(link.theirs)
+        stem, kind = name.rsplit(".", 1)
+        if kind != "weight" or ".linear_" not in stem:
+            continue
+        sizes: tuple[int, ...] = (table.num_layers, table.num_experts)[: len(index)] or (1,)
+        if len(index) == 1 and ".experts." in stem:
+            sizes = (table.num_experts,)
+        shard = "_".join(".".join(map(str, numbers)) for numbers in (index or (0,), sizes))
+        names.append(f"{stem}._extra_state/shard_{shard}")
+    return names
+
+
+def _around(
+    description: Mapping[str, Any], layers: list[Rule], padded_vocab_size: int
+) -> tuple[Rule, ...]:
+    padding = padded_vocab_size - description["vocab_size"]
+    if padding < 0:
+        raise ValueError(
+            f"the files have {padded_vocab_size} rows of vocabulary, fewer than the "
+            f"{description['vocab_size']} tokens of the model: give --vocab-size."
+        )
+    rules = [Rule("embedding.weight", "embedding.word_embeddings.weight", padding=padding)]
+    if setting(description, "position_embedding_type") == "learned_absolute":
+        there = "embedding.position_embeddings.weight"
+        rules.append(Rule("position_embedding.weight", there))
+    rules += layers
+    rules += _norms("final_norm", "decoder.final_layernorm.", "", description, None)
+    if setting(description, "untie_embeddings_and_output_weights"):
+        rules.append(Rule("head.weight", "output_layer.weight", padding=padding))
+    return tuple(rules)
+
+
+def _norms(
+    ours: str,
+    theirs: str,
+    index: str,
+    description: Mapping[str, Any],
+    layers: tuple[int, ...] | None,
+) -> list[Rule]:
+    ours = ours if ours == "final_norm" else f"blocks.*.{ours}"
+    has_bias = setting(description, "normalization") == "LayerNorm"
+    kinds = ("weight", "bias") if has_bias else ("weight",)
+    return [Rule(f"{ours}.{k}", f"{theirs}{k}{index}", layers=layers) for k in kinds]
+
+
+def attention_rules(
+    description: Mapping[str, Any], prefix: str, index: str, version: float
+) -> list[Rule]:
+    """Rules of a layer's attention and of the norm before it."""
+    at = f"{prefix}self_attention."
+    rules = _norms("attention_norm", f"{at}linear_qkv.layer_norm_", index, description, None)
+    biased = setting(description, "add_bias_linear")
+    config = settings(description)
+    head, groups = head_dim(config), num_kv_heads(config)
+    widths = (config.num_attention_heads * head, groups * head, groups * head)
+    # Version 0 had all queries, then keys, then values; version 1 had them row by row.
+    blocks = groups if version >= 2 else groups * head if version >= 1 else 1
+    for kind in ("weight", "bias"):
+        if kind == "weight" or biased or setting(description, "add_qkv_bias"):
+            qkv = tuple(f"blocks.*.attention.qkv.{part}.{kind}" for part in "qkv")
+            there = f"{at}linear_qkv.{kind}{index}"
+            rules.append(Rule(qkv, there, sizes=widths, groups=blocks))
+        if kind == "weight" or biased:
+            there = f"{at}linear_proj.{kind}{index}"
+            rules.append(Rule(f"blocks.*.attention.proj.{kind}", there))
+    if setting(description, "qk_layernorm"):
+        for part in "qk":
+            there = f"{at}{part}_layernorm."
+            rules += _norms(f"attention.{part}_norm", there, index, description, None)
+    return rules
+
+
+def mlp_rules(
+    ours: str,
+    description: Mapping[str, Any],
+    theirs: str,
+    index: str,
+    layers: tuple[int, ...],
+    *,
+    biased: bool | None = None,
+) -> list[Rule]:
+    """Rules of one feed-forward layer, or of experts."""
+    gated = is_gated(settings(description))
+    biased = setting(description, "add_bias_linear") if biased is None else biased
+    rules = []
+    for kind in ("weight", "bias") if biased else ("weight",):
+        fc1 = tuple(f"blocks.*.{ours}fc1.{part}.{kind}" for part in ("gate", "up"))
+        mine = fc1 if gated else f"blocks.*.{ours}fc1.{kind}"
+        rules.append(Rule(mine, f"{theirs}linear_fc1.{kind}{index}", layers=layers))
+        there = f"{theirs}linear_fc2.{kind}{index}"
+        rules.append(Rule(f"blocks.*.{ours}fc2.{kind}", there, layers=layers))
+    return rules
+
+
+def _experts(
+    description: Mapping[str, Any], prefix: str, is_mixed: bool, layers: tuple[int, ...]
+) -> list[Rule]:
+    at, index = f"{prefix}mlp.", "" if is_mixed else "[*]"
+    expert = "[*]" if is_mixed else "[*,*]"
+    rules = [Rule("blocks.*.moe.router.weight", f"{at}router.weight{index}", layers=layers)]
+    if expert_setting(description, "moe_router_enable_expert_bias"):
+        there = f"{at}router.expert_bias{index}"
+        rules.append(Rule("blocks.*.moe.router.expert_bias", there, layers=layers))
+    rules += mlp_rules("moe.experts.*.", description, f"{at}experts.experts.", expert, layers)
+    if expert_setting(description, "moe_shared_expert_intermediate_size"):
+        there = f"{at}shared_experts."
+        rules += mlp_rules("moe.shared.", description, there, index, layers, biased=False)
+        if expert_setting(description, "moe_shared_expert_gate"):
+            gate = f"{there}gate_weight{index}"
+            rules.append(Rule("blocks.*.moe.shared.token_gate.weight", gate, layers=layers))
+    return rules
+
+
+def _has_experts(description: Mapping[str, Any]) -> bool:
+    return bool(expert_setting(description, "num_experts"))
+
+
+def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict[str, Any]:
+    """Write a description as the arguments that Megatron stores with its weights."""
+    values = {name: setting(description, name) for name in DEFAULTS}
+    values |= {name: expert_setting(description, name) for name in MOE_DEFAULTS}
+    values |= {
+        name: setting(description, name)
+        for name in ("num_layers", "hidden_size", "num_attention_heads")
+    }
+    sizes = settings(description)
+    window = values["window_size"]
+    values |= {
+        "group_query_attention": num_kv_heads(sizes) != sizes.num_attention_heads,
+        "num_query_groups": num_kv_heads(sizes),
+        "kv_channels": head_dim(sizes),
+        "ffn_hidden_size": ffn_size(sizes),
+        "window_size": None if tuple(window) == (-1, 0) else tuple(window),
+        "add_position_embedding": values["position_embedding_type"] == "learned_absolute",
+        "moe_layer_freq": expert_layers(description) if _has_experts(description) else 1,
+        "vocab_size": description["vocab_size"],
+        "padded_vocab_size": padded_vocab_size,
+        "bias_gelu_fusion": values["openai_gelu"],
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+    }
+    values |= {name: None for name in _EMPTY_IS_NONE if values.get(name) in (0, 0.0, "")}
+    return values
+
+
+def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[str, Any]:
+    """Read a description out of the arguments that Megatron stored.
+
+    Args:
+        arguments: its namespace, as a dictionary.
+        vocab_size: tokens without padding; 0: as the arguments say.
+
+    Raises:
+        ValueError: naming what we cannot represent, or what is missing.
+    """
+    for name in _REFUSED:
+        if arguments.get(name) not in _OFF:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"the checkpoint was trained with {flag} {arguments[name]!r}, which mcore has "
+                "no table for."
+            )
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
+        if not arguments.get(name):
+            raise ValueError(f"the arguments in the checkpoint lack {name}: give --config.")
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+    config = {
+        name: arguments[name] for name in (*sizes, *DEFAULTS) if arguments.get(name) is not None
+    }
+    if not arguments.get("group_query_attention", True):
+        config["num_query_groups"] = config["num_attention_heads"]
+    if arguments.get("window_size") is not None:
+        config["window_size"] = list(arguments["window_size"])
+    if isinstance(config.get("window_attn_skip_freq"), list):
+        raise ValueError("--window-attn-skip-freq is a list there: only a number is known.")
+    # Argument files of before these flags have Megatron's defaults, which are not ours.
+    config.setdefault("normalization", "LayerNorm")
+    config.setdefault("position_embedding_type", "learned_absolute")
+    config.setdefault("swiglu", False)
+    config.setdefault("add_bias_linear", True)
+    if config["position_embedding_type"] not in _POSITIONS:
+        raise ValueError(
+            "the checkpoint was trained with --position-embedding-type "
+            f"{config['position_embedding_type']}, which mcore has no table for."
+        )
+    # Megatron's fused bias and GELU is the approximation by tanh, also without a flag.
+    is_plain = not any(config.get(n) for n in ("swiglu", "squared_relu", "quick_geglu"))
+    if is_plain and config["add_bias_linear"] and arguments.get("bias_gelu_fusion", True):
+        config["openai_gelu"] = True
+    config.setdefault("rotary_base", 10000.0)
+    config["rotary_base"] = float(config["rotary_base"])
+    moe: dict[str, Any] = {}
+    if arguments.get("num_experts"):
+        moe = {n: arguments[n] for n in MOE_DEFAULTS if arguments.get(n) is not None}
+        freq = moe.get("moe_layer_freq", 1)
+        moe["moe_layer_freq"] = str(freq).replace(" ", "")
+        if isinstance(freq, list) and all(freq):
+            moe["moe_layer_freq"] = "1"
+    vocab_size = vocab_size or arguments.get("vocab_size") or arguments["padded_vocab_size"]
+    return {"family": "gpt", "vocab_size": vocab_size, "config": config, "moe": moe}

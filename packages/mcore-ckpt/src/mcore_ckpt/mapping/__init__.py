@@ -1,0 +1,1 @@
+"""From one set of tensor names to another: rules, row streams, views."""

@@ -1,0 +1,149 @@
+"""What Adam keeps for each weight, carried along by a conversion that a run continues from.
+
+Moments and main weights have the names and shapes of the weights they belong to, so the
+weights' own table turns them, kind by kind. With them go the numbers that say how far the run
+is: step, sequences read, place in the schedule. Random streams belong to a layout and stay.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt.mapping.row_streams import Rows, Source, row_groups, same_bits
+from mcore_ckpt.mapping.rules import Link
+from mcore_ckpt.mapping.views import Turned
+from mcore_ckpt.storage.files import DTYPES, Reader
+from mcore_ckpt.storage.index import Index, TensorEntry
+from mcore_ckpt.storage.shard_plans import listed, name_problems
+
+MAIN = "main"
+"""Kind of the float32 copies that 16-bit weights are updated through."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Kinds of Adam's moments (Kingma and Ba 2015, arXiv:1412.6980)."""
+
+NUMBERS = ("iteration", "num_steps", "consumed_train_samples", "schedule_samples")
+"""Entries of our index's ``extra`` that say how far a run is, and that must be there."""
+
+_PREFIX = "optimizer."
+_BUFFERS = (".router.expert_bias",)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of state, named like the weights it belongs to."""
+
+    links: tuple[Link, ...]
+    """How its tensors are ours."""
+    theirs: Rows
+    """Its tensors under the weights' foreign names."""
+    ours: Rows
+    """Its tensors under the weights' logical names."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """All that a run needs beside its weights to go on where it was."""
+
+    parts: Mapping[str, Part]
+    """By kind: ``main`` if any weight has one, and each of ``MOMENTS``."""
+    progress: Mapping[str, Any]
+    """``NUMBERS``, and ``schedule`` as far as it is known, as in the ``extra`` of our index."""
+    num_entries: int = 0
+    """Tensors of the checkpoint that hold it."""
+
+
+def wants_main(dtype: str) -> bool:
+    """Whether a weight of a dtype has a main weight beside it: those of 16 bits and fewer."""
+    return DTYPES[dtype].itemsize < 4
+
+
+def is_main(mains: Rows, weights: Rows, name: str) -> bool:
+    """Whether a main weight, rounded, is the weight, bit by bit."""
+    dtype = DTYPES[weights.dtype(name)]
+    return all(
+        same_bits(mains.rows(name, *rows).to(dtype), weights.rows(name, *rows))
+        for rows in row_groups(weights.entries[name].shape)
+    )
+
+
+def has_state(name: str) -> bool:
+    """Whether a weight of ours is updated by Adam: the routers' bias for balance is not."""
+    return not name.endswith(_BUFFERS)
+
+
+def native_name(kind: str, name: str) -> str:
+    """Name of a tensor of the optimizer in a checkpoint of ours."""
+    return f"{_PREFIX}{kind}.{name}"
+
+
+def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> OptimizerState:
+    """Find the state in a checkpoint of ours.
+
+    Args:
+        index: of the step.
+        reader: of the step's folder.
+        weights: those of the model, by logical name.
+        where: the step, for messages.
+
+    Raises:
+        ValueError: if there is none, or it is not that of the weights.
+    """
+    missing = [name for name in NUMBERS if not isinstance(index.extra.get(name), int)]
+    if missing:
+        raise ValueError(
+            f"{where} holds no optimizer state ({', '.join(missing)} not in its index): it is "
+            "a release, or was saved without. Leave --optimizer out to convert the weights."
+        )
+    parts = {}
+    for kind in (MAIN, *MOMENTS):
+        prefix = native_name(kind, "")
+        entries = {
+            name.removeprefix(prefix): entry
+            for name, entry in index.tensors.items()
+            if name.startswith(prefix)
+        }
+        held = Source(reader, entries)
+        parts[kind] = Part(tuple(Link((name,), name) for name in entries), held, held)
+    check_parts(parts, weights)
+    told = (*NUMBERS, "schedule", "recipe")
+    progress = {name: index.extra[name] for name in told if name in index.extra}
+    count = sum(len(part.links) for part in parts.values())
+    return OptimizerState(_without_empty(parts), progress, count)
+
+
+def turned(links: list[Link], theirs: Rows) -> Part:
+    """Turn one kind of foreign state as its weights are turned."""
+    return Part(tuple(links), theirs, Turned(links, theirs))
+
+
+def check_parts(parts: Mapping[str, Part], weights: Rows) -> None:
+    """Compare each kind of state with the weights: the same names, and the same shapes.
+
+    Raises:
+        ValueError: naming what is missing, left over, or of another shape.
+    """
+    problems = []
+    for kind, part in parts.items():
+        wanted: dict[str, TensorEntry] = {
+            name: entry
+            for name, entry in weights.entries.items()
+            if has_state(name) and (kind != MAIN or wants_main(weights.dtype(name)))
+        }
+        there = part.ours.entries
+        missing, extra = name_problems(wanted, there)
+        problems += [f"{kind} is missing for {text}" for text in missing]
+        problems += [f"{kind} is there for no weight: {name}" for name in extra]
+        problems += [
+            f"{kind} of {name}: {list(there[name].shape)}, its weight {list(entry.shape)}"
+            for name, entry in wanted.items()
+            if name in there and there[name].shape != entry.shape
+        ]
+    if problems:
+        raise ValueError(
+            f"the optimizer's state is not that of the weights: {listed(problems)}"
+        )
+
+
+def _without_empty(parts: Mapping[str, Part]) -> dict[str, Part]:
+    return {kind: part for kind, part in parts.items() if part.links}

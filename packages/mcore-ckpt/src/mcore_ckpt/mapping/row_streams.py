@@ -1,0 +1,158 @@
+"""Tensors in flight: rows of a folder, read and cast, never all at once."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.storage.boxes import Box, shifted
+from mcore_ckpt.storage.files import DTYPES, SLAB_BYTES, Item, Reader, narrowed
+from mcore_ckpt.storage.index import TensorEntry
+from mcore_ckpt.storage.shard_plans import plan_reads
+
+Progress = Callable[[int, int, str], None]
+"""Told bytes done, bytes in all, and the tensor at hand."""
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Tensors that are read by rows: of a folder, or made of others on the way."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Shape and dtype of each tensor; chunks are there only for files of ours."""
+        ...
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        ...
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows ``begin`` to ``stop``; a tensor without dimensions is one row."""
+        ...
+
+
+class Source:
+    """Tensors of a folder, read by rows."""
+
+    def __init__(self, reader: Reader, entries: Mapping[str, TensorEntry]) -> None:
+        self._reader = reader
+        self.entries = entries
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self.entries[name].dtype
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows ``begin`` to ``stop``; a tensor without dimensions is one row."""
+        entry = self.entries[name]
+        box: Box = ((), ())
+        if entry.shape:
+            zeros = (0,) * (len(entry.shape) - 1)
+            box = ((begin, *zeros), (stop - begin, *entry.shape[1:]))
+        out = torch.empty(box[1], dtype=DTYPES[entry.dtype])
+        for read in plan_reads(entry, box):
+            view = narrowed(out, shifted(read.box, box[0]))
+            self._reader.read(name, entry, entry.chunks[read.chunk], read.box, view)
+        return out
+
+
+def row_groups(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut a tensor into groups of rows that are small enough to hold."""
+    total = shape[0] if shape else 1
+    step = max(1, SLAB_BYTES // max(8, prod(shape[1:]) * 8))
+    return [(row, min(row + step, total)) for row in range(0, total, step)]
+
+
+def slabs(source: Rows, name: str) -> Iterator[Tensor]:
+    """Give a tensor by groups of rows."""
+    for begin, stop in row_groups(source.entries[name].shape):
+        yield source.rows(name, begin, stop)
+
+
+def read_ahead(item: Item, reading: ThreadPoolExecutor) -> Item:
+    """Make an item's next slab while the one before is summed and written.
+
+    Args:
+        item: to be written.
+        reading: one thread, which must live until the item is written.
+    """
+    is_long = item.num_bytes > SLAB_BYTES
+    return replace(item, slabs=partial(_slabs_ahead, item, reading)) if is_long else item
+
+
+def _slabs_ahead(item: Item, reading: ThreadPoolExecutor) -> Iterator[Tensor]:
+    there = iter(item.slabs())
+    waiting = reading.submit(next, there, None)
+    while (slab := waiting.result()) is not None:
+        waiting = reading.submit(next, there, None)
+        yield slab
+
+
+def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:
+    """Tell about every slab that passes."""
+    if on_progress is None:
+        return list(items)
+    total, done = sum(item.num_bytes for item in items), 0
+
+    def watched(item: Item) -> Iterator[Tensor]:
+        nonlocal done
+        for slab in item.slabs():
+            yield slab
+            done += slab.numel() * slab.element_size()
+            on_progress(done, total, item.name)
+
+    return [replace(item, slabs=partial(watched, item)) for item in items]
+
+
+def named_with_progress(
+    sizes: Mapping[str, int], on_progress: Progress | None, doing: str
+) -> Iterator[str]:
+    """Give names one by one, and tell when the caller is done with each.
+
+    Args:
+        sizes: bytes of each name.
+        on_progress: who is told, if anyone.
+        doing: what is done, put before the name.
+    """
+    total, done = sum(sizes.values()), 0
+    for name, num_bytes in sizes.items():
+        yield name
+        done += num_bytes
+        if on_progress is not None:
+            on_progress(done, total, f"{doing} {name}")
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one dtype, shape and content; NaN equals itself."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    # Eight bytes at a time: comparing single bytes takes as long as reading them.
+    wide = a.numel() // 8 * 8
+    return torch.equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64)) and torch.equal(
+        a[wide:], b[wide:]
+    )
+
+
+def compare_copy(theirs: Rows, name: str, original: str) -> None:
+    """Check that a foreign tensor is what it should be a copy of.
+
+    Raises:
+        ValueError: if it differs.
+    """
+    one, other = theirs.entries[name], theirs.entries[original]
+    same = one.shape == other.shape and all(
+        same_bits(theirs.rows(name, *rows), theirs.rows(original, *rows))
+        for rows in row_groups(one.shape)
+    )
+    if not same:
+        raise ValueError(
+            f"{name} is present and differs from {original}, though config.json ties the two: "
+            "set tie_word_embeddings to false if the head is a weight of its own."
+        )

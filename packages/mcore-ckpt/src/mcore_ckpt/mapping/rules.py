@@ -1,0 +1,278 @@
+"""A small language for renaming, fusing, splitting and transposing tensors, both ways.
+
+A ``Rule`` pairs our logical names with one foreign name. ``*`` stands for a number: the first
+is the layer, the second the expert. Where a foreign tensor holds all layers or experts along
+leading dimensions, the number stands in brackets: ``fc1.weight[*,*]``. A ``Table`` of rules,
+expanded for a model's size, lists every tensor of both sides, so a missing or an unused tensor
+is an error that names it and no tensor can be taken twice.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import product
+from math import prod
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.storage.shard_plans import listed, name_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Our tensors, one or several stacked by rows, and the foreign one that holds them."""
+
+    ours: str | tuple[str, ...]
+    """Logical names, without the ``model.`` of checkpoints."""
+    theirs: str
+    """Foreign name."""
+    transposed: bool = False
+    """The foreign tensor is stored [in, out]; ours are [out, in]."""
+    sizes: tuple[int, ...] = ()
+    """Rows of each of ours within the foreign tensor; empty: equal shares."""
+    layers: tuple[int, ...] | None = None
+    """Layers that the first ``*`` stands for; None: all."""
+    groups: int = 1
+    """Equal blocks of the foreign rows, each with a share of every one of ours in turn."""
+    paired: bool = False
+    """Within a block the foreign rows are halves of ours, interleaved: rotary pairs."""
+    padding: int = 0
+    """Rows of zeros that the foreign tensor has after ours (a padded vocabulary)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All rules of a model, and how many layers and experts they run over."""
+
+    rules: tuple[Rule, ...]
+    """In the order in which a foreign folder lists its tensors."""
+    num_layers: int
+    """Range of the first ``*``."""
+    num_experts: int = 0
+    """Range of the second ``*``."""
+    droppable: tuple[str, ...] = ()
+    """Foreign names, ``*`` for anything, that hold nothing a model needs (cached angles)."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Foreign names that may be present as equal copies of another (a tied head)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A rule with its numbers filled in."""
+
+    ours: tuple[str, ...]
+    """Logical names, stacked by rows in this order."""
+    theirs: str
+    """Foreign name."""
+    transposed: bool = False
+    """As in the rule."""
+    sizes: tuple[int, ...] = ()
+    """As in the rule."""
+    groups: int = 1
+    """As in the rule."""
+    paired: bool = False
+    """As in the rule."""
+    padding: int = 0
+    """As in the rule."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each of ours is a range of the foreign rows, in order."""
+        return not self.transposed and self.groups == 1 and not self.paired
+
+    def shares(self, their_shape: Sequence[int]) -> tuple[int, ...]:
+        """Rows of each of ours.
+
+        Raises:
+            ValueError: if the foreign tensor does not hold them.
+        """
+        if not their_shape:
+            return (1,)
+        total = our_shape(their_shape, self.transposed)[0] - self.padding
+        sizes = self.sizes or (total // len(self.ours),) * len(self.ours)
+        if sum(sizes) != total or any(n % (self.groups * (1 + self.paired)) for n in sizes):
+            blocks = f" in {self.groups} blocks" if self.groups > 1 else ""
+            raise ValueError(
+                f"{self.theirs} of shape {list(their_shape)} does not hold {list(sizes)} "
+                f"rows of {', '.join(self.ours)}{blocks}"
+            )
+        return sizes
+
+    def rows(self, their_shape: Sequence[int]) -> list[tuple[int, int]]:
+        """First and one-past-last row of each of ours within the foreign tensor.
+
+        Of a link that is not plain, they are the rows of the stack before it is interleaved.
+
+        Raises:
+            ValueError: if the foreign tensor does not hold them.
+        """
+        sizes = self.shares(their_shape)
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def cut(
+        self, blocks: Shaped[Tensor, "b r ..."], shares: Sequence[int]
+    ) -> list[Shaped[Tensor, "b _ ..."]]:
+        """Take ours out of blocks of foreign rows; ``shares`` are rows a block."""
+        parts = list(blocks.split(tuple(shares), dim=1))
+        if self.paired:  # [b, pair, 2, ...] -> [b, 2, pair, ...]
+            parts = [p.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for p in parts]
+        return parts
+
+    def join(self, parts: Sequence[Shaped[Tensor, "b _ ..."]]) -> Shaped[Tensor, "b r ..."]:
+        """Undo ``cut``."""
+        if self.paired:
+            parts = [p.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for p in parts]
+        return torch.cat(tuple(parts), dim=1)
+
+
+def split_index(name: str) -> tuple[str, tuple[int, ...]]:
+    """Take the leading indices off a name: ``("X", (3, 7))`` for ``X[3,7]``."""
+    stem, bracket, numbers = name.partition("[")
+    return stem, tuple(map(int, numbers[:-1].split(","))) if bracket else ()
+
+
+def unstacked(
+    entries: Mapping[str, TensorEntry], links: Iterable[Link]
+) -> dict[str, TensorEntry]:
+    """List tensors that links take by leading indices as one entry an index.
+
+    Args:
+        entries: whole tensors; chunks are row-major, so a part of one lies in order too.
+        links: of the table; say how many leading dimensions are indices.
+
+    Raises:
+        ValueError: if a tensor has fewer dimensions than its table wants.
+    """
+    depths = {name: len(index) for name, index in (split_index(k.theirs) for k in links)}
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        depth = depths.get(name, 0)
+        if not depth:
+            found[name] = entry
+            continue
+        if len(entry.shape) < depth:
+            raise ValueError(f"{name} of shape {list(entry.shape)} has no {depth} indices")
+        parts: dict[tuple[int, ...], list[Chunk]] = {
+            index: [] for index in product(*map(range, entry.shape[:depth]))
+        }
+        for chunk in entry.chunks:
+            size = prod(chunk.lengths[depth:]) * DTYPE_BYTES[entry.dtype]
+            inside = product(*map(range, chunk.lengths[:depth]))
+            for number, index in enumerate(inside):
+                where = tuple(o + i for o, i in zip(chunk.offsets, index, strict=False))
+                rest = (chunk.offsets[depth:], chunk.lengths[depth:])
+                parts[where].append(Chunk(chunk.file, chunk.offset + number * size, *rest))
+        for index, chunks in parts.items():
+            view = f"{name}[{','.join(map(str, index))}]"
+            found[view] = TensorEntry(entry.shape[depth:], entry.dtype, tuple(chunks))
+    return found
+
+
+def our_shape(their_shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
+    """Return the shape of a foreign tensor, or of all of ours stacked, the other way."""
+    return tuple(reversed(their_shape)) if transposed else tuple(their_shape)
+
+
+def expand(table: Table) -> list[Link]:
+    """Write out a table for its number of layers and experts.
+
+    Layers come in order, and each foreign tensor once.
+
+    Raises:
+        ValueError: if two rules speak of one tensor.
+    """
+    links: list[Link] = []
+    layer = 0
+    waiting: list[Rule] = []
+    for rule in (*table.rules, None):
+        if rule is not None and "*" in rule.theirs:
+            waiting.append(rule)
+            continue
+        # Rules with a layer number stand together: go layer by layer through all of them.
+        for layer in range(table.num_layers if waiting else 0):
+            links += [link for r in waiting for link in _of_layer(r, layer, table.num_experts)]
+        waiting = []
+        if rule is not None:
+            links.append(_link(rule, _names(rule), rule.theirs))
+    for names in ([n for link in links for n in link.ours], [link.theirs for link in links]):
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+        if twice:
+            raise ValueError(f"two rules speak of {', '.join(twice)}")
+    return links
+
+
+def match_theirs(table: Table, links: Sequence[Link], names: Iterable[str]) -> list[str]:
+    """Check that foreign tensors are exactly those that the links take.
+
+    Returns:
+        Copies that are present and must be compared with their originals.
+
+    Raises:
+        ValueError: naming every missing and every unused tensor.
+    """
+    present = {
+        name
+        for name in names
+        if not any(fnmatchcase(name, pattern) for pattern in table.droppable)
+    }
+    copies = sorted(present & table.copies.keys())
+    _check([link.theirs for link in links], present - set(copies))
+    return copies
+
+
+def match_ours(links: Sequence[Link], tensors: Mapping[str, TensorEntry]) -> None:
+    """Check that our tensors are exactly those that the links take, and stack.
+
+    Raises:
+        ValueError: naming every missing and every unused tensor, or those that cannot be
+            put into one.
+    """
+    _check([name for link in links for name in link.ours], tensors)
+    for link in links:
+        first, *rest = (tensors[name] for name in link.ours)
+        for name, other in zip(link.ours[1:], rest, strict=True):
+            if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
+                raise ValueError(
+                    f"{name} {other.dtype} {list(other.shape)} cannot be stacked on "
+                    f"{link.ours[0]} {first.dtype} {list(first.shape)} into {link.theirs}"
+                )
+
+
+def _check(wanted: Iterable[str], present: Iterable[str]) -> None:
+    missing, unused = name_problems(wanted, present)
+    problems = [f"missing: {text}" for text in missing]
+    problems += [f"not used by any rule: {name}" for name in unused]
+    if problems:
+        raise ValueError(f"the tensors are not those of this model: {listed(problems)}")
+
+
+def _names(rule: Rule) -> tuple[str, ...]:
+    return (rule.ours,) if isinstance(rule.ours, str) else rule.ours
+
+
+def _of_layer(rule: Rule, layer: int, num_experts: int) -> list[Link]:
+    if rule.layers is not None and layer not in rule.layers:
+        return []
+    experts = range(num_experts) if rule.theirs.count("*") > 1 else (0,)
+    return [
+        _link(
+            rule,
+            tuple(_filled(name, layer, expert) for name in _names(rule)),
+            _filled(rule.theirs, layer, expert),
+        )
+        for expert in experts
+    ]
+
+
+def _link(rule: Rule, ours: tuple[str, ...], theirs: str) -> Link:
+    alike = (rule.transposed, rule.sizes, rule.groups, rule.paired, rule.padding)
+    return Link(ours, theirs, *alike)
+
+
+def _filled(name: str, layer: int, expert: int) -> str:
+    return name.replace("*", str(layer), 1).replace("*", str(expert), 1)

@@ -1,0 +1,230 @@
+"""Tensors made of others on the way: renamed and cut, resized, dequantized.
+
+Each view gives rows like the folder under it, so that views stack and nothing is ever held
+whole but one transposed matrix.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.mapping.row_streams import Rows, row_groups
+from mcore_ckpt.mapping.rules import Link, our_shape
+from mcore_ckpt.storage.files import DTYPES, SLAB_BYTES, Item
+from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry
+
+_FP8 = "F8_E4M3"
+
+
+class Turned:
+    """Our tensors, read out of foreign ones as links say."""
+
+    def __init__(self, links: Sequence[Link], theirs: Rows) -> None:
+        """Look at shapes only.
+
+        Raises:
+            ValueError: if a foreign tensor has not the rows that its link wants.
+        """
+        self._theirs = theirs
+        self._links: dict[str, tuple[Link, int]] = {}
+        self._held: tuple[str, Tensor] = ("", torch.empty(0))
+        self.entries: dict[str, TensorEntry] = {}
+        for link in links:
+            entry = theirs.entries[link.theirs]
+            shape = our_shape(entry.shape, link.transposed)
+            for number, rows in enumerate(link.shares(entry.shape)):
+                name = link.ours[number]
+                self._links[name] = (link, number)
+                mine = (rows, *shape[1:]) if shape else ()
+                self.entries[name] = TensorEntry(mine, entry.dtype, ())
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self._theirs.dtype(self._links[name][0].theirs)
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows of one of ours."""
+        link, number = self._links[name]
+        shape = self._theirs.entries[link.theirs].shape
+        first = link.rows(shape)[number][0]
+        if link.is_plain or not shape:
+            return self._theirs.rows(link.theirs, first + begin, first + stop)
+        if link.transposed:
+            return self._matrix(link.theirs).t()[first + begin : first + stop].contiguous()
+        shares = [rows // link.groups for rows in link.shares(shape)]
+        block, share = sum(shares), shares[number]
+        low, high = begin // share, -(-stop // share)
+        blocks = self._theirs.rows(link.theirs, low * block, high * block)
+        mine = link.cut(blocks.unflatten(0, (high - low, block)), shares)[number]
+        return mine.flatten(0, 1)[begin - low * share : stop - low * share].contiguous()
+
+    def _matrix(self, name: str) -> Tensor:
+        if self._held[0] != name:
+            self._held = (name, self._theirs.rows(name, 0, self._theirs.entries[name].shape[0]))
+        return self._held[1]
+
+
+def their_items(links: Sequence[Link], ours: Rows) -> list[Item]:
+    """List the foreign tensors that links make of ours, ready to be written."""
+    items = []
+    for link in links:
+        shapes = [ours.entries[name].shape for name in link.ours]
+        rows = sum(s[0] for s in shapes) + link.padding if shapes[0] else 0
+        stacked = (rows, *shapes[0][1:]) if shapes[0] else ()
+        dtype = ours.dtype(link.ours[0])
+        shape = our_shape(stacked, link.transposed)
+        items.append(Item(link.theirs, dtype, shape, partial(their_slabs, link, ours)))
+    return items
+
+
+def their_slabs(link: Link, ours: Rows) -> Iterator[Tensor]:
+    """Give the foreign tensor of a link, by rows, from ours."""
+    shapes = [ours.entries[name].shape for name in link.ours]
+    if link.transposed and len(shapes[0]) > 1:
+        parts = [ours.rows(n, 0, s[0]) for n, s in zip(link.ours, shapes, strict=True)]
+        yield torch.cat(parts).t().contiguous()
+    elif link.groups > 1 or link.paired:
+        yield from _blocks(link, ours)
+    else:
+        for name, shape in zip(link.ours, shapes, strict=True):
+            for begin, end in row_groups(shape):
+                yield ours.rows(name, begin, end)
+    if link.padding:
+        padding = (link.padding, *shapes[0][1:])
+        for begin, end in row_groups(padding):
+            dtype = DTYPES[ours.dtype(link.ours[0])]
+            yield torch.zeros((end - begin, *padding[1:]), dtype=dtype)
+
+
+def _blocks(link: Link, ours: Rows) -> Iterator[Tensor]:
+    shapes = [ours.entries[name].shape for name in link.ours]
+    shares = [shape[0] // link.groups for shape in shapes]
+    row_bytes = prod(shapes[0][1:]) * DTYPE_BYTES[ours.dtype(link.ours[0])]
+    step = max(1, SLAB_BYTES // max(1, sum(shares) * row_bytes))
+    for low in range(0, link.groups, step):
+        high = min(low + step, link.groups)
+        parts = [
+            ours.rows(name, low * share, high * share).unflatten(0, (high - low, share))
+            for name, share in zip(link.ours, shares, strict=True)
+        ]
+        yield link.join(parts).flatten(0, 1).contiguous()
+
+
+class Resized:
+    """Tensors of which some have rows cut off, or rows of zeros put on."""
+
+    def __init__(self, under: Rows, num_rows: Mapping[str, int]) -> None:
+        """Change the tensors that ``num_rows`` names; it may name absent ones."""
+        self._under = under
+        self.entries: dict[str, TensorEntry] = {
+            name: replace(entry, shape=(num_rows[name], *entry.shape[1:]), chunks=())
+            if name in num_rows and entry.shape[0] != num_rows[name]
+            else entry
+            for name, entry in under.entries.items()
+        }
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self._under.dtype(name)
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows; those beyond the tensor are zeros."""
+        entry = self._under.entries[name]
+        end = entry.shape[0] if entry.shape else 1
+        held = self._under.rows(name, min(begin, end), min(stop, end))
+        if stop <= end:
+            return held
+        zeros = held.new_zeros((stop - max(begin, end), *entry.shape[1:]))
+        return torch.cat((held, zeros))
+
+
+class Cast:
+    """Floating-point tensors in another dtype."""
+
+    def __init__(self, under: Rows, dtype: str) -> None:
+        """Cast to ``dtype``, a name of safetensors'."""
+        self._under, self._dtype, self.entries = under, dtype, under.entries
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        stored = self._under.dtype(name)
+        return self._dtype if DTYPES[stored].is_floating_point else stored
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows and cast them.
+
+        Raises:
+            ValueError: if numbers are too large for the dtype.
+        """
+        held = self._under.rows(name, begin, stop)
+        cast = held.to(DTYPES[self.dtype(name)])
+        # bf16 and fp32 reach equally far, but for rounding.
+        is_narrow = cast.dtype == torch.float16 or held.dtype == torch.float64
+        if is_narrow and (cast.isinf() & ~held.isinf()).any():
+            raise ValueError(
+                f"{name} has numbers beyond {torch.finfo(cast.dtype).max:.5g}, where "
+                f"{self._dtype} ends: cast to bf16, or leave the dtype as it is."
+            )
+        return cast
+
+
+class Dequantized:
+    """Weights of fp8 with a scale for each block of rows and columns, as wide numbers.
+
+    ``X`` is hidden behind ``X * X_scale_inv``, each scale repeated over its block; the
+    scales themselves disappear. Computed in float32.
+
+    Reference:
+        DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.3.2. arXiv:2412.19437.
+    """
+
+    _SCALE = "_scale_inv"
+
+    def __init__(self, under: Rows, block: tuple[int, int], dtype: str = "BF16") -> None:
+        """Pair weights with their scales.
+
+        Raises:
+            ValueError: if a scale has no fp8 weight, a weight no scale, or their shapes do
+                not fit ``block``.
+        """
+        self._under, self._block, self._dtype = under, block, dtype
+        scales = {name for name in under.entries if name.endswith(self._SCALE)}
+        self.entries: dict[str, TensorEntry] = {}
+        for name, entry in under.entries.items():
+            if name in scales:
+                if name.removesuffix(self._SCALE) not in under.entries:
+                    raise ValueError(f"{name} is the scale of no tensor that is there.")
+                continue
+            if entry.dtype != _FP8:
+                self.entries[name] = entry
+                continue
+            wanted = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=True))
+            scale = under.entries.get(name + self._SCALE)
+            if scale is None or scale.shape != wanted:
+                held = "absent" if scale is None else f"{list(scale.shape)}"
+                raise ValueError(
+                    f"{name} is quantized: its scales {name}{self._SCALE} must be "
+                    f"{list(wanted)} for blocks of {list(block)}, and are {held}."
+                )
+            self.entries[name] = replace(entry, dtype=dtype, chunks=())
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        is_wide = self._under.entries[name].dtype != _FP8
+        return self._under.dtype(name) if is_wide else self._dtype
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows, times their scales."""
+        held = self._under.rows(name, begin, stop)
+        if self._under.entries[name].dtype != _FP8:
+            return held
+        tall, wide = self._block
+        low, high = begin // tall, -(-stop // tall)
+        scales = self._under.rows(name + self._SCALE, low, high).float()
+        scales = scales.repeat_interleave(tall, 0)[begin - low * tall : stop - low * tall]
+        scales = scales.repeat_interleave(wide, 1)[:, : held.shape[1]]
+        return (held.float() * scales).to(DTYPES[self._dtype])

@@ -1,0 +1,1 @@
+"""Saving and loading from a running program."""

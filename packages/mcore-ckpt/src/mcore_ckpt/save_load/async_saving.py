@@ -1,0 +1,367 @@
+"""Save while training goes on: copy aside, write in a thread, commit at a later step.
+
+``AsyncSaver.save`` plans, begins to copy what this rank must write to host memory and
+returns; threads copy on, write, and on rank 0 commit. They talk to nobody: ``poll``, called
+once a step on all ranks, is where ranks find that all files are durable. Until the index is
+written the checkpoint does not exist.
+
+At most one save is under way, so the host memory needed is one rank's share, once. A write
+that makes no progress for long is given up, and later saves are left out until it ends:
+training never waits for a disk that hangs.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.save_load.attachments import Beside
+from mcore_ckpt.save_load.hf_saving import HFView
+from mcore_ckpt.save_load.rank_agreement import (
+    agreed,
+    any_rank,
+    gather_bytes,
+    gather_json,
+    pack,
+    unpack,
+)
+from mcore_ckpt.save_load.saving import KEEP_ALL, Begun, PlanCache, begin, commit_step, write
+from mcore_ckpt.save_load.staging import Copies, Staging
+from mcore_ckpt.storage.folder_lock import FolderLock
+from mcore_ckpt.storage.paths import step_folder
+from mcore_parallel.mesh import Axis
+from mcore_parallel.sharding import Shard
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 600.0
+"""A thread that writes nothing for so long is taken to hang."""
+
+_CLOSE_S = 10.0
+
+
+class _Job:
+    """Work in a thread, and how it went."""
+
+    def __init__(self, work: Callable[["_Job"], Any]) -> None:
+        self.result: Any = None
+        self.failure = ""
+        self.moved_s = time.monotonic()
+        self._is_cancelled = False
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, work: Callable[["_Job"], Any]) -> None:
+        try:
+            self.result = work(self)
+        except Exception as error:  # noqa: BLE001 - told to all ranks by the next poll
+            self.failure = str(error) or repr(error)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def is_silent(self, limit_s: float) -> bool:
+        return self.is_busy and time.monotonic() - self.moved_s > limit_s
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the end, or until nothing has moved for ``limit_s``."""
+        while self.is_busy and not self.is_silent(limit_s):
+            self._thread.join(max(0.01, self.moved_s + limit_s - time.monotonic()))
+
+    def watched(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Note progress at each tensor that passes."""
+        for tensor in tensors:
+            if self._is_cancelled:
+                raise CheckpointError("the save was given up")
+            self.moved_s = time.monotonic()
+            yield tensor
+
+    def cancel(self, limit_s: float) -> None:
+        """End at the next tensor; wait for that, but not for ever."""
+        self._is_cancelled = True
+        self._thread.join(limit_s)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save that is under way."""
+
+    begun: Begun
+    copies: Copies
+    job: _Job
+    tries_left: int
+    requested_s: float
+    told: list[bytes] = field(default_factory=list)
+    """What each rank wrote; empty until all have."""
+
+
+class AsyncSaver:
+    """Saves in the background, one after the other.
+
+    Attributes:
+        last_durable: folder of the newest step that this object made durable, or None.
+        last_failure: why the last save came to nothing; empty if it did not fail.
+    """
+
+    def __init__(
+        self,
+        world: Axis,
+        *,
+        retries: int = 1,
+        silent_s: float = SILENT_S,
+        retention: RetentionConfig = KEEP_ALL,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            world: the ranks that save together; all call every method together. With gloo
+                beside nccl in its group, polling never waits for the GPU.
+            retries: times that a failed write is begun anew before the save is given up.
+            silent_s: seconds without progress after which a write is taken to hang.
+            retention: which older steps are deleted once a newer one is durable.
+        """
+        self.last_durable: Path | None = None
+        self.last_failure = ""
+        self._world = world
+        self._retries = retries
+        self._silent_s = silent_s
+        self._retention = retention
+        self._plans = PlanCache()
+        self._staging = Staging()
+        self._pending: _Pending | None = None
+        self._hanging: _Job | None = None
+        self._lock: FolderLock | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for copies: this rank's share of a checkpoint, kept."""
+        return self._staging.num_bytes
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save is neither durable nor given up yet; equal on all ranks."""
+        return self._pending is not None
+
+    def save(
+        self,
+        run_folder: str | Path,
+        step: int | str,
+        shards: Mapping[str, Shard],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        folders: Mapping[str, Path] | None = None,
+        replace: bool = False,
+        hf: HFView | None = None,
+        overlap: bool = False,
+    ) -> bool:
+        """Begin a save; the arguments are those of ``saving.save``.
+
+        Waits for the save before it, if that is still under way. Communicates over the world.
+        The first save of a plan is the slow one: it takes the host memory, and waits until
+        what several ranks hold is compared. Later ones do neither.
+
+        Args:
+            run_folder: one folder for all ranks.
+            step: iteration, or ``"release"``.
+            shards: what this rank holds.
+            extra: JSON kept in the index.
+            files: small files by name.
+            folders: folders to copy by name; they must stay until the save is durable.
+            replace: take the place of a complete checkpoint of this step.
+            hf: make the step a Hugging Face folder too; its weights are put together here,
+                before anything else happens.
+            overlap: return before the copies are made: the tensors must then stay as they
+                are until ``hold`` was called. Otherwise they may change at once.
+
+        Returns:
+            False if nothing was begun, because an earlier write hangs.
+
+        Raises:
+            ValueError: as ``saving.save``, before anything is written.
+            CheckpointError: as ``saving.save``.
+        """
+        if self._pending is not None:
+            self._wait_for_the_one_before(step)
+        hanging = self._hanging is not None and self._hanging.is_busy
+        if any_rank([hanging], self._world)[0]:
+            self.last_failure = f"step {step} was left out: an earlier write still hangs"
+            log.error("%s; training goes on", self.last_failure)
+            return False
+        self._hanging = None
+        beside = Beside(extra=extra or {}, files=files or {}, folders=folders or {})
+        lock = FolderLock(run_folder)
+        try:
+            begun = begin(
+                run_folder,
+                step,
+                shards,
+                lock,
+                world=self._world,
+                replace=replace,
+                beside=beside,
+                hf=hf,
+                plans=self._plans,
+            )
+            with agreed(self._world):
+                copies = self._staging.start(begun.memory)
+        except BaseException:
+            lock.release()
+            raise
+        # The live tensors are not needed again: keep none of them alive.
+        begun.memory.clear()
+        self._lock = lock
+        self.last_failure = ""
+        self._pending = _Pending(
+            begun, copies, _write_job(begun, copies), self._retries, time.monotonic()
+        )
+        if not overlap:
+            self.hold()
+            copies.finish()
+        log.info("requested step %s in %s", step, run_folder)
+        return True
+
+    def hold(self) -> None:
+        """Let what changes the saved tensors next wait for their copies; call it before.
+
+        Talks to nobody. With GPU tensors it returns at once: the current stream waits.
+        """
+        if self._pending is not None:
+            self._pending.copies.hold()
+
+    def poll(self) -> Path | None:
+        """Move the save under way on, if all ranks are ready; call it once a step.
+
+        Communicates over the world only while a save is under way. A write that failed on any
+        rank is logged and begun anew, or given up after the last retry; it never raises, since
+        training can go on.
+
+        Returns:
+            The step's folder if it became durable just now.
+        """
+        return self._advance()
+
+    def wait(self) -> Path | None:
+        """Like ``poll``, but wait until the save under way is durable or given up."""
+        done = None
+        while self._pending is not None:
+            self._pending.job.join(self._silent_s)
+            done = self._advance()
+        return done
+
+    def close(self) -> None:
+        """Give up a save that is still under way: its step never existed. Talks to nobody.
+
+        For a job that ends by an error; one that ends well calls ``wait`` first.
+        """
+        if self._pending is not None:
+            self._pending.job.cancel(_CLOSE_S)
+            self._close()
+
+    def _wait_for_the_one_before(self, step: int | str) -> None:
+        assert self._pending is not None
+        before, started_s = self._pending.begun.step, time.monotonic()
+        self.wait()
+        waited_s = time.monotonic() - started_s
+        if waited_s > 1:
+            log.warning(
+                "step %s waited %.1f s until step %s was written: the disk is slower than the "
+                "saves come. Save less often.",
+                step,
+                waited_s,
+                before,
+            )
+
+    def _advance(self) -> Path | None:
+        pending = self._pending
+        if pending is None:
+            return None
+        job = pending.job
+        flags = [job.is_busy, job.failure != "", job.is_silent(self._silent_s)]
+        is_busy, has_failed, is_silent = any_rank(flags, self._world)
+        if is_silent:
+            self._give_up_hanging(pending)
+            return None
+        if is_busy:
+            return None
+        if has_failed:
+            self._retry(pending)
+            return None
+        if not pending.told:
+            pending.told = gather_bytes(job.result, self._world)
+            pending.job = self._commit_job(pending)
+            return None
+        folder = step_folder(pending.begun.run_folder, pending.begun.step)
+        seconds = time.monotonic() - pending.requested_s
+        log.info("step %s is durable, %.1f s after it was requested", folder.name, seconds)
+        self._close()
+        self.last_durable = folder
+        return folder
+
+    def _commit_job(self, pending: _Pending) -> _Job:
+        is_root, retention = self._world.rank == 0, self._retention
+
+        def work(_job: _Job) -> None:
+            if is_root:
+                told = [unpack(content) for content in pending.told]
+                commit_step(pending.begun, told, retention)
+
+        return _Job(work)
+
+    def _retry(self, pending: _Pending) -> None:
+        step = pending.begun.step
+        told = gather_json(pending.job.failure, self._world)
+        faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+        if pending.tries_left == 0:
+            self.last_failure = f"step {step} was not saved: {faults}"
+            log.error("%s; training goes on", self.last_failure)
+            self._close()
+            return
+        log.warning("writing step %s failed, trying again: %s", step, faults)
+        pending.tries_left -= 1
+        if pending.told:
+            pending.job = self._commit_job(pending)
+        else:
+            pending.job = _write_job(pending.begun, pending.copies)
+
+    def _give_up_hanging(self, pending: _Pending) -> None:
+        told = gather_json(pending.job.is_silent(self._silent_s), self._world)
+        ranks = [rank for rank, is_silent in enumerate(told) if is_silent]
+        self.last_failure = (
+            f"step {pending.begun.step} was not saved: ranks {ranks} have written nothing to "
+            f"{pending.begun.folder} for {self._silent_s:.0f} s"
+        )
+        log.error("%s; training goes on", self.last_failure)
+        # Its thread may still hold the staged memory: no save is begun before it ends.
+        self._hanging = pending.job
+        self._close()
+
+    def _close(self) -> None:
+        self._pending = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _write_job(begun: Begun, copies: Copies) -> _Job:
+    """Finish the copies and write this rank's files, in a thread."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def work(job: _Job) -> bytes:
+        if device is not None:
+            torch.cuda.set_device(device)
+        copies.finish()
+        return pack(write(begun, [job.watched(parts) for parts in copies.parts]))
+
+    return _Job(work)

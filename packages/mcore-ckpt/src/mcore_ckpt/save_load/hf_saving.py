@@ -1,0 +1,247 @@
+"""A step that is a Hugging Face folder as well: the weights stand once, as whole tensors.
+
+Weights go to ``model-*.safetensors`` under their foreign names, and our index points into
+these files; optimizer and the rest stay in the rank files. Each foreign tensor is put
+together on one rank from the boxes of all, in rounds of bounded size, and each rank writes
+the file of the tensors that it owns: about its share of the model, never the whole.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.families import family_for, family_of
+from mcore_ckpt.formats.hf_folder import small_files
+from mcore_ckpt.mapping.rules import Link, expand, match_ours, split_index
+from mcore_ckpt.save_load.tensor_exchange import Move, exchange
+from mcore_ckpt.storage.boxes import Box
+from mcore_ckpt.storage.files import DTYPES, narrowed
+from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry
+from mcore_ckpt.storage.paths import write_durably
+from mcore_ckpt.storage.shard_plans import Claim, Entry, Write
+from mcore_parallel.mesh import Axis
+
+HF_INDEX = "model.safetensors.index.json"
+"""Says which file holds which foreign tensor."""
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class HFView:
+    """How a model of ours stands in a Hugging Face folder."""
+
+    config: Mapping[str, Any]
+    """Its config.json, without the dtype."""
+    links: tuple[Link, ...]
+    """Which foreign tensor holds which of ours."""
+
+
+def hf_view(description: dict[str, Any], model_type: str = "") -> HFView:
+    """Find out how a model stands in a Hugging Face folder.
+
+    Args:
+        description: what our checkpoints keep of a model.
+        model_type: family to write; empty: the first that can say the model.
+
+    Raises:
+        ValueError: if none can, or it stores rows turned, interleaved or padded, so that its
+            bytes cannot be ours too.
+    """
+    model_type = model_type or family_for(description)
+    family = family_of(model_type)
+    config = family.to_theirs(description)
+    links = tuple(expand(family.table(description)))
+    turned = [
+        link.theirs
+        for link in links
+        if not link.is_plain or link.padding or split_index(link.theirs)[1]
+    ]
+    if turned:
+        raise ValueError(
+            f"--save-hf cannot write {model_type}, which does not store our rows as they are "
+            f"({turned[0]}): leave it out, and use mcore-ckpt convert mcore-to-hf."
+        )
+    return HFView(config, links)
+
+
+@dataclass(frozen=True, slots=True)
+class HFPlan:
+    """Who puts which foreign tensors together, equal on all ranks."""
+
+    entries: list[list[Entry]]
+    """Each rank's foreign tensors in file order."""
+    moves: list[Move[Write]]
+    """The boxes they are made of, in an order that keeps all ranks busy."""
+    rest: list[list[Write]]
+    """What each rank writes to its own file as ever."""
+    names: list[str]
+    """Each rank's file of weights; empty for a rank without one."""
+
+    def small_files(self, config: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return what makes the weights a folder: config.json and the list of files."""
+        sizes: dict[str, int] = {}
+        places = {}
+        for name, entries in zip(self.names, self.entries, strict=True):
+            for entry in entries:
+                places[entry.key] = name
+                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
+        word = str(DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]).removeprefix("torch.")
+        files = {"config.json": _json({**config, "torch_dtype": word, "dtype": word})}
+        if len(set(places.values())) > 1:
+            table = {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": dict(sorted(places.items())),
+            }
+            files[HF_INDEX] = _json(table)
+        return files
+
+
+def plan_hf(
+    links: Sequence[Link], claims: Sequence[Mapping[str, Claim]], writes: Sequence[list[Write]]
+) -> HFPlan:
+    """Give each foreign tensor to a rank: to one that writes all of it, else by bytes. Pure.
+
+    Args:
+        links: which foreign tensor holds which of ours.
+        claims: what each rank holds.
+        writes: what each rank would write, from ``plan_writes``.
+
+    Raises:
+        ValueError: if the weights are not those that the links speak of.
+    """
+    ours = {
+        name.removeprefix(_PREFIX): TensorEntry(claim.shape, claim.dtype, ())
+        for mine in claims
+        for name, claim in mine.items()
+        if name.startswith(_PREFIX)
+    }
+    match_ours(links, ours)
+    boxes: dict[str, list[tuple[int, Box]]] = {}
+    rest: list[list[Write]] = [[] for _ in writes]
+    for rank, mine in enumerate(writes):
+        for one in mine:
+            name = one.name.removeprefix(_PREFIX)
+            if name != one.name:
+                boxes.setdefault(name, []).append((rank, one.box))
+            else:
+                rest[rank].append(one)
+    owners = _owners(links, ours, boxes, len(writes))
+    entries: list[list[Entry]] = [[] for _ in writes]
+    placed: list[tuple[int, int, Move[Write]]] = []
+    load = [0] * len(writes)
+    for number, (link, owner) in enumerate(zip(links, owners, strict=True)):
+        entry = _entry(link, ours)
+        entries[owner].append(entry)
+        for name in link.ours:
+            size = DTYPE_BYTES[entry.dtype]
+            for source, box in boxes.get(name, []):
+                move = Move(source, owner, prod(box[1]) * size, Write(_PREFIX + name, box))
+                placed.append((load[owner], number, move))
+        load[owner] += entry.num_bytes
+    for mine in entries:
+        mine.sort(key=lambda entry: -DTYPE_BYTES[entry.dtype])
+    # By how far each owner's file has come, so that all of them receive in every round.
+    moves = [move for _, _, move in sorted(placed, key=lambda one: one[:2])]
+    return HFPlan(entries, moves, rest, _names(entries))
+
+
+def assemble(
+    plan: HFPlan, live: Mapping[Write, Tensor], *, world: Axis, device: torch.device
+) -> list[Tensor]:
+    """Put this rank's foreign tensors together; all ranks of ``world`` call it.
+
+    Args:
+        plan: equal on all ranks.
+        live: the memory of each box that this rank gives.
+        world: the ranks.
+        device: where bytes travel.
+
+    Returns:
+        The memory of each section of each of this rank's entries: what is here already, in
+        place, the rest on the host.
+    """
+    sections = [
+        (one, DTYPES[entry.dtype])
+        for entry in plan.entries[world.rank]
+        for one in entry.sections
+    ]
+    pinned = device.type == "cuda"
+    host = {
+        one.name: torch.empty(one.box[1], dtype=dtype, pin_memory=pinned)
+        for one, dtype in sections
+        if one not in live
+    }
+
+    def take(one: Write, data: Tensor) -> None:
+        view = narrowed(host[one.name], one.box)
+        view.copy_(data.view(view.dtype).view(one.box[1]), non_blocking=True)
+
+    # A whole tensor that is where it belongs stays in place.
+    whole = {one for mine in plan.entries for entry in mine for one in entry.sections}
+    moves = [m for m in plan.moves if not (m.source == m.target and m.key in whole)]
+    exchange(moves, lambda one: live[one], take, world=world, device=device)
+    if pinned:
+        torch.cuda.current_stream().synchronize()
+    return [live[one] if one in live else host[one.name] for one, _ in sections]
+
+
+def put_tokenizer_at_root(step: Path) -> None:
+    """Copy the tokenizer of a step folder to where transformers looks for it."""
+    files, _ = small_files(step / "tokenizer")
+    if "tokenizer.json" in files and "tokenizer_config.json" not in files:
+        files["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast"})
+    for name, content in files.items():
+        write_durably(step / name, content)
+
+
+def _entry(link: Link, ours: Mapping[str, TensorEntry]) -> Entry:
+    shapes = [ours[name].shape for name in link.ours]
+    stacked = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+    sections = tuple(
+        Write(_PREFIX + name, ((0,) * len(shape), shape))
+        for name, shape in zip(link.ours, shapes, strict=True)
+    )
+    return Entry(link.theirs, ours[link.ours[0]].dtype, stacked, sections)
+
+
+def _owners(
+    links: Sequence[Link],
+    ours: Mapping[str, TensorEntry],
+    boxes: Mapping[str, list[tuple[int, Box]]],
+    num_ranks: int,
+) -> list[int]:
+    load = [0] * num_ranks
+    owners = [-1] * len(links)
+    sizes = [sum(ours[name].num_bytes for name in link.ours) for link in links]
+    for number, link in enumerate(links):
+        writers = {rank for name in link.ours for rank, _ in boxes.get(name, [])}
+        if len(writers) == 1:
+            owners[number] = writers.pop()
+            load[owners[number]] += sizes[number]
+    for number in sorted(range(len(links)), key=lambda n: (-sizes[n], n)):
+        if owners[number] < 0:
+            owners[number] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
+            load[owners[number]] += sizes[number]
+    return owners
+
+
+def _names(entries: Sequence[Sequence[Entry]]) -> list[str]:
+    total = sum(bool(mine) for mine in entries)
+    if total == 1:
+        return ["model.safetensors" if mine else "" for mine in entries]
+    names, number = [], 0
+    for mine in entries:
+        number += bool(mine)
+        names.append(f"model-{number:05d}-of-{total:05d}.safetensors" if mine else "")
+    return names
+
+
+def _json(table: Mapping[str, Any]) -> bytes:
+    return json.dumps(table, indent=2).encode() + b"\n"

@@ -1,0 +1,232 @@
+"""Load logical tensors into whatever this rank holds, whoever saved them.
+
+Each rank reads the index, finds which chunks its boxes lie in and reads those rows straight
+into its memory. Names, shapes and dtypes are compared before anything is read, with every
+difference listed; a fault on one rank is raised on all.
+"""
+
+import logging
+import socket
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.config import StrictnessConfig
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.saving import box_of, claims_of
+from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
+from mcore_ckpt.storage.boxes import Box, shifted
+from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
+from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.storage.paths import INDEX, resolve_folder
+from mcore_ckpt.storage.shard_plans import (
+    Claim,
+    Shared,
+    Write,
+    listed,
+    load_differences,
+    name_problems,
+    plan_reads,
+    plan_sharing,
+)
+from mcore_ckpt.storage.stores import as_path
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.sharding import Piece, Shard
+
+log = logging.getLogger(__name__)
+
+READERS = 4
+"""Threads of a rank that read: one waits for the disk while others sum and copy."""
+STRICT = StrictnessConfig()
+"""Every difference is an error."""
+
+
+def load(
+    folder: str | Path,
+    shards: Mapping[str, Shard],
+    *,
+    world: Axis = SINGLE,
+    strictness: StrictnessConfig = STRICT,
+    checksums: bool = True,
+    cast: bool = False,
+    ignore: Sequence[str] = (),
+    share: Literal["auto", "always", "never"] = "auto",
+) -> Mapping[str, Any]:
+    """Fill this rank's pieces from a checkpoint saved under any layout.
+
+    Communicates over ``world``: all ranks call it, each with what it wants. If any rank
+    fails, all raise; pieces may then be partly filled.
+
+    Args:
+        folder: a step folder, or a run folder for its latest step.
+        shards: logical name to pieces, which are written in place.
+        world: the ranks that load together. What none of them asks for is an error: left out,
+            this rank must ask for everything.
+        strictness: what to do about names, shapes and dtypes that differ; each kind is an
+            error that lists them all, unless told otherwise.
+        checksums: check the bytes that are read.
+        cast: convert dtypes that differ, whatever ``strictness`` says of them.
+        ignore: beginnings of names in the checkpoint that nobody need ask for, such as
+            ``optimizer.``.
+        share: whether a box that several ranks of a host want is read by one of them and
+            travels over ``world`` to the others. auto: if tensors are on a GPU; on the CPU
+            the system's file cache is the faster road.
+
+    Returns:
+        ``extra`` as it was saved.
+
+    Raises:
+        ValueError: if there is no checkpoint, or names, shapes or dtypes differ.
+        CheckpointError: if files are missing, cut short or damaged.
+    """
+    with agreed(world):
+        folder = resolve_folder(folder)
+        index = read_index(folder)
+        wanted = claims_of(shards)
+        fingerprint = zlib.crc32((folder / INDEX).read_bytes())
+    told = gather_json([fingerprint, list(wanted)], world)
+    if any(other != fingerprint for other, _ in told):
+        raise CheckpointError(
+            f"ranks read different indices in {folder}: is it one shared folder?"
+        )
+    names = {name for _, mine in told for name in mine}
+    held = [n for n in index.tensors if n in names or not n.startswith(tuple(ignore))]
+    missing, unasked = name_problems(names, held)
+    problems = [
+        *_answer(strictness.on_missing, "missing in the checkpoint", missing),
+        *_answer(strictness.on_unasked, "in the checkpoint, unasked for", unasked),
+    ]
+    ways = ["--dist-ckpt-strictness log_all"] * bool(problems)
+    skipped: Mapping[str, str] = {}
+    with agreed(world):
+        found = load_differences(wanted, index.tensors)
+        problems += found.faults
+        if strictness.dist_ckpt_shape_mismatch == "skip":
+            skipped = found.shapes
+            _answer("log", "left as it is", list(skipped.values()))
+        else:
+            problems += found.shapes.values()
+            ways += ["--dist-ckpt-shape-mismatch skip"] * bool(found.shapes)
+        if strictness.dist_ckpt_dtype_mismatch == "cast" and not cast:
+            _answer("log", "cast", list(found.dtypes.values()))
+        elif not cast:
+            problems += found.dtypes.values()
+            ways += ["--dist-ckpt-dtype-mismatch cast"] * bool(found.dtypes)
+        if problems:
+            raise ValueError(f"cannot load {folder}: {listed(problems)}{_advice(ways)}")
+    taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
+    pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
+    device = travel_device(pieces, world)
+    if share == "never" or world.size == 1 or (share == "auto" and device.type == "cpu"):
+        shared = []
+    else:
+        table = {name: wanted[name].to_json() for name in taken}
+        every = gather_json([socket.gethostname(), table], world)
+        claims = [{n: Claim.from_json(v) for n, v in mine.items()} for _, mine in every]
+        shared = plan_sharing(claims, [host for host, _ in every], index.tensors.keys())
+    from_others = {one.write for one in shared if world.rank in one.others}
+    with agreed(world):
+        _read(folder, taken, index.tensors, from_others, checksums=checksums)
+    _spread(shared, taken, world, device)
+    return index.extra
+
+
+def _spread(
+    shared: Sequence[Shared], shards: Mapping[str, Shard], world: Axis, device: torch.device
+) -> None:
+    """Send what one rank has read to those that want it too."""
+    live = {
+        Write(name, box_of(piece)): piece.data
+        for name, shard in shards.items()
+        for piece in shard.pieces
+    }
+    moves = [
+        Move(one.reader, other, one.num_bytes, one.write)
+        for one in shared
+        for other in one.others
+    ]
+
+    def take(one: Write, data: Tensor) -> None:
+        target = live[one].detach()
+        target.copy_(data.view(target.dtype).view(target.shape))
+
+    exchange(moves, lambda one: live[one], take, world=world, device=device)
+
+
+def _advice(ways: Sequence[str]) -> str:
+    """Say by which options of ``StrictnessConfig``, and flags, the rest can be loaded."""
+    return f"\nWhat agrees is loaded with {' and '.join(ways)}." if ways else ""
+
+
+def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:
+    """Return what is an error, log what is to be logged."""
+    told = [f"{kind}: {problem}" for problem in problems]
+    if told and level == "log":
+        log.warning("%s", listed(told))
+    return told if level == "raise" else []
+
+
+def read_tensor(
+    folder: str | Path, name: str, *, checksums: bool = True, index: Index | None = None
+) -> Tensor:
+    """Read one whole tensor of a step folder onto the CPU.
+
+    Args:
+        folder: a step folder.
+        name: logical name as saved, ``model.final_norm.weight``.
+        checksums: check the bytes that are read.
+        index: of the folder, if read before.
+
+    Raises:
+        ValueError: if the checkpoint has no such tensor; names the nearest.
+    """
+    tensors = (index or read_index(folder)).tensors
+    if name not in tensors:
+        raise ValueError(f"{folder} holds no {name_problems([name], tensors)[0][0]}")
+    entry = tensors[name]
+    whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    with Reader(as_path(folder), checksums=checksums) as reader:
+        for chunk in entry.chunks:
+            box = (chunk.offsets, chunk.lengths)
+            reader.read(name, entry, chunk, box, narrowed(whole, box))
+    return whole
+
+
+def _read(
+    folder: Path,
+    shards: Mapping[str, Shard],
+    tensors: Mapping[str, TensorEntry],
+    from_others: Collection[Write],
+    *,
+    checksums: bool,
+) -> None:
+    with Reader(folder, checksums=checksums) as reader:
+        jobs: list[tuple[str, Chunk, Box, Piece]] = []
+        for name, shard in shards.items():
+            entry = tensors[name]
+            for piece in shard.pieces:
+                if 0 in piece.lengths or Write(name, box_of(piece)) in from_others:
+                    continue
+                reads = plan_reads(entry, box_of(piece))
+                jobs += [(name, entry.chunks[read.chunk], read.box, piece) for read in reads]
+
+        def read_one(name: str, chunk: Chunk, box: Box, piece: Piece) -> None:
+            target = narrowed(piece.data.detach(), shifted(box, piece.offsets))
+            reader.read(name, tensors[name], chunk, box, target)
+
+        # In file order, which disks and their read-ahead like best.
+        jobs.sort(key=lambda job: (job[1].file, job[1].offset))
+        with ThreadPoolExecutor(READERS) as pool:
+            waiting = [pool.submit(read_one, *job) for job in jobs]
+            try:
+                for one in waiting:
+                    one.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise

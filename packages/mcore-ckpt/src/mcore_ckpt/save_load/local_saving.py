@@ -1,0 +1,365 @@
+"""Checkpoints on the disks of each host, through nvidia-resiliency-ext: quick, for one layout.
+
+Each rank keeps what it holds on a disk of its own host, and copies of what ranks of other
+hosts hold, so that a job that lost a host goes on from minutes ago. The package decides which
+iteration is whole, who keeps whose copy and what is deleted; files are ours, an index and
+safetensors each, where its own manager would pickle, and so is the way back of a copy, which
+the package sends through GPUs alone. Nothing here reshards: that is what ``save`` is for.
+
+Reference:
+    https://nvidia.github.io/nvidia-resiliency-ext (local checkpointing)
+"""
+
+import logging
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_ckpt.config import LocalConfig
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.save_load.rank_agreement import agreed, gather_json, host_device
+from mcore_ckpt.save_load.saving import box_of, claims_of
+from mcore_ckpt.save_load.tensor_exchange import Move, exchange
+from mcore_ckpt.storage.files import DTYPES, Item, Reader, slabs_of, write_file
+from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.storage.paths import INDEX, is_complete, remove, write_durably
+from mcore_parallel.mesh import Axis
+from mcore_parallel.sharding import Shard
+
+log = logging.getLogger(__name__)
+
+_PACKAGE = "nvidia_resiliency_ext.checkpointing.local"
+_FILE = "pieces.safetensors"
+
+Id = tuple[int, int, str]
+"""Iteration, owner's rank and session: what the package calls a checkpoint of one rank."""
+
+
+class LocalSaver:
+    """Saves to and loads from local disks; all ranks call every method together."""
+
+    def __init__(self, config: LocalConfig, world: Axis) -> None:
+        """Open this rank's folder; makes groups for copies if they are asked for.
+
+        Args:
+            config: where, and how many copies.
+            world: all ranks of the job; torch.distributed must be initialized.
+
+        Raises:
+            ValueError: if nvidia-resiliency-ext is not installed, if there is no process
+                group, or the ranks cannot be split into groups of copies.
+        """
+        if not dist.is_initialized() or world.size != dist.get_world_size(world.group):
+            raise ValueError(
+                "local checkpoints need torch.distributed over all ranks: start with torchrun."
+            )
+        if config.replication:
+            step = config.replication_jump * config.replication_factor
+            if world.size % step:
+                raise ValueError(
+                    f"{world.size} ranks cannot keep copies with --replication-jump "
+                    f"{config.replication_jump} and --replication-factor "
+                    f"{config.replication_factor}: the number of ranks must be a multiple of "
+                    f"{step}."
+                )
+        self._world = world
+        self._files = _Files(Path(config.non_persistent_local_ckpt_dir), world.rank)
+        self._manager = _manager(self._files, config)
+
+    def latest(self) -> int | None:
+        """Find the newest step that all ranks can load; None if there is none."""
+        step = self._manager.find_latest()
+        return None if step < 0 else step
+
+    def save(
+        self, step: int, shards: Mapping[str, Shard], extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save this rank's pieces; returns when they and all copies are on disks.
+
+        The step before is deleted once this one is whole. Copies travel over the groups that
+        the package made.
+
+        Args:
+            step: must be above the newest.
+            shards: logical name to what this rank holds.
+            extra: JSON that goes along.
+
+        Raises:
+            ValueError: if the step is no newer, or shards contradict their pieces.
+            CheckpointError: on all ranks, if one could not write; the step before stays.
+        """
+        newest = self.latest()
+        with agreed(self._world):
+            claims_of(shards)
+            if newest is not None and step <= newest:
+                raise ValueError(f"local step {newest} is there: step {step} is no newer.")
+        self._files.failure, refusal = "", ""
+        try:
+            self._manager.save(_State.of(shards, extra or {}), step)
+        except Exception as error:  # noqa: BLE001 - the package's own; raised again below
+            refusal = str(error)
+        told = gather_json(self._files.failure, self._world)
+        faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+        if refusal:
+            raise CheckpointError(f"local step {step} was not saved: {faults or refusal}")
+        if faults:
+            log.warning("local step %s is whole, but lacks copies: %s", step, faults)
+        log.info("saved local step %s to %s", step, self._files.folder)
+
+    def load(self, shards: Mapping[str, Shard]) -> Mapping[str, Any]:
+        """Fill this rank's pieces from the newest step, wherever its copy is.
+
+        A copy on another host travels to this rank in rounds of bounded size, over gloo where
+        the world has it.
+
+        Args:
+            shards: as they were saved: same ranks, same pieces.
+
+        Returns:
+            ``extra`` as it was saved.
+
+        Raises:
+            ValueError: if there is none, or it was saved under another layout.
+            CheckpointError: if files are damaged.
+        """
+        newest = self.latest()
+        if newest is None:
+            raise ValueError(f"{self._files.folder} holds no local checkpoint of all ranks.")
+        state = self._brought(newest)
+        with agreed(self._world):
+            state.fill(shards)
+        return state.extra
+
+    def _brought(self, step: int) -> "_State":
+        """Read this rank's own, and send copies to the ranks that lost theirs."""
+        world = self._world
+        held = gather_json(self._files.owners(step), world)
+        # A copy travels only to an owner who has none, from the first who has one.
+        ranks = range(world.size)
+        keepers = [[rank for rank in ranks if owner in held[rank]] for owner in ranks]
+        givers = [owner if owner in keepers[owner] else keepers[owner][0] for owner in ranks]
+        with agreed(world):
+            owners = [owner for owner, giver in enumerate(givers) if giver == world.rank]
+            given = {owner: self._files.read(step, owner) for owner in owners}
+        hollow = {o: [s.keys, s.extra] for o, s in given.items() if o != world.rank}
+        told = {int(o): what for each in gather_json(hollow, world) for o, what in each.items()}
+        mine = given[world.rank] if world.rank in given else _State.empty(*told[world.rank])
+        tensors = {owner: list(state.tensors) for owner, state in given.items()}
+        tensors[world.rank] = list(mine.tensors)
+        moves = [
+            Move(givers[owner], owner, num_bytes, (owner, number))
+            for owner, (keys, _) in sorted(told.items())
+            for number, num_bytes in enumerate(_State.sizes(keys))
+            if num_bytes
+        ]
+        exchange(
+            moves,
+            lambda key: tensors[key[0]][key[1]],
+            lambda key, box: _put(box, tensors[key[0]][key[1]]),
+            world=world,
+            device=host_device(world),
+        )
+        return mine
+
+
+def _put(box: Tensor, target: Tensor) -> None:
+    target.reshape(-1).view(torch.uint8).copy_(box)
+
+
+class _State:
+    """One rank's pieces, in the shape that the package wants: structure, and tensors apart.
+
+    What the package calls hollow travels between ranks as an object, the tensors as tensors.
+    """
+
+    def __init__(
+        self, keys: Sequence[Sequence[Any]], tensors: Iterable[Tensor], extra: Mapping[str, Any]
+    ) -> None:
+        self.keys = list(keys)
+        """Of each piece: name, global shape, dtype, offsets and lengths."""
+        self.extra = dict(extra)
+        self.is_hollow = False
+        self._tensors = list(tensors)
+
+    @classmethod
+    def empty(cls, keys: Sequence[Sequence[Any]], extra: Mapping[str, Any]) -> "_State":
+        """Make room for pieces that another rank tells of."""
+        ours = [(n, tuple(s), dtype, tuple(o), tuple(k)) for n, s, dtype, o, k in keys]
+        state = cls(ours, [], extra)
+        state.init_tensors()
+        return state
+
+    @staticmethod
+    def sizes(keys: Sequence[Sequence[Any]]) -> list[int]:
+        """Bytes of each piece."""
+        kinds = {str(dtype): dtype.itemsize for dtype in DTYPES.values()}
+        return [prod(lengths) * kinds[dtype] for _, _, dtype, _, lengths in keys]
+
+    @classmethod
+    def of(cls, shards: Mapping[str, Shard], extra: Mapping[str, Any]) -> "_State":
+        pieces = [(n, s, p) for n, s in sorted(shards.items()) for p in s.pieces]
+        keys = [(n, tuple(s.shape), str(s.dtype), *box_of(p)) for n, s, p in pieces]
+        return cls(keys, [p.data.detach() for _, _, p in pieces], extra)
+
+    @property
+    def tensors(self) -> Iterable[Tensor]:
+        return iter(self._tensors)
+
+    def pop_tensors(self) -> list[Tensor]:
+        # They travel next, which strided ones cannot.
+        tensors = [tensor.contiguous() for tensor in self._tensors]
+        self._tensors, self.is_hollow = [], True
+        return tensors
+
+    def insert_tensors(self, tensor_data: Iterable[Tensor]) -> None:
+        self._tensors, self.is_hollow = list(tensor_data), False
+
+    def init_tensors(self) -> None:
+        kinds = {str(dtype): dtype for dtype in DTYPES.values()}
+        self.insert_tensors(
+            torch.empty(lengths, dtype=kinds[dtype]) for _, _, dtype, _, lengths in self.keys
+        )
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: ARG002
+        # Always whole: what is written next must be there.
+        self._tensors = [tensor.to("cpu", copy=True) for tensor in self._tensors]
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: ARG002
+        # They stay on the host: ``fill`` copies them to where they belong.
+        assert not self.is_hollow
+
+    def fill(self, shards: Mapping[str, Shard]) -> None:
+        mine = _State.of(shards, {})
+        if mine.keys != self.keys:
+            raise ValueError(
+                "the local checkpoint was saved under another layout or of another model, and "
+                "cannot be cut anew: leave --non-persistent-local-ckpt-dir out, or start with "
+                "the ranks and degrees of then."
+            )
+        for target, source in zip(mine.tensors, self.tensors, strict=True):
+            target.copy_(source)
+
+
+class _Files:
+    """One rank's folder: a subfolder for each iteration and owner, an index written last."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self.folder = root / f"rank_{rank:05d}"
+        self.failure = ""
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def where(self, iteration: int, rank: int) -> Path:
+        return self.folder / f"iter_{iteration:07d}_of_{rank:05d}"
+
+    def all(self) -> list[tuple[int, int, Path]]:
+        """List iteration, owner and folder of each, whole or not."""
+        parts = [(path.name.split("_"), path) for path in self.folder.glob("iter_*_of_*")]
+        return [(int(words[1]), int(words[3]), path) for words, path in parts]
+
+    def owners(self, iteration: int) -> list[int]:
+        """List whose pieces of an iteration are here, whole."""
+        return [
+            owner for step, owner, path in self.all() if step == iteration and is_complete(path)
+        ]
+
+    def write(self, state: _State, iteration: int, rank: int) -> None:
+        """Write one; a fault is kept for later, since the package's ranks wait for all."""
+        folder = self.where(iteration, rank)
+        try:
+            remove(folder)
+            folder.mkdir(parents=True)
+            _write(folder, state)
+        except Exception as error:  # noqa: BLE001 - told to all ranks by LocalSaver.save
+            self.failure = str(error) or repr(error)
+
+    def read(self, iteration: int, rank: int) -> _State:
+        folder = self.where(iteration, rank)
+        index = read_index(folder, is_whole=False)
+        kinds = {name: str(dtype) for name, dtype in DTYPES.items()}
+        keys, tensors = [], []
+        with Reader(folder) as reader:
+            for name, entry in index.tensors.items():
+                for chunk in entry.chunks:
+                    box = (chunk.offsets, chunk.lengths)
+                    data = torch.empty(chunk.lengths, dtype=DTYPES[entry.dtype])
+                    if data.numel():
+                        reader.read(name, entry, chunk, box, data)
+                    keys.append((name, entry.shape, kinds[entry.dtype], *box))
+                    tensors.append(data)
+        return _State(keys, tensors, index.extra)
+
+    def delete(self, iterations: Container[int]) -> None:
+        for iteration, _, folder in self.all():
+            if iteration in iterations:
+                remove(folder)
+
+
+def _write(folder: Path, state: _State) -> None:
+    names = {str(dtype): name for name, dtype in DTYPES.items()}
+    items = [
+        Item(f"{number}", names[dtype], tuple(lengths), partial(slabs_of, tensor))
+        for number, ((_, _, dtype, _, lengths), tensor) in enumerate(
+            zip(state.keys, state.tensors, strict=True)
+        )
+    ]
+    written = write_file(folder / _FILE, items)
+    chunks: dict[str, tuple[TensorEntry, list[Chunk]]] = {}
+    for (name, shape, dtype, offsets, lengths), place in zip(state.keys, written, strict=True):
+        entry = TensorEntry(tuple(shape), names[dtype], ())
+        chunk = Chunk(_FILE, place.offset, tuple(offsets), tuple(lengths), place.checksums)
+        chunks.setdefault(name, (entry, []))[1].append(chunk)
+    tensors = {
+        name: TensorEntry(entry.shape, entry.dtype, tuple(mine))
+        for name, (entry, mine) in chunks.items()
+    }
+    files = {_FILE: (folder / _FILE).stat().st_size}
+    write_durably(folder / INDEX, Index(tensors, state.extra, files).to_bytes())
+
+
+def _manager(files: _Files, config: LocalConfig) -> Any:
+    """Build the package's manager over our files.
+
+    Raises:
+        ValueError: if the package is missing.
+    """
+    try:
+        managers = import_module(f"{_PACKAGE}.ckpt_managers.base_manager")
+        strategies = import_module(f"{_PACKAGE}.replication.strategies")
+    except ImportError as error:
+        raise ValueError(
+            f"local checkpoints need nvidia-resiliency-ext ({error}): install "
+            "mcore-ckpt[resiliency], on Linux with glibc 2.39 and Python up to 3.12."
+        ) from None
+    strategy = None
+    if config.replication:
+        strategy = strategies.CliqueReplicationStrategy.from_replication_params(
+            config.replication_jump, config.replication_factor
+        )
+
+    class Manager(managers.BaseCheckpointManager):
+        """The package's protocol; what it leaves open is done by ``files``."""
+
+        def _my_ckpt_ids(self) -> list[Id]:
+            whole = [(step, rank) for step, rank, path in files.all() if is_complete(path)]
+            return [(step, rank, self.session_id) for step, rank in whole]
+
+        def _load(self, ckpt_id: Id) -> _State:
+            return files.read(*ckpt_id[:2])
+
+        def _save(self, state_dict: _State, ckpt_id: Id) -> None:
+            files.write(state_dict, *ckpt_id[:2])
+
+        def _cleanup(self, iteration: int) -> None:
+            files.delete(range(iteration))
+
+        def _cleanup_failed_save(self, iteration: int) -> None:
+            files.delete([iteration])
+
+    return Manager("", strategy)

@@ -1,0 +1,218 @@
+"""Boxes that several ranks hold must be copies: compared before one of them is written.
+
+A plan knows boxes by name and place, and writes each once. Two stages that name a layer
+alike, ranks seeded apart or never synchronized look like copies to it, and all but one of
+their boxes would be lost in silence. So bits are compared, by digests of 64 bits; boxes
+travel only where digests differ, to tell copies that drifted by rounding from others.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import inf, prod
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.save_load.rank_agreement import agreed, any_rank, gather_json, host_device
+from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
+from mcore_ckpt.storage.boxes import Box, box_text, intersect, shifted, small_spans
+from mcore_ckpt.storage.files import narrowed
+from mcore_ckpt.storage.index import DTYPE_BYTES
+from mcore_ckpt.storage.shard_plans import Claim, Write, listed
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.digests import digest
+from mcore_parallel.mesh import Axis
+from mcore_parallel.sharding import Shard
+
+log = logging.getLogger(__name__)
+
+ROUNDING = 0.05
+"""Part of a box's largest number by which copies may differ that each rank updates by itself:
+far above what orders of summation do, and far below what other data or other layers do."""
+
+_PART_BYTES = 1 << 26
+_TOLD = 12
+
+
+def compare_replicas(
+    claims: Sequence[Mapping[str, Claim]], shards: Mapping[str, Shard], world: Axis
+) -> None:
+    """Make sure that boxes which several ranks hold, or one holds twice, are copies.
+
+    Reads them once, where they are, and waits for the device; one all-reduce of 16 bytes a
+    box over ``world``, which all ranks call. Boxes travel only if some differ.
+    Of copies that are cut otherwise, as a tied embedding's sharded moments are on two stages,
+    the parts that lie in one box of either are compared.
+
+    Args:
+        claims: what each rank says that it holds, equal on all ranks.
+        shards: what this rank holds.
+        world: the ranks.
+
+    Raises:
+        ValueError: on all ranks, naming boxes and ranks that hold unlike ones. Floating-point
+            boxes within ``ROUNDING`` of each other are logged instead.
+        RuntimeError: on all ranks, if one cannot read what it holds.
+    """
+    common = _held_twice(claims)
+    if not common:
+        return
+    held = _held(common, shards)
+    digests: list[int] = []
+    with agreed(world):  # a device may have no room
+        digests = _on_host([digest(box) for boxes in held.values() for box in boxes])
+    own = {number: [digests.pop(0) for _ in boxes] for number, boxes in held.items()}
+    unlike = _unlike(own, len(common), world)
+    if not unlike:
+        return
+    device = travel_device((box for boxes in held.values() for box in boxes), world)
+    is_far = any(
+        _is_far(common[number], held.get(number, []), claims, world, device)
+        for number in unlike
+    )
+    told = gather_json({number: own.get(number, []) for number in unlike[:_TOLD]}, world)
+    sentences = [
+        f"{_name(common[number], claims)}: unlike on {_groups(number, told)}"
+        for number in unlike[:_TOLD]
+    ]
+    sentences += [_name(common[number], claims) for number in unlike[_TOLD:]]
+    if is_far:
+        raise ValueError(
+            f"cannot save what ranks hold under one name, but not alike: {listed(sentences)}\n"
+            "One of them would be saved for all. Copies must be equal: seed torch alike before "
+            "the model is made, and sum gradients over the ranks that share it. Different "
+            "tensors need different names: of layers, by their number in the whole model; of "
+            "what is each rank's own, with the rank. Or let one rank alone name it."
+        )
+    log.warning(
+        "copies differ by rounding, and one of each is saved, so that a run continued from "
+        "here is not bitwise this one: %s",
+        listed(sentences),
+    )
+
+
+def _held_twice(claims: Sequence[Mapping[str, Claim]]) -> list[Write]:
+    """List boxes that are held more than once, in one order on all ranks."""
+    counts: Counter[Write] = Counter()
+    owned: dict[str, dict[Box, None]] = {}
+    copied: dict[str, dict[Box, None]] = {}
+    for mine in claims:
+        for name, claim in mine.items():
+            counts.update(Write(name, box) for box in claim.boxes)
+            boxes = (owned if claim.owner else copied).setdefault(name, {})
+            boxes.update(dict.fromkeys(claim.boxes))
+    common = [write for write, count in counts.items() if count > 1]
+    for name, boxes in copied.items():
+        theirs = owned.get(name, {})
+        for box in (one for one in boxes if one not in theirs):
+            parts = (intersect(box, other) for other in theirs)
+            common += [Write(name, part) for part in parts if part]
+    return list(dict.fromkeys(common))
+
+
+def _held(common: Sequence[Write], shards: Mapping[str, Shard]) -> dict[int, list[Tensor]]:
+    """Find the memory of boxes, by their place in the list."""
+    wanted: dict[str, list[tuple[int, Box]]] = {}
+    for number, write in enumerate(common):
+        wanted.setdefault(write.name, []).append((number, write.box))
+    held: dict[int, list[Tensor]] = {}
+    for name, shard in shards.items():
+        for piece in shard.pieces:
+            whole = tuple(piece.offsets), tuple(piece.lengths)
+            for number, box in wanted.get(name, []):
+                if intersect(whole, box) == box:
+                    inside = narrowed(piece.data.detach(), shifted(box, piece.offsets))
+                    held.setdefault(number, []).append(inside)
+    return held
+
+
+def _on_host(numbers: Sequence[Tensor]) -> list[int]:
+    """Bring numbers of any devices to the host; waits once for each device."""
+    found = [0] * len(numbers)
+    for device in {number.device for number in numbers}:
+        places = [i for i, number in enumerate(numbers) if number.device == device]
+        values = torch.stack([numbers[i] for i in places]).tolist()
+        for place, value in zip(places, values, strict=True):
+            found[place] = value
+    return found
+
+
+def _unlike(own: Mapping[int, Sequence[int]], count: int, world: Axis) -> list[int]:
+    """Find the boxes whose digests differ, by the largest and the least of all ranks."""
+    least = torch.iinfo(torch.int64).min
+    ends = torch.full((2, count), least, dtype=torch.int64)
+    for number, digests in own.items():
+        ends[0, number], ends[1, number] = max(digests), ~min(digests)
+    high, low = all_reduce(ends.to(host_device(world)), world, "max").cpu()
+    return (high != ~low).nonzero().view(-1).tolist()
+
+
+def _is_far(
+    write: Write,
+    mine: Sequence[Tensor],
+    claims: Sequence[Mapping[str, Claim]],
+    world: Axis,
+    device: torch.device,
+) -> bool:
+    """Send the first holder's box to all others, who compare; equal on all ranks."""
+    ranks = [
+        rank
+        for rank, held in enumerate(claims)
+        if write.name in held
+        and any(intersect(box, write.box) == write.box for box in held[write.name].boxes)
+    ]
+    size = DTYPE_BYTES[claims[ranks[0]][write.name].dtype]
+    whole = (0,) * len(write.box[1]), write.box[1]
+    parts = list(small_spans(whole[1], whole, _PART_BYTES // size))
+    gaps = [_Gap() for _ in mine]
+    for part in parts:
+        for gap, other in zip(gaps[1:], mine[1:], strict=True):
+            gap.widen(narrowed(mine[0], part), narrowed(other, part))
+
+    def take(part: Box, content: Tensor) -> None:
+        there = content.view(mine[0].dtype).view(part[1])
+        gaps[0].widen(narrowed(mine[0], part), there)
+
+    moves = [
+        Move(ranks[0], rank, prod(part[1]) * size, part) for part in parts for rank in ranks[1:]
+    ]
+    exchange(moves, lambda part: narrowed(mine[0], part), take, world=world, device=device)
+    return any_rank([any(gap.is_wide for gap in gaps)], world)[0]
+
+
+class _Gap:
+    """How far two boxes lie apart at most, and the largest number in them."""
+
+    def __init__(self) -> None:
+        self._apart = self._largest = 0.0
+
+    def widen(self, a: Tensor, b: Tensor) -> None:
+        """Take parts in; what is no floating-point number is infinitely far from another."""
+        if not a.is_floating_point():
+            self._apart = inf
+            return
+        wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+        x, y = a.to(wide), b.to(a.device, wide)
+        apart = (x - y).abs().nan_to_num(nan=inf, posinf=inf)
+        self._apart = max(self._apart, apart.max().item())
+        self._largest = max(self._largest, x.abs().max().item(), y.abs().max().item())
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether rounding does not explain it."""
+        return self._apart == inf or self._apart > ROUNDING * self._largest
+
+
+def _name(write: Write, claims: Sequence[Mapping[str, Claim]]) -> str:
+    shape = next(mine[write.name].shape for mine in claims if write.name in mine)
+    return write.name if write.box[1] == shape else f"{write.name} {box_text(write.box)}"
+
+
+def _groups(number: int, told: Sequence[Mapping[str, Sequence[int]]]) -> str:
+    """Say which ranks hold the same: ``ranks [0, 2] and [1, 3]``."""
+    ranks: dict[int, list[int]] = {}
+    for rank, digests in enumerate(told):
+        for one in digests[str(number)]:
+            ranks.setdefault(one, []).append(rank)
+    return "ranks " + " and ".join(str(group) for group in ranks.values())

@@ -1,0 +1,62 @@
+"""Which steps stay: the newest few, and every n-th for good.
+
+Deletes only what a newer durable step makes dispensable: never the step that the pointer
+names, never a newer one, never a release.
+"""
+
+import logging
+from pathlib import Path
+
+from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.storage.paths import (
+    complete_steps,
+    is_complete,
+    latest_step,
+    remove,
+    step_folder,
+)
+from mcore_ckpt.storage.stores import as_path
+
+log = logging.getLogger(__name__)
+
+
+def dispensable(steps: list[int], latest: int, config: RetentionConfig) -> list[int]:
+    """Choose the steps that need not be kept. Pure.
+
+    Args:
+        steps: complete steps on disk.
+        latest: the step that the pointer names.
+        config: how many and which stay.
+    """
+    if not config.save_retain_last:
+        return []
+    old = sorted(step for step in steps if step <= latest)
+    every = config.save_retain_interval
+    return [
+        step
+        for step in old[: -config.save_retain_last]
+        if step != latest and not (every and step % every == 0)
+    ]
+
+
+def prune(run_folder: str | Path, config: RetentionConfig) -> list[int]:
+    """Delete what need not be kept, and what interrupted saves left below the latest step.
+
+    Call it after ``save`` has returned, on one rank, with the folder's lock held.
+
+    Returns:
+        The steps that were deleted.
+    """
+    run_folder = as_path(run_folder)
+    latest = latest_step(run_folder)
+    if not isinstance(latest, int) or not is_complete(step_folder(run_folder, latest)):
+        return []
+    gone = dispensable(complete_steps(run_folder), latest, config)
+    for step in gone:
+        remove(step_folder(run_folder, step))
+    for folder in run_folder.glob("iter_*"):
+        digits = folder.name.removeprefix("iter_")
+        if digits.isdecimal() and int(digits) < latest and not is_complete(folder):
+            log.info("removing %s, left by an interrupted save", folder)
+            remove(folder)
+    return gone

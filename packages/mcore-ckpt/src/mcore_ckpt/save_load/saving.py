@@ -1,0 +1,406 @@
+"""Save logical tensors: each byte once, spread over the ranks, whole or not at all.
+
+Every rank says what it holds, all compute the same plan, each writes one safetensors file.
+When all files are durable, rank 0 writes the index and then moves the pointer: a kill at any
+moment leaves the last checkpoint as it was. Ranks talk JSON over tensor collectives.
+
+``save`` is three parts, which a save in the background takes one by one: ``begin`` plans,
+``write`` makes a rank's files and talks to nobody, ``commit_step`` runs on rank 0 alone.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.save_load.attachments import Beside
+from mcore_ckpt.save_load.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
+from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.replica_checks import compare_replicas
+from mcore_ckpt.save_load.retention import prune
+from mcore_ckpt.save_load.tensor_exchange import travel_device
+from mcore_ckpt.storage.boxes import Box
+from mcore_ckpt.storage.files import DTYPE_NAMES, Item, slabs_of, write_file
+from mcore_ckpt.storage.folder_lock import FolderLock
+from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, Index, TensorEntry
+from mcore_ckpt.storage.paths import (
+    commit,
+    copy_durably,
+    make_fresh,
+    step_folder,
+    write_durably,
+)
+from mcore_ckpt.storage.shard_plans import Claim, Entry, Write, plan_writes
+from mcore_ckpt.storage.stores import as_path
+from mcore_parallel.mesh import Axis
+from mcore_parallel.sharding import Piece, Shard
+
+log = logging.getLogger(__name__)
+
+KEEP_ALL = RetentionConfig()
+"""No step is ever deleted."""
+
+
+class PlanCache:
+    """The last plan of a world that saves again and again, used while it fits.
+
+    Ranks then tell each other a hash of what they hold, and plan only if one has changed.
+    What several ranks hold is compared once a plan: at its first save, which takes the longer
+    by one look at all of it, and at no later one.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._keys: list[str] = []
+        self._plan: tuple[list[dict[str, Claim]], list[list[Write]]] = ([], [])
+        self._is_compared = False
+
+    def compare(self, shards: Mapping[str, Shard], world: Axis) -> None:
+        """Compare the boxes that several ranks hold, if the plan is new.
+
+        Communicates over ``world`` then.
+
+        Args:
+            shards: of which ``plan`` was made last.
+            world: the ranks that planned.
+
+        Raises:
+            ValueError: as ``compare_replicas``, on all ranks.
+        """
+        if not self._is_compared:
+            compare_replicas(self._plan[0], shards, world)
+            self._is_compared = True
+
+    def plan(
+        self, claims: Mapping[str, Claim], world: Axis
+    ) -> tuple[list[dict[str, Claim]], list[list[Write]]]:
+        """Return what every rank holds and writes; communicates over ``world``.
+
+        Raises:
+            ValueError: as ``plan_writes``, on all ranks.
+        """
+        table = {name: claim.to_json() for name, claim in claims.items()}
+        text = json.dumps(table, separators=(",", ":"))
+        keys = gather_json(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), world)
+        if keys != self._keys:
+            told = gather_json(table, world)
+            every = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in told]
+            self._plan = (every, plan_writes(every))
+            self._keys, self._is_compared = keys, False
+        return self._plan
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save that is planned, and whose empty folder is there."""
+
+    run_folder: Path
+    """Holds the pointer."""
+    step: int | str
+    """What is saved."""
+    folder: Path
+    """Where files go; not always the step's final name."""
+    lock: FolderLock
+    """Taken by rank 0; the caller releases it."""
+    claims: Sequence[Mapping[str, Claim]]
+    """What each rank holds."""
+    outputs: Mapping[str, Sequence[Entry]]
+    """This rank's files by name, and what they hold."""
+    memory: list[Tensor]
+    """The memory of each section of each entry, in order."""
+    hf_files: Mapping[str, bytes]
+    """What makes the step a Hugging Face folder, beside its weights; empty: it is none."""
+    beside: Beside
+    """What goes along."""
+
+
+def save(
+    run_folder: str | Path,
+    step: int | str,
+    shards: Mapping[str, Shard],
+    *,
+    world: Axis,
+    extra: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    folders: Mapping[str, Path] | None = None,
+    replace: bool = False,
+    hf: HFView | None = None,
+    retention: RetentionConfig = KEEP_ALL,
+    plans: PlanCache | None = None,
+) -> Path:
+    """Save what all ranks hold together as one step; returns when it is durable.
+
+    Communicates over ``world`` several times: all ranks call it, each with what it holds.
+    If any rank fails, all raise and the previous checkpoint stands.
+
+    Args:
+        run_folder: must be one folder for all ranks, on every host.
+        step: iteration, or ``"release"``.
+        shards: logical name to what this rank holds; pieces are read in place. Pieces of
+            shards whose ``is_owner`` is true must cover each tensor exactly, counted over all
+            ranks; equal boxes count once, and must hold the same numbers.
+        world: the ranks that save together; one rank needs no process group.
+        extra: JSON kept in the index; rank 0's counts.
+        files: small files of the step by name, such as ``recipe.toml``; rank 0's count.
+        folders: folders to copy into the step by name, such as ``tokenizer``; rank 0's count.
+        replace: take the place of a complete checkpoint of this step instead of refusing.
+        hf: make the step a Hugging Face folder too, of the shards named ``model.``; None: no.
+        retention: which older steps are deleted once this one is durable.
+        plans: kept by the caller from save to save, so that an unchanged world plans, and
+            compares what several ranks hold, once; None: now, as at the first save.
+
+    Returns:
+        The step's folder.
+
+    Raises:
+        ValueError: if shards contradict their pieces or each other, leave holes or overlap, or
+            ranks hold unlike ones under one name, or what goes along cannot; before anything
+            is written.
+        CheckpointError: if the step exists, another job writes to the run folder, or the ranks
+            do not see one folder.
+    """
+    lock = FolderLock(run_folder)
+    beside = Beside(extra=extra or {}, files=files or {}, folders=folders or {})
+    try:
+        begun = begin(
+            run_folder,
+            step,
+            shards,
+            lock,
+            world=world,
+            replace=replace,
+            beside=beside,
+            hf=hf,
+            plans=plans,
+        )
+        chunks: dict[str, Any] = {}
+        with agreed(world):
+            chunks = write(begun, [[tensor] for tensor in begun.memory])
+        told = gather_json(chunks, world)
+        with agreed(world):
+            if world.rank == 0:
+                commit_step(begun, told, retention)
+    finally:
+        lock.release()
+    return step_folder(run_folder, step)
+
+
+def begin(
+    run_folder: str | Path,
+    step: int | str,
+    shards: Mapping[str, Shard],
+    lock: FolderLock,
+    *,
+    world: Axis,
+    replace: bool,
+    beside: Beside,
+    hf: HFView | None = None,
+    plans: PlanCache | None = None,
+) -> Begun:
+    """Plan a save and make its folder; the first part of ``save``, with its arguments.
+
+    Communicates over ``world``; rank 0 takes ``lock``, which the caller releases.
+    """
+    run_folder = as_path(run_folder)
+    with agreed(world):
+        final = step_folder(run_folder, step)
+        mine = claims_of(shards)
+        beside = beside.kept() if world.rank == 0 else Beside()
+    plans = plans or PlanCache()
+    claims, writes = plans.plan(mine, world)
+    plans.compare(shards, world)
+    hf_plan = None if hf is None else plan_hf(hf.links, claims, writes)
+    made = ""
+    with agreed(world):
+        if world.rank == 0:
+            lock.acquire()
+            made = str(make_fresh(final, replace=replace))
+    folder = as_path(gather_json(made, world)[0])
+    live = {one: _memory(one, shards[one.name]) for one in writes[world.rank]}
+    rest = hf_plan.rest[world.rank] if hf_plan else writes[world.rank]
+    outputs: dict[str, Sequence[Entry]] = {}
+    if rest:
+        outputs[f"rank_{world.rank:05d}.safetensors"] = [
+            _entry(one, mine[one.name]) for one in rest
+        ]
+    memory = [live[one] for one in rest]
+    hf_files: dict[str, bytes] = {}
+    if hf is not None and hf_plan is not None:
+        device = travel_device(live.values(), world)
+        memory += assemble(hf_plan, live, world=world, device=device)
+        hf_files = hf_plan.small_files(hf.config)
+        if hf_plan.names[world.rank]:
+            outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
+    return Begun(run_folder, step, folder, lock, claims, outputs, memory, hf_files, beside)
+
+
+def write(begun: Begun, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
+    """Write this rank's files; talks to nobody, so that a thread may do it.
+
+    Args:
+        begun: what ``begin`` gave.
+        memory: of each section, tensors whose bytes, one after the other, are its own.
+
+    Returns:
+        The files' sizes and chunks as JSON, for ``commit_step``.
+    """
+    files: dict[str, int] = {}
+    rows: list[list[Any]] = []
+    rest = iter(memory)
+    for name, entries in begun.outputs.items():
+        path = begun.folder / name
+        path.unlink(missing_ok=True)
+        items = []
+        for entry in entries:
+            mine = [next(rest) for _ in entry.sections]
+            size = DTYPE_BYTES[entry.dtype]
+            sections = tuple(prod(one.box[1]) * size for one in entry.sections)
+            items.append(
+                Item(entry.key, entry.dtype, entry.shape, partial(_slabs, mine), sections)
+            )
+        written = write_file(path, items)
+        sections_of_file = [one for entry in entries for one in entry.sections]
+        rows += [
+            [name, one.name, *one.box, place.offset, place.checksums]
+            for one, place in zip(sections_of_file, written, strict=True)
+        ]
+        files[name] = path.stat().st_size
+    return {"files": files, "chunks": rows}
+
+
+def commit_step(
+    begun: Begun,
+    told: Sequence[Mapping[str, Any]],
+    retention: RetentionConfig = KEEP_ALL,
+) -> Path:
+    """Make a written step the newest, then delete what need not be kept; for rank 0 alone.
+
+    Args:
+        begun: what ``begin`` gave.
+        told: what ``write`` gave on each rank.
+        retention: which older steps are deleted.
+
+    Raises:
+        CheckpointError: if another job took the run folder over, or files are not to be seen.
+    """
+    begun.lock.check()
+    index = _index(begun.folder, begun.claims, told, begun.beside.extra)
+    for name, source in begun.beside.folders.items():
+        copy_durably(Path(source), begun.folder / name)
+    for name, content in begun.beside.files.items():
+        write_durably(begun.folder / name, content)
+    for name, content in begun.hf_files.items():
+        write_durably(begun.folder / name, content)
+    if begun.hf_files:
+        put_tokenizer_at_root(begun.folder)
+    final = commit(begun.folder, begun.run_folder, begun.step, index.to_bytes())
+    log.info("saved step %s to %s", begun.step, final)
+    if retention != KEEP_ALL:
+        prune(begun.run_folder, retention)
+    return final
+
+
+def claims_of(shards: Mapping[str, Shard]) -> dict[str, Claim]:
+    """Describe what this rank holds; pieces without elements are left out.
+
+    Raises:
+        ValueError: if a piece's memory has not the shape or dtype that its shard says, or
+            there is none (the meta device) or it is a conjugate view, or files have no such
+            name, dtype or layout.
+    """
+    claims = {}
+    for name, shard in shards.items():
+        if name == "__metadata__":
+            raise ValueError(f"{name} is a word of safetensors files: call it otherwise.")
+        for piece in shard.pieces:
+            if tuple(piece.data.shape) != tuple(piece.lengths):
+                raise ValueError(
+                    f"{name}: a piece of lengths {tuple(piece.lengths)} has memory of shape "
+                    f"{tuple(piece.data.shape)}"
+                )
+            if piece.data.dtype != shard.dtype:
+                raise ValueError(
+                    f"{name}: a {shard.dtype} shard has a piece of {piece.data.dtype}"
+                )
+            if piece.data.is_meta:
+                raise ValueError(
+                    f"{name} is on the meta device, which holds no numbers: give the model "
+                    "memory first, such as by model.to_empty(device=...)."
+                )
+            if piece.data.layout is not torch.strided:
+                raise ValueError(f"{name}: files hold no {piece.data.layout} tensors.")
+            if piece.data.is_conj() or piece.data.is_neg():
+                raise ValueError(
+                    f"{name} is a conjugate or negative view, whose memory holds others: give "
+                    "its resolve_conj().resolve_neg()."
+                )
+        if shard.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name}: safetensors files have no {shard.dtype}")
+        boxes = tuple(box_of(piece) for piece in shard.pieces if 0 not in piece.lengths)
+        claims[name] = Claim(
+            tuple(shard.shape), DTYPE_NAMES[shard.dtype], shard.is_owner, boxes
+        )
+    return claims
+
+
+def box_of(piece: Piece) -> Box:
+    """Return the region of a piece."""
+    return tuple(piece.offsets), tuple(piece.lengths)
+
+
+def _entry(write: Write, claim: Claim) -> Entry:
+    offsets, lengths = write.box
+    key = write.name
+    if lengths != claim.shape:
+        cuts = ",".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True))
+        key = f"{write.name}[{cuts}]"
+    return Entry(key, claim.dtype, lengths, (write,))
+
+
+def _memory(write: Write, shard: Shard) -> Tensor:
+    return next(piece.data for piece in shard.pieces if box_of(piece) == write.box)
+
+
+def _slabs(sections: Sequence[Iterable[Tensor]]) -> Iterator[Tensor]:
+    for section in sections:
+        for tensor in section:
+            yield from slabs_of(tensor)
+
+
+def _index(
+    folder: Path,
+    claims: Sequence[Mapping[str, Claim]],
+    told: Sequence[Mapping[str, Any]],
+    extra: Mapping[str, Any],
+) -> Index:
+    files: dict[str, int] = {}
+    chunks: dict[str, list[Chunk]] = {name: [] for mine in claims for name in mine}
+    for rank, answer in enumerate(told):
+        for name, size in answer["files"].items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise CheckpointError(
+                    f"rank {rank} wrote {size} bytes to {path}, which rank 0 does not see: the "
+                    "folder to save to must be shared by all hosts."
+                )
+            files[name] = size
+        for file, tensor, offsets, lengths, offset, checksums in answer["chunks"]:
+            chunks[tensor].append(
+                Chunk(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))
+            )
+    tensors = {
+        name: TensorEntry(claim.shape, claim.dtype, tuple(chunks[name]))
+        for mine in claims
+        for name, claim in mine.items()
+    }
+    return Index(tensors, extra, files)

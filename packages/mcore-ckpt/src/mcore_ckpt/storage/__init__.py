@@ -1,0 +1,1 @@
+"""Files on disk: index, rank files, boxes, locks, and who writes what."""

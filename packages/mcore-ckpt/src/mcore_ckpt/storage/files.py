@@ -1,0 +1,386 @@
+"""Safetensors files, streamed: a writer that never holds a file, a reader that reads rows.
+
+Sizes are known beforehand, so the header goes first and then the bytes, straight from the
+memory they live in; checksums are taken on the way. The safetensors library wants every
+tensor of a file alive at once, hence this. Reading uses positioned reads: a file that was cut
+short is then an error, where a memory map would end the process.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, JSON
+padded with spaces, data without gaps).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mcore_ckpt.errors import CheckpointError, write_error
+from mcore_ckpt.storage.boxes import Box, shifted, small_spans, span, strides
+from mcore_ckpt.storage.index import BLOCK_BYTES, DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.storage.stores import StorePath, is_store
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""Torch's dtype of each name that safetensors writes."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+"""Safetensors' name of each dtype that it can write."""
+
+SLAB_BYTES = 4 * BLOCK_BYTES
+"""Most bytes that are copied aside at once, for tensors that are not contiguous on the CPU."""
+
+_MAX_HEADER_BYTES = 100_000_000
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor to write, whose bytes come in slabs when their turn is there."""
+
+    name: str
+    """Key in the file."""
+    dtype: str
+    """Safetensors' name."""
+    shape: tuple[int, ...]
+    """Size of the tensor."""
+    slabs: Callable[[], Iterable[Tensor]]
+    """Gives contiguous CPU tensors whose bytes, one after the other, are the tensor's."""
+    sections: tuple[int, ...] = ()
+    """Bytes of parts that get checksums of their own; a slab ends where a part does. Empty:
+    the tensor is one part."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where a tensor, or a section of one, went and what its bytes sum to."""
+
+    offset: int
+    """First byte in the file."""
+    checksums: tuple[int, ...]
+    """CRC32 of each block of ``BLOCK_BYTES``."""
+
+
+def write_file(
+    path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None = None
+) -> list[Written]:
+    """Write a safetensors file and make it durable.
+
+    Args:
+        path: the file; it must not exist.
+        items: in file order; items of wide dtypes first keep every item aligned.
+        metadata: strings for the header.
+
+    Returns:
+        One entry an item; of an item with sections, one a section.
+
+    Raises:
+        ValueError: if a name comes twice.
+        CheckpointError: if the disk fails, or an item's slabs are not as long as its shape
+            says.
+    """
+    header, first = _header(items, metadata)
+    try:
+        with path.open("xb", buffering=1 << 20) as file:
+            file.write(header)
+            written = _write_items(file.write, items, first, path)
+            if not is_store(path):
+                file.flush()
+                os.fsync(file.fileno())
+    except FileExistsError:
+        raise
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise write_error(path, error) from error
+    return written
+
+
+def slabs_of(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[Tensor]:
+    """Give a tensor's bytes in order, without a copy where it lies in order on the CPU.
+
+    Args:
+        tensor: any strides, any device.
+        limit: most bytes to copy aside at once.
+    """
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield tensor
+        return
+    box = ((0,) * tensor.dim(), tuple(tensor.shape))
+    for offsets, lengths in small_spans(
+        tuple(tensor.shape), box, max(1, limit // tensor.element_size())
+    ):
+        yield narrowed(tensor, (offsets, lengths)).cpu().contiguous()
+
+
+def memory(tensor: Shaped[Tensor, ...]) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor; writing to them writes to it."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # pyrefly: ignore[bad-argument-type] - before 3.12
+
+
+class Checksums:
+    """CRC32s of a stream of bytes, one a block of ``BLOCK_BYTES``."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._done: list[int] = []
+        self._current = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        while len(data):
+            room = BLOCK_BYTES - self.num_bytes % BLOCK_BYTES
+            part, data = data[:room], data[room:]
+            self._current = zlib.crc32(part, self._current)
+            self.num_bytes += len(part)
+            if self.num_bytes % BLOCK_BYTES == 0:
+                self._done.append(self._current)
+                self._current = 0
+
+    def finish(self) -> tuple[int, ...]:
+        """Return the sums; the last block may be short."""
+        return tuple(self._done + ([self._current] if self.num_bytes % BLOCK_BYTES else []))
+
+
+class Reader:
+    """Reads regions of tensors from the files of one folder; keeps files open until closed.
+
+    Several threads may read at once.
+    """
+
+    def __init__(self, folder: Path, *, checksums: bool = True) -> None:
+        """Open nothing yet.
+
+        Args:
+            folder: holds the files that chunks name.
+            checksums: whether blocks that are read are checked.
+        """
+        self._folder = folder
+        self._checksums = checksums
+        self._files: dict[Path, int] = {}
+        self._opening = threading.Lock()
+
+    def __enter__(self) -> Reader:
+        """Return the reader."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+
+    def read(
+        self, name: str, entry: TensorEntry, chunk: Chunk, box: Box, target: Tensor
+    ) -> None:
+        """Read a region of a chunk into memory; casts if the target's dtype is another.
+
+        Reads the blocks that the region's rows lie in and no others.
+
+        Args:
+            name: of the tensor, for messages.
+            entry: its entry in the index.
+            chunk: one of its chunks.
+            box: region of the tensor, inside the chunk.
+            target: of the region's shape; any strides, any device.
+
+        Raises:
+            CheckpointError: if a block does not have its checksum, or the file ends early.
+        """
+        dtype = DTYPES[entry.dtype]
+        inside = shifted(box, chunk.offsets)
+        size = DTYPE_BYTES[entry.dtype]
+        for part in small_spans(chunk.lengths, inside, SLAB_BYTES // size):
+            aim = narrowed(target, shifted(part, inside[0]))
+            first, stop = (end * size for end in span(chunk.lengths, part))
+            if _lies_alike(aim, dtype, stop - first) and self._needs_no_more(
+                entry, chunk, first, stop
+            ):
+                self._read_bytes(name, chunk, first, memory(aim))
+                continue
+            start = first // BLOCK_BYTES * BLOCK_BYTES
+            end = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, prod(chunk.lengths) * size)
+            aside = torch.empty(end - start, dtype=torch.uint8)
+            self._read_bytes(name, chunk, start, memory(aside))
+            flat = aside[first - start : stop - start].view(dtype)
+            aim.copy_(flat.as_strided(part[1], strides(chunk.lengths)))
+
+    def _needs_no_more(self, entry: TensorEntry, chunk: Chunk, first: int, stop: int) -> bool:
+        """Whether a range of bytes is whole blocks, or nothing is checked anyway."""
+        if not self._checksums or not chunk.checksums:
+            return True
+        total = prod(chunk.lengths) * DTYPE_BYTES[entry.dtype]
+        return first % BLOCK_BYTES == 0 and (stop % BLOCK_BYTES == 0 or stop == total)
+
+    def _read_bytes(self, name: str, chunk: Chunk, start: int, target: memoryview) -> None:
+        """Fill ``target`` from byte ``start`` of the chunk, a block boundary, and check it."""
+        path = self._folder / chunk.file
+        if isinstance(path, StorePath):
+            begin = chunk.offset + start
+            content = path.read_range(begin, begin + len(target))
+            if len(content) != len(target):
+                raise CheckpointError(f"{path} ends within {name}: the object was cut short.")
+            target[:] = content
+            self._check(name, chunk, start, target, path)
+            return
+        done = 0
+        while done < len(target):
+            try:
+                got = os.preadv(self._open(path), [target[done:]], chunk.offset + start + done)
+            except OSError as error:
+                # Not to be taken for what the system says against the file that is written.
+                raise CheckpointError(f"cannot read {path}: {error}.") from error
+            if not got:
+                raise CheckpointError(f"{path} ends within {name}: the file was cut short.")
+            done += got
+        self._check(name, chunk, start, target, path)
+
+    def _open(self, path: Path) -> int:
+        with self._opening:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY)
+            return self._files[path]
+
+    def _check(
+        self, name: str, chunk: Chunk, start: int, target: memoryview, path: Path
+    ) -> None:
+        if not self._checksums or not chunk.checksums:
+            return
+        for begin in range(0, len(target), BLOCK_BYTES):
+            block = (start + begin) // BLOCK_BYTES
+            if zlib.crc32(target[begin : begin + BLOCK_BYTES]) != chunk.checksums[block]:
+                raise CheckpointError(
+                    f"{path} is damaged: {name} has not the checksum it was saved with "
+                    f"(bytes from {chunk.offset + block * BLOCK_BYTES}). Load another step."
+                )
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Read what a safetensors file holds, each tensor as one chunk without checksums.
+
+    Raises:
+        CheckpointError: if it is no safetensors file or its data does not fit its header.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(f"{path} is no safetensors file: it has no header.")
+        try:
+            table = json.loads(file.read(length))
+            return {
+                name: _header_entry(path, row, 8 + length, size)
+                for name, row in table.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is no sound safetensors file: {error!r}") from None
+
+
+def _header_entry(path: Path, row: dict[str, Any], first: int, size: int) -> TensorEntry:
+    shape, (begin, end) = tuple(row["shape"]), row["data_offsets"]
+    entry = TensorEntry(
+        shape, row["dtype"], (Chunk(path.name, first + begin, (0,) * len(shape), shape),)
+    )
+    if end - begin != entry.num_bytes or begin < 0 or first + end > size:
+        raise ValueError("data does not fit the header")
+    return entry
+
+
+def _header(items: Sequence[Item], metadata: Mapping[str, str] | None) -> tuple[bytes, int]:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offset = 0
+    for item in items:
+        if item.name in table:
+            raise ValueError(f"{item.name} would be written twice to one file")
+        end = offset + item.num_bytes
+        table[item.name] = {
+            "dtype": item.dtype,
+            "shape": list(item.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, 8 + len(text)
+
+
+def _write_items(
+    put: Callable[[memoryview], object], items: Sequence[Item], offset: int, path: Path
+) -> list[Written]:
+    written = []
+    for item in items:
+        sections = item.sections or (item.num_bytes,)
+        done: list[Written] = []
+        checksums = Checksums()
+        for slab in item.slabs():
+            data = memory(slab)
+            put(data)
+            checksums.update(data)
+            if len(done) < len(sections) and checksums.num_bytes == sections[len(done)]:
+                done.append(Written(offset, checksums.finish()))
+                offset += checksums.num_bytes
+                checksums = Checksums()
+        if checksums.num_bytes or sum(sections[len(done) :]):
+            raise CheckpointError(
+                f"{path}: {item.name} gave {sum(sections[: len(done)]) + checksums.num_bytes} "
+                f"bytes, not the {item.num_bytes} of its shape"
+            )
+        # What has no elements may have no slabs.
+        done += [Written(offset, ())] * (len(sections) - len(done))
+        written += done
+    return written
+
+
+def _lies_alike(target: Tensor, dtype: torch.dtype, num_bytes: int) -> bool:
+    """Whether bytes of the file can be read straight into the target."""
+    return (
+        target.device.type == "cpu"
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and target.numel() * target.element_size() == num_bytes
+    )
+
+
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """Return the view of a tensor that a box of it is."""
+    for dim, (offset, length) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor

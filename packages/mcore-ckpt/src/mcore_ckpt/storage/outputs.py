@@ -1,0 +1,195 @@
+"""Where a command writes: refused before it starts, and gone again if it fails."""
+
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mcore_ckpt.conversion.inspection import form_of
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.storage.folder_lock import FolderLock
+from mcore_ckpt.storage.paths import (
+    RELEASE,
+    TRACKER,
+    is_complete,
+    latest_step,
+    make_fresh,
+    remove,
+    step_folder,
+    sync_folder,
+)
+from mcore_ckpt.storage.stores import is_store
+
+log = logging.getLogger(__name__)
+
+
+def check_place(output: Path, *inputs: Path) -> None:
+    """Refuse an output within an input or a step of a run, and one that can be no folder.
+
+    Raises:
+        ValueError: with both paths.
+    """
+    if is_store(output):
+        return
+    there = output.resolve()
+    for source in (one for one in inputs if not is_store(one)):
+        here = source.resolve()
+        if here.is_dir() and (here == there or here in there.parents):
+            raise ValueError(
+                f"--output {output} lies in {source}, which is read: give a folder elsewhere, "
+                "so that the input stays as it is."
+            )
+    for one in (there, *there.parents):
+        is_step = one.name == RELEASE or one.name.startswith("iter_")
+        if is_step and (one.parent / TRACKER).is_file():
+            raise ValueError(
+                f"--output {output} cannot be made: {one} is a step of the run {one.parent}, "
+                "which the run may delete: give a folder elsewhere."
+            )
+    if output.is_symlink() and not output.exists():
+        raise ValueError(f"--output {output} is a link to nothing: make its target first.")
+    above = _standing(there)
+    if not above.is_dir():
+        raise ValueError(f"--output {output} cannot be made: {above} is a file.")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"--output {output} cannot be made: {above} may not be written to.")
+
+
+def check_run_folder(output: Path) -> None:
+    """Refuse to put steps of ours among the files of a checkpoint in another format.
+
+    Raises:
+        ValueError: naming the format.
+    """
+    step = latest_step(output)
+    places = [output] if step is None else [output, step_folder(output, step)]
+    for place in places:
+        if (form := form_of(place)) not in ("", "mcore"):
+            raise ValueError(
+                f"--output {output} holds a checkpoint in the format {form} ({place}): give "
+                "a new folder, or a run folder of ours."
+            )
+
+
+def check_room(output: Path, num_bytes: int) -> None:
+    """Refuse an output for which the disk has no room, before hours of writing.
+
+    Raises:
+        CheckpointError: with what is needed and what there is.
+    """
+    if is_store(output):
+        return
+    free = shutil.disk_usage(_standing(output.resolve())).free
+    if num_bytes > free:
+        raise CheckpointError(
+            f"--output {output} needs {num_bytes / 1e9:.1f} GB, and its disk has "
+            f"{free / 1e9:.1f} GB free: make room, or give a folder on another disk."
+        )
+
+
+@contextmanager
+def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
+    """Lock a run folder and give a fresh folder in it for a step, which the caller commits.
+
+    With an error goes all that was made. For commands: a save leaves what a kill would leave,
+    and the next one cleans up.
+
+    Raises:
+        CheckpointError: if the step is there already, or another job writes to the folder.
+    """
+    with _unmade(run_folder), FolderLock(run_folder):
+        final = step_folder(run_folder, step)
+        if is_complete(final):
+            raise CheckpointError(
+                f"{final} already holds a complete checkpoint, which is never overwritten: "
+                "give another --output."
+            )
+        target = make_fresh(final)
+        try:
+            yield target
+        except BaseException:
+            # A step that nothing points to would only stand in the way of the next try.
+            if not (is_complete(target) and latest_step(run_folder) == step):
+                remove(target)
+            raise
+
+
+@contextmanager
+def appearing(output: Path) -> Iterator[Path]:
+    """Give a folder to write to, which becomes ``output`` if all goes well, else goes away.
+
+    It lies in ``.<output>.partial`` beside the output, which this process holds by a
+    ``FolderLock``. What processes left there that were killed is removed first.
+
+    Raises:
+        ValueError: if the output is in the way, or a folder that nothing can take the place of.
+        CheckpointError: if another process that lives is writing to the same output.
+    """
+    if output.is_symlink():
+        output = output.resolve()  # What it points to is replaced, not the link.
+    _check_free(output)
+    room = output.with_name(f".{output.name}.partial")
+    unfinished = room / uuid.uuid4().hex  # never another's, even if the lock is lost
+    with _unmade(output), _held(room) as lock:
+        _check_free(output)
+        for left in (one for one in room.iterdir() if one.is_dir()):
+            log.warning("removing %s, which a command that was killed has left", left)
+            shutil.rmtree(left)
+        unfinished.mkdir()
+        try:
+            yield unfinished
+            lock.check()
+            if output.exists():
+                output.rmdir()
+            unfinished.rename(output)
+            sync_folder(output.parent)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_free(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not empty: give a new folder.")
+    there = output.resolve()
+    if there.is_mount() or there == Path.cwd():
+        what = "where a disk is mounted" if there.is_mount() else "where this command runs"
+        raise ValueError(
+            f"{output} is {what}, and the output takes the place of its folder at the end: "
+            "give a new folder in it."
+        )
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[FolderLock]:
+    """Hold a folder, which is gone afterwards unless another process has come to it."""
+    lock = FolderLock(folder)
+    try:
+        with lock:
+            yield lock
+    finally:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+@contextmanager
+def _unmade(folder: Path) -> Iterator[None]:
+    """After an error, take away the empty folders of a path that were not there before."""
+    absent: list[Path] = []
+    if not is_store(folder):
+        absent = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        yield
+    except BaseException:
+        for made in (one for one in absent if one.is_dir()):
+            if any(made.iterdir()):
+                break
+            made.rmdir()
+        raise
+
+
+def _standing(path: Path) -> Path:
+    """Return the nearest of a path and the folders above it that exists."""
+    return next(one for one in (path, *path.parents) if one.exists())

@@ -1,0 +1,280 @@
+"""Where things stand on disk, and how they get there whole.
+
+A run folder holds one folder a step and ``latest_checkpointed_iteration.txt``, the only
+pointer. A step exists for readers when its ``index.json`` does; that file is written last,
+under another name, made durable and renamed, then the pointer the same way. A folder without
+an index is garbage of an interrupted save. A step is never written over: a second save of it
+goes to ``<step>.incoming`` and takes the place of the first by renames once it is whole.
+"""
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.storage.stores import StorePath, as_path, is_store
+
+INDEX = "index.json"
+"""Name of the file that makes a folder a checkpoint."""
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Name of the pointer to the newest step of a run folder."""
+
+RELEASE = "release"
+"""The step of weights that come from no training run, such as a conversion's."""
+
+_MOST_DIGITS = 18
+_INCOMING = ".incoming"
+_REPLACED = ".replaced"
+_GARBAGE = ".garbage."
+_FOREIGN = (".metadata", "metadata.json", "common.pt")
+
+
+def step_folder(run_folder: str | Path, step: int | str) -> Path:
+    """Return where a step stands: ``iter_0000100``, or ``release``.
+
+    Raises:
+        ValueError: if ``step`` is neither a number from 0 nor ``release``.
+    """
+    if step == RELEASE:
+        return as_path(run_folder) / RELEASE
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"a step is a number from 0, or {RELEASE!r}; not {step!r}")
+    return as_path(run_folder) / f"iter_{step:07d}"
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Whether a folder holds a checkpoint that was saved to its end."""
+    return (as_path(folder) / INDEX).is_file()
+
+
+def latest_step(run_folder: str | Path) -> int | str | None:
+    """Read the pointer of a run folder.
+
+    Returns:
+        The step, or ``"release"``; None where nothing was ever saved.
+
+    Raises:
+        ValueError: if the pointer says neither.
+    """
+    try:
+        text = (as_path(run_folder) / TRACKER).read_bytes().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if text == RELEASE:
+        return RELEASE
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise ValueError(
+            f"{as_path(run_folder) / TRACKER} holds {text[:40]!r}: it must hold a step or "
+            f"{RELEASE!r}."
+        )
+    return int(text)
+
+
+def complete_steps(run_folder: str | Path) -> list[int]:
+    """List the numbered steps of a run folder that are whole, ascending."""
+    steps = []
+    for folder in as_path(run_folder).glob("iter_*"):
+        digits = folder.name.removeprefix("iter_")
+        if digits.isdecimal() and is_complete(folder):
+            steps.append(int(digits))
+    return sorted(steps)
+
+
+def resolve_folder(path: str | Path, step: int = 0) -> Path:
+    """Find the checkpoint that a user means by a run folder or a step folder.
+
+    Args:
+        path: either of the two.
+        step: which of a run folder's; 0: the one that the pointer names.
+
+    Raises:
+        ValueError: if there is none; says what is there instead.
+    """
+    path = as_path(path)
+    if is_complete(path):
+        return path
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
+    wanted = step or latest_step(path)
+    steps = complete_steps(path)
+    there = f"Complete steps there: {', '.join(map(str, steps)) or 'none'}."
+    if wanted is None:
+        raise ValueError(f"{path} holds neither {INDEX} nor {TRACKER}. {there}")
+    found = _find(step_folder(path, wanted))
+    if found is None:
+        raise ValueError(
+            f"{step_folder(path, wanted)} holds no complete checkpoint (no {INDEX}). {there}"
+        )
+    return found
+
+
+def _find(folder: Path) -> Path | None:
+    # A kill between the two renames of a replacement leaves one of the other names.
+    for suffix in ("", _INCOMING, _REPLACED):
+        candidate = folder.with_name(folder.name + suffix)
+        if is_complete(candidate):
+            return candidate
+    return None
+
+
+def make_fresh(folder: Path, *, replace: bool = False) -> Path:
+    """Make the empty folder that a save writes to; garbage in its way is put aside.
+
+    Args:
+        folder: the step's.
+        replace: what a complete checkpoint of this step means: save beside it and take its
+            place when whole, or refuse.
+
+    Returns:
+        Where to write; hand it to ``commit``.
+
+    Raises:
+        CheckpointError: if the step exists and is not to be replaced, or is not ours.
+    """
+    _repair(folder)
+    _check_ours(folder)
+    if is_complete(folder):
+        if not replace:
+            raise CheckpointError(
+                f"{folder} already holds a complete checkpoint, which is never overwritten: "
+                "save another step or to another folder, or ask to replace it."
+            )
+        if is_store(folder):
+            raise CheckpointError(
+                f"{folder} already holds a complete checkpoint, and an object store cannot "
+                "swap one for another at once: delete it first, or save to another folder."
+            )
+        folder = folder.with_name(folder.name + _INCOMING)
+    if is_store(folder):
+        _delete(folder)
+    elif folder.exists():
+        # Deleting takes long: that waits until the new step is durable.
+        folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _check_ours(folder: Path) -> None:
+    """Refuse to clear away a step of Megatron's, whose run folders look like ours."""
+    foreign = [folder / name for name in _FOREIGN if (folder / name).is_file()]
+    foreign += folder.glob("mp_rank_*")
+    if foreign:
+        raise CheckpointError(
+            f"{folder} holds {foreign[0].name}, which no save of ours writes: it is a "
+            "checkpoint of another program, and stays. Save to a run folder of ours."
+        )
+
+
+def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:
+    """Turn a written folder into the run's newest step: index, then pointer, each durable.
+
+    Then deletes what earlier, interrupted saves left.
+
+    Args:
+        written: what ``make_fresh`` gave, with every other file in it durable.
+        run_folder: holds the pointer.
+        step: what it will point to.
+        index: content of the index.
+
+    Returns:
+        Where the step stands now.
+    """
+    run_folder = as_path(run_folder)
+    sync_folder(written)
+    sync_folder(run_folder)
+    write_durably(written / INDEX, index)
+    folder = step_folder(run_folder, step)
+    if written != folder:
+        _repair(folder)
+    write_durably(run_folder / TRACKER, str(step).encode())
+    _clean(run_folder)
+    return folder
+
+
+def _clean(run_folder: Path) -> None:
+    """Delete what interrupted saves put aside; no step that anyone could read."""
+    for aside in [*run_folder.glob("iter_*.*"), *run_folder.glob(f"{RELEASE}.*")]:
+        name, _, kind = aside.name.partition(".")
+        folder = aside.with_name(name)
+        is_old = f".{kind}" == _REPLACED and is_complete(folder)
+        is_half = f".{kind}" == _INCOMING and not is_complete(aside)
+        if is_old or is_half or _GARBAGE in aside.name:
+            remove(aside)
+
+
+def _repair(folder: Path) -> None:
+    """Finish a replacement: a whole ``.incoming`` becomes the step, what was there goes."""
+    incoming = folder.with_name(folder.name + _INCOMING)
+    replaced = folder.with_name(folder.name + _REPLACED)
+    if is_complete(incoming):
+        if is_complete(folder):
+            remove(replaced)
+            folder.rename(replaced)
+        remove(folder)
+        incoming.rename(folder)
+    elif not is_complete(folder) and is_complete(replaced):
+        remove(folder)
+        replaced.rename(folder)
+    else:
+        return
+    sync_folder(folder.parent)
+    remove(replaced)
+
+
+def remove(folder: Path) -> None:
+    """Delete a step folder; its index first, so that no reader sees half of it."""
+    (folder / INDEX).unlink(missing_ok=True)
+    _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    if isinstance(folder, StorePath):
+        folder.delete_tree()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a small file that is there whole or not at all, also after a power cut."""
+    if isinstance(path, StorePath):
+        path.write_whole(content)
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def copy_durably(source: Path, target: Path) -> None:
+    """Copy a file or the files of a folder and make the copies durable."""
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+        for entry in sorted(source.iterdir()):
+            copy_durably(entry, target / entry.name)
+        sync_folder(target)
+        return
+    if is_store(source) or is_store(target):
+        write_durably(target, source.read_bytes())
+        return
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    if is_store(folder):
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,303 @@
+"""Who writes what, and what is read from where: pure functions, equal on all ranks.
+
+Ranks exchange what they hold as names and boxes, never tensors; from the same claims each
+computes the same plan, so nothing need be sent back. A box that several ranks hold is
+written by one of them, so that all write about the same number of bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mcore_ckpt.storage.boxes import Box, cover_problems, intersect
+from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one rank says that it holds of one tensor."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    """As safetensors writes it, ``BF16``."""
+    owner: bool
+    """Whether this rank is the first holder of its boxes. The owners' boxes must cover the
+    tensor exactly; others' are copies, and write where they equal an owner's."""
+    boxes: tuple[Box, ...]
+    """Regions of the tensor."""
+
+    def to_json(self) -> list[Any]:
+        """Return it as lists."""
+        return [self.shape, self.dtype, self.owner, self.boxes]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> Claim:
+        """Rebuild what ``to_json`` gave."""
+        shape, dtype, owner, boxes = value
+        return cls(tuple(shape), dtype, owner, tuple((tuple(o), tuple(n)) for o, n in boxes))
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One box that one rank writes to its file."""
+
+    name: str
+    """The tensor."""
+    box: Box
+    """Region of it."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the region."""
+        return prod(self.box[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file, made of boxes of logical tensors."""
+
+    key: str
+    """Its name in the file."""
+    dtype: str
+    """As safetensors writes it."""
+    shape: tuple[int, ...]
+    """Of the tensor in the file."""
+    sections: tuple[Write, ...]
+    """The boxes that it is made of, stacked by rows."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One region that a loader takes from a chunk of a file."""
+
+    chunk: int
+    """Which of the tensor's chunks."""
+    box: Box
+    """Region of the tensor; lies inside the chunk."""
+
+
+def plan_writes(claims: Sequence[Mapping[str, Claim]]) -> list[list[Write]]:
+    """Give each box that must be written to one of the ranks that hold it.
+
+    Boxes with one holder are given first, then the biggest to the least loaded rank. Within
+    a file wide items come first, so that every item is aligned to its size.
+
+    Args:
+        claims: what each rank holds, in rank order.
+
+    Returns:
+        Each rank's writes in file order; every element of every tensor is in one of them.
+
+    Raises:
+        ValueError: naming each tensor whose shapes or dtypes differ between ranks, or whose
+            owners' boxes leave its bounds, overlap, or leave holes.
+    """
+    tensors = _merge(claims)
+    holders: dict[Write, list[int]] = {}
+    problems = []
+    for name, (claim, ranks) in tensors.items():
+        owned = {box for rank in ranks for box in _owned(claims[rank][name])}
+        problems += [f"{name}: {text}" for text in cover_problems(claim.shape, list(owned))]
+        for rank in ranks:
+            for box in dict.fromkeys(claims[rank][name].boxes):
+                if box in owned:
+                    holders.setdefault(Write(name, box), []).append(rank)
+    if problems:
+        raise ValueError("cannot save: " + listed(problems))
+    return _balance(holders, {name: claim for name, (claim, _) in tensors.items()}, len(claims))
+
+
+def _merge(claims: Sequence[Mapping[str, Claim]]) -> dict[str, tuple[Claim, list[int]]]:
+    tensors: dict[str, tuple[Claim, list[int]]] = {}
+    problems = []
+    for rank, mine in enumerate(claims):
+        for name, claim in mine.items():
+            if claim.dtype not in DTYPE_BYTES:
+                problems.append(f"{name}: files have no dtype {claim.dtype}")
+            first, ranks = tensors.setdefault(name, (claim, []))
+            ranks.append(rank)
+            if (first.shape, first.dtype) != (claim.shape, claim.dtype):
+                problems.append(
+                    f"{name}: {first.dtype} {list(first.shape)} on rank {ranks[0]}, "
+                    f"{claim.dtype} {list(claim.shape)} on rank {rank}"
+                )
+    if problems:
+        raise ValueError("cannot save: " + listed(problems))
+    return tensors
+
+
+def _owned(claim: Claim) -> tuple[Box, ...]:
+    return claim.boxes if claim.owner else ()
+
+
+def _balance(
+    holders: Mapping[Write, list[int]], tensors: Mapping[str, Claim], num_ranks: int
+) -> list[list[Write]]:
+    def size(write: Write) -> int:
+        return write.num_elements * DTYPE_BYTES[tensors[write.name].dtype]
+
+    load = [0] * num_ranks
+    writes: list[list[Write]] = [[] for _ in range(num_ranks)]
+    by_freedom = sorted(
+        holders.items(), key=lambda item: (len(item[1]) > 1, -size(item[0]), *_key(item[0]))
+    )
+    for write, ranks in by_freedom:
+        rank = min(ranks, key=lambda r: (load[r], r))
+        load[rank] += size(write)
+        writes[rank].append(write)
+    for mine in writes:
+        mine.sort(key=lambda w: (-DTYPE_BYTES[tensors[w.name].dtype], *_key(w)))
+    return writes
+
+
+def _key(write: Write) -> tuple[str, Box]:
+    return write.name, write.box
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A box that several ranks of one host want: one reads it, the others get it."""
+
+    write: Write
+    """The tensor and the box."""
+    num_bytes: int
+    """As the ranks want it."""
+    reader: int
+    """Rank that reads it."""
+    others: tuple[int, ...]
+    """Ranks that get it from the reader."""
+
+
+def plan_sharing(
+    claims: Sequence[Mapping[str, Claim]], hosts: Sequence[str], names: Collection[str]
+) -> list[Shared]:
+    """Let one rank of a host read what several of it want, so that all read as much. Pure.
+
+    Args:
+        claims: what each rank wants.
+        hosts: name of each rank's host.
+        names: tensors that are loaded.
+
+    Returns:
+        The same list on all ranks.
+    """
+    holders: dict[tuple[str, str, Write], list[int]] = {}
+    load = [0] * len(claims)
+    for rank, mine in enumerate(claims):
+        for name in names & mine.keys():
+            for box in dict.fromkeys(mine[name].boxes):
+                key = (hosts[rank], mine[name].dtype, Write(name, box))
+                holders.setdefault(key, []).append(rank)
+    for (_, dtype, write), ranks in holders.items():
+        if len(ranks) == 1:
+            load[ranks[0]] += write.num_elements * DTYPE_BYTES[dtype]
+    shared = [(key, ranks) for key, ranks in holders.items() if len(ranks) > 1]
+    plan = []
+    for (_, dtype, write), ranks in sorted(
+        shared, key=lambda one: (-one[0][2].num_elements, _key(one[0][2]), one[1])
+    ):
+        reader = min(ranks, key=lambda rank: (load[rank], rank))
+        num_bytes = write.num_elements * DTYPE_BYTES[dtype]
+        load[reader] += num_bytes
+        others = tuple(rank for rank in ranks if rank != reader)
+        plan.append(Shared(write, num_bytes, reader, others))
+    return plan
+
+
+def plan_reads(entry: TensorEntry, box: Box) -> list[Read]:
+    """Find the regions of the tensor's chunks that make up a box.
+
+    Raises:
+        ValueError: if the chunks do not hold every element of the box; a checkpoint whose
+            index is sound always does.
+    """
+    reads = []
+    for number, chunk in enumerate(entry.chunks):
+        shared = intersect((chunk.offsets, chunk.lengths), box)
+        if shared is not None:
+            reads.append(Read(number, shared))
+    found = sum(prod(read.box[1]) for read in reads)
+    if found != prod(box[1]):
+        raise ValueError(f"{found} of the {prod(box[1])} elements wanted are in the files")
+    return reads
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """How tensors that exist on both sides differ; one sentence each, by name."""
+
+    shapes: Mapping[str, str]
+    """Tensors of another shape."""
+    dtypes: Mapping[str, str]
+    """Tensors of another dtype."""
+    faults: Sequence[str]
+    """What can never be loaded: chunks with holes, boxes out of bounds."""
+
+
+def load_differences(
+    wanted: Mapping[str, Claim], index: Mapping[str, TensorEntry]
+) -> Differences:
+    """Compare tensors that exist on both sides: shapes, dtypes, and sound chunks.
+
+    Args:
+        wanted: what this rank asks for.
+        index: what the checkpoint holds.
+    """
+    shapes, dtypes, faults = {}, {}, []
+    for name, claim in wanted.items():
+        entry = index.get(name)
+        if entry is None:
+            continue
+        if claim.shape != entry.shape:
+            shapes[name] = (
+                f"{name}: shape {list(entry.shape)} in the checkpoint, "
+                f"{list(claim.shape)} wanted"
+            )
+            continue
+        if claim.dtype != entry.dtype:
+            dtypes[name] = (
+                f"{name}: dtype {entry.dtype} in the checkpoint, {claim.dtype} wanted"
+            )
+        chunks = [(chunk.offsets, chunk.lengths) for chunk in entry.chunks]
+        faults += [f"{name}: {text}" for text in cover_problems(entry.shape, chunks)]
+        for offsets, lengths in claim.boxes:
+            outside = intersect((offsets, lengths), ((0,) * len(entry.shape), entry.shape))
+            if outside != (offsets, lengths):
+                faults.append(f"{name}: wants {offsets}+{lengths} of {entry.shape}")
+    return Differences(shapes, dtypes, faults)
+
+
+def name_problems(wanted: Iterable[str], held: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Compare names: those wanted and absent, and those held and unasked for.
+
+    Returns:
+        Two lists; a missing name is followed by its nearest unasked-for neighbour.
+    """
+    wanted_set, held_set = set(wanted), set(held)
+    unexpected = sorted(held_set - wanted_set)
+    missing = []
+    for count, name in enumerate(sorted(wanted_set - held_set)):
+        # Looking for neighbours is slow on long lists, of which only the front is shown.
+        near = difflib.get_close_matches(name, unexpected, n=1) if count < _SHOWN else []
+        missing.append(f"{name} (nearest there: {near[0]})" if near else name)
+    return missing, unexpected
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Join problems, one a line, the first dozen in full."""
+    shown = [f"\n  {problem}" for problem in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        shown.append(f"\n  and {len(problems) - _SHOWN} more")
+    return "".join(shown)

@@ -1,0 +1,604 @@
+"""Hugging Face to ours and back: every family bitwise, every doubt an error with a name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
+
+from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
+from mcore_ckpt.families import family_of
+from mcore_ckpt.families.fields import CARRIED, GENERATION_WORDS
+from mcore_ckpt.save_load.loading import read_tensor
+from mcore_ckpt.storage.index import read_index
+
+ODD = {"hidden_size": 18, "num_hidden_layers": 3, "vocab_size": 37, "intermediate_size": 22}
+# transformers' grouped matrix products want rows of whole 16 bytes.
+ODD_MOE = ODD | {"hidden_size": 20, "intermediate_size": 12}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
+}
+LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+}
+ODD_T5 = {"d_model": 18, "d_kv": 5, "num_heads": 3, "d_ff": 22, "num_layers": 3} | {
+    "vocab_size": 37
+}
+HEADS_OF = {"GPT2": "GPT2LMHeadModel", "T5": "T5ForConditionalGeneration"} | {
+    "Bert": "BertForPreTraining",
+    "MegatronBert": "MegatronBertForPreTraining",
+    "Gemma3Text": "Gemma3ForCausalLM",
+}
+MODELS = {
+    "llama": ("Llama", {**ODD, **HEADS, "rms_norm_eps": 1e-5}),
+    "llama tied, llama3 scaling": (
+        "Llama",
+        {**ODD, **HEADS, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "llama with biases": ("Llama", {**ODD, **HEADS, "attention_bias": True, "mlp_bias": True}),
+    "llama linear scaling": (
+        "Llama",
+        {
+            **ODD,
+            "num_attention_heads": 3,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        },
+    ),
+    "mistral": ("Mistral", {**ODD, **HEADS, "sliding_window": 5}),
+    "mistral without window": ("Mistral", {**ODD, **HEADS, "sliding_window": None}),
+    "qwen2": ("Qwen2", {**ODD, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "qwen2 tied": (
+        "Qwen2",
+        {
+            **ODD,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": ("Qwen3", {**ODD, **HEADS}),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_embd": 18,
+            "n_layer": 3,
+            "n_head": 3,
+            "n_inner": 26,
+            "n_positions": 19,
+            "vocab_size": 37,
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {**ODD_MOE, **HEADS, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **ODD_MOE,
+            **HEADS,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 8,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {
+            **ODD,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "sliding_window": 7,
+            "pad_token_id": 0,
+        },
+    ),
+    "nemotron": ("Nemotron", {**ODD, **HEADS, "head_dim": 8}),
+    "olmo2": (
+        "Olmo2",
+        {**ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0},
+    ),
+    "gemma2": ("Gemma2", {**ODD, **HEADS, "query_pre_attn_scalar": 5, "sliding_window": 4}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {**ODD, **HEADS, "query_pre_attn_scalar": 5, "sliding_window": 4},
+    ),
+    # Even: transformers views the rotated part of a head as complex numbers where it lies.
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**ODD_MOE, **LATENT, "q_lora_rank": None, "qk_nope_head_dim": 6},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**ODD_MOE, **LATENT, "q_lora_rank": 7, "n_group": 2, "topk_group": 1},
+    ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "hidden_size": 18,
+            "num_hidden_layers": 3,
+            "vocab_size": 37,
+            "expand": 2,
+            "num_heads": 6,
+            "head_dim": 6,
+            "state_size": 5,
+            "n_groups": 2,
+            "chunk_size": 4,
+        },
+    ),
+    "t5": ("T5", {**ODD_T5, "num_decoder_layers": 2}),
+    "t5 1.1": (
+        "T5",
+        {**ODD_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "bert": ("Bert", {**ODD, "num_attention_heads": 3, "max_position_embeddings": 19}),
+    "megatron-bert": (
+        "MegatronBert",
+        {**ODD, "num_attention_heads": 3, "max_position_embeddings": 19},
+    ),
+}
+
+
+def make(folder, name, dtype=torch.float32, **options):
+    architecture, values = MODELS[name]
+    config = getattr(transformers, f"{architecture}Config")(**values)
+    head = HEADS_OF.get(architecture, f"{architecture}ForCausalLM")
+    torch.manual_seed(5)
+    model = getattr(transformers, head)(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases too, so that none can be taken for another.
+            parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def tensors_of(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_equal_bitwise(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_survives_the_way_there_and_back_bitwise(tmp_path, name):
+    make(tmp_path / "hf", name)
+    there = hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    back = mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    assert there.is_proven
+    assert back.family == name.split()[0].rstrip(",")
+    assert_equal_bitwise(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_the_same_logits_from_the_folder_that_came_back(tmp_path, name):
+    before = make(tmp_path / "hf", name).eval()
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    after, info = type(before).from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokens = torch.randint(37, (2, 17), generator=torch.Generator().manual_seed(1))
+    values = {"input_ids": tokens}
+    if name.startswith("t5"):
+        values["decoder_input_ids"] = tokens.flip(1)
+    with torch.no_grad():
+        wanted, found = before(**values), after.eval()(**values)
+    logits = "prediction_logits" if "bert" in name else "logits"
+    assert torch.equal(getattr(wanted, logits), getattr(found, logits))
+
+
+def test_a_description_read_from_what_it_wrote_is_the_same(tmp_path):
+    for name in MODELS:
+        make(tmp_path / name, name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        family = family_of(config["model_type"])
+        description = family.to_ours(config)
+        again = family.to_ours(family.to_theirs(description))
+        assert again == description, name
+
+
+def old_spellings(config):
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    return config
+
+
+def test_old_and_new_spellings_of_config_json_mean_the_same(tmp_path):
+    make(tmp_path / "hf", "llama tied, llama3 scaling")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert "rope_parameters" in config
+    llama = family_of("llama")
+    new = llama.to_ours(config)
+    assert llama.to_ours(old_spellings(config)) == new
+    assert new["config"]["rotary_base"] == 500000.0
+    assert new["config"]["rope_scaling_original_max_position_embeddings"] == 64
+    assert not new["config"]["untie_embeddings_and_output_weights"]
+
+
+# No numbers; 0 positions are no limit of ours, and predictors count where a folder has them.
+NO_MATTER = {*CARRIED, "dtype", "architectures", "transformers_version"} | {
+    *("max_position_embeddings", "num_nextn_predict_layers")
+}
+DERIVED = ("head_dim", "num_key_value_heads", "n_inner")
+# Without them the weights would be of another shape, or other ones.
+SAID_BY_WEIGHTS = {"num_key_value_heads", "feed_forward_proj"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_field_that_is_absent_means_what_transformers_takes_for_it(name):
+    architecture, values = MODELS[name]
+    kind = getattr(transformers, f"{architecture}Config")
+    head = HEADS_OF.get(architecture, f"{architecture}ForCausalLM")
+    whole = json.loads(kind(**values, architectures=[head]).to_json_string())
+    whole.pop("time_step_limit", None)  # JSON has no infinity.
+    family = family_of(whole["model_type"])
+    num_read = 0
+    for field in whole.keys() - {"model_type", *NO_MATTER, *SAID_BY_WEIGHTS}:
+        config = {n: value for n, value in whole.items() if n != field}
+        try:
+            theirs = family.to_theirs(family.to_ours(config))
+            before = kind(**config).to_dict()
+        except (ValueError, StrictDataclassError):
+            continue  # It must be there.
+        after = kind(**theirs).to_dict()
+        for one, value in before.items():
+            is_derived = one in DERIVED and value is None
+            if one not in NO_MATTER and not is_derived:
+                assert after.get(one) == value, (field, one)
+        num_read += 1
+    assert num_read > 5
+
+
+def test_a_cap_that_null_switches_off_stays_off():
+    gemma2 = family_of("gemma2")
+    config = transformers.Gemma2Config(attn_logit_softcapping=None).to_dict()
+    theirs = gemma2.to_theirs(gemma2.to_ours(config))
+    assert theirs["attn_logit_softcapping"] is None
+    assert theirs["final_logit_softcapping"] == 30.0
+
+
+def test_what_transformers_notes_for_itself_is_no_unknown_field():
+    config = transformers.LlamaConfig(**ODD, **HEADS).to_dict()
+    notes = {"_attn_implementation_autoset": True, "_attn_implementation": "sdpa"}
+    llama = family_of("llama")
+    assert llama.to_ours(config | notes | {"torchscript": True}) == llama.to_ours(config)
+
+
+def test_words_of_generate_in_an_old_config_json_are_carried(tmp_path):
+    words = {"max_length": 4096, "temperature": 0.9, "do_sample": True, "top_p": 0.6}
+    make(tmp_path / "hf", "llama")
+    edit(tmp_path / "hf", **words)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert {name: config.get(name) for name in words} == words
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again") is not None
+
+
+def test_the_words_of_generate_are_those_of_transformers():
+    assert set(GENERATION_WORDS) <= vars(transformers.GenerationConfig()).keys()
+
+
+def test_sharded_folders_come_in_and_go_out(tmp_path):
+    make(tmp_path / "hf", "llama", max_shard_size="8KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again", max_shard_bytes=6000)
+    files = list((tmp_path / "again").glob("model-*-of-*.safetensors"))
+    assert len(files) > 3
+    assert all(file.stat().st_size < 6000 + 2000 for file in files)
+    assert_equal_bitwise(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+
+
+def test_weights_are_cast_when_asked_and_the_config_says_so(tmp_path):
+    make(tmp_path / "hf", "llama")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="bf16")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    wanted = {n: t.bfloat16() for n, t in tensors_of(tmp_path / "hf").items()}
+    assert_equal_bitwise(wanted, tensors_of(tmp_path / "again"))
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match="--dtype int3 is not known: use fp32"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "other", dtype="int3")
+
+
+def test_weights_that_fp16_cannot_hold_are_not_made_infinite(tmp_path):
+    make(tmp_path / "hf", "llama", dtype=torch.bfloat16)
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = -1e5
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"model.norm.weight has numbers beyond 65504"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="fp16")
+    assert not (tmp_path / "run").exists()
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="fp32")
+
+
+def test_tokenizer_generation_config_and_token_ids_are_carried_both_ways(tmp_path):
+    make(tmp_path / "hf", "llama")
+    texts = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "merges.txt": "x y"}
+    for name, text in texts.items():
+        (tmp_path / "hf" / name).write_text(text)
+    edit(tmp_path / "hf", bos_token_id=3, eos_token_id=[4, 5])
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    for name, text in texts.items():
+        assert (tmp_path / "again" / name).read_text() == text
+    generation = (tmp_path / "hf" / "generation_config.json").read_text()
+    assert (tmp_path / "again" / "generation_config.json").read_text() == generation
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (3, [4, 5])
+
+
+def test_a_run_folder_with_release_names_logical_tensors_of_the_true_vocabulary(tmp_path):
+    model = make(tmp_path / "hf", "llama")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    step = tmp_path / "run" / "release"
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    embedding = read_tensor(step, "model.embedding.weight")
+    assert torch.equal(embedding, model.model.embed_tokens.weight)
+    assert embedding.shape == (37, 18)
+    gate = read_tensor(step, "model.blocks.2.mlp.fc1.gate.weight")
+    assert torch.equal(gate, model.model.layers[2].mlp.gate_proj.weight)
+    key = read_tensor(step, "model.blocks.1.attention.qkv.k.weight")
+    assert torch.equal(key, model.model.layers[1].self_attn.k_proj.weight)
+    assert read_index(step).extra["model"]["vocab_size"] == 37
+
+
+def test_gpt2_parts_of_a_fused_matrix_land_where_they_belong(tmp_path):
+    # Unequal constants a part: a contiguous cut of the wrong axis cannot pass.
+    model = make(tmp_path / "hf", "gpt2")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    fused = model.transformer.h[1].attn.c_attn
+    for number, part in enumerate(("q", "k", "v")):
+        columns = slice(18 * number, 18 * (number + 1))
+        weight = read_tensor(
+            tmp_path / "run" / "release", f"model.blocks.1.attention.qkv.{part}.weight"
+        )
+        bias = read_tensor(
+            tmp_path / "run" / "release", f"model.blocks.1.attention.qkv.{part}.bias"
+        )
+        assert torch.equal(weight, fused.weight[:, columns].t())
+        assert torch.equal(bias, fused.bias[columns])
+
+
+def edit(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "relu6"}, "hidden_act='relu6'"),
+        ({"attention_bias": True}, "attention_bias=True and mlp_bias=False"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type='yarn'"),
+        ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "bloom"}, "'bloom' is not known; known are llama"),
+        ({"model_type": ""}, "'' is not known"),
+        ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"architectures": 5}, "must name one class"),
+        ({"rope_parameters": [1]}, "rope_parameters=.* must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0: it must be a number ab"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4': it must be a number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': it must be a number from 0"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': it must be true or false"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8': it must be an object"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "dequantize others with their own tool",
+        ),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(tmp_path, change, message):
+    make(tmp_path / "hf", "llama")
+    edit(tmp_path / "hf", **change)
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_and_an_unused_tensor_are_named_together(tmp_path):
+    make(tmp_path / "hf", "llama")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["model.layers.1.mlp.gate_prj.weight"] = tensors.pop(
+        "model.layers.1.mlp.gate_proj.weight"
+    )
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ValueError, match="not those of this model") as caught:
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    text = str(caught.value)
+    assert "missing: model.layers.1.mlp.gate_proj.weight (nearest there: " in text
+    assert "not used by any rule: model.layers.1.mlp.gate_prj.weight" in text
+
+
+def test_more_layers_than_the_config_says_are_an_error(tmp_path):
+    make(tmp_path / "hf", "llama")
+    edit(tmp_path / "hf", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"not used by any rule: model.layers.2"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_a_tied_head_may_stand_twice_but_must_be_equal(tmp_path):
+    make(tmp_path / "hf", "llama tied, llama3 scaling")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    assert "model.head.weight" not in read_index(tmp_path / "run" / "release").tensors
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
+    with pytest.raises(ValueError, match=r"lm_head.weight is present and differs"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "other")
+
+
+def rename_tensors(folder, change):
+    file = folder / "model.safetensors"
+    save_file({change(name): tensor for name, tensor in load_file(file).items()}, file)
+
+
+def test_published_gpt2_folders_lack_the_prefix_of_their_names(tmp_path):
+    make(tmp_path / "hf", "gpt2")
+    before = tensors_of(tmp_path / "hf")
+    rename_tensors(tmp_path / "hf", lambda name: name.removeprefix("transformer."))
+    assert "wte.weight" in tensors_of(tmp_path / "hf")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
+
+
+def test_published_bert_folders_call_norms_otherwise_and_hold_more_than_their_class(tmp_path):
+    make(tmp_path / "hf", "bert")
+    before = tensors_of(tmp_path / "hf")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new_name, old_name in old.items():
+        rename_tensors(tmp_path / "hf", lambda n, a=new_name, b=old_name: n.replace(a, b))
+    edit(tmp_path / "hf", architectures=["BertForMaskedLM"])
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["architectures"] == ["BertForPreTraining"]
+
+
+def test_one_tensor_by_an_old_and_a_new_name_is_refused(tmp_path):
+    make(tmp_path / "hf", "bert")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    norm = "bert.embeddings.LayerNorm"
+    save_file({**tensors, f"{norm}.gamma": tensors[f"{norm}.weight"] + 1}, file)
+    with pytest.raises(ValueError, match=r"LayerNorm.gamma and .*LayerNorm.weight"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_cached_angles_of_old_folders_are_dropped(tmp_path):
+    make(tmp_path / "hf", "llama")
+    file = tmp_path / "hf" / "model.safetensors"
+    angles = {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(5) for i in range(3)
+    }
+    save_file(load_file(file) | angles, file)
+    assert hf_to_mcore(tmp_path / "hf", tmp_path / "run").num_tensors == 3 * 9 + 3
+
+
+def test_pickled_weights_are_refused_and_never_opened(tmp_path):
+    make(tmp_path / "hf", "llama")
+    (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_weights_that_are_there_twice_are_refused(tmp_path):
+    make(tmp_path / "hf", "llama", max_shard_size="8KB")
+    save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"twice: model.safetensors, which transformers opens"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_an_index_that_names_an_absent_file_is_an_error(tmp_path):
+    make(tmp_path / "hf", "llama", max_shard_size="8KB")
+    sorted((tmp_path / "hf").glob("model-*.safetensors"))[1].unlink()
+    with pytest.raises(RuntimeError, match=r"model-00002-of-\d+.safetensors is missing"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_a_truncated_weight_file_is_an_error(tmp_path):
+    make(tmp_path / "hf", "llama")
+    file = tmp_path / "hf" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(RuntimeError, match="data does not fit the header"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+
+
+def test_an_output_in_the_way_is_refused_and_left_as_it_was(tmp_path):
+    make(tmp_path / "hf", "llama")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    with pytest.raises(RuntimeError, match="already holds a complete checkpoint"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    before = sorted(tmp_path.glob("hf/*"))
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        mcore_to_hf(tmp_path / "run", tmp_path / "hf")
+    assert sorted(tmp_path.glob("hf/*")) == before
+    assert not list(tmp_path.glob("*partial*"))
+
+
+def test_the_proof_sees_a_byte_that_went_wrong(tmp_path, monkeypatch):
+    make(tmp_path / "hf", "llama")
+    from mcore_ckpt.mapping.views import Turned
+
+    def wrong(self, name, begin, stop):
+        return right(self, name, begin, stop) + (name == "blocks.2.mlp.fc1.up.weight")
+
+    right = Turned.rows
+    monkeypatch.setattr(Turned, "rows", wrong)
+    with pytest.raises(RuntimeError, match=r"proof failed: model.layers.2.mlp.up_proj.weight"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run" / "release" / "index.json").exists()
+
+
+def test_a_family_is_found_for_a_model_that_was_trained_here(tmp_path):
+    from mcore_ckpt.families import family_for
+
+    for name, (architecture, _) in MODELS.items():
+        make(tmp_path / name, name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        description = family_of(config["model_type"]).to_ours(config)
+        found = family_for(description)
+        # A Mistral without window is a Llama; a Phi-3 is a Mistral whose matrices are fused.
+        alike = {"mistral without window": "llama", "phi3": "mistral"}
+        assert found == alike.get(name, config["model_type"]), architecture
+        shutil.rmtree(tmp_path / name)
+    description = {"family": "gpt", "vocab_size": 37, "config": {"squared_relu": True}}
+    description["config"] |= {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    description["config"] |= {"swiglu": False}
+    with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
+        family_for(description)
+
+
+def test_the_command_compares_logits_when_asked(tmp_path, capsys):
+    from mcore_ckpt.cli import main
+    from mcore_ckpt.conversion.logit_check import compare_logits
+
+    make(tmp_path / "hf", "llama")
+    words = ["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "there"), "--check"]
+    assert main(["convert", "hf->megatron", *words]) == 0
+    out = capsys.readouterr().out
+    assert "logits in transformers differ by 0.0e+00" in out
+    assert "fingerprint " in out
+    make(tmp_path / "other", "llama tied, llama3 scaling")
+    sides = (("hf", tmp_path / "hf"), ("hf", tmp_path / "other"))
+    with pytest.raises(RuntimeError, match="logits of the two sides differ by"):
+        compare_logits(*sides)

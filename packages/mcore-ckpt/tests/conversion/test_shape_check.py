@@ -1,0 +1,117 @@
+"""A config.json of other sizes is refused in every family, whatever the names are."""
+
+from math import prod
+
+import pytest
+
+from mcore_ckpt.conversion.shape_check import check_shapes, expected_shape
+from mcore_ckpt.families import MODEL_TYPES, family_of, shapes_of
+from mcore_ckpt.formats.megatron.names import to_arguments
+from mcore_ckpt.mapping.rules import expand
+from mcore_ckpt.storage.index import TensorEntry
+
+ROPE = {"hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 37, "intermediate_size": 22}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+HEAD = HEADS | {"head_dim": 10}
+LATENT = {
+    "num_attention_heads": 4,
+    "n_routed_experts": 4,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+}
+MASKED = {"num_attention_heads": 3, "max_position_embeddings": 19}
+CONFIGS = {
+    "llama": ROPE | HEAD,
+    "mistral": ROPE | HEAD,
+    "qwen2": ROPE | HEADS,
+    "qwen3": ROPE | HEAD,
+    "mixtral": ROPE | HEAD | {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen3_moe": ROPE
+    | HEAD
+    | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
+    "gpt2": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 26, "n_positions": 19}
+    | {"vocab_size": 37},
+    "nemotron": ROPE | HEAD,
+    "phi3": ROPE | HEADS,
+    "olmo2": ROPE | HEADS,
+    "gemma2": ROPE | HEAD,
+    "gemma3_text": ROPE | HEAD,
+    "deepseek_v2": ROPE | LATENT | {"q_lora_rank": None},
+    "deepseek_v3": ROPE | LATENT | {"q_lora_rank": 9, "num_nextn_predict_layers": 1},
+    "mamba2": {"hidden_size": 18, "num_hidden_layers": 2, "vocab_size": 37, "num_heads": 6}
+    | {"head_dim": 6, "state_size": 5, "n_groups": 2, "conv_kernel": 4},
+    "t5": {"d_model": 18, "d_kv": 5, "num_heads": 3, "d_ff": 22, "num_layers": 2}
+    | {"vocab_size": 37, "relative_attention_num_buckets": 32},
+    "bert": ROPE | MASKED | {"type_vocab_size": 3},
+    "megatron-bert": ROPE | MASKED | {"type_vocab_size": 3},
+}
+COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers"} | {
+    "first_k_dense_replace"
+}
+"""Say which weights there are: the check of names sees them."""
+
+SHAPELESS = {
+    ("mixtral", "num_experts_per_tok"),
+    ("qwen3_moe", "num_experts_per_tok"),
+    ("deepseek_v2", "num_experts_per_tok"),
+    ("deepseek_v3", "num_experts_per_tok"),
+    # All layers have experts.
+    ("qwen3_moe", "intermediate_size"),
+    # As many heads, so much narrower: the matrices stay as they are.
+    ("gpt2", "n_head"),
+    ("bert", "num_attention_heads"),
+    ("megatron-bert", "num_attention_heads"),
+}
+"""Numbers that no weight's shape depends on."""
+
+
+def described(name, **changes):
+    config = {"model_type": name, **CONFIGS[name], **changes}
+    return family_of(name).to_ours({k: v for k, v in config.items() if v is not None})
+
+
+def entries_of(description, name):
+    """List a model's weights, each of the shape that its family says."""
+    shapes = shapes_of(description)
+    links = expand(family_of(name).table(description))
+    found = {n: expected_shape(n, shapes) for link in links for n in link.ours}
+    assert all(shape is not None and prod(shape) for shape in found.values()), found
+    return {n: TensorEntry(shape, "F32", ()) for n, shape in found.items()}
+
+
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_each_size_in_a_config_is_held_against_the_weights(name):
+    description = described(name)
+    entries = entries_of(description, name)
+    check_shapes(description, entries)
+    sizes = {key for key, value in CONFIGS[name].items() if value is not None} - COUNTS
+    for key in sorted(key for key in sizes if (name, key) not in SHAPELESS):
+        # Twice, so that what must divide still divides.
+        other = described(name, **{key: 2 * CONFIGS[name][key]})
+        known = {n: e for n, e in entries.items() if expected_shape(n, shapes_of(other))}
+        with pytest.raises(ValueError, match="not the sizes that the config says"):
+            check_shapes(other, known)
+
+
+def test_a_family_of_someone_elses_says_nothing_about_shapes():
+    entries = {"embedding.weight": TensorEntry((3, 4), "F32", ())}
+    check_shapes({"family": "theirs", "vocab_size": 9, "config": {}}, entries)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "gate", "width"),
+    [(1008, "swiglu", 2688), (1008, "quick_geglu", 2688), (1008, "", 4032), (6, "swiglu", 64)],
+)
+def test_a_width_that_no_one_gave_is_the_one_the_model_derives(hidden, gate, width):
+    config = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": 3}
+    config |= {"swiglu": gate == "swiglu", "quick_geglu": gate == "quick_geglu"}
+    description = {"family": "gpt", "vocab_size": 9, "config": config}
+    weight = TensorEntry((width, hidden), "F32", ())
+    check_shapes(description, {f"blocks.0.mlp.fc1{'.gate' if gate else ''}.weight": weight})
+    assert to_arguments(description, 9)["ffn_hidden_size"] == width

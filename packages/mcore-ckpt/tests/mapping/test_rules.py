@@ -1,0 +1,179 @@
+"""The language of tables, and the families' words for our fields."""
+
+import dataclasses
+
+import pytest
+
+from mcore_ckpt.families import MODEL_TYPES, experts, family_of, fields
+from mcore_ckpt.mapping.rules import Link, Rule, Table, expand, match_ours, match_theirs
+from mcore_ckpt.storage.index import TensorEntry
+
+TABLE = Table(
+    (
+        Rule("embedding", "wte"),
+        Rule(("b.*.q", "b.*.k"), "h.*.qk", True, (6, 2)),
+        Rule("b.*.e.*.up", "h.*.x.*.w1"),
+        Rule("norm", "ln_f"),
+    ),
+    num_layers=2,
+    num_experts=3,
+    droppable=("*.angles",),
+    copies={"head": "wte"},
+)
+
+
+def test_a_table_is_written_out_layer_by_layer():
+    names = [link.theirs for link in expand(TABLE)]
+    layer = ["h.0.qk", "h.0.x.0.w1", "h.0.x.1.w1", "h.0.x.2.w1"]
+    assert names == [
+        "wte",
+        *layer,
+        *(name.replace("h.0", "h.1") for name in layer),
+        "ln_f",
+    ]
+    assert expand(TABLE)[5] == Link(("b.1.q", "b.1.k"), "h.1.qk", True, (6, 2))
+    assert expand(TABLE)[8].ours == ("b.1.e.2.up",)
+
+
+def test_rules_may_hold_for_some_layers_only():
+    table = Table((Rule("a.*", "x.*", layers=(1,)), Rule("b.*", "y.*", layers=(0, 2))), 3)
+    assert [link.theirs for link in expand(table)] == ["y.0", "x.1", "y.2"]
+
+
+def test_two_rules_for_one_tensor_are_an_error():
+    with pytest.raises(ValueError, match="two rules speak of x"):
+        expand(Table((Rule("a", "x"), Rule("b", "x")), 1))
+    with pytest.raises(ValueError, match="two rules speak of a"):
+        expand(Table((Rule("a", "x"), Rule("a", "y")), 1))
+
+
+def test_parts_of_a_fused_tensor_have_their_own_rows():
+    assert Link(("q", "k", "v"), "x", False, (6, 2, 2)).rows((10, 3)) == [
+        (0, 6),
+        (6, 8),
+        (8, 10),
+    ]
+    assert Link(("q", "k"), "x", True).rows((3, 10)) == [(0, 5), (5, 10)]
+    with pytest.raises(ValueError, match=r"x of shape \[9, 3\] does not hold \[6, 2, 2\] rows"):
+        Link(("q", "k", "v"), "x", False, (6, 2, 2)).rows((9, 3))
+
+
+def test_foreign_names_must_be_exactly_the_tables():
+    links = expand(TABLE)
+    names = [link.theirs for link in links]
+    assert match_theirs(TABLE, links, [*names, "h.0.angles", "head"]) == ["head"]
+    with pytest.raises(ValueError, match="missing: ln_f") as caught:
+        match_theirs(TABLE, links, [*names[:-1], "ln_g"])
+    assert "not used by any rule: ln_g" in str(caught.value)
+
+
+def test_ours_must_stack():
+    links = [Link(("q", "k"), "qk")]
+    q, k = TensorEntry((4, 3), "F32", ()), TensorEntry((2, 3), "F32", ())
+    match_ours(links, {"q": q, "k": k})
+    with pytest.raises(ValueError, match=r"k BF16 \[2, 3\] cannot be stacked on q F32"):
+        match_ours(links, {"q": q, "k": dataclasses.replace(k, dtype="BF16")})
+
+
+def test_our_defaults_are_the_configs_own():
+    models = pytest.importorskip("mcore_models.config")
+    moe = pytest.importorskip("mcore_moe.config")
+    for ours, config in (
+        (fields.DEFAULTS, models.TransformerConfig),
+        (experts.MOE_DEFAULTS, moe.MoEConfig),
+    ):
+        theirs = {field.name: field.default for field in dataclasses.fields(config)}
+        assert ours == {name: theirs[name] for name in ours}
+
+
+def test_each_family_refuses_flags_that_it_cannot_say():
+    plain = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    for name in MODEL_TYPES:
+        described = {
+            "family": "gpt",
+            "vocab_size": 9,
+            "config": plain | {"rotary_interleaved": True},
+            "moe": {"num_experts": 2} if "moe" in name or name == "mixtral" else {},
+        }
+        message = "cannot say --rotary-interleaved True"
+        if name in ("qwen3", "qwen3_moe"):
+            described["config"] |= {"qk_layernorm": True}
+        if name == "qwen2":
+            described["config"] |= {"add_qkv_bias": True}
+        if name == "gpt2":
+            message = "cannot say --position-embedding-type rope"
+        if name == "nemotron":
+            described["config"] |= {"normalization": "LayerNorm", "apply_layernorm_1p": True}
+            described["config"] |= {"swiglu": False, "squared_relu": True}
+        if MODEL_TYPES.index(name) > MODEL_TYPES.index("phi3"):
+            message = "cannot say a model of the family 'gpt'"
+        with pytest.raises(ValueError, match=message):
+            family_of(name).to_theirs(described)
+
+
+def test_predictors_of_deepseek_v3_stand_after_the_last_layer_and_share_the_embedding():
+    family = family_of("deepseek_v3")
+    config = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    config |= {"intermediate_size": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 4}
+    config |= {"qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 2, "vocab_size": 9}
+    config |= {"num_experts_per_tok": 1, "moe_intermediate_size": 5, "q_lora_rank": 3}
+    config |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    description = family.to_ours(config)
+    table = family.table(description)
+    pairs = {link.theirs: link.ours for link in expand(table)}
+    at = "model.layers.2."
+    assert pairs[f"{at}eh_proj.weight"] == ("mtp.0.eh_proj.weight",)
+    assert pairs[f"{at}shared_head.norm.weight"] == ("mtp.0.final_norm.weight",)
+    assert pairs[f"{at}self_attn.q_b_proj.weight"] == ("mtp.0.block.attention.q_up.weight",)
+    assert pairs[f"{at}mlp.experts.1.up_proj.weight"] == (
+        "mtp.0.block.moe.experts.1.fc1.up.weight",
+    )
+    assert f"{at}mlp.up_proj.weight" not in pairs
+    assert table.copies[f"{at}embed_tokens.weight"] == "model.embed_tokens.weight"
+    # A folder without them, as transformers saves it, has none.
+    without = family.as_stored(description, {"model.norm.weight"})
+    assert not any(name.startswith("model.layers.2.") for name in family.table(without).copies)
+    assert all("mtp" not in link.ours[0] for link in expand(family.table(without)))
+    assert family.to_theirs(without)["num_nextn_predict_layers"] == 0
+
+
+def test_blocks_and_pairs_of_rows_are_cut_and_joined_again():
+    import torch
+
+    theirs = torch.arange(2 * 10 * 3).view(2, 10, 3)
+    fused = Link(("q", "k", "v"), "qkv", sizes=(12, 4, 4), groups=2)
+    parts = fused.cut(theirs, (6, 2, 2))
+    assert [part.shape[1] for part in parts] == [6, 2, 2]
+    assert torch.equal(parts[1], theirs[:, 6:8])
+    assert torch.equal(fused.join(parts), theirs)
+    pairs = Link(("q",), "wq", groups=2, paired=True)
+    (halves,) = pairs.cut(theirs, (10,))
+    # Even rows are the first half of ours, odd rows the second.
+    assert torch.equal(halves, torch.cat((theirs[:, 0::2], theirs[:, 1::2]), dim=1))
+    assert torch.equal(pairs.join([halves]), theirs)
+    with pytest.raises(ValueError, match=r"does not hold .* in 3 blocks"):
+        Link(("q", "k"), "x", groups=3).shares((8, 2))
+
+
+def test_indices_are_taken_off_a_tensor_that_holds_all_layers():
+    from mcore_ckpt.mapping.rules import split_index, unstacked
+    from mcore_ckpt.storage.index import Chunk
+
+    assert split_index("x[3,7]") == ("x", (3, 7))
+    assert split_index("x") == ("x", ())
+    whole = TensorEntry(
+        (2, 4, 3),
+        "F32",
+        (Chunk("a", 100, (0, 0, 0), (2, 2, 3)), Chunk("b", 0, (0, 2, 0), (2, 2, 3))),
+    )
+    found = unstacked(
+        {"x": whole, "y": whole}, [Link(("o.0",), "x[0]"), Link(("o.1",), "x[1]")]
+    )
+    assert set(found) == {"x[0]", "x[1]", "y"}
+    assert found["x[1]"].shape == (4, 3)
+    assert found["x[1]"].chunks == (
+        Chunk("a", 124, (0, 0), (2, 3)),
+        Chunk("b", 24, (2, 0), (2, 3)),
+    )
+    with pytest.raises(ValueError, match="has no 2 indices"):
+        unstacked({"x": TensorEntry((3,), "F32", ())}, [Link(("o",), "x[0,1]")])

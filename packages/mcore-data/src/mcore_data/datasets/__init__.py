@@ -1,0 +1,1 @@
+"""Datasets of samples over indexed tokens."""

@@ -1,0 +1,223 @@
+"""BERT samples: sentence pairs with hidden tokens; from data of ``--split-sentences``.
+
+The pair is two neighbouring stretches of one document, half of the time in the wrong order:
+telling which is Megatron's second task (sentence order, its ``sop`` loss). A sample depends
+on seed and index alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.datasets.masking import MaskingOptions, choose_spans, word_continuations
+from mcore_data.datasets.sentence_map import SentenceMapSpec, build_sentence_map
+from mcore_data.tokenizers.building import Tokenizer
+
+_MASKED = 0.8  # of the hidden tokens; half of the others become random ids
+_NO_LABEL = -1
+_BERT_MASKING = MaskingOptions()
+
+
+class Sentences(Protocol):
+    """Stored sentences by number, with the documents that own them."""
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sentence."""
+        ...
+
+    @property
+    def documents(self) -> NDArray[np.int64]:
+        """Borders of the documents, in sentences."""
+        ...
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """A range of one sentence."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BertIds:
+    """Ids that a BERT sample needs besides the text.
+
+    Attributes:
+        vocab_size: random ids are below it.
+        cls: starts a sample.
+        sep: ends a part.
+        mask: stands for a hidden token.
+        pad: fills a sample.
+        continues: for each id whether it goes on with a word; None where no id does.
+    """
+
+    vocab_size: int
+    cls: int
+    sep: int
+    mask: int
+    pad: int = 0
+    continues: NDArray[np.bool_] | None = None
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> "BertIds":
+        """Look the ids up in a WordPiece tokenizer.
+
+        Raises:
+            ValueError: if a token is missing.
+        """
+        names = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
+        found = {role: tokenizer.token_id(name) for role, name in names.items()}
+        known = {role: number for role, number in found.items() if number is not None}
+        missing = [name for role, name in names.items() if role not in known]
+        if missing:
+            raise ValueError(
+                f"the tokenizer has no {' and no '.join(missing)}: use "
+                "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase."
+            )
+        continues = word_continuations(tokenizer)
+        return BertIds(vocab_size=tokenizer.vocab_size, continues=continues, **known)
+
+
+class BERTDataset:
+    """Map-style dataset of masked sentence pairs as numpy arrays, in Megatron's names.
+
+    A sample has ``text`` (int64 [S]), ``types`` (int64 [S], 0 and 1 for the two parts),
+    ``labels`` (int64 [S], the hidden ids, -1 elsewhere), ``loss_mask`` (float32 [S], 1 where
+    a token is hidden), ``padding_mask`` (int64 [S], 1 for tokens), ``is_random`` (int64
+    scalar, 1 if the parts are swapped) and ``truncated`` (int64 scalar).
+
+    Args:
+        sentences: the stored sentences.
+        ids: special ids.
+        sequence_length: S.
+        seed: of everything drawn.
+        num_samples: samples wanted at least; 0 means one epoch.
+        document_ids: documents to use; None means all.
+        masking: which tokens are hidden.
+        classification_head: make pairs; False takes one stretch of text.
+        short_seq_prob: share of shorter samples.
+
+    Raises:
+        ValueError: if no document makes a sample.
+    """
+
+    def __init__(
+        self,
+        sentences: Sentences,
+        ids: BertIds,
+        *,
+        sequence_length: int = 512,
+        seed: int = 1234,
+        num_samples: int = 0,
+        document_ids: Sequence[int] | range | None = None,
+        masking: MaskingOptions = _BERT_MASKING,
+        classification_head: bool = True,
+        short_seq_prob: float = 0.1,
+    ) -> None:
+        self.sequences = sentences
+        self.ids = ids
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.masking = masking
+        self.classification_head = classification_head
+        spec = SentenceMapSpec(
+            max_length=sequence_length - 3,
+            min_sentences=2 if classification_head else 1,
+            short_seq_prob=short_seq_prob,
+            seed=seed,
+            num_samples=num_samples,
+        )
+        self.map = build_sentence_map(
+            sentences.lengths, sentences.documents, document_ids, spec
+        )
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.map)
+
+    def __getitem__(self, sample: int) -> dict[str, NDArray[Any]]:
+        """One sample."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        random = np.random.default_rng([self.seed, sample])
+        first, stop, target = self.map[sample].tolist()
+        parts = [self.sequences.get(i).astype(np.int64) for i in range(first, stop)]
+        pivot, swapped = len(parts), False
+        if self.classification_head:
+            pivot = int(random.integers(1, len(parts))) if len(parts) > 1 else 1
+            swapped = bool(random.random() < 0.5)
+        a = np.concatenate(parts[:pivot])
+        b = np.concatenate(parts[pivot:] or [a[:0]])
+        if swapped:
+            a, b = b, a
+        truncated = len(a) + len(b) > target
+        a, b = trim_pair(a, b, target, random)
+        return self._finish(a, b, target, random) | {
+            "is_random": np.array(swapped, np.int64),
+            "truncated": np.array(truncated, np.int64),
+        }
+
+    def sources(self, sample: int) -> list[tuple[int, int, int]]:
+        """Sentences that a sample is made of: (sentence, 0, number of tokens) of each."""
+        first, stop, _ = self.map[sample].tolist()
+        return [(i, 0, int(self.sequences.lengths[i])) for i in range(first, stop)]
+
+    def _finish(
+        self,
+        a: NDArray[np.int64],
+        b: NDArray[np.int64],
+        target: int,
+        random: np.random.Generator,
+    ) -> dict[str, NDArray[Any]]:
+        """Join the parts, hide tokens, fill up."""
+        ids, S = self.ids, self.sequence_length
+        text = np.concatenate([[ids.cls], a, [ids.sep], b, [ids.sep][: len(b)]])
+        types = np.zeros(S, np.int64)
+        types[len(a) + 2 : len(text)] = 1
+        maskable = np.ones(len(text), bool)
+        maskable[[0, len(a) + 1]] = False
+        maskable[-1] = False
+        share = self.masking.mask_prob
+        budget = max(1, min(int(share * target), round(len(text) * share)))
+        spans = choose_spans(text, maskable, ids.continues, self.masking, budget, random)
+        hidden = np.zeros(S, bool)
+        for start, stop in spans:
+            hidden[start:stop] = True
+        labels = np.full(S, _NO_LABEL, np.int64)
+        labels[hidden] = text[hidden[: len(text)]]
+        padded = np.full(S, ids.pad, np.int64)
+        padded[: len(text)] = text
+        padded[hidden] = replace_hidden(labels[hidden], ids, random)
+        return {
+            "text": padded,
+            "types": types,
+            "labels": labels,
+            "loss_mask": hidden.astype(np.float32),
+            "padding_mask": (np.arange(S) < len(text)).astype(np.int64),
+        }
+
+
+def trim_pair(
+    a: NDArray[np.int64], b: NDArray[np.int64], target: int, random: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Take tokens off the longer part, at its front or back by chance, until they fit."""
+    bounds = [[0, len(a)], [0, len(b)]]
+    while sum(stop - start for start, stop in bounds) > target:
+        sizes = [stop - start for start, stop in bounds]
+        longer = bounds[0] if sizes[0] > sizes[1] else bounds[1]
+        if random.random() < 0.5:
+            longer[0] += 1
+        else:
+            longer[1] -= 1
+    return a[slice(*bounds[0])], b[slice(*bounds[1])]
+
+
+def replace_hidden(
+    tokens: NDArray[np.int64], ids: BertIds, random: np.random.Generator
+) -> NDArray[np.int64]:
+    """What stands in place of hidden tokens: 80 % mask, 10 % a random id, 10 % themselves."""
+    kind = random.random(len(tokens))
+    drawn = random.integers(0, ids.vocab_size, len(tokens))
+    shown = np.where(kind < _MASKED, ids.mask, drawn)
+    return np.where(kind >= (1 + _MASKED) / 2, tokens, shown)

@@ -1,0 +1,298 @@
+"""Mixing datasets by weight: who gives the next sample, decided without chance.
+
+At each step the dataset that is furthest behind its share gives one; ties go to the lowest
+number. This is Megatron's rule, and its order is reproduced exactly, but for one thing: a
+dataset of weight 0 gives nothing here, where Megatron lets it win a tie.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.indexed.caching import cached_arrays
+
+_SHORTEST_STRETCH = 256
+_MOST_DATASETS = np.iinfo(np.int16).max - 1
+
+
+class MapDataset(Protocol):
+    """Anything with a length and samples by number."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        ...
+
+    def __getitem__(self, sample: int, /) -> dict[str, Any]:
+        """One sample."""
+        ...
+
+
+def normalize_weights(weights: Sequence[float]) -> NDArray[np.float64]:
+    """Weights with sum 1.
+
+    Raises:
+        ValueError: if there are none or too many, one is negative, or all are 0.
+    """
+    values = np.asarray(weights, np.float64)
+    if not 1 <= len(values) <= _MOST_DATASETS:
+        raise ValueError(
+            f"{len(values)} datasets cannot be blended: 1 to {_MOST_DATASETS} can."
+        )
+    if not np.isfinite(values).all() or values.min() < 0 or values.sum() == 0:
+        raise ValueError(f"blending weights {list(weights)}: give numbers >= 0, not all 0.")
+    return values / values.sum()
+
+
+def blend_by_weight(
+    weights: Sequence[float], size: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Order of a blend of known size: dataset of each sample, and its number there."""
+    return _with_numbers(_draw(normalize_weights(weights), size), len(weights))
+
+
+def blend_all(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Order of a blend that uses every sample of every dataset exactly once."""
+    counts = np.asarray(sizes, np.int64)
+    shares, size = normalize_weights(sizes), int(counts.sum())
+    drawn = _draw(shares, size)
+    if not np.array_equal(np.bincount(drawn, minlength=len(counts)), counts):
+        # Rounding let one dataset give more than it has. One that is used up gives no more:
+        # where that rule acts at all, it acts here.
+        drawn = draw_slowly(shares, size, counts)
+    return _with_numbers(drawn, len(counts))
+
+
+def draw_slowly(
+    shares: NDArray[np.float64], size: int, available: NDArray[np.int64] | None = None
+) -> NDArray[np.int16]:
+    """The rule, one step at a time: the plain twin of what ``blend_by_weight`` does.
+
+    Args:
+        shares: of each dataset, sum 1.
+        size: steps.
+        available: samples of each dataset, which retires once they are used up.
+    """
+    counts = np.zeros(len(shares), np.int64)
+    drawn = np.empty(size, np.int16)
+    for step in range(size):
+        behind = np.where(shares > 0, shares * max(step, 1) - counts, -np.inf)
+        if available is not None:
+            behind[counts >= available] = -np.inf
+        drawn[step] = chosen = int(behind.argmax())
+        counts[chosen] += 1
+    return drawn
+
+
+def draw_phases(
+    phases: Sequence[tuple[int, Sequence[float]]], size: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Order of a mixture that changes: each dataset goes on where it stands.
+
+    Args:
+        phases: (first sample, weights of all datasets) in turn; the first begins at 0. A
+            weight of 0 leaves a dataset out.
+        size: samples in all.
+
+    Raises:
+        ValueError: if the phases do not begin at 0 and rise.
+    """
+    begins = [begin for begin, _ in phases]
+    if not begins or begins[0] != 0 or any(b <= a for a, b in pairwise(begins)):
+        raise ValueError(
+            f"the phases of a mixture begin at samples {begins}: the first must begin at 0 and "
+            "each later than the one before."
+        )
+    stops = [*(min(begin, size) for begin in begins[1:]), size]
+    drawn = [
+        _draw(normalize_weights(weights), stop - begin)
+        for (begin, weights), stop in zip(phases, stops, strict=True)
+        if stop > begin
+    ]
+    return _with_numbers(np.concatenate(drawn), len(phases[0][1]))
+
+
+class OrderedBlend:
+    """Datasets mixed in a given order; a sample also says ``dataset_id``.
+
+    Args:
+        datasets: map-style datasets.
+        dataset_index: int16, the dataset that gives each sample.
+        sample_index: int64, the number of the sample in its dataset.
+
+    Raises:
+        ValueError: if a dataset has fewer samples than are taken from it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[MapDataset],
+        dataset_index: NDArray[np.int16],
+        sample_index: NDArray[np.int64],
+    ) -> None:
+        self.datasets = datasets
+        self.dataset_index = dataset_index
+        self.sample_index = sample_index
+        for number, taken in enumerate(self.ledger(len(self))):
+            if taken > len(datasets[number]):
+                raise ValueError(
+                    f"the blend takes {taken} samples from dataset {number}, which has "
+                    f"{len(datasets[number])}. Raise --mid-level-dataset-surplus."
+                )
+
+    def __len__(self) -> int:
+        """Samples of the blend."""
+        return len(self.dataset_index)
+
+    def __getitem__(self, sample: int | None) -> dict[str, Any]:
+        """Sample of the blend; None gives one that counts nothing."""
+        if sample is None:
+            filler = self[0]
+            return filler | {"loss_mask": np.zeros_like(filler["loss_mask"])}
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        number = int(self.dataset_index[sample])
+        return self.datasets[number][int(self.sample_index[sample])] | {
+            "dataset_id": np.array(number, np.int64)
+        }
+
+    def batch(self, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Samples stacked: each array has a leading dimension B."""
+        places = np.asarray(samples)
+        if not 0 <= places.min() <= places.max() < len(self):
+            raise IndexError(f"sample {places.min()} to {places.max()} of {len(self)}")
+        numbers = self.dataset_index[places]
+        stacked: dict[str, NDArray[Any]] = {}
+        for number in np.unique(numbers).tolist():
+            rows = np.flatnonzero(numbers == number)
+            part = batch_of(self.datasets[number], self.sample_index[places[rows]].tolist())
+            for key, values in part.items():
+                if key not in stacked:
+                    shape = (len(places), *values.shape[1:])
+                    stacked[key] = np.empty(shape, values.dtype)
+                stacked[key][rows] = values
+        return stacked | {"dataset_id": numbers.astype(np.int64)}
+
+    def ledger(self, num_samples: int) -> list[int]:
+        """How many samples each dataset has given once the first ``num_samples`` are used."""
+        given = self.dataset_index[:num_samples]
+        return np.bincount(given, minlength=len(self.datasets)).tolist()
+
+
+class BlendedDataset(OrderedBlend):
+    """Datasets mixed by weight.
+
+    Args:
+        datasets: map-style datasets.
+        weights: share of each; None uses every sample of each exactly once.
+        size: samples in the blend; needed with weights.
+        cache_folder: where the order is kept for later runs and other ranks.
+
+    Raises:
+        ValueError: if a dataset has fewer samples than the blend takes from it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[MapDataset],
+        weights: Sequence[float] | None,
+        size: int | None = None,
+        cache_folder: str | Path = "",
+    ) -> None:
+        sizes = [len(dataset) for dataset in datasets]
+        if weights is not None and size is None:
+            raise ValueError("a weighted blend needs a size: give --train-samples or so.")
+
+        def build() -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+            if weights is None:
+                return blend_all(sizes)
+            assert size is not None
+            return blend_by_weight(weights, size)
+
+        said = f"blend-1 {sizes}" if weights is None else f"blend-1 {list(weights)} {size}"
+        key = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        order = cached_arrays(cache_folder, key, ("dataset_index", "dataset_sample"), build)
+        super().__init__(datasets, *(part[:size] for part in order))
+
+
+def batch_of(dataset: MapDataset, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """Samples of any map-style dataset, stacked; its own ``batch`` if it has one."""
+    batch = getattr(dataset, "batch", None)
+    if batch is not None:
+        return batch(samples)
+    rows = [dataset[sample] for sample in samples]
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def _draw(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
+    """``draw_slowly`` among the datasets that have a share."""
+    giving = np.flatnonzero(shares).astype(np.int16)
+    return giving[_draw_all(shares[giving], size)]
+
+
+def _draw_all(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
+    """``draw_slowly``, many stretches of the order at a time.
+
+    The rule needs only the counts at the start of a stretch, and they are nearly known: no
+    count strays far from its share. So all stretches are drawn at once from guessed counts,
+    after a run-up in which a wrong guess heals. A stretch stands once its start is where the
+    one before it ends; the others are drawn again from there. The first start is exact, so
+    the result is, too.
+    """
+    stride = max(_SHORTEST_STRETCH, math.isqrt(size))
+    begins = np.arange(0, max(size, 1), stride)
+    starts = np.zeros((len(begins), len(shares)), np.int64)
+    run_up = begins[1:] - stride // 2
+    guesses = _guess_counts(shares, run_up)
+    _, starts[1:] = _draw_stretches(shares, run_up, guesses, stride // 2)
+    drawn = np.empty((len(begins), stride), np.int16)
+    ends = np.empty_like(starts)
+    stale = np.arange(len(begins))
+    while len(stale):
+        drawn[stale], ends[stale] = _draw_stretches(
+            shares, begins[stale], starts[stale], stride
+        )
+        stale = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
+        starts[stale] = ends[stale - 1]
+    return drawn.reshape(-1)[:size]
+
+
+def _draw_stretches(
+    shares: NDArray[np.float64], begins: NDArray[np.int64], counts: NDArray[Any], length: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Draw ``length`` steps from each begin; returns them and the counts after them."""
+    counts = counts.astype(np.float64)
+    rows = np.arange(len(begins))
+    drawn = np.empty((length, len(begins)), np.int16)
+    for step in range(length):
+        behind = np.maximum(begins + step, 1)[:, None] * shares
+        behind -= counts
+        drawn[step] = chosen = behind.argmax(axis=1)
+        counts[rows, chosen] += 1
+    return drawn.T, counts.astype(np.int64)
+
+
+def _guess_counts(shares: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Counts near the shares that sum to the steps: the largest remainders rounded up."""
+    exact = steps[:, None] * shares
+    counts = np.floor(exact).astype(np.int64)
+    missing = steps - counts.sum(axis=1)
+    order = np.argsort(counts - exact, axis=1, kind="stable")
+    rank = np.argsort(order, axis=1, kind="stable")
+    return counts + (rank < missing[:, None])
+
+
+def _with_numbers(
+    drawn: NDArray[np.int16], num_datasets: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Add to each draw how many its dataset has given before."""
+    numbers = np.empty(len(drawn), np.int64)
+    for dataset in range(num_datasets):
+        mine = np.flatnonzero(drawn == dataset)
+        numbers[mine] = np.arange(len(mine))
+    return drawn, numbers

@@ -1,0 +1,245 @@
+"""Chats for supervised fine-tuning: messages to tokens, with a mark on what is to be learnt.
+
+What counts is decided by position: the template is rendered once for each turn of the
+assistant, up to where it begins to speak and to where it has spoken, and the text between
+is encoded by itself. So a prompt has the very tokens that it has at generation, and no token
+id (a padding that is also an end of turn, say) is ever taken for a mark.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_data.datasets.packing import PackedDataset, TooLong
+from mcore_data.indexed.index_format import token_dtype
+from mcore_data.indexed.output_lock import make_folder
+from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.indexed.writer import IndexedWriter
+from mcore_data.tokenizers.building import Tokenizer
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A plain template, for tokenizers that bring none."""
+
+TOKENS, LEARNT = "_tokens", "_learnt"
+"""Ends of the names of the two pairs that hold chats."""
+
+Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
+"""Text of some messages; with True, up to where the assistant begins to speak."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReport:
+    """What ``prepare_chats`` wrote.
+
+    Attributes:
+        num_chats: chats.
+        num_tokens: tokens of all.
+        num_learnt: those that count in the loss.
+    """
+
+    num_chats: int
+    num_tokens: int
+    num_learnt: int
+
+
+def load_template(template: str, tokenizer: Tokenizer) -> Render:
+    """Compile a Jinja chat template, in a sandbox.
+
+    Args:
+        template: its text; "" takes the tokenizer's own, or ``CHATML`` where it has none.
+        tokenizer: gives ``bos_token`` and ``eos_token`` to the template.
+
+    Raises:
+        ImportError: if jinja2 is missing.
+    """
+    try:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ImportError(
+            "chat templates need jinja2: pip install 'mcore-data[chat]'."
+        ) from error
+    config = getattr(tokenizer, "config", {})
+    own = config.get("chat_template") if isinstance(config, Mapping) else None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+
+    def refuse(message: str) -> str:
+        raise ValueError(f"the chat template refuses a chat: {message}")
+
+    compiled = environment.from_string(
+        template or own or CHATML, globals={"raise_exception": refuse}
+    )
+    names = {
+        f"{role}_token": tokenizer.decode([number])
+        for role, number in (("bos", tokenizer.bos), ("eos", tokenizer.eod))
+        if number is not None
+    }
+
+    def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        return compiled.render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **names
+        )
+
+    return render
+
+
+def segments(
+    messages: Sequence[Mapping[str, Any]], render: Render
+) -> Iterator[tuple[str, bool]]:
+    """Cut a chat into texts and whether each is the assistant's, to be learnt.
+
+    A message with ``"learn": false`` is not learnt though it is the assistant's.
+
+    Raises:
+        ValueError: if the template rewrites a message once later ones follow.
+    """
+    done = ""
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(messages[:number], True)
+        spoken = render(messages[: number + 1], False)
+        if not (prompt.startswith(done) and spoken.startswith(prompt)):
+            raise ValueError(
+                f"the chat template writes the first {number + 1} messages in another way once "
+                "more of them are there: its turns cannot be told apart by position. Use a "
+                "template that only adds."
+            )
+        yield prompt[len(done) :], False
+        yield spoken[len(prompt) :], bool(message.get("learn", True))
+        done = spoken
+    whole = render(messages, False)
+    if not whole.startswith(done):
+        raise ValueError("the chat template rewrites a chat's turns at its end.")
+    if len(whole) > len(done):
+        yield whole[len(done) :], False
+
+
+def encode_chat(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, render: Render
+) -> tuple[list[int], list[int]]:
+    """Tokens of a chat, and for each 1 if it is to be learnt, else 0."""
+    tokens: list[int] = []
+    learnt: list[int] = []
+    for text, learn in segments(messages, render):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        tokens += ids
+        learnt += [int(learn)] * len(ids)
+    return tokens, learnt
+
+
+def prepare_chats(
+    chats: Iterable[Sequence[Mapping[str, Any]]],
+    output_prefix: str | Path,
+    tokenizer: Tokenizer,
+    template: str = "",
+) -> ChatReport:
+    """Write chats as the two pairs ``<prefix>_tokens`` and ``<prefix>_learnt``.
+
+    Args:
+        chats: lists of messages, each with ``role`` and ``content``.
+        output_prefix: of both pairs.
+        tokenizer: encodes.
+        template: Jinja text; "" takes the tokenizer's own.
+
+    Raises:
+        ValueError: for a chat without a turn of the assistant, with its number, or if the
+            outputs cannot be written.
+    """
+    make_folder(Path(output_prefix).parent, f"--output-prefix {output_prefix}")
+    render = load_template(template, tokenizer)
+    num_chats = num_tokens = num_learnt = 0
+    dtype = token_dtype(tokenizer.vocab_size).name
+    with (
+        IndexedWriter(f"{output_prefix}{TOKENS}", dtype) as token_writer,
+        IndexedWriter(f"{output_prefix}{LEARNT}", "uint8") as learnt_writer,
+    ):
+        for messages in chats:
+            try:
+                _check_messages(messages)
+                tokens, learnt = encode_chat(messages, tokenizer, render)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"chat {num_chats + 1}: {error}") from error
+            if not any(learnt):
+                raise ValueError(
+                    f"chat {num_chats + 1} has nothing to learn: no message of the assistant."
+                )
+            token_writer.add_document(tokens)
+            learnt_writer.add_document(learnt)
+            num_chats += 1
+            num_tokens += len(tokens)
+            num_learnt += sum(learnt)
+    return ChatReport(num_chats, num_tokens, num_learnt)
+
+
+def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[str, Any]]]:
+    """Yield the chats of a JSONL file: a list of messages under ``key`` in each line.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a line that holds no chat, with its number.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--input {path} is not a file.")
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            messages = record.get(key) if isinstance(record, dict) else None
+            if not isinstance(messages, list) or not messages:
+                raise ValueError(
+                    f"{path}, line {number}: no chat (a list of messages under {key!r})."
+                )
+            yield messages
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what a template would pass over in silence.
+
+    Raises:
+        ValueError: for a message without a role, or that says and calls nothing.
+    """
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {number} has no role.")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"message {number} has no content.")
+
+
+class SFTDataset(PackedDataset):
+    """Rows that pack whole chats; only what the assistant says counts in the loss.
+
+    Args:
+        prefix: of the two pairs that ``prepare_chats`` wrote.
+        sequence_length: S, tokens in a row; a longer chat is cut off at its end by default.
+        mmap: how the pairs are read (see ``IndexedDataset``).
+        too_long: what to do with a longer chat.
+        **options: further options of ``PackedDataset``.
+
+    Raises:
+        FileNotFoundError: if a file of the two pairs is missing.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        sequence_length: int,
+        *,
+        mmap: bool = True,
+        too_long: TooLong = "truncate",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            IndexedDataset(f"{prefix}{TOKENS}", mmap=mmap),
+            weights=IndexedDataset(f"{prefix}{LEARNT}", mmap=mmap),
+            sequence_length=sequence_length,
+            too_long=too_long,
+            **options,
+        )

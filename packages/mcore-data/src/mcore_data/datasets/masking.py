@@ -1,0 +1,128 @@
+"""Choosing which tokens of a text are hidden: words or pieces, in spans of one or more.
+
+Words are visited in random order; at each a span of n words is hidden, n drawn anew, if it
+fits into what is still to be hidden and none of it is hidden already.
+
+Reference:
+    Devlin et al. 2018, BERT. arXiv:1810.04805. Spans: Joshi et al. 2019, SpanBERT.
+    arXiv:1907.10529.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.tokenizers.building import Tokenizer
+
+_GEOMETRIC_PROB = 0.2  # SpanBERT's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskingOptions:
+    """How much is hidden, and in what units.
+
+    Attributes:
+        mask_prob: share of the tokens.
+        max_ngram: words of the longest span.
+        geometric: draw a span's words geometrically with p = 0.2, cut off at ``max_ngram``,
+            instead of with a chance of 1/n.
+        whole_words: hide words whole: a piece that goes on with a word goes with it.
+    """
+
+    mask_prob: float = 0.15
+    max_ngram: int = 3
+    geometric: bool = False
+    whole_words: bool = True
+
+
+def word_continuations(tokenizer: Tokenizer) -> NDArray[np.bool_] | None:
+    """For each id of a WordPiece tokenizer whether it goes on with a word; else None."""
+    core = getattr(tokenizer, "core", None)
+    names = {} if core is None else core.get_vocab()
+    going_on = [number for name, number in names.items() if name.startswith("##")]
+    if not going_on:
+        return None
+    table = np.zeros(tokenizer.vocab_size, bool)
+    table[going_on] = True
+    return table
+
+
+def choose_spans(
+    tokens: NDArray[np.int64],
+    maskable: NDArray[np.bool_],
+    continues: NDArray[np.bool_] | None,
+    options: MaskingOptions,
+    budget: int,
+    random: np.random.Generator,
+    *,
+    max_spans: int = 0,
+) -> list[tuple[int, int]]:
+    """Ranges of places to hide, in the order of the text, none overlapping another.
+
+    Args:
+        tokens: the text.
+        maskable: False where a place must stay as it is, such as [CLS].
+        continues: for each id of the vocabulary whether it goes on with a word; None where
+            no id does.
+        options: units and spans.
+        budget: tokens to hide at most.
+        random: draws.
+        max_spans: spans at most; 0 means any number.
+    """
+    words = _words(tokens, maskable, continues if options.whole_words else None)
+    sizes = 1 + np.arange(options.max_ngram)
+    chances = (1 / sizes) / (1 / sizes).sum()
+    hidden = np.zeros(len(words), bool)
+    spans: list[tuple[int, int]] = []
+    left = budget
+    for first in random.permutation(len(words)).tolist():
+        if left <= 0 or len(spans) == max_spans > 0:
+            break
+        if options.geometric:
+            n = min(int(random.geometric(_GEOMETRIC_PROB)), options.max_ngram)
+        else:
+            n = int(random.choice(sizes, p=chances))
+        n = min(n, _unbroken(words, first, n))
+        while n and words[first + n - 1][1] - words[first][0] > left:
+            n -= 1
+        if n == 0 or hidden[first : first + n].any():
+            continue
+        hidden[first : first + n] = True
+        spans.append((words[first][0], words[first + n - 1][1]))
+        left -= spans[-1][1] - spans[-1][0]
+    return sorted(spans)
+
+
+def _words(
+    tokens: NDArray[np.int64],
+    maskable: NDArray[np.bool_],
+    continues: NDArray[np.bool_] | None,
+) -> Sequence[tuple[int, int]]:
+    """Ranges of places that are hidden together."""
+    begins = maskable.copy()
+    if continues is not None:
+        goes_on = continues[tokens] & maskable
+        goes_on[1:] &= maskable[:-1]
+        goes_on[:1] = False
+        begins &= ~goes_on
+    starts = np.flatnonzero(begins)
+    limits = np.append(starts[1:], len(tokens))
+    stops = []
+    for start, limit in zip(starts.tolist(), limits.tolist(), strict=True):
+        broken = np.flatnonzero(~maskable[start:limit])
+        stops.append(start + int(broken[0]) if len(broken) else limit)
+    return list(zip(starts.tolist(), stops, strict=True))
+
+
+def _unbroken(words: Sequence[tuple[int, int]], first: int, n: int) -> int:
+    """How many words follow each other without a gap, ``n`` at most."""
+    count = 1
+    while (
+        count < n
+        and first + count < len(words)
+        and words[first + count][0] == words[first + count - 1][1]
+    ):
+        count += 1
+    return count

@@ -1,0 +1,283 @@
+"""Made-up data of the real shapes: for smoke runs, benchmarks and first steps.
+
+Nothing is stored: a token is computed from its place, so any run anywhere sees the same.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.config import FIMConfig
+from mcore_data.datasets.bert import BERTDataset, BertIds
+from mcore_data.datasets.fim import FillInMiddle
+from mcore_data.datasets.gpt import GPTDataset
+from mcore_data.datasets.packing import PackedDataset
+from mcore_data.datasets.t5 import T5Dataset, T5Ids
+from mcore_data.tokenizers.plain import NullTokenizer
+
+_RECKONED_TOKENS = 1_024
+_TURN_TOKENS = 16
+
+
+class MockDocuments:
+    """Documents that count 1, 2, 3, ... modulo the vocabulary and end with ``eod``.
+
+    Args:
+        vocab_size: ids run from 0 to vocab_size - 1.
+        eod: last token of each document; None means the last id.
+        num_documents: documents, of 1 to max_length tokens each.
+        max_length: tokens of the longest documents.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        eod: int | None = None,
+        num_documents: int = 100_000,
+        max_length: int = 4095,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1 if eod is None else eod
+        random = np.random.default_rng(0)
+        self.lengths = random.integers(1, max_length + 1, num_documents).astype(np.int32)
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self.lengths)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens ``offset`` to ``offset + length`` of a document."""
+        end = int(self.lengths[sequence]) if length is None else offset + length
+        tokens = np.arange(offset + 1, end + 1) % self.vocab_size
+        if end == self.lengths[sequence]:
+            tokens[-1:] = self.eod
+        return tokens
+
+    def gather(
+        self,
+        sequences: NDArray[np.integer],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        out: NDArray[np.int64],
+    ) -> None:
+        """Write ranges of many documents into ``out``, end to end."""
+        ranges = zip(sequences.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
+        np.concatenate([self.get(*place) for place in ranges], out=out)
+
+
+class MockGPTDataset(GPTDataset):
+    """Samples of ``MockDocuments``; works in a plain torch ``DataLoader``.
+
+    Args:
+        sequence_length: S, tokens in a sample.
+        vocab_size: ids run from 0 to vocab_size - 1; the last one ends documents.
+        num_samples: ``len`` of the dataset.
+        seed: of the order.
+        **options: further options of ``GPTDataset``.
+    """
+
+    def __init__(
+        self,
+        sequence_length: int = 512,
+        vocab_size: int = 50_000,
+        *,
+        num_samples: int = 1_000,
+        seed: int = 1234,
+        **options: Any,
+    ) -> None:
+        # Half the mean length is reckoned; further epochs would fill a shortage.
+        enough = -(-(num_samples * sequence_length + 1) // _RECKONED_TOKENS)
+        documents = MockDocuments(vocab_size, num_documents=min(100_000, enough + 1))
+        super().__init__(
+            documents,
+            sequence_length=sequence_length,
+            seed=seed,
+            num_samples=num_samples,
+            eod=documents.eod,
+            **options,
+        )
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        """Exactly the samples asked for."""
+        return self.num_samples
+
+
+class MockFIMDataset(MockGPTDataset):
+    """``MockGPTDataset`` with documents rewritten for fill-in-the-middle.
+
+    The text of an id is its number; the ids 0 to 3 are prefix, middle, suffix and padding.
+
+    Args:
+        sequence_length: S, tokens in a sample.
+        vocab_size: ids run from 0 to vocab_size - 1; the last one ends documents.
+        fim_rate: share of the documents rewritten.
+        **options: further options of ``MockGPTDataset``.
+    """
+
+    def __init__(
+        self,
+        sequence_length: int = 512,
+        vocab_size: int = 50_000,
+        *,
+        fim_rate: float = 0.5,
+        **options: Any,
+    ) -> None:
+        config = FIMConfig(
+            fim_data=True,
+            fim_rate=fim_rate,
+            fim_prefix_token="0",
+            fim_middle_token="1",
+            fim_suffix_token="2",
+            fim_pad_token="3",
+        )
+        transform = FillInMiddle.build(NullTokenizer(vocab_size - 1), config)
+        super().__init__(sequence_length, vocab_size, transform=transform, **options)
+
+
+class MockSentences:
+    """Documents of 2 to 8 sentences of 4 to 40 tokens that count up.
+
+    Args:
+        first_id: smallest id of a text.
+        vocab_size: ids of a text are below it.
+        num_documents: documents.
+    """
+
+    def __init__(self, first_id: int, vocab_size: int, num_documents: int = 1_000) -> None:
+        self.first_id = first_id
+        self.vocab_size = vocab_size
+        random = np.random.default_rng(0)
+        counts = random.integers(2, 9, num_documents)
+        self.documents = np.concatenate([[0], np.cumsum(counts)])
+        self.lengths = random.integers(4, 41, int(counts.sum())).astype(np.int32)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens ``offset`` to ``offset + length`` of a sentence."""
+        stop = int(self.lengths[sequence]) if length is None else offset + length
+        return self.first_id + (sequence + np.arange(offset, stop)) % (
+            self.vocab_size - self.first_id
+        )
+
+
+class MockBERTDataset(BERTDataset):
+    """Samples of ``MockSentences``; 0 pads, 1 is [CLS], 2 [SEP] and 3 [MASK].
+
+    Args:
+        sequence_length: S, tokens in a sample.
+        vocab_size: ids run from 0 to vocab_size - 1.
+        num_samples: ``len`` of the dataset.
+        seed: of everything drawn.
+        **options: further options of ``BERTDataset``.
+    """
+
+    def __init__(
+        self,
+        sequence_length: int = 512,
+        vocab_size: int = 30_000,
+        *,
+        num_samples: int = 1_000,
+        seed: int = 1234,
+        **options: Any,
+    ) -> None:
+        ids = BertIds(vocab_size=vocab_size, pad=0, cls=1, sep=2, mask=3)
+        super().__init__(
+            MockSentences(4, vocab_size),
+            ids,
+            sequence_length=sequence_length,
+            seed=seed,
+            num_samples=num_samples,
+            **options,
+        )
+        self.map = self.map[:num_samples]
+
+
+class MockT5Dataset(T5Dataset):
+    """Samples of ``MockSentences``; 0 pads, 1 begins, 2 ends, the last 100 are sentinels.
+
+    Args:
+        sequence_length: S, tokens of the encoder.
+        decoder_sequence_length: tokens of the decoder.
+        vocab_size: ids run from 0 to vocab_size - 1.
+        num_samples: ``len`` of the dataset.
+        seed: of everything drawn.
+        **options: further options of ``T5Dataset``.
+    """
+
+    def __init__(
+        self,
+        sequence_length: int = 512,
+        decoder_sequence_length: int = 256,
+        vocab_size: int = 32_000,
+        *,
+        num_samples: int = 1_000,
+        seed: int = 1234,
+        **options: Any,
+    ) -> None:
+        sentinels = tuple(range(vocab_size - 100, vocab_size))
+        super().__init__(
+            MockSentences(3, vocab_size - 100),
+            T5Ids(bos=1, eos=2, pad=0, sentinels=sentinels),
+            sequence_length=sequence_length,
+            decoder_sequence_length=decoder_sequence_length,
+            seed=seed,
+            num_samples=num_samples,
+            **options,
+        )
+        self.map = self.map[:num_samples]
+
+
+class MockPackedDataset(PackedDataset):
+    """``MockDocuments`` packed whole into rows.
+
+    Args:
+        sequence_length: S, tokens in a row.
+        vocab_size: ids run from 0 to vocab_size - 1; the last one ends documents.
+        num_samples: ``len`` of the dataset.
+        seed: of the order.
+        **options: further options of ``PackedDataset``.
+    """
+
+    def __init__(
+        self,
+        sequence_length: int = 512,
+        vocab_size: int = 50_000,
+        *,
+        num_samples: int = 1_000,
+        seed: int = 1234,
+        **options: Any,
+    ) -> None:
+        texts = MockDocuments(vocab_size, num_documents=1_000, max_length=sequence_length)
+        super().__init__(
+            texts,
+            sequence_length=sequence_length,
+            seed=seed,
+            num_samples=num_samples,
+            **options,
+        )
+
+
+class MockSFTDataset(MockPackedDataset):
+    """Made-up chats packed into rows: turns of 16 tokens, every second one to be learnt.
+
+    Args:
+        sequence_length: S, tokens in a row.
+        vocab_size: ids run from 0 to vocab_size - 1; the last one ends chats.
+        **options: further options of ``MockPackedDataset``.
+    """
+
+    def __init__(
+        self, sequence_length: int = 512, vocab_size: int = 50_000, **options: Any
+    ) -> None:
+        turns = _Turns(1, num_documents=1_000, max_length=sequence_length)
+        super().__init__(sequence_length, vocab_size, weights=turns, **options)
+
+
+class _Turns(MockDocuments):
+    """1 for the tokens of every second turn, 0 for the others."""
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        stop = int(self.lengths[sequence]) if length is None else offset + length
+        return np.arange(offset, stop) // _TURN_TOKENS % 2

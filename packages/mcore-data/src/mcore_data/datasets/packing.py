@@ -1,0 +1,260 @@
+"""Packing: texts of any length side by side in rows of one length, with their borders.
+
+Each text fills ``n - 1`` places of a row: n tokens make n - 1 pairs of a token and the next.
+No text sees another: ``cu_seqlens`` has the borders, positions begin at 0 in each. First-fit
+decreasing, by length: texts from the longest to the shortest, each into the first row with
+room; all texts of one length at once, into runs of rows with equal room. Rows are then read
+in an order shuffled by seed, another in each epoch.
+
+Reference:
+    Krell et al. 2021, Efficient Sequence Packing without Cross-contamination.
+    arXiv:2107.02027.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.datasets.arrangement import count_from, packed_borders
+from mcore_data.indexed.caching import cached_arrays
+
+TooLong = Literal["truncate", "split", "skip"]
+
+
+class Texts(Protocol):
+    """Token sequences by number, such as an ``IndexedDataset``."""
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each."""
+        ...
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """A range of one."""
+        ...
+
+
+class PackedDataset:
+    """Map-style dataset of rows that pack whole texts.
+
+    A sample has ``tokens``, ``labels`` and ``position_ids`` (int64 [S]), ``loss_mask``
+    (float32 [S]), ``cu_seqlens`` (int32 [S + 1], borders of the texts and of the unused rest,
+    filled up with S) and ``max_seqlen`` (int32 scalar).
+
+    Args:
+        texts: the stored tokens.
+        sequence_length: S, tokens in a row.
+        weights: for each token of ``texts``, 1 where it counts as a label and 0 where not;
+            None counts all. The first token of a text never is a label.
+        seed: of the order of rows.
+        num_samples: ``len`` of the dataset; 0 means one epoch.
+        document_ids: texts to use; None means all.
+        too_long: what to do with a text of more than S + 1 tokens.
+        cache_folder: where the packing is kept for later runs and other ranks.
+
+    Raises:
+        ValueError: if no text has two tokens, or the weights do not fit the texts.
+    """
+
+    def __init__(
+        self,
+        texts: Texts,
+        *,
+        sequence_length: int,
+        weights: Texts | None = None,
+        seed: int = 1234,
+        num_samples: int = 0,
+        document_ids: Sequence[int] | range | None = None,
+        too_long: TooLong = "split",
+        cache_folder: str | Path = "",
+    ) -> None:
+        if sequence_length < 1 or num_samples < 0:
+            raise ValueError(
+                f"{num_samples} rows of --seq-length {sequence_length} cannot be made: use at "
+                "least 1 token, and at least 0 rows."
+            )
+        self.sequences = texts
+        self.weights = weights
+        self.sequence_length = sequence_length
+        self.seed = seed
+        lengths = np.asarray(texts.lengths)
+        if weights is not None and not np.array_equal(lengths, weights.lengths):
+            raise ValueError("the loss masks are not of the same lengths as the texts.")
+        ids = range(len(lengths)) if document_ids is None else document_ids
+        ids = np.asarray(ids, np.int64)
+        said = f"packing-1 {sequence_length} {too_long} {len(ids)}"
+        digest = hashlib.blake2b(said.encode(), digest_size=16)
+        digest.update(ids.data)
+        digest.update(np.ascontiguousarray(lengths).data)
+
+        def build() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            pieces = cut_texts(lengths, ids, sequence_length, too_long)
+            return pack(pieces, sequence_length)
+
+        self.pieces, self.rows = cached_arrays(
+            cache_folder, digest.hexdigest(), ("pieces", "rows"), build
+        )
+        self.per_epoch = len(self.rows) - 1
+        self.num_samples = num_samples or self.per_epoch
+        self._held_order = (-1, np.zeros(0, np.int64))
+
+    def __len__(self) -> int:
+        """Samples that can be asked for."""
+        return self.num_samples
+
+    def __getitem__(self, sample: int | None) -> dict[str, NDArray[Any]]:
+        """One row; None gives one that counts nothing."""
+        if sample is None:
+            return self[0] | {"loss_mask": np.zeros(self.sequence_length, np.float32)}
+        S = self.sequence_length
+        tokens, labels = np.zeros(S, np.int64), np.zeros(S, np.int64)
+        loss_mask = np.zeros(S, np.float32)
+        starts, place = [], 0
+        for source in self.sources(sample):
+            text = self.sequences.get(*source)
+            stop = place + len(text) - 1
+            tokens[place:stop], labels[place:stop] = text[:-1], text[1:]
+            loss_mask[place:stop] = (
+                1.0 if self.weights is None else self.weights.get(*source)[1:]
+            )
+            starts.append(stop)
+            place = stop
+        borders = np.array(starts)
+        borders = borders[borders < S]
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "position_ids": count_from(borders, S),
+            **packed_borders(borders, S),
+        }
+
+    def sources(self, sample: int) -> list[tuple[int, int, int]]:
+        """Where a sample comes from: (sequence, offset, number of tokens) of each text."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        epoch, place = divmod(sample, self.per_epoch)
+        row = int(self._order(epoch)[place])
+        mine = self.pieces[self.rows[row] : self.rows[row + 1]]
+        return [tuple(piece) for piece in mine.tolist()]
+
+    def places(self, sequence: int) -> list[int]:
+        """Samples that a stored sequence takes part in."""
+        mine = np.flatnonzero(self.pieces[:, 0] == sequence)
+        rows = np.unique(np.searchsorted(self.rows, mine, side="right") - 1)
+        epochs = range(-(-len(self) // self.per_epoch))
+        found = [
+            epoch * self.per_epoch + int(place)
+            for epoch in epochs
+            for place in np.argsort(self._order(epoch))[rows]
+        ]
+        return [sample for sample in found if sample < len(self)]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if self._held_order[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.per_epoch)
+            self._held_order = (epoch, order)
+        return self._held_order[1]
+
+
+def cut_texts(
+    lengths: NDArray[np.int32], ids: NDArray[np.int64], sequence_length: int, too_long: TooLong
+) -> NDArray[np.int64]:
+    """Ranges that fit into a row: int64 [P, 3], (sequence, offset, tokens).
+
+    Parts of a split text overlap by one token: the last label of one is the first token of
+    the next. Texts of fewer than two tokens have no label and are left out.
+
+    Raises:
+        ValueError: if nothing is left.
+    """
+    most = sequence_length + 1
+    ids = ids[lengths[ids] > 1]
+    if too_long == "skip":
+        ids = ids[lengths[ids] <= most]
+    sizes = lengths[ids].astype(np.int64)
+    if not len(ids):
+        raise ValueError("there is no text to pack: each needs two tokens or more.")
+    counts = np.ones_like(sizes)
+    if too_long == "split":
+        counts = -(-(sizes - 1) // sequence_length)
+    firsts = np.cumsum(counts) - counts
+    number = np.arange(counts.sum()) - np.repeat(firsts, counts)
+    offsets = number * sequence_length
+    stops = np.minimum(np.repeat(sizes, counts), offsets + most)
+    return np.stack([np.repeat(ids, counts), offsets, stops - offsets], axis=1)
+
+
+def pack(
+    pieces: NDArray[np.int64], sequence_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pack by first-fit decreasing, all pieces of one length at once.
+
+    Args:
+        pieces: (sequence, offset, tokens), each of 2 to S + 1 tokens.
+        sequence_length: S.
+
+    Returns:
+        The pieces row after row, and where each row begins, [rows + 1].
+    """
+    needs = pieces[:, 2] - 1
+    order = np.argsort(-needs, kind="stable")
+    row_of = np.empty(len(pieces), np.int64)
+    rooms, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    place = 0
+    for need, wanted in zip(*_runs(needs[order]), strict=True):
+        rows, rooms, counts = _place(need, wanted, rooms, counts, sequence_length)
+        row_of[order[place : place + wanted]] = rows
+        place += wanted
+    by_row = np.argsort(row_of, kind="stable")
+    per_row = np.bincount(row_of, minlength=int(counts.sum()))
+    return pieces[by_row], np.concatenate([[0], np.cumsum(per_row)])
+
+
+def _place(
+    need: int,
+    wanted: int,
+    rooms: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    sequence_length: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Put ``wanted`` pieces of one length into the first rows with room for them.
+
+    Neighbouring rows with equal room are kept as one run: ``rooms`` of each run's rows,
+    ``counts`` of its rows.
+
+    Returns:
+        The row of each piece, and the runs afterwards.
+    """
+    opened = -(-wanted // (sequence_length // need))  # more than enough new rows
+    rooms = np.append(rooms, sequence_length)
+    counts = np.append(counts, opened)
+    firsts = np.cumsum(counts) - counts
+    fits = rooms // need
+    before = np.cumsum(fits * counts) - fits * counts
+    taken = np.clip(wanted - before, 0, fits * counts)
+    fits = np.maximum(fits, 1)
+    filled, extra = taken // fits, taken % fits  # rows filled up; pieces in one row more
+    rows = []
+    for run in np.flatnonzero(taken).tolist():
+        first, full = int(firsts[run]), int(filled[run])
+        rows.append(np.repeat(np.arange(first, first + full), fits[run]))
+        rows.append(np.full(extra[run], first + full))
+    partial = (extra > 0).astype(np.int64)
+    untouched = counts - filled - partial
+    untouched[-1] = 0  # new rows that were not needed
+    rooms = np.stack([rooms - fits * need * (filled > 0), rooms - extra * need, rooms], axis=1)
+    counts = np.stack([filled, partial, untouched], axis=1)
+    kept = counts.reshape(-1) > 0
+    return np.concatenate(rows), rooms.reshape(-1)[kept], counts.reshape(-1)[kept]
+
+
+def _runs(values: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """Distinct values of a sorted array and how often each comes."""
+    borders = np.flatnonzero(np.diff(values)) + 1
+    counts = np.diff(np.concatenate([[0], borders, [len(values)]]))
+    return values[np.concatenate([[0], borders])].tolist(), counts.tolist()

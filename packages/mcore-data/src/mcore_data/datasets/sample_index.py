@@ -1,0 +1,247 @@
+"""Which tokens make sample k: document, sample and shuffle index of a GPT dataset.
+
+The documents of a split are repeated for as many epochs as needed, shuffled, laid end to
+end and cut into samples of L + E tokens that overlap by E (E = 1: the label of the last
+token is the next sample's first). The order is Megatron's to the last index, from one
+legacy ``RandomState``; the walk over documents is one ``searchsorted`` here.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.indexed.caching import cached_arrays
+
+_SEPARATE_BELOW = 0.80
+_INT32_MAX = np.iinfo(np.int32).max
+_UINT32_LIMIT = 2**32 - 2
+_FORMAT = b"sample-index-1"
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleIndexSpec:
+    """What, besides the documents, decides the order of samples.
+
+    Attributes:
+        sequence_length: L, tokens of a sample that the model reads.
+        extra_tokens: E, 1 if labels are the tokens shifted by one, else 0.
+        num_samples: samples wanted at least; 0 means one epoch.
+        seed: of the two shuffles.
+        drop_last_partial: leave out the tokens that do not fill a sample.
+    """
+
+    sequence_length: int
+    extra_tokens: int = 1
+    num_samples: int = 0
+    seed: int = 1234
+    drop_last_partial: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        if self.sequence_length < 1 or self.num_samples < 0:
+            raise ValueError(
+                f"{self.num_samples} samples of --seq-length {self.sequence_length} cannot be "
+                "made: use at least 1 token, and at least 0 samples."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleIndex:
+    """The three arrays; sample k runs from row ``shuffle[k]`` to the next row.
+
+    Attributes:
+        documents: int32, sequence ids in the order in which they are laid end to end.
+        samples: int32 or int64 [num_samples + 1, 2]: position in ``documents`` and token
+            offset at which each sample starts.
+        shuffle: uint32 or int64 [num_samples].
+    """
+
+    documents: NDArray[np.int32]
+    samples: NDArray[Any]
+    shuffle: NDArray[Any]
+
+
+def build_sample_index(
+    lengths: NDArray[np.int32], ids: NDArray[np.int32] | range, spec: SampleIndexSpec
+) -> SampleIndex:
+    """Build the order of samples over the sequences ``ids``.
+
+    Args:
+        lengths: tokens of every sequence of the dataset.
+        ids: the sequences that belong to this split.
+        spec: lengths, counts and seed.
+
+    Raises:
+        ValueError: if the split has too few tokens for one sample.
+    """
+    # A document is shuffled as one int64, its id and its length side by side: the order is
+    # the same as that of ids alone, and no length is looked up at random afterwards.
+    is_range = isinstance(ids, range)
+    deck = np.arange(ids.start, ids.stop, ids.step) if is_range else ids.astype(np.int64)
+    cards = deck.view(np.int32).reshape(-1, 2)  # little-endian: an id's low half comes first
+    cards[:, 1] = lengths[ids.start : ids.stop : ids.step] if is_range else lengths[ids]
+    tokens_per_epoch = int(cards[:, 1].sum(dtype=np.int64))
+    num_epochs = count_epochs(tokens_per_epoch, spec)
+    separate = _is_final_epoch_separate(tokens_per_epoch, num_epochs, spec)
+    random = np.random.RandomState(spec.seed)  # Megatron's order needs the legacy generator
+    dealt = _shuffle_documents(deck, num_epochs, random, separate)
+    dealt = dealt.view(np.int32).reshape(-1, 2)
+    samples = cut_samples(dealt[:, 1], spec)
+    num_samples = len(samples) - 1
+    before_final = _samples_before(tokens_per_epoch, num_epochs, spec)
+    parts = [0, before_final, num_samples] if separate else [0, num_samples]
+    documents = np.ascontiguousarray(dealt[:, 0])
+    return SampleIndex(documents, samples, _shuffle_samples(parts, random))
+
+
+def count_epochs(tokens_per_epoch: int, spec: SampleIndexSpec) -> int:
+    """Epochs that give at least ``spec.num_samples`` samples.
+
+    Raises:
+        ValueError: if there are no tokens, or one epoch makes no sample.
+    """
+    length, extra = spec.sequence_length, spec.extra_tokens
+    if tokens_per_epoch == 0:
+        raise ValueError("the split has no tokens: give it more documents or a larger share.")
+    if spec.num_samples == 0:
+        if tokens_per_epoch < length + extra and spec.drop_last_partial:
+            raise ValueError(
+                f"the split has {tokens_per_epoch} tokens, fewer than one sample of "
+                f"{length + extra}: give it more documents or lower --seq-length."
+            )
+        return 1
+    return -(-(spec.num_samples * length + extra) // tokens_per_epoch)
+
+
+def cut_samples(sizes: NDArray[np.int32], spec: SampleIndexSpec) -> NDArray[Any]:
+    """Rows (place in the line, token offset) at which samples start, and the end.
+
+    Sample k starts at token k*L. The document of a start is the one that holds the last
+    token before the cut, k*L + E - 1: a cut at a document's end stays in that document.
+    Goes over the documents in pieces that fit a processor's cache.
+
+    Args:
+        sizes: tokens of the documents in the order in which they are laid end to end.
+        spec: lengths of samples.
+    """
+    length, extra = spec.sequence_length, spec.extra_tokens
+    total = int(sizes.sum(dtype=np.int64))
+    whole, rest = divmod(total - extra, length)
+    num_samples = whole + (rest > 0 and not spec.drop_last_partial)
+    fits = len(sizes) <= _INT32_MAX  # so do offsets: no stored length is larger
+    samples = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
+    row, before = 0, 0
+    places = np.arange(_PIECE)
+    for first in range(0, len(sizes), _PIECE):
+        piece = sizes[first : first + _PIECE]
+        ends = np.cumsum(piece, dtype=np.int64)
+        ends += before
+        before = int(ends[-1])
+        last_rows = (ends - extra) // length  # the last sample that starts by each end
+        counts = np.diff(last_rows, prepend=row - 1)
+        stop = int(last_rows[-1]) + 1
+        found = np.flatnonzero(counts)
+        if len(found) != stop - row:  # some document starts several samples
+            found = np.repeat(places[: len(piece)], counts)
+        samples[row:stop, 0] = found + first
+        samples[row:stop, 1] = np.arange(row, stop) * length - (ends - piece)[found]
+        row = stop
+    if row <= num_samples:  # the last sample is partial: it ends where the text ends
+        last = len(sizes) - 1 - int((sizes[::-1] > 0).argmax())
+        samples[row] = last, sizes[last] - extra
+    samples[0] = 0
+    return samples
+
+
+def load_sample_index(
+    lengths: NDArray[np.int32],
+    ids: NDArray[np.int32] | range,
+    spec: SampleIndexSpec,
+    cache_folder: str | Path = "",
+) -> SampleIndex:
+    """Build the index, or map it from a cache where its content hash is known.
+
+    Every process may call this at the same time on a shared disk (see ``caching``).
+
+    Args:
+        lengths: tokens of every sequence of the dataset.
+        ids: the sequences that belong to this split.
+        spec: lengths, counts and seed.
+        cache_folder: where the arrays are kept; "" builds them in memory.
+    """
+    if not cache_folder:
+        return build_sample_index(lengths, ids, spec)
+
+    def build() -> list[NDArray[Any]]:
+        index = build_sample_index(lengths, ids, spec)
+        return [index.documents, index.samples, index.shuffle]
+
+    key = content_hash(lengths, ids, spec)
+    names = ("document_index", "sample_index", "shuffle_index")
+    return SampleIndex(*cached_arrays(cache_folder, key, names, build))
+
+
+def content_hash(
+    lengths: NDArray[np.int32], ids: NDArray[np.int32] | range, spec: SampleIndexSpec
+) -> str:
+    """Hash of all that decides the index: the same data under another path is the same."""
+    digest = hashlib.blake2b(_FORMAT, digest_size=16)
+    digest.update(repr(spec).encode())
+    for part in (lengths, ids):
+        if isinstance(part, range):
+            digest.update(repr(part).encode())
+        else:
+            digest.update(str(len(part)).encode())
+            digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
+
+def _samples_before(tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpec) -> int:
+    """Samples that lie wholly before the final epoch."""
+    tokens = (num_epochs - 1) * tokens_per_epoch - spec.extra_tokens
+    return tokens // spec.sequence_length
+
+
+def _is_final_epoch_separate(
+    tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpec
+) -> bool:
+    """Whether so little of the last epoch is used that it must be shuffled by itself.
+
+    Otherwise its few samples would be spread over the run, and the documents it leaves out
+    would be seen once less in no particular order.
+    """
+    if num_epochs == 1:
+        return False
+    from_final = spec.num_samples - _samples_before(tokens_per_epoch, num_epochs, spec)
+    per_epoch = (tokens_per_epoch - spec.extra_tokens) // spec.sequence_length
+    assert 0 <= from_final <= per_epoch + 1
+    return from_final < int(_SEPARATE_BELOW * per_epoch)
+
+
+def _shuffle_documents(
+    deck: NDArray[np.int64], num_epochs: int, random: np.random.RandomState, separate: bool
+) -> NDArray[np.int64]:
+    """All epochs in one shuffle, or the last by itself; may shuffle ``deck`` in place."""
+    if num_epochs == 1:
+        random.shuffle(deck)
+        return deck
+    dealt = np.tile(deck, num_epochs - separate)
+    random.shuffle(dealt)
+    if not separate:
+        return dealt
+    random.shuffle(deck)
+    return np.concatenate([dealt, deck])
+
+
+def _shuffle_samples(borders: list[int], random: np.random.RandomState) -> NDArray[Any]:
+    dtype = np.uint32 if borders[-1] < _UINT32_LIMIT else np.int64
+    order = np.arange(borders[-1])  # numpy shuffles eight bytes faster than four, alike
+    for start, stop in pairwise(borders):
+        random.shuffle(order[start:stop])
+    return order.astype(dtype)

@@ -1,0 +1,192 @@
+"""Bulk encoding: many texts to token ids, by the fastest way that gives the tokenizer's ids.
+
+A tokenizer (``tokenizer.py``) is the reference: it says what is right. An engine does its
+work for whole corpora and is held to it: before the first text by ``differing_probe``, on
+the texts themselves by ``verification.py``. ``build_engine`` chooses one; each lives in a
+file of its own.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.config import EngineName
+from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.plain import ByteTokenizer
+from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
+
+log = logging.getLogger(__name__)
+
+PROBES = (
+    "",
+    " ",
+    "a",
+    "The quick brown fox.",
+    "it's we'LL they'd I'm 'S",
+    "  two  blanks,   three\t\ttabs \n\n\nlines \r\n ends ",
+    "0 12 345 6789 3.14159 1,000,000 \u0663\u0664 \u216b \u00bd",
+    "def f(x):\n        return {'a': [x ** 2, -1]}  # comment\n",
+    "\u00c5ngstr\u00f6m A\u030angstro\u0308m \ufb01ne \u00df\u1e9e \u0130I\u0131 \u03c3\u03c2",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u3053\u3093\u306b\u3061\u306f \uc548\ub155 ",
+    "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947",
+    "\u0627\u0644\u0633\u0644\u0627\u0645 \u05e9\u05dc\u05d5\u05dd",
+    "\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea \u2603\ufe0f \U00020000 \U0010ffff",
+    "\x00\x01\x0b\x0c\x1c\x7f\x85\xa0\xad\u200b\u2028\u2029\u3000\ufeff\ufffd",
+    "!!!???... --==>> @#$%^&*() <|x|> [x] </x> &amp; http://a.b/c?d=e&f",
+    "supercalifragilisticexpialidocious" * 8,
+    "a" * 300 + "1" * 50 + "-" * 50 + " " * 50 + "\n" * 20,
+)
+"""Texts on which encoders are known to part: white space, marks, scripts, long words."""
+
+
+class Engine(Protocol):
+    """Encodes texts exactly as its tokenizer does, special tokens around them included."""
+
+    @property
+    def name(self) -> str:
+        """Name and version, for the manifest."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of each text."""
+        ...
+
+
+class ReferenceEngine:
+    """The tokenizer itself.
+
+    Args:
+        tokenizer: any.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.name = "reference"
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of each text, by the tokenizer's own ``encode_batch``."""
+        return [np.array(ids, np.uint32) for ids in self._tokenizer.encode_batch(texts)]
+
+
+class ByteEngine:
+    """ByteTokenizer without a Python integer for each byte."""
+
+    name = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """UTF-8 bytes of each text."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class Reference(Protocol):
+    """What an engine is held to: a tokenizer, or one that encodes in another process."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; ``add_special_tokens`` keeps what the tokenizer adds around it."""
+        ...
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of many texts."""
+        ...
+
+
+def build_engine(
+    tokenizer: Tokenizer, name: EngineName = "auto", reference: Reference | None = None
+) -> Engine:
+    """Choose the engine of a tokenizer.
+
+    Args:
+        tokenizer: what the ids must be equal to.
+        name: ``auto`` takes the fastest that is installed, can do this tokenizer and passes
+            the probes; any other name takes that one or fails.
+        reference: gives the tokenizer's ids; None asks the tokenizer itself.
+
+    Raises:
+        ValueError: if the named engine cannot do this tokenizer, or parts from it.
+        ImportError: if the named engine is not installed.
+    """
+    if name == "reference":
+        return ReferenceEngine(tokenizer)
+    if isinstance(tokenizer, ByteTokenizer) and name == "auto":
+        return ByteEngine()
+    problem: Exception | None = None
+    for candidate in ("words", "gigatoken") if name == "auto" else (name,):
+        try:
+            engine = _build(tokenizer, candidate, reference or tokenizer)
+        except (ValueError, ImportError) as error:
+            if name != "auto":
+                raise
+            problem = error
+            continue
+        probe = differing_probe(engine, tokenizer, reference)
+        if probe is None:
+            return engine
+        message = f"--engine {candidate} does not encode {probe!r} as the tokenizer does."
+        if name != "auto":
+            raise ValueError(f"{message} Use --engine reference.")
+        log.warning("%s Taking the tokenizer itself, which is slower.", message)
+    if isinstance(problem, ImportError):
+        log.info("%s It encodes byte pairs many times as fast.", problem)
+    return ReferenceEngine(tokenizer)
+
+
+def differing_probe(
+    engine: Engine, tokenizer: Tokenizer, reference: Reference | None = None
+) -> str | None:
+    """First of the probes that engine and tokenizer encode differently, None if none."""
+    probes = [*PROBES, *_special_probes(tokenizer)]
+    right = (reference or tokenizer).encode_batch(probes)
+    for text, ids, expected in zip(probes, engine.encode(probes), right, strict=True):
+        if ids.tolist() != expected:
+            return text
+    return None
+
+
+def special_ids(tokenizer: Reference) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer puts before and behind every text.
+
+    Raises:
+        ValueError: if what it adds is not of that form.
+    """
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    raise ValueError("the tokenizer adds more than ids before and behind a text.")
+
+
+def surrounded(
+    ids: list[NDArray[np.integer]],
+    before: NDArray[np.uint32],
+    behind: NDArray[np.uint32],
+) -> list[NDArray[np.integer]]:
+    """Put the ids of ``special_ids`` before and behind those of each text."""
+    if not len(before) and not len(behind):
+        return ids
+    return [np.concatenate((before, each, behind)) for each in ids]
+
+
+def _special_probes(tokenizer: Tokenizer) -> list[str]:
+    """Texts with special tokens spelled out, where the tokenizer can say which it has."""
+    names: list[str] = getattr(tokenizer, "special_names", [])
+    return [f"a{name} b {name}\n{name}{name}." for name in names[:300]]
+
+
+def _build(tokenizer: Tokenizer, name: str, reference: Reference) -> Any:
+    if name == "words" and isinstance(tokenizer, SentencePieceTokenizer):
+        from mcore_data.engines.sentencepiece import SentencePieceEngine
+
+        return SentencePieceEngine(tokenizer)
+    if name == "words":
+        from mcore_data.engines.wordpiece import WordEngine
+
+        return WordEngine(tokenizer)
+    from mcore_data.engines.gigatoken import GigatokenEngine
+
+    return GigatokenEngine(tokenizer, reference=reference)

@@ -1,0 +1,219 @@
+"""WordPiece from remembered words: a corpus uses few of them, again and again.
+
+BERT's normalisation, splitting and word pieces never look over white space, a punctuation
+character of ASCII or a Chinese character, of which the last two are words of their own; so the
+ids of a text are those of its words, one after the other. The borders of a whole batch are
+found by array operations on its UTF-8 bytes, and ``word_table.py`` has the ids of the words.
+A new one that is letters and digits of ASCII is cut into pieces here; all others, and what
+holds a special token, go to the tokenizer itself.
+"""
+
+import json
+import re
+import string
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.engines.building import special_ids, surrounded
+from mcore_data.engines.word_cache import MAX_WORDS, WordTable, encode_in_batches, padded
+from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.hf import HFTokenizer
+
+_WHITE, _WORD, _ALONE = 0, 1, 2
+# First bytes of U+4000 to U+9FFF; with the first of them, U+4E00 is where the Chinese begin.
+_CHINESE = (0xE4, 0xE9)
+_FIRST_SECOND_BYTE = 0xB8
+_BEGINNING = 3
+_WHITE_BYTE = re.compile(rb"[ \t\n\r]")
+
+
+class WordEngine:
+    """Encodes as a WordPiece ``HFTokenizer`` with BERT's splitting does.
+
+    Args:
+        tokenizer: the reference.
+        max_words: words to remember; beyond, all are forgotten and learnt again, which
+            bounds memory (about 100 bytes a word).
+
+    Raises:
+        ValueError: if the tokenizer is of another kind, or has a special token with white
+            space in its name, one that is found only as a word or in normalised text, or one
+            that does not start with punctuation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_words: int = MAX_WORDS) -> None:
+        self._tokenizer, parts = _checked(tokenizer)
+        before, behind = special_ids(tokenizer)
+        self._before = np.array(before, np.uint32)
+        self._behind = np.array(behind, np.uint32)
+        self._max_words = max_words
+        self._specials = _longest_of(self._tokenizer.special_names).finditer
+        self._normalizer: dict[str, Any] = parts["normalizer"]
+        self._pieces = _Pieces(parts["model"], lower=self._normalizer["lowercase"])
+        self._table = WordTable(self._encode_words, max_words)
+        self.name = "words"
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Ids of each text."""
+        ids = encode_in_batches(
+            [text.encode() for text in texts], self._encode_batch, _WHITE_BYTE
+        )
+        return surrounded(ids, self._before, self._behind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the tokenizer; the words are learnt again."""
+        return WordEngine, (self._tokenizer, self._max_words)
+
+    def _encode_batch(self, texts: list[bytes]) -> list[NDArray[np.integer]]:
+        data = b"\n%s\n" % b"\n".join(texts)
+        starts, ends = self._words(data)
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        last = np.searchsorted(starts, np.cumsum(sizes + 1) + 1)  # words before the next text
+        ids, before = self._table.encode(padded(data), starts, ends)
+        borders = before[last].tolist()
+        return [ids[low:high] for low, high in pairwise([0, *borders])]
+
+    def _words(self, data: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where words start, and behind which bytes they end; white space is at both ends."""
+        kinds = np.frombuffer(data.translate(_KINDS), np.uint8)
+        # A word starts where neither white space is nor a letter behind a letter.
+        starts = np.empty(len(kinds), bool)
+        ends = np.empty(len(kinds), bool)
+        starts[0] = ends[-1] = False
+        np.greater(kinds[1:], kinds[:-1] & _WORD, out=starts[1:])
+        np.greater(kinds[:-1], kinds[1:] & _WORD, out=ends[:-1])
+        if self._normalizer["handle_chinese_chars"]:
+            _part_chinese(np.frombuffer(data, np.uint8), kinds == _WORD, starts, ends)
+        for found in self._specials(data):
+            first, behind = found.span()
+            starts[first:behind] = ends[first:behind] = False
+            starts[first] = ends[behind - 1] = True
+            starts[behind] |= kinds[behind] == _WORD
+        return np.flatnonzero(starts), np.flatnonzero(ends) + 1
+
+    def _encode_words(self, words: Sequence[bytes]) -> list[list[int]]:
+        ids = [self._pieces.encode(word) if word.isalnum() else [] for word in words]
+        others = [i for i, word in enumerate(words) if not word.isalnum()]
+        bare = self._tokenizer.encode_batch(
+            [words[i].decode() for i in others], add_special_tokens=False
+        )
+        for i, each in zip(others, bare, strict=True):
+            ids[i] = each
+        return ids
+
+
+class _Pieces:
+    """The longest pieces of a word of letters and digits of ASCII, from its start on.
+
+    Args:
+        model: the part of a ``tokenizer.json`` that says it is WordPiece.
+        lower: whether words are written in small letters first.
+    """
+
+    def __init__(self, model: dict[str, Any], *, lower: bool) -> None:
+        prefix: str = model["continuing_subword_prefix"]
+        vocab: dict[str, int] = model["vocab"]
+        inner = {piece: i for piece, i in vocab.items() if piece.startswith(prefix)}
+        self._first = {piece.encode(): i for piece, i in vocab.items()}
+        self._next = {piece.removeprefix(prefix).encode(): i for piece, i in inner.items()}
+        self._longest_first = _longest_by_beginning(self._first)
+        self._longest_next = _longest_by_beginning(self._next)
+        self._unknown = [vocab[model["unk_token"]]]
+        self._max_letters: int = model["max_input_chars_per_word"]
+        self._lower = lower
+
+    def encode(self, word: bytes) -> list[int]:
+        """Ids of the pieces; that of the unknown word if any rest has none."""
+        if len(word) > self._max_letters:
+            return self._unknown
+        if self._lower:
+            word = word.lower()
+        ids: list[int] = []
+        start, pieces, longest = 0, self._first, self._longest_first
+        while start < len(word):
+            most = longest.get(word[start : start + _BEGINNING], _BEGINNING)
+            for end in range(min(len(word), start + most), start, -1):
+                found = pieces.get(word[start:end])
+                if found is not None:
+                    break
+            else:
+                return self._unknown
+            ids.append(found)
+            start, pieces, longest = end, self._next, self._longest_next
+        return ids
+
+
+def _longest_by_beginning(pieces: Iterable[bytes]) -> dict[bytes, int]:
+    """Length of the longest piece with each beginning; others are shorter than that."""
+    longest: dict[bytes, int] = {}
+    for piece in sorted(pieces, key=len):
+        longest[piece[:_BEGINNING]] = len(piece)
+    return longest
+
+
+def _longest_of(names: Sequence[str]) -> re.Pattern[bytes]:
+    """What finds the longest name at a place; those that begin alike are tried together."""
+    rests: dict[bytes, list[bytes]] = {}
+    for name in sorted(map(str.encode, names), key=len, reverse=True):
+        rests.setdefault(name[:_BEGINNING], []).append(re.escape(name[_BEGINNING:]))
+    beginnings = sorted(rests, key=len, reverse=True)
+    found = [b"%s(?:%s)" % (re.escape(one), b"|".join(rests[one])) for one in beginnings]
+    return re.compile(b"|".join(found) or b"(?!)")
+
+
+def _kinds() -> bytes:
+    """Kind of each byte: BERT's white space, ASCII's punctuation, and all else."""
+    kinds = bytearray([_WORD]) * 256
+    for byte in string.punctuation.encode():
+        kinds[byte] = _ALONE
+    for byte in b" \t\n\r":
+        kinds[byte] = _WHITE
+    return bytes(kinds)
+
+
+_KINDS = _kinds()
+
+
+def _part_chinese(
+    data: NDArray[np.uint8],
+    is_word: NDArray[np.bool_],
+    starts: NDArray[np.bool_],
+    ends: NDArray[np.bool_],
+) -> None:
+    """Make each character of U+4E00 to U+9FFF a word, in place."""
+    first, last = _CHINESE
+    at = np.flatnonzero(data - np.uint8(first) <= last - first)
+    if not len(at):
+        return
+    at = at[(data[at] > first) | (data[at + 1] >= _FIRST_SECOND_BYTE)]
+    starts[at] = ends[at + 2] = True
+    starts[at + 3] |= is_word[at + 3]
+    ends[at - 1] |= is_word[at - 1]
+
+
+def _is_plain(token: dict[str, Any]) -> bool:
+    """Whether an added token is found wherever a text spells it, as the words are split."""
+    name = token["content"]
+    starts = name[:1] in set(string.punctuation)
+    return (
+        starts and len(name.split()) == 1 and not (token["single_word"] or token["normalized"])
+    )
+
+
+def _checked(tokenizer: Tokenizer) -> tuple[HFTokenizer, dict[str, Any]]:
+    """The tokenizer and the parts of its ``tokenizer.json``."""
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.model_type == "WordPiece":
+        parts: dict[str, Any] = json.loads(tokenizer.text)
+        kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer")]
+        plain = all(map(_is_plain, parts["added_tokens"]))
+        if kinds == ["BertNormalizer", "BertPreTokenizer"] and plain:
+            return tokenizer, parts
+    raise ValueError(
+        "--engine words needs a BERT tokenizer (WordPiece, BertNormalizer, BertPreTokenizer) "
+        "whose special tokens start with punctuation, hold no white space and are found "
+        "anywhere in a text. Use --engine reference."
+    )

@@ -1,0 +1,1 @@
+"""The .bin/.idx pair: format, reader, writer, merge."""

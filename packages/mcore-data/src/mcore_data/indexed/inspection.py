@@ -1,0 +1,178 @@
+"""What a ``.bin``/``.idx`` pair holds, and whether it is sound."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mcore_data.indexed.index_format import CorruptDatasetError, bin_path, idx_path
+from mcore_data.indexed.manifest import check_files, has_files, read_manifest
+from mcore_data.indexed.object_store import is_remote
+from mcore_data.indexed.reader import IndexedDataset
+
+_BARS = 12
+_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts of a dataset.
+
+    Attributes:
+        dtype: of the stored tokens.
+        num_documents: documents, empty ones included.
+        num_sequences: sequences; as many as documents unless sentences were split.
+        num_tokens: tokens of all sequences.
+        shortest: tokens of the shortest sequence; 0 without sequences.
+        median: tokens of the middle one.
+        longest: tokens of the longest one.
+    """
+
+    dtype: str
+    num_documents: int
+    num_sequences: int
+    num_tokens: int
+    shortest: int
+    median: float
+    longest: int
+
+
+def summarize(dataset: IndexedDataset) -> Summary:
+    """Count what a dataset holds; reads the index only."""
+    lengths = dataset.lengths if len(dataset) else np.zeros(1, np.int32)
+    return Summary(
+        dtype=dataset.dtype.name,
+        num_documents=dataset.num_documents,
+        num_sequences=len(dataset),
+        num_tokens=dataset.num_tokens,
+        shortest=int(lengths.min()),
+        median=float(np.median(lengths)),
+        longest=int(lengths.max()),
+    )
+
+
+def length_histogram(dataset: IndexedDataset) -> list[str]:
+    """Draw how many sequences have which length, on a logarithmic scale, a line a bar."""
+    lengths = np.maximum(dataset.lengths, 1)
+    if not len(lengths):
+        return []
+    top = max(int(lengths.max()), 2)
+    edges = np.unique(np.geomspace(1, top + 1, _BARS + 1).astype(np.int64))
+    counts, _ = np.histogram(lengths, edges)
+    return [
+        f"{low:>9,} - {high - 1:<9,} {count:>11,} {'#' * round(_WIDTH * count / counts.max())}"
+        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
+    ]
+
+
+def find_pairs(folder: str | Path) -> list[str]:
+    """List the prefixes of all complete pairs in a folder, by name.
+
+    Raises:
+        FileNotFoundError: if there is none, or the folder does not exist.
+        ValueError: if one file of a pair is missing.
+    """
+    folder = Path(folder)
+    stems = {
+        path.with_suffix("") for kind in ("bin", "idx") for path in folder.glob(f"*.{kind}")
+    }
+    if not stems:
+        raise FileNotFoundError(f"{folder} holds no .bin/.idx pair.")
+    for stem in sorted(stems):
+        for path in (bin_path(stem), idx_path(stem)):
+            if not path.is_file():
+                raise ValueError(f"{path} is missing: {stem.name} is not a complete pair.")
+    return [str(stem) for stem in sorted(stems)]
+
+
+def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
+    """Say what is sound about a pair as far as its index and manifest tell; reads no token.
+
+    Args:
+        prefix: of the pair.
+        cache_path: local folder for the index of a pair in an object store.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        CorruptDatasetError: if the index is damaged or does not fit the ``.bin``.
+    """
+    IndexedDataset(prefix, cache_path=cache_path)
+    facts = read_manifest(prefix)
+    fits = "index, pointers and sizes fit"
+    if not facts:
+        return f"{fits}; no manifest"
+    if not has_files(prefix, facts):
+        return f"{fits}, but its manifest is of files of other sizes"
+    engine = facts.get("tokenizer", {}).get("engine", "")
+    checked = facts.get("verification", {}).get("mode", "")
+    made = f"; encoded by {engine}, verified: {checked}" if engine and checked else ""
+    return f"{fits}, to the manifest too{made}"
+
+
+def verify_pair(prefix: str | Path) -> str:
+    """Check all of a pair, and say in a few words what was found.
+
+    Index, pointers, borders and sizes are checked by opening; then every token is read, and
+    both files are held to their manifest's checksums, counts and vocabulary if it is there.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        CorruptDatasetError: if anything does not fit.
+        ValueError: if a token is negative, or the pair is in an object store.
+    """
+    if is_remote(str(prefix)):
+        raise ValueError(f"{prefix}: every byte is read. Copy the pair to this machine first.")
+    dataset = IndexedDataset(prefix)
+    facts = read_manifest(prefix)
+    largest = largest_token(dataset)
+    found = (
+        f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, "
+        f"largest id {largest}"
+    )
+    if not facts:
+        return f"{found}; no manifest, so no checksums"
+    check_files(prefix, facts)
+    counts = {"documents": dataset.num_documents, "tokens": dataset.num_tokens}
+    for name, count in counts.items():
+        if facts[name] != count:
+            raise CorruptDatasetError(
+                f"{prefix} has {count} {name}, its manifest says {facts[name]}: one of the two "
+                "is from another run. Write the dataset again."
+            )
+    vocab_size = facts.get("tokenizer", {}).get("vocab_size", largest + 1)
+    if largest >= vocab_size:
+        raise CorruptDatasetError(
+            f"{prefix} holds id {largest}, but its manifest's tokenizer has {vocab_size} ids."
+        )
+    return f"{found}, checksums as in its manifest"
+
+
+def largest_token(dataset: IndexedDataset) -> int:
+    """Read every token and return the largest id; -1 without tokens.
+
+    Of a multimodal pair the sequences of mode 0, its texts, count.
+
+    Raises:
+        ValueError: if a token is negative: the sequence is named.
+    """
+    modes = dataset.index.modes
+    if modes is None:
+        stretches = dataset.stretches()
+    else:
+        stretches = map(dataset.get, np.flatnonzero(modes == 0).tolist())
+    largest = -1
+    for tokens in stretches:
+        if not len(tokens):
+            continue
+        if tokens.min() < 0:
+            number = _first_negative(dataset)
+            raise ValueError(f"{dataset.prefix}: sequence {number} holds a negative token id.")
+        largest = max(largest, int(tokens.max()))
+    return largest
+
+
+def _first_negative(dataset: IndexedDataset) -> int:
+    """The first sequence of text that holds a negative id."""
+    modes = dataset.index.modes
+    texts = range(len(dataset)) if modes is None else np.flatnonzero(modes == 0).tolist()
+    return next(number for number in texts if (dataset.get(number) < 0).any())

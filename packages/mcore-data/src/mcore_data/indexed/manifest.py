@@ -1,0 +1,124 @@
+"""The JSON beside a pair that says what it is and how it was made.
+
+``<pair>.manifest.json`` holds counts, checksums of both files, the tokenizer's hash, what
+of the encoding was verified, which records were left out, and versions.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_data.indexed.index_format import CorruptDatasetError, bin_path, idx_path
+
+FORMAT = 1
+
+
+def manifest_path(prefix: str | Path) -> Path:
+    """Path of the manifest of a pair."""
+    return Path(f"{prefix}.manifest.json")
+
+
+def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
+    """Write the manifest of a finished pair, sizes and checksums of its files added.
+
+    Args:
+        prefix: of the pair.
+        facts: what else to say; ``bin_sha256`` is taken from it if it is there, else the
+            file is read.
+    """
+    facts = dict(facts)
+    known = facts.pop("bin_sha256", "")
+    files = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "sha256": (known if path == bin_path(prefix) else "") or file_sha256(path),
+        }
+        for path in (bin_path(prefix), idx_path(prefix))
+    }
+    whole = {"format": FORMAT, **facts, "files": files, "versions": versions()}
+    partial = Path(f"{manifest_path(prefix)}.partial")
+    partial.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    partial.replace(manifest_path(prefix))
+
+
+def read_manifest(prefix: str | Path) -> dict[str, Any]:
+    """What the manifest says; empty if there is none.
+
+    Raises:
+        CorruptDatasetError: if it is no JSON object, or of a later format.
+    """
+    path = manifest_path(prefix)
+    if not path.is_file():
+        return {}
+    facts: dict[str, Any] = {}
+    try:
+        facts = json.loads(path.read_text("utf-8"))
+        known = isinstance(facts, dict) and facts["format"] <= FORMAT and facts["files"]
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise CorruptDatasetError(
+            f"{path} is damaged or of a later version. Remove it to use the pair without it."
+        )
+    return facts
+
+
+def is_of_other_tokenizer(prefix: str | Path, fingerprint: str) -> bool:
+    """Whether the manifest says that a tokenizer with another fingerprint made the pair."""
+    made_by = read_manifest(prefix).get("tokenizer", {}).get("sha256", "")
+    return bool(made_by) and made_by != fingerprint
+
+
+def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
+    """Whether both files are there in the size that the manifest says; reads neither."""
+    paths = {name: Path(f"{prefix}{Path(name).suffix}") for name in facts["files"]}
+    return all(
+        path.is_file() and path.stat().st_size == facts["files"][name]["bytes"]
+        for name, path in paths.items()
+    )
+
+
+def check_files(prefix: str | Path, facts: Mapping[str, Any]) -> None:
+    """Hold both files to the sizes and checksums of the manifest; reads all of them.
+
+    A pair that was renamed with its manifest is still known: the suffixes tell.
+
+    Raises:
+        CorruptDatasetError: if one differs.
+    """
+    for name, stored in facts["files"].items():
+        path = Path(f"{prefix}{Path(name).suffix}")
+        size = path.stat().st_size
+        if size != stored["bytes"]:
+            raise CorruptDatasetError(
+                f"{path} has {size} bytes, its manifest says {stored['bytes']}: it is "
+                "truncated or from another run. Write the dataset again."
+            )
+        if file_sha256(path) != stored["sha256"]:
+            raise CorruptDatasetError(
+                f"{path} does not have the checksum of its manifest: bytes have changed. "
+                "Write the dataset again, or fetch it anew."
+            )
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits, as ``sha256sum`` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the tokens."""
+    found = {"python": platform.python_version(), "numpy": np.__version__}
+    for name in ("mcore-data", "tokenizers", "sentencepiece", "gigatoken", "orjson", "nltk"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,117 @@
+"""What a long job asks of its outputs before it starts.
+
+That files can be written there, that no other process writes the same ones, and that nothing
+finished is lost: a pair that another command made stays, unless it is to be replaced.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from mcore_data.indexed.index_format import bin_path
+from mcore_data.indexed.manifest import manifest_path, read_manifest
+
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+def make_folder(folder: Path, flag: str) -> None:
+    """Make a folder for outputs, and try whether it takes files.
+
+    Args:
+        folder: made with those above it.
+        flag: what names it, with its value, for the error.
+
+    Raises:
+        ValueError: if it cannot be made or takes none, with the reason, or is a URL.
+    """
+    if "://" in flag:
+        raise ValueError(
+            f"{flag}: outputs are local files. Name a place on this machine, and copy .bin "
+            "and .idx to the store once they are whole; from there they are read as they are."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{flag}: {folder} takes no files ({error.strerror}). Name a place in a folder "
+            "that can be written."
+        ) from error
+
+
+@contextlib.contextmanager
+def only_writer(prefix: str | Path) -> Iterator[None]:
+    """Keep other processes from writing the same outputs meanwhile.
+
+    The lock belongs to the process, not to its children, and is gone with it. Where the file
+    system has no locks, nothing is kept.
+
+    Raises:
+        ValueError: if another process has it.
+    """
+    path = Path(f"{prefix}.lock")
+    with path.open("wb") as file:
+        if not _lock(path, file):
+            raise ValueError(
+                f"--output-prefix {prefix}: another process is writing it. Wait for that one, "
+                "or choose another prefix."
+            )
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming_full_disks(prefix: str | Path) -> Iterator[None]:
+    """Say which outputs a full disk has stopped, and how they go on.
+
+    Raises:
+        RuntimeError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise RuntimeError(
+            f"--output-prefix {prefix}: the disk takes no more ({error.strerror}). What is "
+            "written stays: make room, and the same command goes on from there."
+        ) from error
+
+
+def refuse_finished(prefixes: Iterable[Path], work: str) -> None:
+    """Refuse to replace finished pairs, but by the work that made them.
+
+    Args:
+        prefixes: of the pairs that are to be written.
+        work: hash of all that decides their bytes, as manifests hold it.
+
+    Raises:
+        ValueError: with the name of the first pair that other work has made.
+    """
+    for prefix in prefixes:
+        if bin_path(prefix).is_file() and read_manifest(prefix).get("work") != work:
+            raise ValueError(
+                f"{bin_path(prefix)} exists, and other inputs or options made it "
+                f"({manifest_path(prefix).name} would say these): choose another "
+                "--output-prefix, or give --overwrite to replace it."
+            )
+
+
+def _lock(path: Path, file: BinaryIO) -> bool:
+    """Lock a file if nobody else has; whether it is locked, or there are no locks here."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    # One that its holder took away in between locks nobody out.
+    return path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino

@@ -1,0 +1,219 @@
+"""Reading token sequences from Megatron's ``.bin``/``.idx`` pair.
+
+``<prefix>.bin`` is the bare tokens, little-endian, one dtype; the ``.idx`` beside it says
+where each sequence lies. Opening checks that the two belong together, so that a damaged
+pair is an error and never wrong tokens. Tokens come by memory map, by plain file reads or,
+for an address such as ``s3://bucket/prefix``, from an object store.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.indexed.index_format import (
+    CorruptDatasetError,
+    Index,
+    bin_path,
+    hint_at_pairs,
+    idx_path,
+    read_index,
+)
+from mcore_data.indexed.object_store import StoreBin, fetch_index, is_remote
+
+
+class IndexedDataset:
+    """Sequences of tokens in a ``.bin``/``.idx`` pair, read by memory map or by file.
+
+    ``dataset[i]`` is sequence i, ``dataset[a:b]`` a list of neighbours, ``get`` a range of
+    one sequence. Returned arrays of the memory map are read-only views. Pickles as its
+    prefix, so loader processes open the files themselves.
+
+    Args:
+        prefix: path without ``.bin`` or ``.idx``.
+        mmap: map the ``.bin`` (default); False reads it with one call per sequence, for
+            file systems on which maps are slow.
+        cache_path: local folder for the indices of prefixes in object stores.
+
+    Raises:
+        FileNotFoundError: if one of the two files is missing.
+        CorruptDatasetError: if the pair is damaged or the two do not match.
+    """
+
+    def __init__(
+        self, prefix: str | Path, *, mmap: bool = True, cache_path: str | Path = ""
+    ) -> None:
+        self.prefix = str(prefix)
+        self.mmap = mmap
+        self.cache_path = str(cache_path)
+        if is_remote(self.prefix):
+            self.index = read_index(fetch_index(self.prefix, cache_path))
+            self._bin = StoreBin(self.prefix, self.index.dtype)
+            _check_pair(self.prefix, self.index, self._bin.size_bytes)
+            return
+        for path in (idx_path(prefix), bin_path(prefix)):
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} does not exist. {hint_at_pairs(prefix)}")
+        self.index = read_index(idx_path(prefix))
+        _check_pair(self.prefix, self.index, bin_path(prefix).stat().st_size)
+        self._bin = (_MappedBin if mmap else _FileBin)(bin_path(prefix), self.index.dtype)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Element type of the stored tokens."""
+        return self.index.dtype
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sequence, int32 [S]."""
+        return self.index.lengths
+
+    @property
+    def documents(self) -> NDArray[np.int64]:
+        """Document borders, int64 [documents + 1]."""
+        return self.index.documents
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones included."""
+        return len(self.index.documents) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.index.lengths.sum(dtype=np.int64))
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self.index.lengths)
+
+    def __getitem__(self, key: int | slice) -> Any:
+        """Tokens of a sequence, or a list of them for a slice of step 1.
+
+        Multimodal files give ``(tokens, mode)`` instead of tokens.
+        """
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            if step != 1:
+                raise ValueError(f"dataset[{start}:{stop}:{step}]: only step 1 can be read.")
+            return [self[i] for i in range(start, stop)]
+        tokens = self.get(key)
+        if self.index.modes is None:
+            return tokens
+        return tokens, int(self.index.modes[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the sequences."""
+        return (self[i] for i in range(len(self)))
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens ``offset`` to ``offset + length`` of a sequence (to its end for None).
+
+        Raises:
+            IndexError: if the sequence does not exist.
+            ValueError: if the range leaves the sequence.
+        """
+        if not -len(self) <= sequence < len(self):
+            raise IndexError(f"sequence {sequence} of {len(self)} in {self.prefix}")
+        available = int(self.index.lengths[sequence])
+        count = available - offset if length is None else length
+        if offset < 0 or count < 0 or offset + count > available:
+            raise ValueError(
+                f"tokens {offset} to {offset + count} asked of sequence {sequence} in "
+                f"{self.prefix}, which has {available}."
+            )
+        start = int(self.index.pointers[sequence]) + offset * self.dtype.itemsize
+        return self._bin.read(start, count)
+
+    def stretches(self, num_tokens: int = 1 << 23) -> Iterator[NDArray[Any]]:
+        """Yield all tokens in the order of the file, so many at a time across sequences."""
+        total, size = self.num_tokens, self.dtype.itemsize
+        for start in range(0, total, num_tokens):
+            yield self._bin.read(start * size, min(num_tokens, total - start))
+
+    def gather(
+        self,
+        sequences: NDArray[np.integer],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        out: NDArray[np.int64],
+    ) -> None:
+        """Copy ranges of many sequences into ``out``, end to end, widened to int64.
+
+        Args:
+            sequences: which sequences, [P].
+            offsets: first token of each range, [P].
+            lengths: tokens of each range, [P]; they sum to the length of ``out``.
+            out: filled in place.
+        """
+        size = self.dtype.itemsize
+        starts = self.index.pointers[sequences] + offsets * size
+        places = zip(starts.tolist(), (starts + lengths * size).tolist(), strict=True)
+        if isinstance(self._bin, _MappedBin):
+            # Joined as bytes and widened in one go: numpy takes far longer for each range.
+            view = self._bin.view
+            parts = [view[start:stop] for start, stop in places]
+        else:
+            read = self._bin.read
+            parts = [read(start, (stop - start) // size) for start, stop in places]
+        out[:] = np.frombuffer(b"".join(parts), self.dtype)  # pyrefly: ignore[bad-argument-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as prefix and ways of reading."""
+        return _reopen, (self.prefix, self.mmap, self.cache_path)
+
+
+class _MappedBin:
+    """Tokens through a memory map."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._dtype = dtype
+        empty = path.stat().st_size == 0
+        self._buffer = b"" if empty else np.memmap(path, dtype=np.uint8, mode="r")
+        self.view = memoryview(self._buffer)  # pyrefly: ignore[bad-argument-type]
+
+    def read(self, start_bytes: int, count: int) -> NDArray[Any]:
+        return np.frombuffer(self._buffer, self._dtype, count, start_bytes if count else 0)
+
+
+class _FileBin:
+    """Tokens through one positioned read each; safe in threads and after a fork."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._file = path.open("rb", buffering=0)
+
+    def read(self, start_bytes: int, count: int) -> NDArray[Any]:
+        wanted = count * self._dtype.itemsize
+        parts = bytearray()
+        while len(parts) < wanted:
+            part = os.pread(self._file.fileno(), wanted - len(parts), start_bytes + len(parts))
+            if not part:
+                raise CorruptDatasetError(f"{self._path} ends at byte {start_bytes}.")
+            parts += part
+        return np.frombuffer(parts, self._dtype)
+
+    def __del__(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _reopen(prefix: str, mmap: bool, cache_path: str) -> IndexedDataset:
+    return IndexedDataset(prefix, mmap=mmap, cache_path=cache_path)
+
+
+def _check_pair(prefix: str, index: Index, actual: int) -> None:
+    """Check that the ``.bin`` has exactly the bytes that the index describes."""
+    expected = 0
+    if len(index.lengths):
+        expected = int(index.pointers[-1]) + int(index.lengths[-1]) * index.dtype.itemsize
+    if actual != expected:
+        raise CorruptDatasetError(
+            f"{idx_path(prefix)} does not match {bin_path(prefix)}: the index describes "
+            f"{expected} bytes of {index.dtype.name}, the .bin has {actual}. One of the two is "
+            "truncated or from another run; write the dataset again."
+        )

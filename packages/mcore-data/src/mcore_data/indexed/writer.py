@@ -1,0 +1,317 @@
+"""Writing token sequences as Megatron's ``.bin``/``.idx`` pair, in bounded memory.
+
+Tokens, lengths and document borders stream into ``.partial`` files; the index is composed
+from them at the end, and only finished files get their final names. A writer can say where
+it stands and be continued from there after a crash.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mcore_data.indexed.index_format import (
+    CHUNK_ROWS,
+    HEADER,
+    MAGIC,
+    VERSION,
+    CorruptDatasetError,
+    bin_path,
+    dtype_code,
+    idx_path,
+)
+from mcore_data.indexed.reader import IndexedDataset
+
+_FLOW_BYTES = 32 << 20
+_LONGEST = np.iinfo(np.int32).max
+
+
+class IndexedWriter:
+    """Stream sequences into a ``.bin``/``.idx`` pair.
+
+    Tokens, lengths and borders go to ``<prefix>.{bin,lengths,borders,modes}.partial``;
+    ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes, unless
+    that was done within it, or on an exception removes the partial files. Not safe for two
+    writers on one prefix.
+
+    Args:
+        prefix: path without ``.bin`` or ``.idx``; its folder is made.
+        dtype: one of the dtypes of the format, see ``token_dtype``.
+        multimodal: store a mode for each sequence.
+        resume_at: continue partial files as they were when ``position`` gave this value.
+        checksum: take the SHA-256 of the ``.bin`` on the way, for ``finalize`` to return.
+
+    Raises:
+        ValueError: if the format has no such dtype.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: DTypeLike,
+        *,
+        multimodal: bool = False,
+        resume_at: dict[str, int] | None = None,
+        checksum: bool = False,
+    ) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.multimodal = multimodal
+        self._code = dtype_code(self.dtype)
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        kinds = ["bin", "lengths", "borders"] + (["modes"] if multimodal else [])
+        if resume_at and not self._partial("bin").exists() and bin_path(prefix).is_file():
+            bin_path(prefix).rename(self._partial("bin"))  # killed in mid-finalize
+        self._files: dict[str, BinaryIO] = {
+            kind: _open_partial(self._partial(kind), (resume_at or {}).get(kind))
+            for kind in kinds
+        }
+        self._flowing = self._files["bin"].tell()  # bytes that are on their way to the disk
+        self._digest = None
+        if checksum:
+            with self._partial("bin").open("rb") as written:
+                self._digest = hashlib.file_digest(written, "sha256")
+        self.num_sequences = self._files["lengths"].tell() // 4
+        if self._files["borders"].tell() == 0:
+            self._files["borders"].write(np.int64(0).tobytes())
+
+    def __enter__(self) -> "IndexedWriter":
+        """Return the writer itself."""
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Finalize, or remove what was written if an exception is under way."""
+        if kind is None:
+            if not self._files["bin"].closed:
+                self.finalize()
+        else:
+            self.abandon()
+
+    def position(self) -> dict[str, int]:
+        """Flush, and return the sizes from which ``resume_at`` can continue."""
+        for file in self._files.values():
+            file.flush()
+        return {kind: file.tell() for kind, file in self._files.items()}
+
+    def add_item(self, tokens: Sequence[int] | NDArray[Any], mode: int = 0) -> None:
+        """Append one sequence without closing the document."""
+        self._append(np.asarray(tokens), np.array([len(tokens)]), [mode])
+
+    def end_document(self) -> None:
+        """Close a document: it owns the sequences since the last border."""
+        self._files["borders"].write(struct.pack("<q", self.num_sequences))
+
+    def add_document(
+        self,
+        tokens: Sequence[int] | NDArray[Any],
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
+    ) -> None:
+        """Append one whole document.
+
+        Args:
+            tokens: tokens of all its sequences, one after the other.
+            lengths: tokens of each sequence; None means that the document is one sequence.
+            modes: mode of each sequence, for multimodal files.
+        """
+        parts = np.asarray([len(tokens)] if lengths is None else lengths)
+        self._append(np.asarray(tokens), parts, modes)
+        self.end_document()
+
+    def add_documents(
+        self,
+        tokens: NDArray[Any],
+        lengths: NDArray[np.integer],
+        sequences_per_document: NDArray[np.integer] | None = None,
+    ) -> None:
+        """Append many documents at once.
+
+        Args:
+            tokens: tokens of all sequences, one after the other.
+            lengths: tokens of each sequence.
+            sequences_per_document: sequences of each document; None means one each.
+        """
+        first = self.num_sequences
+        self._append(tokens, lengths, None)
+        counts = (
+            np.ones(len(lengths), np.int64)
+            if sequences_per_document is None
+            else np.asarray(sequences_per_document, np.int64)
+        )
+        if int(counts.sum()) != len(lengths):
+            raise ValueError(
+                f"{int(counts.sum())} sequences in the documents, but {len(lengths)} lengths."
+            )
+        self._files["borders"].write((first + np.cumsum(counts)).astype("<i8").tobytes())
+
+    def add_index(self, prefix: str | Path) -> None:
+        """Append all documents of another dataset of the same dtype and kind.
+
+        Raises:
+            ValueError: if dtypes differ or only one of the two is multimodal.
+        """
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype or (other.index.modes is not None) != self.multimodal:
+            raise ValueError(
+                f"{prefix} ({_describe(other.dtype, other.index.modes is not None)}) cannot be "
+                f"appended to {self.prefix} ({_describe(self.dtype, self.multimodal)})."
+            )
+        first = self.num_sequences
+        with bin_path(prefix).open("rb") as source:
+            while block := source.read(1 << 24):
+                self._write_tokens(block)
+        for start in range(0, len(other), CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
+            self._files["lengths"].write(other.lengths[rows].tobytes())
+            if other.index.modes is not None:
+                self._files["modes"].write(other.index.modes[rows].tobytes())
+        for start in range(1, len(other.documents), CHUNK_ROWS):
+            borders = other.documents[start : start + CHUNK_ROWS] + first
+            self._files["borders"].write(borders.astype("<i8").tobytes())
+        self.num_sequences += len(other)
+
+    def finalize(self) -> str:
+        """Compose the index and give both files their final names, the index last.
+
+        Returns:
+            SHA-256 of the ``.bin`` if it was asked for, else nothing.
+        """
+        num_borders = self._files["borders"].tell() // 8
+        self._close()
+        with self._partial("idx").open("wb") as idx:
+            idx.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, num_borders))
+            _copy(self._partial("lengths"), idx)
+            _write_pointers(self._partial("lengths"), self.dtype.itemsize, idx)
+            _copy(self._partial("borders"), idx)
+            if self.multimodal:
+                _copy(self._partial("modes"), idx)
+            _sync(idx)
+        with self._partial("bin").open("rb") as tokens:
+            os.fsync(tokens.fileno())
+        idx_path(self.prefix).unlink(missing_ok=True)
+        self._partial("bin").replace(bin_path(self.prefix))
+        self._partial("idx").replace(idx_path(self.prefix))
+        self._remove_partials()
+        return self._digest.hexdigest() if self._digest else ""
+
+    def suspend(self) -> dict[str, int]:
+        """Close with the partial files kept; returns what ``resume_at`` takes."""
+        stand = self.position()
+        self._close()
+        return stand
+
+    def abandon(self) -> None:
+        """Remove everything written; final files of an earlier run stay."""
+        self._close()
+        self._remove_partials()
+
+    def _append(
+        self, tokens: NDArray[Any], lengths: NDArray[np.integer], modes: Sequence[int] | None
+    ) -> None:
+        total = int(lengths.sum()) if len(lengths) else 0
+        if total != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens given, but the lengths sum to {total}.")
+        if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= _LONGEST:
+            raise ValueError(
+                f"a sequence has {int(lengths.max())} tokens; the format takes 0 to {_LONGEST}."
+            )
+        if modes is not None and any(modes) and not self.multimodal:
+            raise ValueError("modes need IndexedWriter(..., multimodal=True).")
+        self._write_tokens(_cast_exactly(tokens, self.dtype).data)
+        self._files["lengths"].write(lengths.astype("<i4").tobytes())
+        if self.multimodal:
+            filled = np.zeros(len(lengths), "i1") if modes is None else np.array(modes, "i1")
+            self._files["modes"].write(filled.tobytes())
+        self.num_sequences += len(lengths)
+
+    def _write_tokens(self, data: bytes | memoryview) -> None:
+        file = self._files["bin"]
+        file.write(data)
+        if self._digest:
+            self._digest.update(data)
+        if (size := file.tell() - self._flowing) >= _FLOW_BYTES:
+            _start_flow(file, self._flowing, size)
+            self._flowing += size
+
+    def _partial(self, kind: str) -> Path:
+        return Path(f"{self.prefix}.{kind}.partial")
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _remove_partials(self) -> None:
+        for kind in ("bin", "idx", "lengths", "borders", "modes"):
+            self._partial(kind).unlink(missing_ok=True)
+
+
+def _cast_exactly(tokens: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
+    """Cast to the stored dtype, refusing values that would change."""
+    if tokens.dtype == dtype:
+        return np.ascontiguousarray(tokens)
+    if len(tokens) and dtype.kind in "iu":
+        low, high = tokens.min(), tokens.max()
+        info = np.iinfo(dtype)
+        if low < info.min or high > info.max:
+            raise ValueError(
+                f"token ids {low} to {high} do not fit {dtype.name}; choose the dtype with "
+                "token_dtype(vocab_size)."
+            )
+    return np.ascontiguousarray(tokens, dtype)
+
+
+def _open_partial(path: Path, resume_bytes: int | None) -> BinaryIO:
+    """Open for writing from the start, or cut to ``resume_bytes`` and append."""
+    if resume_bytes is None:
+        return path.open("wb")
+    if not path.is_file() or path.stat().st_size < resume_bytes:
+        raise CorruptDatasetError(
+            f"{path} is shorter than the {resume_bytes} bytes that were written to it; remove "
+            "the .partial files and start again."
+        )
+    file = path.open("r+b")
+    file.truncate(resume_bytes)
+    file.seek(resume_bytes)
+    return file
+
+
+def _start_flow(file: BinaryIO, start: int, size: int) -> None:
+    """Let the system write a range to the disk now, so that little is left for the end.
+
+    It does so for a range that is said not to be needed; what is still to be written stays
+    in memory meanwhile.
+    """
+    if hasattr(os, "posix_fadvise"):
+        file.flush()
+        os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
+
+
+def _write_pointers(lengths: Path, itemsize: int, out: BinaryIO) -> None:
+    """Write the exclusive running sum of the lengths, in bytes."""
+    offset = 0
+    with lengths.open("rb") as source:
+        while block := source.read(4 * CHUNK_ROWS):
+            sizes = np.frombuffer(block, "<i4").astype(np.int64) * itemsize
+            ends = offset + np.cumsum(sizes)
+            out.write((ends - sizes).astype("<i8").tobytes())
+            offset = int(ends[-1])
+
+
+def _copy(path: Path, out: BinaryIO) -> None:
+    with path.open("rb") as source:
+        while block := source.read(1 << 24):
+            out.write(block)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _describe(dtype: np.dtype, multimodal: bool) -> str:
+    return dtype.name + (", multimodal" if multimodal else "")

@@ -1,0 +1,1 @@
+"""Text files to .bin/.idx, in parallel and restartable."""

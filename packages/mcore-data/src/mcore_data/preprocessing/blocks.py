@@ -1,0 +1,108 @@
+"""What is read: a source, and a block of whole records of it.
+
+A block is some megabytes, small enough to hold and large enough to be worth sending to
+another process. Blocks of a plain local file name a byte range, which the receiver reads
+itself; all others carry their bytes. Where a block starts is enough to go on from it.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from mcore_data.preprocessing.compression import COMPRESSED
+from mcore_data.preprocessing.records import Kind, ParsedRecords, parse_records
+from mcore_data.preprocessing.remote import open_remote
+
+BLOCK_BYTES = 2 << 20
+STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input.
+
+    Attributes:
+        path: file, URL, or ``-`` for standard input.
+        kind: what its records are.
+        size: bytes as stored; 0 if unknown.
+        stamp: changes when the content does.
+        start: first byte to take; only plain local lines start elsewhere than at 0.
+        stop: lines that start from this byte on belong to another part; 0 means none do.
+    """
+
+    path: str
+    kind: Kind
+    size: int
+    stamp: str
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of a compressed file, else nothing."""
+        suffix = Path(self.path).suffix
+        return suffix if suffix in COMPRESSED else ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether any process of this machine may open it."""
+        return self.path != STDIN and "://" not in self.path
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether it can be read from any line on."""
+        return self.is_local and self.kind in ("lines", "text_lines") and not self.suffix
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes that are to be read."""
+        return (self.stop or self.size) - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole records of one source.
+
+    Attributes:
+        path: of the source.
+        kind: what the records are.
+        start: first byte, counted in the decompressed file, or first row of a table.
+        end: where the next block starts.
+        done_bytes: stored bytes of the source that are read once this block is.
+        data: the bytes, or None if they are to be read from the local file.
+    """
+
+    path: str
+    kind: Kind
+    start: int
+    end: int
+    done_bytes: int
+    data: bytes | None
+
+    def parse(self, json_keys: Sequence[str]) -> ParsedRecords:
+        """Read the records."""
+        data = self.data
+        if data is None:
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                data = file.read(self.end - self.start)
+        return parse_records(self.kind, data, json_keys)
+
+
+def open_raw(source: Source) -> BinaryIO:
+    """Open the stored bytes of a source."""
+    if source.path == STDIN:
+        return sys.stdin.buffer
+    if source.is_local:
+        return open(source.path, "rb")
+    return open_remote(source.path)
+
+
+def describe(block: Block, number: int) -> str:
+    """Where a record is, for people: file and line or row."""
+    name = "standard input" if block.path == STDIN else block.path
+    if block.kind == "text":
+        return name
+    return f"{name}, {'row' if block.kind == 'table' else 'line'} {number}"

@@ -1,0 +1,159 @@
+"""From a block of records to arrays of tokens: the work that a worker process does."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.engines.building import Engine
+from mcore_data.engines.spot_check import Checked, Verifier
+from mcore_data.preprocessing.blocks import Block, describe
+from mcore_data.preprocessing.records import BadRecord, Text
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTexts:
+    """Tokens of one key.
+
+    Attributes:
+        tokens: of all sequences, one after the other, in the stored dtype.
+        lengths: int32, tokens of each sequence.
+        sequences: int32, sequences of each document; 0 for an empty one.
+    """
+
+    tokens: NDArray[np.integer]
+    lengths: NDArray[np.int32]
+    sequences: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """A block of records, tokenized.
+
+    Attributes:
+        keys: what each key gave.
+        num_documents: good records.
+        num_records: good and bad ones.
+        bad: records that gave no text, numbered from 1 in the block.
+        num_texts: texts encoded.
+        num_characters: their length together.
+        checked: how many of them the reference encoded too.
+    """
+
+    keys: dict[str, EncodedTexts]
+    num_documents: int
+    num_records: int
+    bad: list[BadRecord]
+    num_texts: int = 0
+    num_characters: int = 0
+    checked: Checked = field(default_factory=Checked)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """All that a worker needs to know besides the block.
+
+    Attributes:
+        engine: encodes the texts.
+        verifier: compares some of the ids with the tokenizer's; None compares none.
+        json_keys: keys of a record to tokenize.
+        dtype: of the stored tokens.
+        eod: id that ends each document that is not empty; None adds none.
+        split: cuts a text into the sentences that become sequences; None leaves it whole.
+    """
+
+    engine: Engine
+    verifier: Verifier | None
+    json_keys: tuple[str, ...]
+    dtype: np.dtype
+    eod: int | None = None
+    split: Callable[[str], list[str]] | None = None
+
+    def encode_block(self, block: Block) -> EncodedBlock:
+        """Parse and tokenize a block.
+
+        Raises:
+            EngineDifferenceError: if the engine is found to be wrong.
+        """
+        parsed = block.parse(self.json_keys)
+        num_documents = len(parsed.columns[0])
+        keys: dict[str, EncodedTexts] = {}
+        num_texts, num_characters, checked = 0, 0, Checked()
+        for number, (key, column) in enumerate(
+            zip(self.json_keys, parsed.columns, strict=True)
+        ):
+            documents = [_cut(text, self.split) for text in column]
+            texts, owners = _flatten(documents)
+            ids = self.engine.encode(texts)
+            if self.verifier:
+
+                def where(i: int, key: str = key, owners: Sequence[int] | None = owners) -> str:
+                    record = parsed.number_of(i if owners is None else owners[i])
+                    at = f" (counted from byte {block.start})" if block.start else ""
+                    return f"{describe(block, record)}{at}, key {key!r}"
+
+                seed = (block.start, num_documents, number)
+                now = self.verifier.check(texts, ids, seed=seed, describe=where)
+                checked.texts += now.texts
+                checked.characters += now.characters
+            num_texts += len(texts)
+            num_characters += sum(map(len, texts))
+            keys[key] = self._store(documents, ids)
+        return EncodedBlock(
+            keys,
+            num_documents,
+            parsed.num_records,
+            parsed.bad,
+            num_texts,
+            num_characters,
+            checked,
+        )
+
+    def _store(self, documents: Sequence[Text], ids: list[NDArray[Any]]) -> EncodedTexts:
+        """Join the ids of all documents, in the stored dtype, with ends of document.
+
+        Sentences without a token are dropped; a document without any keeps its place with
+        no sequence.
+        """
+        end = None if self.eod is None else np.array([self.eod], np.uint32)
+        counts = np.ones(len(documents), np.int32)
+        parts: list[NDArray[Any]] = []
+        lengths: list[int] = []
+        encoded = iter(ids)
+        for number, document in enumerate(documents):
+            before = len(lengths)
+            for _ in range(1 if isinstance(document, str) else len(document)):
+                one = next(encoded)
+                if len(one):
+                    parts.append(one)
+                    lengths.append(len(one))
+            counts[number] = len(lengths) - before
+            if end is not None and len(lengths) > before:
+                parts.append(end)
+                lengths[-1] += 1
+        tokens = np.concatenate(parts) if parts else np.zeros(0, self.dtype)
+        return EncodedTexts(_as_stored(tokens, self.dtype), np.array(lengths, np.int32), counts)
+
+
+def _flatten(documents: Sequence[Text]) -> tuple[list[str], list[int] | None]:
+    """All texts, and the document of each (None: each is its own)."""
+    if all(isinstance(document, str) for document in documents):
+        return list(map(str, documents)), None
+    lists = [[text] if isinstance(text, str) else text for text in documents]
+    owners = [number for number, texts in enumerate(lists) for _ in texts]
+    return list(chain.from_iterable(lists)), owners
+
+
+def _as_stored(tokens: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
+    """Cast ids, which are not negative; of one size that costs nothing."""
+    if tokens.dtype.itemsize == dtype.itemsize:
+        return tokens.view(dtype)
+    return tokens.astype(dtype)
+
+
+def _cut(text: Text, split: Callable[[str], list[str]] | None) -> Text:
+    """Sentences of a text; a list already is its sentences."""
+    return split(text) if split and isinstance(text, str) else text

@@ -1,0 +1,98 @@
+"""A corpus in parts, each its own pair: on one host one after the other, or one on each.
+
+A part is about one n-th of the inputs' bytes, in order, so that the pairs joined by number
+are the pair that a run without parts writes.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mcore_data.config import PreprocessConfig
+from mcore_data.indexed.manifest import has_files, read_manifest
+from mcore_data.indexed.merging import merge_pairs
+from mcore_data.indexed.output_lock import refuse_finished
+from mcore_data.preprocessing.blocks import Source
+from mcore_data.preprocessing.sources import divide
+from mcore_data.preprocessing.tokenizing import (
+    PreprocessReport,
+    Progress,
+    Tools,
+    output_prefixes,
+    preprocess_sources,
+    work_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+def preprocess_parts(
+    config: PreprocessConfig,
+    sources: Sequence[Source],
+    tools: Tools,
+    on_progress: Callable[[Progress], None] | None,
+    block_bytes: int,
+) -> PreprocessReport:
+    """Tokenize part after part, or the one that ``config.partition`` names, and join them.
+
+    A part whose manifests say that it is done already is left as it is.
+
+    Returns:
+        The report of the joined pairs, or of the one part.
+    """
+    wanted = range(config.partitions) if config.partition < 0 else [config.partition]
+    if config.partition < 0 and not config.overwrite:
+        _refuse_finished(config, sources, tools)
+    reports = []
+    for part in wanted:
+        one, own = _part(config, sources, part)
+        report = _finished(one, own, tools)
+        if report is None:
+            log.info("part %s of %s", part, config.partitions)
+            report = preprocess_sources(one, own, tools, on_progress, block_bytes)
+        reports.append(report)
+    if config.partition >= 0:
+        return reports[0]
+    whole = PreprocessReport(output_prefixes(config))
+    for key, prefix in whole.prefixes.items():
+        merge_pairs([report.prefixes[key] for report in reports], prefix, overwrite=True)
+        whole.num_tokens[key] = sum(report.num_tokens.get(key, 0) for report in reports)
+    for report in reports:
+        whole.num_documents += report.num_documents
+        whole.num_bad_records += report.num_bad_records
+        whole.bad_records += report.bad_records
+    return whole
+
+
+def _refuse_finished(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> None:
+    """Refuse to replace joined pairs whose parts are not those of this work."""
+    for part in range(config.partitions):
+        one, own = _part(config, sources, part)
+        if _finished(one, own, tools) is None:
+            refuse_finished(output_prefixes(config).values(), "")
+
+
+def _part(
+    config: PreprocessConfig, sources: Sequence[Source], part: int
+) -> tuple[PreprocessConfig, list[Source]]:
+    """Options and inputs of one part."""
+    prefix = f"{config.output_prefix}_{part}"
+    one = replace(config, output_prefix=prefix, partitions=1, partition=-1)
+    return one, divide(sources, part, config.partitions)
+
+
+def _finished(
+    config: PreprocessConfig, sources: Sequence[Source], tools: Tools
+) -> PreprocessReport | None:
+    """The report of a part that an earlier run finished, if its manifests are of this work."""
+    report = PreprocessReport(output_prefixes(config))
+    for key, prefix in report.prefixes.items():
+        facts: dict[str, Any] = read_manifest(prefix)
+        if facts.get("work") != work_of(config, sources, tools) or not has_files(prefix, facts):
+            return None
+        report.num_documents = facts["documents"]
+        report.num_tokens[key] = facts["tokens"]
+        report.num_bad_records = facts["bad_records"]["skipped"]
+        report.bad_records = facts["bad_records"]["first"]
+    return report

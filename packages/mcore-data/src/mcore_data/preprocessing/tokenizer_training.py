@@ -1,0 +1,70 @@
+"""Training a byte-level BPE tokenizer on a corpus, so that nothing need be downloaded."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from mcore_data.indexed.output_lock import make_folder
+from mcore_data.preprocessing.sources import find_inputs, read_texts
+from mcore_data.tokenizers.hf import END_OF_TEXT, HFTokenizer, set_byte_level
+
+_SMALLEST = 257
+
+
+def train_tokenizer(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    vocab_size: int,
+    json_keys: Sequence[str] = ("text",),
+    show_progress: bool = False,
+) -> HFTokenizer:
+    """Train byte-level BPE with ``<|endoftext|>`` as end of document, and save it.
+
+    All 256 bytes are in the vocabulary, so every text can be encoded and comes back
+    unchanged.
+
+    Args:
+        inputs: JSONL files, plain or compressed.
+        output: folder for ``tokenizer.json`` and ``tokenizer_config.json``, which
+            ``load_tokenizer`` and ``transformers.AutoTokenizer`` open.
+        vocab_size: ids at most, the end of document and the bytes included. A small
+            corpus may have fewer pairs worth a merge.
+        json_keys: keys of a record to train on.
+        show_progress: let the tokenizers library draw its bars.
+
+    Raises:
+        ValueError: if ``vocab_size`` is below 257, there is no text, a record is bad (file
+            and line named), or the output cannot be written.
+    """
+    if vocab_size < _SMALLEST:
+        raise ValueError(
+            f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} take "
+            f"{_SMALLEST}."
+        )
+    make_folder(Path(output), f"--output {output}")
+    core = tokenizers.Tokenizer(models.BPE())
+    set_byte_level(core)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=show_progress,
+    )
+    texts = _texts(inputs, json_keys)
+    first = next(filter(None, texts), None)
+    if first is None:
+        raise ValueError(f"--input {' '.join(map(str, inputs))} holds no text to train on.")
+    core.train_from_iterator(chain([first], texts), trainer)
+    roles = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    tokenizer = HFTokenizer(core, {**roles, "clean_up_tokenization_spaces": False})
+    tokenizer.save(output)
+    return tokenizer
+
+
+def _texts(inputs: Sequence[str | Path], json_keys: Sequence[str]) -> Iterator[str]:
+    for source in find_inputs(list(map(str, inputs))):
+        yield from read_texts(source, json_keys)

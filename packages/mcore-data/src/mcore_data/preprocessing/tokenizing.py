@@ -1,0 +1,385 @@
+"""One pass over sources: bounded memory, in order, and able to continue after a crash.
+
+This process cuts the inputs into blocks, workers parse and tokenize them, and this process
+appends the results in order. Many times a second a journal says how far inputs and outputs
+are, so a run that was killed continues there; the result is the same byte for byte. Final
+names appear only when all is written, and a manifest last.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.engines.building import build_engine
+from mcore_data.engines.spot_check import SAMPLE_SHARE, Verifier
+from mcore_data.indexed.index_format import idx_path, token_dtype
+from mcore_data.indexed.manifest import manifest_path, write_manifest
+from mcore_data.indexed.output_lock import naming_full_disks, only_writer, refuse_finished
+from mcore_data.indexed.writer import IndexedWriter
+from mcore_data.preprocessing.blocks import STDIN, Block, Source, describe
+from mcore_data.preprocessing.encoding import EncodedBlock, Encoder
+from mcore_data.preprocessing.journal import Journal, open_journal, write_journal
+from mcore_data.preprocessing.records import BadRecordError
+from mcore_data.preprocessing.reference_process import ReferenceProcess
+from mcore_data.preprocessing.sentences import Splitter, build_splitter
+from mcore_data.preprocessing.sources import count_lines, digest, fingerprint, read_blocks
+from mcore_data.preprocessing.workers import START_METHOD, encode_all
+from mcore_data.tokenizers.building import Tokenizer, build_tokenizer
+
+log = logging.getLogger(__name__)
+
+_NAMED_BAD_RECORDS = 20
+_JOURNAL_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        done_bytes: stored bytes of the inputs that are behind us.
+        total_bytes: stored bytes of all inputs; 0 if unknown, as of standard input.
+        num_documents: documents written.
+        num_tokens: tokens written, of all keys.
+        elapsed_s: seconds since this process began.
+        began_bytes: of ``done_bytes``, what an earlier run had done.
+        began_tokens: of ``num_tokens``, what an earlier run had written.
+    """
+
+    done_bytes: int
+    total_bytes: int
+    num_documents: int
+    num_tokens: int
+    elapsed_s: float
+    began_bytes: int = 0
+    began_tokens: int = 0
+
+
+@dataclass(slots=True)
+class PreprocessReport:
+    """What a finished run wrote.
+
+    Attributes:
+        prefixes: prefix of the dataset of each key.
+        num_documents: documents in each dataset, empty ones included.
+        num_tokens: tokens in each dataset, by key.
+        num_bad_records: records left out.
+        bad_records: the first of them, with file and line.
+    """
+
+    prefixes: dict[str, Path]
+    num_documents: int = 0
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    num_bad_records: int = 0
+    bad_records: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What turns texts into tokens; built once, shared by all parts of a run.
+
+    Attributes:
+        tokenizer: the reference.
+        encoder: what workers run.
+        splitter: of sentences; None leaves texts whole.
+        reference: the process in which the tokenizer encodes; None if it does so here.
+    """
+
+    tokenizer: Tokenizer
+    encoder: Encoder
+    splitter: Splitter | None
+    reference: ReferenceProcess | None = None
+
+    def close(self) -> None:
+        """End the process of the reference."""
+        if self.reference:
+            self.reference.close()
+
+
+def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tools:
+    """Build tokenizer, engine and splitter; errors as ``preprocess``."""
+    tokenizer = build_tokenizer(tokenizer_config)
+    if config.append_eod and tokenizer.eod is None:
+        raise ValueError(
+            f"--append-eod: {tokenizer_config.tokenizer_type} knows no end-of-document token. "
+            "Add it to the tokenizer's files as eos_token."
+        )
+    reference = _reference_beside(config, tokenizer)
+    engine = build_engine(tokenizer, config.engine, reference)
+    if config.verify == "full" or engine.name == "reference":
+        tokenizer.encode("")  # opened here, each worker need not
+    verifies = config.verify != "off" and engine.name != "reference"
+    verifier = Verifier(reference or tokenizer, config.verify, engine.name)
+    splitter = None
+    if config.split_sentences:
+        splitter = build_splitter(
+            config.sentence_splitter, lang=config.lang, keep_newlines=config.keep_newlines
+        )
+    encoder = Encoder(
+        engine=engine,
+        verifier=verifier if verifies else None,
+        json_keys=config.json_keys,
+        dtype=token_dtype(tokenizer.vocab_size),
+        eod=tokenizer.eod if config.append_eod else None,
+        split=splitter.split if splitter else None,
+    )
+    return Tools(tokenizer, encoder, splitter, reference)
+
+
+def _reference_beside(
+    config: PreprocessConfig, tokenizer: Tokenizer
+) -> ReferenceProcess | None:
+    """A process for the tokenizer, if it takes long to open and is asked for little."""
+    asks_little = config.engine != "reference" and config.verify != "full"
+    opens_late = getattr(tokenizer, "opens_late", False)
+    if not (asks_little and opens_late and config.workers > 1 and START_METHOD == "fork"):
+        return None
+    tokenizer.fingerprint()  # what both need of it is there before the fork
+    return ReferenceProcess(tokenizer)
+
+
+def preprocess_sources(
+    config: PreprocessConfig,
+    sources: Sequence[Source],
+    tools: Tools,
+    on_progress: Callable[[Progress], None] | None,
+    block_bytes: int,
+) -> PreprocessReport:
+    """Tokenize sources into the pairs of ``config.output_prefix``; see ``preprocess``."""
+    with only_writer(config.output_prefix), naming_full_disks(config.output_prefix):
+        return _preprocess_alone(config, sources, tools, on_progress, block_bytes)
+
+
+def _preprocess_alone(
+    config: PreprocessConfig,
+    sources: Sequence[Source],
+    tools: Tools,
+    on_progress: Callable[[Progress], None] | None,
+    block_bytes: int,
+) -> PreprocessReport:
+    """``preprocess_sources``, while nobody else writes its outputs."""
+    prefixes = output_prefixes(config)
+    journal_path = Path(f"{config.output_prefix}.journal.json")
+    work = work_of(config, sources, tools)
+    journal = open_journal(journal_path, work)
+    if not journal.outputs and not config.overwrite:
+        refuse_finished(prefixes.values(), work)
+    writers = {
+        key: IndexedWriter(
+            prefix, tools.encoder.dtype, resume_at=journal.outputs.get(key), checksum=True
+        )
+        for key, prefix in prefixes.items()
+        if not _is_finished(prefix, journal.outputs.get(key))
+    }
+    run = _Run(
+        config=config,
+        sources=sources,
+        writers=writers,
+        journal=journal,
+        journal_path=journal_path,
+        on_progress=on_progress,
+        block_bytes=block_bytes,
+    )
+    try:
+        run.write_blocks(tools.encoder)
+    except BaseException:
+        for writer in writers.values():
+            writer.suspend()
+        raise
+    for key, prefix in prefixes.items():
+        manifest_path(prefix).unlink(missing_ok=True)  # of what stood there before
+        checksum = writers[key].finalize() if key in writers else ""
+        facts = _facts(key, config, sources, tools, journal)
+        write_manifest(prefix, {**facts, "bin_sha256": checksum})
+    journal_path.unlink(missing_ok=True)
+    return PreprocessReport(
+        prefixes,
+        journal.num_documents,
+        journal.num_tokens,
+        journal.num_bad_records,
+        journal.bad_records,
+    )
+
+
+def output_prefixes(config: PreprocessConfig) -> dict[str, Path]:
+    """Prefix of the pair of each key, by Megatron's names."""
+    level = "sentence" if config.split_sentences else "document"
+    return {key: Path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """The loop over blocks, and the bookkeeping after each."""
+
+    config: PreprocessConfig
+    sources: Sequence[Source]
+    writers: dict[str, IndexedWriter]
+    journal: Journal
+    journal_path: Path
+    on_progress: Callable[[Progress], None] | None
+    block_bytes: int
+    began: float = field(default_factory=time.monotonic)
+
+    def write_blocks(self, encoder: Encoder) -> None:
+        """Encode what is left of the inputs and append it."""
+        sizes = [source.num_bytes for source in self.sources]
+        before = [0, *itertools.accumulate(sizes)]
+        total = 0 if any(source.path == STDIN for source in self.sources) else before[-1]
+        start = Progress(self.journal.done_bytes, total, 0, 0, 0)
+        start = replace(start, num_tokens=sum(self.journal.num_tokens.values()))
+        results = encode_all(
+            encoder,
+            self._blocks(),
+            num_workers=self.config.workers,
+            block_bytes=self.block_bytes,
+        )
+        unsaved, saved_at = "", 0.0
+        try:
+            with closing(results):
+                for (source, block), result in results:
+                    self._append(source, block, result)
+                    self.journal.done_bytes = before[source] + block.done_bytes
+                    unsaved = self.journal.to_text()
+                    if time.monotonic() - saved_at >= _JOURNAL_EVERY_S:
+                        write_journal(self.journal_path, unsaved)
+                        unsaved, saved_at = "", time.monotonic()
+                    self._tell(start)
+                    if 0 < self.config.max_documents <= self.journal.num_documents:
+                        return
+        finally:
+            if unsaved:  # as of the last whole block, even if one is half appended
+                write_journal(self.journal_path, unsaved)
+
+    def _blocks(self) -> Iterator[tuple[int, Block]]:
+        keys = self.config.json_keys
+        if 0 < self.config.max_documents <= self.journal.num_documents:
+            return
+        start = self.journal.start
+        for number in range(self.journal.source, len(self.sources)):
+            for block in read_blocks(self.sources[number], keys, start, self.block_bytes):
+                yield number, block
+            start = 0
+
+    def _append(self, source: int, block: Block, result: EncodedBlock) -> None:
+        journal = self.journal
+        if source != journal.source:
+            journal.source, journal.start, journal.records = source, 0, 0
+        self._note_bad_records(block, result)
+        for key, part in result.keys.items():
+            self.writers[key].add_documents(part.tokens, part.lengths, part.sequences)
+            count = int(part.lengths.sum(dtype="int64"))
+            journal.num_tokens[key] = journal.num_tokens.get(key, 0) + count
+        journal.num_documents += result.num_documents
+        journal.num_texts += result.num_texts
+        journal.num_characters += result.num_characters
+        journal.checked_texts += result.checked.texts
+        journal.checked_characters += result.checked.characters
+        journal.start = block.end
+        journal.records += result.num_records
+        journal.outputs = {key: writer.position() for key, writer in self.writers.items()}
+
+    def _tell(self, start: Progress) -> None:
+        if self.on_progress is None:
+            return
+        self.on_progress(
+            Progress(
+                self.journal.done_bytes,
+                start.total_bytes,
+                self.journal.num_documents,
+                sum(self.journal.num_tokens.values()),
+                time.monotonic() - self.began,
+                began_bytes=start.done_bytes,
+                began_tokens=start.num_tokens,
+            )
+        )
+
+    def _note_bad_records(self, block: Block, result: EncodedBlock) -> None:
+        if not result.bad:
+            return
+        source = self.sources[self.journal.source]
+        before = self.journal.records
+        if source.start:
+            before += count_lines(source.path, source.start)
+        for bad in result.bad:
+            sentence = f"{describe(block, before + bad.number)}: {bad.reason}."
+            if self.config.on_bad_record == "refuse":
+                raise BadRecordError(
+                    f"{sentence} Mend the record, or leave such ones out with "
+                    "--on-bad-record skip."
+                )
+            if len(self.journal.bad_records) < _NAMED_BAD_RECORDS:
+                self.journal.bad_records.append(sentence)
+                log.warning("skipped: %s", sentence)
+        self.journal.num_bad_records += len(result.bad)
+
+
+def _is_finished(prefix: Path, stand: dict[str, int] | None) -> bool:
+    """Whether a killed run had already given this output its final names."""
+    return (
+        stand is not None
+        and idx_path(prefix).is_file()
+        and not Path(f"{prefix}.lengths.partial").exists()
+    )
+
+
+def work_of(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> str:
+    """Hash of everything that decides the output's bytes.
+
+    Engines give the same ids, and skipping may be decided late: neither is part of it.
+    """
+    splitter = tools.splitter.name if tools.splitter else ""
+    return digest(
+        [
+            fingerprint(sources),
+            list(config.json_keys),
+            [config.append_eod, splitter, config.keep_newlines, config.max_documents],
+            tools.tokenizer.fingerprint(),
+        ]
+    )
+
+
+def _facts(
+    key: str,
+    config: PreprocessConfig,
+    sources: Sequence[Source],
+    tools: Tools,
+    journal: Journal,
+) -> dict[str, object]:
+    """What the manifest of one key's pair says."""
+    exact = tools.encoder.engine.name == "reference"
+    return {
+        "work": work_of(config, sources, tools),
+        "key": key,
+        "documents": journal.num_documents,
+        "tokens": journal.num_tokens.get(key, 0),
+        "dtype": tools.encoder.dtype.name,
+        "append_eod": config.append_eod,
+        "eod": tools.encoder.eod,
+        "sentence_splitter": tools.splitter.name if tools.splitter else "none",
+        "tokenizer": {
+            "sha256": tools.tokenizer.fingerprint(),
+            "vocab_size": tools.tokenizer.vocab_size,
+            "engine": tools.encoder.engine.name,
+        },
+        "verification": {
+            "mode": "reference" if exact else config.verify,
+            "share": {"full": 1.0, "sample": SAMPLE_SHARE, "off": 0.0}[config.verify],
+            "texts": journal.num_texts,
+            "characters": journal.num_characters,
+            "checked_texts": journal.num_texts if exact else journal.checked_texts,
+            "checked_characters": (
+                journal.num_characters if exact else journal.checked_characters
+            ),
+            "differences": 0,
+        },
+        "bad_records": {"skipped": journal.num_bad_records, "first": journal.bad_records},
+        "inputs": [
+            {name: value for name, value in asdict(source).items() if name != "stamp"}
+            for source in sources
+        ],
+    }

@@ -1,0 +1,240 @@
+"""Worker processes that encode blocks; results come back in the order of the blocks.
+
+Each worker has a second block before it is done with the first, so that it need not wait for
+this process, which is writing meanwhile. Its tokens come back through memory that is shared
+since before the fork, nameless, so that nothing is left behind whatever is killed; the rest
+of a result is small and travels by a pipe. Where processes cannot be forked, or a result
+outgrows its place, the tokens take the pipe too.
+"""
+
+import signal
+import sys
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+from mmap import mmap
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+
+from mcore_data.preprocessing.blocks import Block
+from mcore_data.preprocessing.encoding import EncodedBlock, Encoder
+
+Task = tuple[int, Block]
+"""A source's number and a block of it."""
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
+_AHEAD = 2
+_SLOTS = 4
+_SLOT_BYTES_PER_BYTE = 5
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One process as the parent sees it."""
+
+    process: Any
+    pipe: Connection
+    slots: list[mmap]
+    free: deque[int] = field(default_factory=lambda: deque(range(_SLOTS)))
+    num_blocks: int = 0
+
+
+def encode_all(
+    encoder: Encoder,
+    tasks: Iterator[Task],
+    *,
+    num_workers: int,
+    block_bytes: int,
+    start_method: str = START_METHOD,
+) -> Generator[tuple[Task, EncodedBlock], None, None]:
+    """Encode blocks in worker processes, in order; at most four for each are in memory.
+
+    The tokens of a result are valid until the next one is asked for.
+
+    Args:
+        encoder: what the workers do; handed over by the fork, or pickled.
+        tasks: the blocks.
+        num_workers: processes.
+        block_bytes: usual size of a block, from which shared memory is sized.
+        start_method: of multiprocessing; only ``fork`` shares memory.
+
+    Raises:
+        RuntimeError: if a worker died.
+        Exception: what a worker raised, in place of its block's result.
+    """
+    if num_workers == 1:
+        for task in tasks:
+            yield task, encoder.encode_block(task[1])
+        return
+    slot_bytes = block_bytes * _SLOT_BYTES_PER_BYTE if start_method == "fork" else 0
+    workers = _start(encoder, num_workers, slot_bytes, start_method)
+    try:
+        yield from _schedule(workers, tasks)
+    finally:
+        for worker in workers:
+            worker.pipe.close()
+            worker.process.terminate()
+        for worker in workers:
+            worker.process.join()
+
+
+def started(context: Any, work: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """Start a process that ends with this one, and return it."""
+    process = context.Process(target=work, args=arguments, daemon=True)
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; the child runs nothing but its work.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    return process
+
+
+def _schedule(
+    workers: list[_Worker], tasks: Iterator[Task]
+) -> Iterator[tuple[Task, EncodedBlock]]:
+    """Keep every worker busy, and give the results out in order."""
+    waiting: deque[tuple[Task, _Worker, int]] = deque()
+    done: dict[tuple[int, int], Any] = {}  # by the worker's place and its slot
+    place = {id(worker): number for number, worker in enumerate(workers)}
+    task: Task | None = None
+    more = True
+    while True:
+        while more and any(map(_takes, workers)):
+            task = task or next(tasks, None)
+            more = task is not None
+            takers = [worker for worker in workers if _takes(worker, task)]
+            if not task or not takers:
+                break
+            worker = min(takers, key=lambda one: one.num_blocks)
+            slot = worker.free.popleft()
+            _send(worker, (slot, task[1]))
+            worker.num_blocks += 1
+            waiting.append((task, worker, slot))
+            task = None
+        if not waiting:
+            return
+        head, worker, slot = waiting[0]
+        first = (place[id(worker)], slot)
+        busy = {other.pipe: other for other in workers if other.num_blocks}
+        for pipe in wait(list(busy), 0 if first in done else None):
+            other = busy[pipe]  # pyrefly: ignore
+            number, answer = _receive(other)
+            done[place[id(other)], number] = answer
+            other.num_blocks -= 1
+        if first in done:
+            waiting.popleft()
+            answer = done.pop(first)
+            if isinstance(answer, BaseException):
+                raise answer
+            yield head, _with_tokens(answer, worker.slots[slot] if worker.slots else None)
+            worker.free.append(slot)
+
+
+def _takes(worker: _Worker, task: Task | None = None) -> bool:
+    """Whether a worker may be sent a task now.
+
+    One that carries its bytes may fill the pipe, and waits until the worker reads: were it to
+    write just then, both would wait for ever.
+    """
+    carries = task is not None and task[1].data is not None
+    return bool(worker.free) and worker.num_blocks < (1 if carries else _AHEAD)
+
+
+def _start(
+    encoder: Encoder, num_workers: int, slot_bytes: int, start_method: str
+) -> list[_Worker]:
+    context = get_context(start_method)
+    workers: list[_Worker] = []
+    for _ in range(num_workers):
+        ours, theirs = context.Pipe()
+        slots = [mmap(-1, slot_bytes) for _ in range(_SLOTS)] if slot_bytes else []
+        # A forked child holds the ends of the others too; open, they would hide our death.
+        inherited = [worker.pipe for worker in workers] + [ours] if slot_bytes else []
+        process = started(context, _work, (encoder, theirs, slots, inherited))
+        theirs.close()
+        workers.append(_Worker(process, ours, slots))
+    return workers
+
+
+def _work(
+    encoder: Encoder, pipe: Connection, slots: list[mmap], inherited: list[Connection]
+) -> None:
+    """Encode what comes until the parent is gone: the life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    for other in inherited:
+        other.close()
+    while True:
+        try:
+            slot, block = pipe.recv()
+        except EOFError:
+            return
+        answer: Any
+        try:
+            result = encoder.encode_block(block)
+            answer = _without_tokens(result, slots[slot]) if slots else result
+        except Exception as error:  # noqa: BLE001 - the parent raises it
+            error.add_note("in a worker process:\n" + traceback.format_exc())
+            answer = error
+        try:
+            pipe.send((slot, answer))
+        except BrokenPipeError:
+            return
+
+
+def _without_tokens(result: EncodedBlock, slot: mmap) -> EncodedBlock:
+    """Move tokens to the slot as long as there is room; their number stays behind."""
+    at = 0
+    keys = {}
+    for key, part in result.keys.items():
+        size = part.tokens.nbytes
+        if at + size > len(slot):
+            keys[key] = part
+            continue
+        if size:
+            np.frombuffer(slot, np.uint8, size, at)[:] = part.tokens.view(np.uint8)
+        stub = np.empty(0, part.tokens.dtype)
+        keys[key] = replace(part, tokens=stub)
+        at += size
+    return replace(result, keys=keys)
+
+
+def _with_tokens(result: EncodedBlock, slot: mmap | None) -> EncodedBlock:
+    """Put the tokens back that lie in the slot."""
+    if slot is None:
+        return result
+    at = 0
+    keys = {}
+    for key, part in result.keys.items():
+        count = int(part.lengths.sum(dtype=np.int64))
+        if count == len(part.tokens):
+            keys[key] = part
+            continue
+        tokens = np.frombuffer(slot, part.tokens.dtype, count, at)
+        keys[key] = replace(part, tokens=tokens)
+        at += tokens.nbytes
+    return replace(result, keys=keys)
+
+
+def _send(worker: _Worker, message: Any) -> None:
+    try:
+        worker.pipe.send(message)
+    except (BrokenPipeError, ConnectionResetError):
+        raise _death(worker) from None
+
+
+def _receive(worker: _Worker) -> Any:
+    try:
+        return worker.pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise _death(worker) from None
+
+
+def _death(worker: _Worker) -> RuntimeError:
+    worker.process.join(1)
+    return RuntimeError(
+        f"a worker process died (exit code {worker.process.exitcode}), most likely for want of "
+        "memory. The same command continues where it stopped; use fewer --workers."
+    )

@@ -1,0 +1,267 @@
+"""Text to token ids and back: one small protocol, and one function that opens any type.
+
+Every tokenizer can ``save`` itself into a folder, so a checkpoint carries it, and
+``load_tokenizer`` opens such a folder, a Hugging Face folder, or one of Megatron's
+``--tokenizer-type`` names with its files. Nothing is ever downloaded.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from mcore_data.config import TOKENIZER_TYPES, TokenizerConfig
+
+MARKER = "mcore_tokenizer.json"
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the rest of the house needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to vocab_size - 1."""
+        ...
+
+    @property
+    def eod(self) -> int | None:
+        """Id that ends a document."""
+        ...
+
+    @property
+    def bos(self) -> int | None:
+        """Id that starts a sequence."""
+        ...
+
+    @property
+    def pad(self) -> int | None:
+        """Id that fills short sequences."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; ``add_special_tokens`` keeps what the tokenizer adds around it."""
+        ...
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of many texts."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of ids."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """Id of one token by its name, None if there is none."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Hash of everything that decides which ids a text gets."""
+        ...
+
+    def save(self, folder: str | Path) -> None:
+        """Write files from which ``load_tokenizer(folder)`` builds an equal tokenizer."""
+        ...
+
+
+def load_tokenizer(
+    folder_or_type: str | Path,
+    *,
+    tokenizer_model: str | Path = "",
+    vocab_file: str | Path = "",
+    merge_file: str | Path = "",
+    vocab_size: int = 0,
+    vocab_extra_ids: int = 0,
+    tokenizer_special_tokens: Sequence[str] = (),
+    image_tag_type: str = "",
+) -> Tokenizer:
+    """Open a tokenizer from a folder or file, or by Megatron's type name.
+
+    Args:
+        folder_or_type: a folder written by ``save`` or by Hugging Face, a
+            ``tokenizer.json``, or one of ``TOKENIZER_TYPES``.
+        tokenizer_model: model file or folder, for the types that take one.
+        vocab_file: ``vocab.json`` or ``vocab.txt``.
+        merge_file: ``merges.txt`` of byte-pair encoding.
+        vocab_size: true vocabulary of NullTokenizer, without its end-of-document id.
+        vocab_extra_ids: sentinels ``<extra_id_0>``... to add.
+        tokenizer_special_tokens: further special tokens to add.
+        image_tag_type: tags that MultimodalTokenizer puts around images.
+
+    Raises:
+        ValueError: if the type is unknown, or a file it needs was not given.
+        FileNotFoundError: if a file or folder does not exist.
+        ImportError: if the type needs an extra that is not installed.
+    """
+    name = str(folder_or_type)
+    if name in TOKENIZER_TYPES:
+        return build_tokenizer(
+            TokenizerConfig(
+                tokenizer_type=name,  # pyrefly: ignore
+                tokenizer_model=str(tokenizer_model),
+                vocab_file=str(vocab_file),
+                merge_file=str(merge_file),
+                vocab_size=vocab_size,
+                vocab_extra_ids=vocab_extra_ids,
+                tokenizer_special_tokens=tuple(tokenizer_special_tokens),
+                image_tag_type=image_tag_type,  # pyrefly: ignore
+            )
+        )
+    path = Path(name)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{name} is neither a tokenizer folder or file nor a known type. "
+            f"Types: {', '.join(TOKENIZER_TYPES)}."
+        )
+    return build_tokenizer(_detect(path))
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Build the tokenizer that a config names; errors as ``load_tokenizer``."""
+    kind = config.tokenizer_type
+    if kind in ("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer"):
+        return _build_plain(config)
+    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        return _build_sentencepiece(config)
+    if kind == "TikTokenizer":
+        return _build_tiktoken(config)
+    if kind == "MultimodalTokenizer":
+        return _build_multimodal(config)
+    if kind in TOKENIZER_TYPES:
+        return _build_hf(config)
+    raise ValueError(
+        f"--tokenizer-type {kind} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
+    )
+
+
+def _build_plain(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
+
+    if config.tokenizer_type == "ByteTokenizer":
+        return ByteTokenizer()
+    return NullTokenizer(_needed(config, "vocab_size"))
+
+
+def _build_sentencepiece(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
+
+    return SentencePieceTokenizer(
+        _needed_file(config, "tokenizer_model", may_be_folder=True),
+        add_bos=config.tokenizer_type == "Llama2Tokenizer",
+        special_tokens=_extra_tokens(config),
+    )
+
+
+def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.tokenizers.tiktoken_ranks import build_tiktoken
+
+    return build_tiktoken(
+        _needed_file(config, "tokenizer_model"),
+        pattern=config.tiktoken_pattern,
+        num_special_tokens=config.tiktoken_num_special_tokens,
+        vocab_size=config.vocab_size,
+        special_tokens=_extra_tokens(config),
+    )
+
+
+def _build_multimodal(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.tokenizers.multimodal import IMAGE, MultimodalTokenizer
+
+    source = _needed_file(config, "tokenizer_model", may_be_folder=True)
+    special_tokens = _extra_tokens(config) or [IMAGE]
+    return MultimodalTokenizer.open(source, special_tokens, config.image_tag_type)
+
+
+def _build_hf(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.tokenizers import hf
+
+    if config.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer"):
+        source = _needed_file(config, "tokenizer_model", may_be_folder=True)
+        return hf.open_hf_tokenizer(source, _extra_tokens(config))
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        return hf.build_gpt2_bpe(
+            _needed_file(config, "vocab_file"),
+            _needed_file(config, "merge_file"),
+            _extra_tokens(config),
+        )
+    return hf.build_bert_wordpiece(
+        _needed_file(config, "vocab_file"),
+        lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
+        special_tokens=_extra_tokens(config),
+    )
+
+
+def _detect(path: Path) -> TokenizerConfig:
+    """Say what a folder or file holds."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir() and (folder / MARKER).is_file():
+        fields = json.loads((folder / MARKER).read_text())
+        for name in ("tokenizer_model", "vocab_file", "merge_file"):
+            if fields.get(name):
+                fields[name] = str(folder / fields[name])
+        fields["tokenizer_special_tokens"] = tuple(fields.get("tokenizer_special_tokens", ()))
+        return TokenizerConfig(**fields)
+    if path.name.endswith(".model"):
+        return TokenizerConfig(
+            tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path)
+        )
+    if path.is_file() or (folder / "tokenizer.json").is_file():
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(folder / "vocab.json"),
+            merge_file=str(folder / "merges.txt"),
+        )
+    if (folder / "tokenizer.model").is_file():
+        return TokenizerConfig(
+            tokenizer_type="SentencePieceTokenizer",
+            tokenizer_model=str(folder / "tokenizer.model"),
+        )
+    if (folder / "vocab.txt").is_file():
+        return TokenizerConfig(
+            tokenizer_type="BertWordPieceLowerCase", vocab_file=str(folder / "vocab.txt")
+        )
+    raise FileNotFoundError(
+        f"{path} holds no tokenizer: none of {MARKER}, tokenizer.json, vocab.json with "
+        "merges.txt, tokenizer.model, vocab.txt is there."
+    )
+
+
+def _extra_tokens(config: TokenizerConfig) -> list[str]:
+    """Special tokens to add: the named ones, then the sentinels."""
+    count = config.vocab_extra_ids
+    if count == 0 and config.tokenizer_type == "BertWordPieceCase":
+        count = 100  # Megatron's cased type is the one that T5 is trained with
+    sentinels = [f"<extra_id_{i}>" for i in range(count)]
+    return [*config.tokenizer_special_tokens, *sentinels]
+
+
+def _needed(config: TokenizerConfig, field: str) -> int:
+    value = getattr(config, field)
+    if not value:
+        raise ValueError(
+            f"--tokenizer-type {config.tokenizer_type} needs --{field.replace('_', '-')}."
+        )
+    return value
+
+
+def _needed_file(config: TokenizerConfig, field: str, *, may_be_folder: bool = False) -> Path:
+    flag = "--" + field.replace("_", "-")
+    value = getattr(config, field)
+    if not value:
+        raise ValueError(f"--tokenizer-type {config.tokenizer_type} needs {flag}.")
+    path = Path(value)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{flag} {value} does not exist. Tokenizers are read from local files, never "
+            "downloaded."
+        )
+    if path.is_dir() and not may_be_folder:
+        raise ValueError(
+            f"{flag} {value} is a folder, and --tokenizer-type {config.tokenizer_type} takes a "
+            "file."
+        )
+    return path

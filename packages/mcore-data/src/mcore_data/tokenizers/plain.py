@@ -1,0 +1,108 @@
+"""Tokenizers without a vocabulary file: numbers as they stand, and UTF-8 bytes."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mcore_data.tokenizers.building import MARKER
+
+
+class NullTokenizer:
+    """Text that already is token ids, separated by blanks: ``"12 7 99"``.
+
+    Args:
+        num_ids: ids run from 0 to num_ids - 1; the end of a document is ``num_ids``
+            itself, so ``vocab_size`` is one more, as Megatron has it.
+    """
+
+    bos = None
+    pad = None
+
+    def __init__(self, num_ids: int) -> None:
+        self.eod = num_ids
+        self.vocab_size = num_ids + 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids that the text spells.
+
+        Raises:
+            ValueError: if a word is no number below the vocabulary size.
+        """
+        del add_special_tokens
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(f"NullTokenizer reads numbers only, not {text[:60]!r}.") from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise ValueError(
+                f"ids {min(ids)} to {max(ids)} leave the vocabulary 0 to {self.vocab_size - 1}."
+            )
+        return ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of many texts."""
+        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The numbers, separated by blanks."""
+        return " ".join(str(i) for i in ids if not (skip_special_tokens and i == self.eod))
+
+    def token_id(self, token: str) -> int | None:
+        """The number itself, if it is one."""
+        return int(token) if token.isdecimal() and int(token) < self.vocab_size else None
+
+    def fingerprint(self) -> str:
+        """Hash of type and size."""
+        return hashlib.sha256(f"NullTokenizer {self.vocab_size}".encode()).hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Write type and size."""
+        fields = {"tokenizer_type": "NullTokenizer", "vocab_size": self.eod}
+        _write_marker(folder, fields)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document."""
+
+    vocab_size = 257
+    eod = 256
+    bos = None
+    pad = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Bytes of the text; a lone surrogate is refused as Python refuses it."""
+        del add_special_tokens
+        return list(text.encode())
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Bytes of many texts."""
+        del add_special_tokens
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of the bytes; broken UTF-8 becomes replacement characters."""
+        del skip_special_tokens
+        return bytes(i for i in ids if i < self.eod).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """The byte of a one-byte token."""
+        data = token.encode()
+        return data[0] if len(data) == 1 else None
+
+    def fingerprint(self) -> str:
+        """Hash of the type."""
+        return hashlib.sha256(b"ByteTokenizer").hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the type."""
+        _write_marker(folder, {"tokenizer_type": "ByteTokenizer"})
+
+
+def _write_marker(folder: str | Path, fields: Mapping[str, object]) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / MARKER).write_text(json.dumps(fields, indent=2) + "\n")

@@ -1,0 +1,116 @@
+"""SentencePiece models, read by their own library (extra ``sentencepiece``)."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from mcore_data.tokenizers.building import MARKER
+
+
+class SentencePieceTokenizer:
+    """A ``tokenizer.model`` with special tokens added behind its vocabulary.
+
+    Args:
+        path: the model file.
+        add_bos: start each encoded text with the model's BOS, as Llama 2 does.
+        special_tokens: names that get the ids behind the model's own; they are never
+            found in text, only by ``token_id``.
+
+    Raises:
+        ImportError: if ``sentencepiece`` is not installed.
+        ValueError: if the file is no such model, or lacks a BOS that is asked for.
+    """
+
+    def __init__(
+        self, path: str | Path, *, add_bos: bool = False, special_tokens: Sequence[str] = ()
+    ) -> None:
+        try:
+            from sentencepiece import SentencePieceProcessor
+        except ImportError:
+            raise ImportError(
+                "SentencePiece models need the extra: pip install 'mcore-data[sentencepiece]'."
+            ) from None
+        self.path = Path(path)
+        if self.path.is_dir():
+            self.path = self.path / "tokenizer.model"
+        try:
+            self._model = SentencePieceProcessor(model_file=str(self.path))
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                f"--tokenizer-model {self.path} is no SentencePiece model: {error}"
+            ) from error
+        self._add_bos = add_bos
+        self._special = {token: len(self._model) + i for i, token in enumerate(special_tokens)}
+        self._special_names = {i: token for token, i in self._special.items()}
+        self.vocab_size = len(self._model) + len(self._special)
+        self.eod = _known(self._model.eos_id())
+        self.bos = _known(self._model.bos_id())
+        self.pad = _known(self._model.pad_id())
+        if add_bos and self.bos is None:
+            raise ValueError(f"{self.path} has no BOS, which Llama2Tokenizer puts first.")
+
+    @property
+    def control_names(self) -> list[str]:
+        """Pieces that stand for no text, such as <s>; spelled out they are plain text."""
+        ids = range(len(self._model))
+        return [self._model.id_to_piece(i) for i in ids if self._model.is_control(i)]
+
+    @property
+    def special_names(self) -> list[str]:
+        """Control pieces, which an encoder could mistake for what they name."""
+        return self.control_names
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text."""
+        return self._model.encode(text, add_bos=self._add_bos and add_special_tokens)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of many texts, on one thread: processes divide the work."""
+        return self._model.encode(
+            list(texts), add_bos=self._add_bos and add_special_tokens, num_threads=1
+        )
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of ids; control ids of the model have no text."""
+        parts = []
+        for special, run in groupby(map(int, ids), key=self._special_names.__contains__):
+            if not special:
+                parts.append(self._model.decode(list(run)))
+            elif not skip_special_tokens:
+                parts += [self._special_names[i] for i in run]
+        return "".join(parts)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of an added special token or of a piece."""
+        if token in self._special:
+            return self._special[token]
+        piece = self._model.piece_to_id(token)
+        return None if piece == self._model.unk_id() else piece
+
+    def fingerprint(self) -> str:
+        """Hash of the model file and what was added."""
+        digest = hashlib.sha256(self.path.read_bytes())
+        digest.update(json.dumps([self._add_bos, list(self._special)]).encode())
+        return digest.hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the model file and write what was added."""
+        target = Path(folder) / "tokenizer.model"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.resolve() != self.path.resolve():
+            shutil.copyfile(self.path, target)
+        fields = {
+            "tokenizer_type": "Llama2Tokenizer" if self._add_bos else "SentencePieceTokenizer",
+            "tokenizer_model": target.name,
+            "tokenizer_special_tokens": list(self._special),
+        }
+        (target.parent / MARKER).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _known(token: int) -> int | None:
+    return token if token >= 0 else None

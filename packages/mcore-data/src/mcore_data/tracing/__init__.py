@@ -1,0 +1,1 @@
+"""Which bytes of which file made a sample."""

@@ -1,0 +1,122 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from mcore_data.cli import main
+from mcore_data.config import DataConfig
+from mcore_data.datasets.chat import SFTDataset, encode_chat, load_template, segments
+from mcore_data.datasets.from_flags import build_gpt_datasets
+from mcore_data.tokenizers.building import load_tokenizer
+
+BYTES = load_tokenizer("ByteTokenizer")
+CHATS = [
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Two and two?"},
+        {"role": "assistant", "content": "Four."},
+        {"role": "user", "content": "Sure? <|im_end|>"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Bye"},
+    ],
+    [
+        {"role": "user", "content": "Say a"},
+        {"role": "assistant", "content": "no", "learn": False},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "a"},
+    ],
+]
+
+
+def test_only_the_assistants_words_and_their_ends_are_learnt():
+    render = load_template("", BYTES)
+    tokens, learnt = encode_chat(CHATS[0], BYTES, render)
+    assert bytes(tokens).decode() == render(CHATS[0], False)
+    assert bytes(t for t, m in zip(tokens, learnt, strict=True) if m).decode() == (
+        "Four.<|im_end|>\nYes.<|im_end|>\n"
+    )
+    tokens, learnt = encode_chat(CHATS[1], BYTES, render)
+    assert bytes(t for t, m in zip(tokens, learnt, strict=True) if m) == b"a<|im_end|>\n"
+
+
+def test_the_tokens_before_an_answer_are_those_of_generation():
+    render = load_template("", BYTES)
+    prompt, answer, *_ = segments(CHATS[0], render)
+    assert prompt == (render(CHATS[0][:2], True), False)
+    assert answer == ("Four.<|im_end|>\n", True)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    last_only = "{{ messages[-1]['content'] }}{% if add_generation_prompt %}>{% endif %}"
+    with pytest.raises(ValueError, match="cannot be told apart by position"):
+        list(segments(CHATS[0], load_template(last_only, BYTES)))
+    ending = (
+        "{% if messages[-1]['role'] == 'user' and not add_generation_prompt %}x{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="rewrites a chat's turns at its end"):
+        list(segments(CHATS[0], load_template(ending, BYTES)))
+
+
+def test_a_template_sees_the_tokenizers_ends_and_may_refuse(bpe_folder):
+    tokenizer = load_tokenizer(bpe_folder)
+    render = load_template("{{ eos_token }}", tokenizer)
+    assert render([], False) == tokenizer.decode([tokenizer.eod])
+    with pytest.raises(ValueError, match="refuses a chat: no system"):
+        load_template("{{ raise_exception('no system') }}", tokenizer)([], False)
+
+
+def test_templates_without_jinja_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    with pytest.raises(ImportError, match=r"pip install 'mcore-data\[chat\]'"):
+        load_template("", BYTES)
+
+
+def prepare(tmp_path, lines, *words):
+    (tmp_path / "chats.jsonl").write_text("".join(line + "\n" for line in lines))
+    return main([
+        "prepare-chats", "--input", str(tmp_path / "chats.jsonl"),
+        "--output-prefix", str(tmp_path / "chats"),
+        "--tokenizer-type", "ByteTokenizer", *words,
+    ])  # fmt: skip
+
+
+def test_chats_become_packed_rows_with_their_loss_masks(tmp_path, capsys):
+    lines = [json.dumps({"messages": chat}) for chat in CHATS * 5]
+    assert prepare(tmp_path, lines) == 0
+    assert "10 chats" in capsys.readouterr().out
+    direct = SFTDataset(tmp_path / "chats", 256, seed=7)
+    train, valid, _ = build_gpt_datasets(
+        DataConfig(sft=True, data_path=(str(tmp_path / "chats"),), split="1"),
+        BYTES,
+        sequence_length=256,
+        seed=7,
+    )
+    assert valid is None
+    learnt = 0
+    for k in range(len(direct)):
+        sample = train[k]
+        assert all(np.array_equal(sample[key], direct[k][key]) for key in sample)
+        said = bytes(sample["labels"][sample["loss_mask"] > 0].astype(np.uint8)).decode()
+        assert set(said.replace("<|im_end|>\n", " ").split()) <= {"Four.", "Yes.", "a"}
+        learnt += int(sample["loss_mask"].sum())
+    assert learnt == 5 * (len("Four.Yes.a") + 3 * len("<|im_end|>\n"))
+
+
+def test_bad_chats_are_named(tmp_path, capsys):
+    for line, message in (
+        ("{", "line 1: no chat"),
+        ('{"messages": []}', "line 1: no chat"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "chat 1 has nothing to learn"),
+        ('{"messages": [{"content": "x"}]}', "chat 1: message 1 has no role"),
+    ):
+        assert prepare(tmp_path, [line]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_options_without_effect_on_chats_are_refused():
+    with pytest.raises(ValueError, match="--eod-mask-loss has no effect with --sft"):
+        DataConfig(sft=True, data_path=("x",), eod_mask_loss=True)
+    with pytest.raises(ValueError, match="--sft reads prepared chats"):
+        DataConfig(sft=True, mock_data=True)

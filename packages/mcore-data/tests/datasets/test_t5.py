@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from mcore_data.datasets.mock import MockT5Dataset
+from mcore_data.datasets.t5 import T5Ids, cut_spans
+from mcore_data.tokenizers.building import load_tokenizer
+
+
+def join_spans(encoder, written, sentinels):
+    """The text that was cut: each sentinel replaced by what the decoder writes after it."""
+    spans, current = {}, None
+    for token in written:
+        if token in sentinels:
+            current = spans.setdefault(token, [])
+        else:
+            current.append(token)
+    text = []
+    for token in encoder:
+        text += spans[token] if token in sentinels else [token]
+    return text
+
+
+def test_spans_are_cut_out_and_written_after_their_sentinels():
+    kept, written = cut_spans(np.arange(10), [(1, 3), (3, 4), (8, 10)], [90, 91, 92, 93])
+    assert kept == [0, 90, 91, 4, 5, 6, 7, 92]
+    assert written == [90, 1, 2, 91, 3, 92, 8, 9]
+
+
+def test_a_sample_makes_its_text_again():
+    dataset = MockT5Dataset(128, 64, vocab_size=1000, num_samples=150)
+    sentinels = list(range(900, 1000))
+    assert len(dataset) == 150
+    for k in range(150):
+        sample = dataset[k]
+        encoder = sample["text_enc"][sample["enc_mask"] == 1].tolist()
+        count = int(sample["dec_mask"].sum())
+        read, labels = sample["text_dec"].tolist(), sample["labels"].tolist()
+        assert read[0] == 1
+        assert labels[count - 1] == 2
+        assert read[1:count] == labels[: count - 1]
+        assert np.array_equal(sample["loss_mask"], sample["dec_mask"])
+        assert sum(read[count:]) == sum(labels[count:]) == 0
+        used = [t for t in encoder if t in sentinels]
+        assert used == sentinels[: len(used)]
+        text = join_spans(encoder, labels[: count - 1], sentinels)
+        whole = np.concatenate([dataset.sequences.get(*s) for s in dataset.sources(k)])
+        assert text == whole[: len(text)].tolist()
+        assert bool(sample["truncated"]) == (len(text) < len(whole))
+        cut = count - 1 - len(used)
+        assert 1 <= cut <= max(1, round(0.15 * len(text)))
+        again = dataset[k]
+        assert all(np.array_equal(sample[key], again[key]) for key in sample)
+
+
+def test_a_decoder_that_may_not_hold_the_spans_is_refused():
+    with pytest.raises(ValueError, match="raise --decoder-seq-length to 153"):
+        MockT5Dataset(512, 128)
+
+
+def test_ids_need_sentinels_a_beginning_and_an_end(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = load_tokenizer("BertWordPieceCase", vocab_file=tmp_path / "vocab.txt")
+    ids = T5Ids.of(tokenizer)
+    assert (ids.bos, ids.eos, ids.pad, len(ids.sentinels)) == (2, 3, 0, 100)
+    assert ids.sentinels[0] == tokenizer.token_id("<extra_id_0>")
+    with pytest.raises(ValueError, match="add them by --vocab-extra-ids"):
+        T5Ids.of(load_tokenizer("ByteTokenizer"))

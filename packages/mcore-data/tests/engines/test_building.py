@@ -1,0 +1,334 @@
+import json
+import pickle
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_data.engines.building import (
+    ByteEngine,
+    ReferenceEngine,
+    build_engine,
+    differing_probe,
+    special_ids,
+)
+from mcore_data.engines.gigatoken import GigatokenEngine
+from mcore_data.engines.sentencepiece import SentencePieceEngine, _fields
+from mcore_data.engines.wordpiece import WordEngine
+from mcore_data.tokenizers.building import load_tokenizer
+from mcore_data.tokenizers.hf import HFTokenizer
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "earth", "form", "##ed", "##s",
+          ",", ".", "a", "##a", "b", "##b", "e", "##e", "\u4f60", "1", "##1"]  # fmt: skip
+# Letters, marks, all kinds of white space and what only some take for it, special tokens.
+TEXTS = st.lists(
+    st.one_of(
+        st.sampled_from(
+            ["the", "Earth", "formed", " ", "  ", "\n", "\t", "\x0b", "\x0c", "\x1c", "\x1f",
+             "\x85", "\xa0", "\u2028", "\u3000", "\u200b", "\u0301", "\u00c9", "\u4f60",
+             "[MASK]", "[mask]", "a[SEP]b", ",", "...", "\u0130", "\x00", "\ufffd",
+             "\u4e00", "\u9fff", "\u4dff", "\u3400", "\u2581", "</s>", "7", "42", "\x7f",
+             "ab" * 8, "b" * 15, "b" * 16, "e" * 101, "Theearthformeds", "a\u0300\u0323"]
+        ),
+        st.text(max_size=4),
+    ),
+    max_size=12,
+).map("".join)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    vocab = tmp_path_factory.mktemp("bert") / "vocab.txt"
+    vocab.write_text("\n".join(PIECES) + "\n")
+    return {
+        kind: load_tokenizer(kind, vocab_file=vocab)
+        for kind in ("BertWordPieceLowerCase", "BertWordPieceCase")
+    }
+
+
+@pytest.fixture(scope="module")
+def llama2(tmp_path_factory, corpus):
+    """A small model as Llama 2's is: byte pairs with byte fallback, blanks kept."""
+    folder = tmp_path_factory.mktemp("spm")
+    train_sentencepiece(folder, corpus)
+    return folder / "tokenizer.model"
+
+
+def train_sentencepiece(folder, corpus, **options):
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    defaults = {
+        "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "hard_vocab_limit": False, "vocab_size": 320,
+    }  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"),
+        minloglevel=2, **(defaults | options),
+    )  # fmt: skip
+
+
+def assert_equal(engine, tokenizer, texts):
+    found = engine.encode(texts)
+    assert [ids.tolist() for ids in found] == tokenizer.encode_batch(texts)
+
+
+@pytest.fixture(scope="module")
+def words(bert, llama2):
+    """Each tokenizer that words can do, and an engine that all examples teach."""
+    llama = load_tokenizer("Llama2Tokenizer", tokenizer_model=llama2)
+    return [(each, build_engine(each, "words")) for each in (*bert.values(), llama)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=4))
+def test_words_give_the_ids_of_word_pieces_and_of_sentencepiece(words, texts):
+    for tokenizer, engine in words:
+        assert engine.name == "words"
+        assert_equal(engine, tokenizer, texts)
+
+
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(st.text(min_size=1, max_size=40), min_size=8, max_size=8))
+def test_words_give_the_ids_of_any_characters_though_they_forget(bert, llama2, texts):
+    llama = load_tokenizer("SentencePieceTokenizer", tokenizer_model=llama2)
+    for tokenizer in bert.values():
+        engine = WordEngine(tokenizer, max_words=5)
+        assert_equal(engine, tokenizer, texts[:4])
+        assert_equal(engine, tokenizer, texts[4:])
+    engine = SentencePieceEngine(llama, max_words=5)
+    assert_equal(engine, llama, texts[:4])
+    assert_equal(engine, llama, texts[4:])
+
+
+def test_every_character_has_the_ids_of_its_tokenizer_alone_and_between_others(words):
+    """All of Unicode but surrogates, each beside letters, punctuation and blanks."""
+    every = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
+    few = [*every[:0x3400:3], *every[0x3400:0x4E10:53], *every[0x9FF0:0xA010], *every[::997]]
+    texts = ["".join(f"b{one}e {one},{one}1" for one in few[at::40]) for at in range(40)]
+    for tokenizer, engine in words:
+        assert_equal(engine, tokenizer, texts)
+
+
+def test_a_long_text_is_encoded_in_parts(words, monkeypatch):
+    monkeypatch.setattr("mcore_data.engines.word_cache._BATCH_BYTES", 50)
+    long = "the earth,  formed   [MASK]\u4f60 </s> the " * 40
+    for tokenizer, engine in words:
+        assert_equal(engine, tokenizer, [long, "", "a", "b" * 300, "the earth " * 9, " "])
+        assert_equal(engine, tokenizer, ["the,\nearth\t\r\n" * 30, "\n" * 200, " " * 200])
+
+
+def test_chinese_characters_are_parted_only_where_the_tokenizer_parts_them(bert):
+    core = bert["BertWordPieceCase"].core
+    fields = json.loads(core.to_str())
+    for parts in (True, False):
+        fields["normalizer"]["handle_chinese_chars"] = parts
+        tokenizer = HFTokenizer(type(core).from_str(json.dumps(fields)))
+        texts = ["a\u4f60b", "\u4f60\u4f60", "\u4dffa\u4e00", "the\u9fffearth \ua000a"]
+        assert_equal(WordEngine(tokenizer), tokenizer, texts)
+
+
+def test_words_are_learnt_again_when_there_are_too_many(bert):
+    tokenizer = bert["BertWordPieceLowerCase"]
+    engine = WordEngine(tokenizer, max_words=3)
+    for _ in range(3):
+        assert_equal(engine, tokenizer, ["the earth formed a b", "earth, the"])
+    assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, ["formed b"])
+
+
+def test_words_need_a_bert_tokenizer(bpe_folder, bert):
+    with pytest.raises(ValueError, match="--engine words needs a BERT tokenizer"):
+        build_engine(load_tokenizer(bpe_folder), "words")
+    spaced = load_tokenizer(bpe_folder)
+    with pytest.raises(ValueError, match="words"):
+        WordEngine(spaced)
+    core = bert["BertWordPieceCase"].core
+    with_blank = HFTokenizer(type(core).from_str(core.to_str()))
+    with_blank.core.add_special_tokens(["[A B]"])
+    with pytest.raises(ValueError, match="no white space"):
+        WordEngine(with_blank)
+    for name, options in (("end", {}), ("[X]", {"single_word": True}), ("[X]", {})):
+        odd = HFTokenizer(type(core).from_str(core.to_str()))
+        odd.core.add_tokens([tokenizers.AddedToken(name, normalized=not options, **options)])
+        with pytest.raises(ValueError, match="found anywhere in a text"):
+            WordEngine(odd)
+
+
+def test_gigatoken_gives_the_same_ids_once_it_has_forgotten_its_words(bpe_folder):
+    tokenizer = load_tokenizer(bpe_folder)
+    engine = GigatokenEngine(tokenizer, forget_after=20)
+    first = engine._core
+    for _ in range(3):
+        assert_equal(engine, tokenizer, ["in the beginning was the word", "void"])
+    assert engine._core is not first
+
+
+def test_special_tokens_are_words_wherever_a_text_spells_them(tmp_path):
+    names = ["[X]", "[X]]", "<extra_id_1>", "<extra_id_10>", "<", "<e", "[SEPARATOR]"]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(PIECES) + "\n")
+    tokenizer = load_tokenizer(
+        "BertWordPieceLowerCase", vocab_file=vocab, tokenizer_special_tokens=names
+    )
+    texts = [
+        "a[X]b",
+        "[X]]]",
+        "[[X]",
+        "the<extra_id_10>0>",
+        "[x] [ X]",
+        "<extra_id_1",
+        "[SEP][",
+        "<extra<e<ex[SEPARATO[SEPARATOR]",
+    ]
+    assert_equal(WordEngine(tokenizer), tokenizer, texts)
+
+
+def test_words_do_a_tokenizer_without_special_tokens(bert):
+    core = bert["BertWordPieceCase"].core
+    fields = json.loads(core.to_str())
+    fields["added_tokens"] = []
+    tokenizer = HFTokenizer(type(core).from_str(json.dumps(fields)))
+    assert not tokenizer.special_names
+    assert_equal(WordEngine(tokenizer), tokenizer, ["the earth [MASK] a", ""])
+
+
+def test_a_bert_tokenizer_gets_words_and_bytes_get_bytes(bert):
+    assert build_engine(bert["BertWordPieceCase"]).name == "words"
+    tokenizer = load_tokenizer("ByteTokenizer")
+    assert isinstance(build_engine(tokenizer), ByteEngine)
+    assert_equal(ByteEngine(), tokenizer, ["", "a\u4f60", "\x00"])
+    assert build_engine(tokenizer, "reference").name == "reference"
+    numbers = load_tokenizer("NullTokenizer", vocab_size=9)
+    assert_equal(build_engine(numbers), numbers, ["1 2", ""])
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=4))
+def test_gigatoken_gives_the_ids_of_byte_pairs(bpe_folder, texts):
+    pytest.importorskip("gigatoken")
+    tokenizer = load_tokenizer(
+        bpe_folder,
+    )
+    engine = build_engine(tokenizer)
+    assert engine.name.startswith("gigatoken")
+    assert_equal(engine, tokenizer, texts)
+    assert_equal(engine, tokenizer, ["<|endoftext|>in the<|endoftext|>"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=4))
+def test_gigatoken_gives_the_ids_of_sentencepiece_with_its_control_pieces_as_text(
+    llama2, texts
+):
+    pytest.importorskip("gigatoken")
+    tokenizer = load_tokenizer("Llama2Tokenizer", tokenizer_model=llama2)
+    engine = build_engine(tokenizer, "gigatoken")
+    assert engine.name.startswith("gigatoken")
+    assert_equal(engine, tokenizer, [*texts, "in </s> the <s>beginning<unk>", "   deep  "])
+
+
+def test_a_sentencepiece_model_gets_words_and_keeps_its_control_pieces_as_text(llama2):
+    for kind in ("Llama2Tokenizer", "SentencePieceTokenizer"):
+        tokenizer = load_tokenizer(kind, tokenizer_model=llama2)
+        engine = build_engine(tokenizer)
+        assert isinstance(engine, SentencePieceEngine)
+        texts = [
+            "",
+            " ",
+            "   deep  ",
+            "in </s> the <s>beginning<unk>",
+            "\u2581a \u2581",
+            "\n\t 1",
+        ]
+        assert_equal(engine, tokenizer, texts)
+        assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"model_type": "unigram"}, "model of byte pairs with byte fallback"),
+        ({"byte_fallback": False}, "model of byte pairs with byte fallback"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "without normalisation"),
+        ({"remove_extra_whitespaces": True}, "keeps blanks"),
+        ({"treat_whitespace_as_suffix": True}, "keeps blanks"),
+        ({"split_by_whitespace": False}, "a blank in the middle"),
+    ],
+)
+def test_words_refuse_a_sentencepiece_model_whose_words_they_cannot_tell(
+    tmp_path, corpus, options, reason
+):
+    train_sentencepiece(tmp_path, corpus, **options)
+    tokenizer = load_tokenizer(
+        "SentencePieceTokenizer", tokenizer_model=tmp_path / "tokenizer.model"
+    )
+    with pytest.raises(ValueError, match=reason):
+        build_engine(tokenizer, "words")
+
+
+def test_words_of_sentencepiece_need_such_a_model(bert):
+    with pytest.raises(ValueError, match="needs a SentencePiece model"):
+        SentencePieceEngine(bert["BertWordPieceCase"])
+    with pytest.raises(ValueError, match="cannot read the SentencePiece model"):
+        list(_fields(bytes([1 << 3 | 3])))
+
+
+def test_words_do_a_sentencepiece_model_without_a_blank_in_front(tmp_path, corpus):
+    train_sentencepiece(tmp_path, corpus, add_dummy_prefix=False)
+    tokenizer = load_tokenizer(
+        "SentencePieceTokenizer", tokenizer_model=tmp_path / "tokenizer.model"
+    )
+    assert_equal(build_engine(tokenizer, "words"), tokenizer, ["in the", " in", "", "deep, "])
+
+
+def test_gigatoken_adds_what_the_tokenizer_adds_around_a_text(bpe_folder, tmp_path):
+    pytest.importorskip("gigatoken")
+    fields = json.loads((bpe_folder / "tokenizer.json").read_text())
+    fields["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                   {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+        },
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = load_tokenizer(tmp_path)
+    eod = tokenizer.token_id("<|endoftext|>")
+    assert special_ids(tokenizer) == ([eod], [])
+    engine = build_engine(tokenizer, "gigatoken")
+    assert_equal(engine, tokenizer, ["", "in the deep"])
+    assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, ["void"])
+
+
+def test_gigatoken_refuses_what_it_cannot_do(bert):
+    pytest.importorskip("gigatoken")
+    with pytest.raises(ValueError, match=r"cannot do .*Use --engine reference"):
+        build_engine(bert["BertWordPieceCase"], "gigatoken")
+    with pytest.raises(ValueError, match="cannot do a NullTokenizer"):
+        build_engine(load_tokenizer("NullTokenizer", vocab_size=9), "gigatoken")
+
+
+def test_a_missing_extra_is_named(bpe_folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gigatoken", None)
+    with pytest.raises(ImportError, match=r"mcore-data\[fast\]"):
+        build_engine(load_tokenizer(bpe_folder), "gigatoken")
+    assert build_engine(load_tokenizer(bpe_folder)).name == "reference"
+
+
+class _Shifted(ReferenceEngine):
+    """An engine that is wrong on texts with a certain letter."""
+
+    def encode(self, texts):
+        right = super().encode(texts)
+        return [
+            ids + np.uint32("\u4f60" in text) for ids, text in zip(right, texts, strict=True)
+        ]
+
+
+def test_the_probes_find_an_engine_that_is_wrong_on_one_script(bpe_folder):
+    tokenizer = load_tokenizer(bpe_folder)
+    assert differing_probe(ReferenceEngine(tokenizer), tokenizer) is None
+    assert "\u4f60" in differing_probe(_Shifted(tokenizer), tokenizer)

@@ -1,0 +1,89 @@
+"""The commands against a server of S3's protocol, where moto and s3fs are installed."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mcore_data.datasets.gpt import GPTDataset
+from mcore_data.indexed.reader import IndexedDataset
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ("--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "2")
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A client of a server, which the environment names, and its one bucket."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0
+    )
+    pytest.importorskip("s3fs")
+    import boto3
+
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": url,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3", endpoint_url=url)
+    client.create_bucket(Bucket="corpus")
+    yield client
+    server.stop()
+
+
+def command(*words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "mcore_data", "preprocess", *map(str, words), *OPTIONS]
+    )
+
+
+def killed_once_it_writes(prefix, *words):
+    """Run, and kill without notice as soon as tokens are on the disk."""
+    process = command(*words)
+    partial = prefix.with_name(f"{prefix.name}_text_document.bin.partial")
+    while process.poll() is None and not (partial.exists() and partial.stat().st_size):
+        time.sleep(0.01)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_corpus_is_read_from_s3_over_a_kill_and_its_pair_from_there(bucket, tmp_path):
+    draw = random.Random(1)
+    lines = [
+        json.dumps({"text": " ".join(draw.choices(["in", "the", "deep"], k=300))}) + "\n"
+        for _ in range(30_000)
+    ]
+    plain, packed = "".join(lines[:20_000]).encode(), "".join(lines[20_000:]).encode()
+    (tmp_path / "a.jsonl").write_bytes(plain)
+    (tmp_path / "b.jsonl").write_bytes(packed)
+    bucket.put_object(Bucket="corpus", Key="books/a.jsonl", Body=plain)
+    bucket.put_object(Bucket="corpus", Key="books/b.jsonl.gz", Body=gzip.compress(packed))
+    bucket.put_object(Bucket="corpus", Key="books/README.md", Body=b"no record")
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    here = ("--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--output-prefix", local)
+    there = ("--input", "s3://corpus/books", "--output-prefix", remote)
+    assert command(*here).wait() == 0
+    for _ in range(2):
+        killed_once_it_writes(remote, *there)
+    assert command(*there).wait() == 0
+    for kind in ("bin", "idx"):
+        path = tmp_path / f"remote_text_document.{kind}"
+        assert path.read_bytes() == (tmp_path / f"local_text_document.{kind}").read_bytes()
+        bucket.upload_file(str(path), "corpus", f"data/pair.{kind}")
+    pair = IndexedDataset("s3://corpus/data/pair", cache_path=tmp_path / "cache")
+    theirs = GPTDataset(IndexedDataset(f"{local}_text_document"), sequence_length=512)
+    ours = GPTDataset(pair, sequence_length=512)
+    assert len(ours) == len(theirs)
+    for i in range(0, len(ours), 97):
+        assert (ours[i]["tokens"] == theirs[i]["tokens"]).all()

@@ -1,0 +1,101 @@
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_data.datasets.mock import MockGPTDataset
+from mcore_data.loading.loader import build_loader
+
+
+@pytest.fixture
+def dataset():
+    return MockGPTDataset(8, vocab_size=1000, num_samples=40)
+
+
+def test_batches_are_tensors_of_one_rank(dataset):
+    batches = list(build_loader(dataset, micro_batch_size=4, dp_rank=1, dp_size=2))
+    assert len(batches) == 5
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in batches[0].items()} == {
+        "tokens": (torch.int64, (4, 8)),
+        "labels": (torch.int64, (4, 8)),
+        "loss_mask": (torch.float32, (4, 8)),
+        "position_ids": (torch.int64, (4, 8)),
+    }
+    assert batches[0]["tokens"][0].tolist() == dataset[4]["tokens"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_a_run_continues_at_the_next_batch(dataset, kind):
+    options = {"micro_batch_size": 2, "dataloader_type": kind}
+    whole = iter(build_loader(dataset, **options))
+    seen = [next(whole)["tokens"] for _ in range(10)]
+    again = iter(build_loader(dataset, consumed_samples=12, **options))
+    assert torch.equal(next(again)["tokens"], seen[6])
+
+
+def test_worker_processes_give_the_same_batches_also_after_signals_to_the_whole_job():
+    dataset = MockGPTDataset(8, vocab_size=1000, num_samples=1280)
+    plain = iter(build_loader(dataset, micro_batch_size=4))
+    workers = iter(build_loader(dataset, micro_batch_size=4, num_workers=1))
+    others = set(multiprocessing.active_children())
+    assert torch.equal(next(workers)["tokens"], next(plain)["tokens"])
+    (worker,) = set(multiprocessing.active_children()) - others
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    for ours, theirs in zip(plain, workers, strict=True):
+        assert torch.equal(ours["tokens"], theirs["tokens"])
+    assert worker.exitcode == 0
+
+
+def test_a_full_pass_gives_every_sample_once_and_fillers_that_count_nothing(dataset):
+    options = {"micro_batch_size": 3, "dataloader_type": "full"}
+    loaders = [build_loader(dataset, **options, dp_rank=r, dp_size=5) for r in range(5)]
+    assert [len(loader) for loader in loaders] == [3] * 5
+    batches = [batch for step in zip(*loaders, strict=True) for batch in step]
+    counted = torch.cat([batch["loss_mask"] for batch in batches]).amin(1)
+    assert counted.tolist() == [1] * 40 + [0] * 5
+    tokens = torch.cat([batch["tokens"] for batch in batches])[:40]
+    assert tokens.tolist() == [dataset[k]["tokens"].tolist() for k in range(40)]
+    assert dataset[0]["loss_mask"].all()
+
+
+def test_an_external_loader_is_handed_through():
+    batches = [{"tokens": torch.zeros(1, 1)}]
+    assert build_loader(batches, micro_batch_size=1, dataloader_type="external") is batches
+
+
+class Ragged:
+    """Rows of as many tokens as their micro-batch of two says."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, sample):
+        return {"tokens": np.full(4 + sample // 2, sample)}
+
+
+def test_micro_batches_may_be_of_different_lengths():
+    batches = [batch["tokens"] for batch in build_loader(Ragged(), micro_batch_size=2)]
+    assert [batch.tolist() for batch in batches] == [
+        [[0] * 4, [1] * 4],
+        [[2] * 5, [3] * 5],
+        [[4] * 6, [5] * 6],
+    ]
+
+
+def test_long_samples_are_made_few_at_a_time(dataset, monkeypatch):
+    asked = []
+    make = dataset.batch
+    monkeypatch.setattr(
+        dataset, "batch", lambda samples: asked.append(len(samples)) or make(samples)
+    )
+    whole = [batch["tokens"] for batch in build_loader(dataset, micro_batch_size=2)]
+    assert max(asked) == 40
+    asked.clear()
+    monkeypatch.setattr("mcore_data.loading.loader._NUMBERS_AT_ONCE", 8 * 6)
+    parts = [batch["tokens"] for batch in build_loader(dataset, micro_batch_size=2)]
+    assert max(asked) == 6
+    assert torch.equal(torch.stack(whole), torch.stack(parts))

@@ -1,0 +1,1 @@
+"""Attention backends and Triton kernels, and which of them can run here."""

@@ -1,0 +1,194 @@
+"""Attention by flash-attn-4, the fastest seen on Hopper: an extra, never imported unless used.
+
+On an H200, causal, 32 heads of 128 channels over 8192 tokens: 636 TFLOP/s forward and 550
+backward, where cuDNN gives 564 and 487. The package compiles its kernels at the first call
+of a kind of shape, some seconds each. Tensors stay sequence first: results are written
+through strided views.
+
+``forward_block`` and ``backward_block`` are the same kernels for blocks of context parallelism.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_models.kernels import availability
+from mcore_models.kernels.availability import without_compiler_noise
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, failure_of, wave
+
+_PACKAGE = "flash-attn-4"
+EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
+_SIZES = (64, 128)
+_SHORTEST = 1024
+"""Queries below which launching costs more than the faster kernel gains."""
+
+
+def is_installed() -> bool:
+    """Whether the package is there; imports nothing."""
+    return availability.is_installed(_PACKAGE)
+
+
+def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
+    """Say why these tensors need another backend; empty: they do not.
+
+    The kernels are tried the first time that nothing else speaks against them.
+    """
+    why_not = misfit(q, v, dropout_prob)
+    return why_not or failure_of(FLASH4_KERNEL, q.device, *kind(q, v))
+
+
+def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:
+    """Say why the kernels are not made for these tensors or this device; tries nothing."""
+    particular = (
+        (
+            q.shape[-1] not in _SIZES or v.shape[-1] != q.shape[-1],
+            f"heads have {q.shape[-1]} and {v.shape[-1]} channels, not 64 or 128",
+        ),
+        (dropout_prob > 0.0, "attention weights are to be dropped"),
+    )
+    return availability.refusal(q, particular, _PACKAGE, EXTRA)
+
+
+def kind(q: Tensor, v: Tensor) -> tuple[torch.dtype, int, int]:
+    """What kernels are compiled for: dtype, channels, query heads to a key/value head."""
+    return q.dtype, q.shape[-1], q.shape[-2] // v.shape[-2]
+
+
+def _try_kernel(
+    device: torch.device, dtype: torch.dtype, size: int, ratio: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Compare causal attention of one group with torch's, in float32."""
+    q, k, v = (wave(256, 1, heads, size, device=device, dtype=dtype) for heads in (ratio, 1, 1))
+
+    def fast(*qkv: Tensor) -> Tensor:
+        return flash4_attention(*qkv, causal=True, scale=None, window=-1)
+
+    def plain(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3).float() for x in qkv)  # heads before tokens
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).to(dtype)
+
+    return list(zip(both_passes(fast, q, k, v), both_passes(plain, q, k, v), strict=True))
+
+
+FLASH4_KERNEL = OptionalKernel(
+    "attention by flash-attn-4",
+    (_PACKAGE, "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"),
+    _try_kernel,
+)
+
+
+def is_faster(q: Tensor, k: Tensor) -> bool:
+    """Whether measurements put it before cuDNN for these tensors."""
+    return min(q.shape[0], k.shape[0]) >= _SHORTEST
+
+
+def flash4_attention(
+    q: Float[Tensor, "S B N H"],
+    k: Float[Tensor, "Z B G H"],
+    v: Float[Tensor, "Z B G H"],
+    *,
+    causal: bool,
+    scale: float | None,
+    window: int,
+) -> Float[Tensor, "S B N H"]:
+    """Attend as ``attention_backends.attend`` does; see there.
+
+    The gradient is the same in every run if torch's deterministic algorithms are on.
+    """
+    return _Flash4.apply(q, k, v, causal, scale, None if window < 0 else window)
+
+
+class _Flash4(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, causal, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = (causal, scale, window)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N S"]]:
+    out = q.new_empty(q.shape)
+    with without_compiler_noise():
+        _, lse, *_ = _package()._flash_attn_fwd(
+            *(t.transpose(0, 1) for t in (q, k, v)),  # [S, B, N, H] -> [B, S, N, H]
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=window,
+            window_size_right=None if window is None else 0,
+            return_lse=True,
+            out=out.transpose(0, 1),
+        )
+    return out, lse
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    with without_compiler_noise():
+        _package()._flash_attn_bwd(
+            *(t.transpose(0, 1) for t in (q, k, v, out, grad)),
+            lse,
+            scale,
+            causal,
+            window_size_left=window,
+            window_size_right=None if window is None else 0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            dq=dq.transpose(0, 1),
+            dk=dk.transpose(0, 1),
+            dv=dv.transpose(0, 1),
+        )
+    return dq, dk, dv
+
+
+def _package() -> Any:
+    return import_module("flash_attn.cute.interface")
+
+
+def forward_block(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B N"]]:
+    """Attend, for ``fused_blocks``; see ``BlockAttention``."""
+    out, lse = _forward(q, k, v, causal)
+    return out, lse.permute(2, 0, 1)  # [B, N, S] -> [S, B, N]
+
+
+def backward_block(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make the gradients of ``forward_block``; see there."""
+    lse = lse.permute(1, 2, 0).contiguous()  # [S, B, N] -> [B, N, S]
+    return _backward(grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, causal)

@@ -1,0 +1,280 @@
+"""Triton kernels of a norm with the residual addition before it, forward and backward.
+
+A block adds a branch to the residual stream and norms the sum. Forward reads the two once
+and writes the sum and the normed value; backward reads the sum, the normed value's gradient
+and the stream's own, and writes one gradient, that of stream and branch alike. A program of
+backward walks over many rows and keeps its part of the weight's gradient in registers; the
+parts are summed in a fixed order, straight into ``main_grad`` where there is one. The plain
+twins are the ``forward`` methods of ``norm``; imported only where tensors are on a GPU.
+"""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_parallel.tensor_parallel.grad_accumulation import main_grad_of, tell_ready
+
+_PROGRAMS_PER_PROCESSOR = 3
+"""Of the backward pass, each over many rows; 3 of 4 warps stay on a processor together."""
+
+
+@triton.jit
+@no_type_check
+def _forward(
+    x,
+    branch,
+    weight,
+    bias,
+    total,
+    out,
+    means,
+    scales,
+    width,
+    offset,
+    epsilon,
+    HAS_BRANCH: tl.constexpr,
+    CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if HAS_BRANCH:
+        value = value.to(tl.float32) + tl.load(branch + at, mask=inside, other=0.0)
+        value = value.to(x.dtype.element_ty)  # what the stream holds is what is normed
+        tl.store(total + at, value, mask=inside)
+    value = value.to(tl.float32)
+    if CENTERED:
+        mean = tl.sum(value, 0) / width
+        tl.store(means + row, mean)
+        value = tl.where(inside, value - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + epsilon)
+    tl.store(scales + row, scale)
+    result = value * scale * (tl.load(weight + column, mask=inside).to(tl.float32) + offset)
+    if CENTERED:
+        result += tl.load(bias + column, mask=inside).to(tl.float32)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _backward(
+    total,
+    weight,
+    means,
+    scales,
+    dout,
+    dtotal,
+    dx,
+    weight_parts,
+    bias_parts,
+    rows,
+    width,
+    offset,
+    HAS_DTOTAL: tl.constexpr,
+    CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    for row in range(program, rows, tl.num_programs(0)):
+        at = row * width + column
+        value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
+        passed = tl.zeros([BLOCK], tl.float32)
+        if HAS_DTOTAL:  # before it is needed, so that it comes with the others
+            passed = tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row)
+        if CENTERED:
+            value = tl.where(inside, value - tl.load(means + row), 0.0)
+        normed = value * scale
+        dweight += grad * normed
+        grad_normed = tl.where(inside, grad * factor, 0.0)
+        result = grad_normed - normed * (tl.sum(grad_normed * normed, 0) / width)
+        if CENTERED:
+            dbias += grad
+            result -= tl.sum(grad_normed, 0) / width
+        result *= scale
+        if HAS_DTOTAL:
+            result += passed
+        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
+    tl.store(weight_parts + program * width + column, dweight, mask=inside)
+    if CENTERED:
+        tl.store(bias_parts + program * width + column, dbias, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _sum_parts(
+    parts, out, count, width, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    result = tl.zeros([ROWS, BLOCK], tl.float32)
+    for begin in range(0, count, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        result += tl.load(
+            parts + row[:, None] * width + column[None, :],
+            mask=(row < count)[:, None] & inside[None, :],
+            other=0.0,
+        )
+    summed = tl.sum(result, 0)
+    if ADD:
+        summed += tl.load(out + column, mask=inside).to(tl.float32)
+    tl.store(out + column, summed.to(out.dtype.element_ty), mask=inside)
+
+
+class _AddAndNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        epsilon: float,
+        offset: float,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        width = x.shape[-1]
+        num_rows = x.numel() // width
+        total = x if branch is None else torch.empty_like(x)
+        out = torch.empty_like(x)
+        scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        means = scales if bias is None else torch.empty_like(scales)
+        block = triton.next_power_of_2(width)
+        if num_rows:
+            _forward[(num_rows,)](
+                x,
+                x if branch is None else branch,
+                weight,
+                weight if bias is None else bias,
+                total,
+                out,
+                means,
+                scales,
+                width,
+                offset,
+                epsilon,
+                branch is not None,
+                bias is not None,
+                block,
+                num_warps=_num_warps(block),
+            )
+        ctx.save_for_backward(total, weight, means, scales)
+        ctx.offset, ctx.has_branch = offset, branch is not None
+        # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
+        ctx.parameters = (weight, bias)
+        ctx.set_materialize_grads(False)
+        return out if branch is None else (out, total)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dtotal: Tensor | None = None) -> Any:
+        total, weight, means, scales = ctx.saved_tensors
+        if dout is None:
+            return dtotal, dtotal if ctx.has_branch else None, None, None, None, None
+        width = total.shape[-1]
+        num_rows = total.numel() // width
+        block = triton.next_power_of_2(width)
+        programs = min(num_rows, _num_processors(total.device) * _PROGRAMS_PER_PROCESSOR)
+        centered = ctx.parameters[1] is not None
+        dx = torch.empty_like(total)
+        parts = total.new_empty(1 + centered, programs, width, dtype=torch.float32)
+        if num_rows:
+            _backward[(programs,)](
+                total,
+                weight,
+                means,
+                scales,
+                dout.contiguous(),
+                total if dtotal is None else dtotal.contiguous(),
+                dx,
+                parts[0],
+                parts[-1],
+                num_rows,
+                width,
+                ctx.offset,
+                dtotal is not None,
+                centered,
+                block,
+                num_warps=max(1, _num_warps(block) // 2),
+            )
+        grads = [
+            _parameter_gradient(parameter, part)
+            for parameter, part in zip(ctx.parameters, parts, strict=False)
+        ]
+        dbranch = dx if ctx.has_branch else None
+        return dx, dbranch, grads[0], grads[1] if centered else None, None, None
+
+
+def _parameter_gradient(parameter: Tensor, parts: Tensor) -> Tensor | None:
+    """Sum the parts: into the main gradient, which gives None, or into a new tensor."""
+    if not parameter.requires_grad:
+        return None
+    main_grad = main_grad_of(parameter)
+    out = torch.empty_like(parameter) if main_grad is None else main_grad
+    count, width = parts.shape
+    block = 32
+    _sum_parts[(triton.cdiv(width, block),)](
+        parts, out, count, width, main_grad is not None, 64, block, num_warps=8
+    )
+    if main_grad is None:
+        return out
+    tell_ready(parameter)
+    return None
+
+
+def _num_warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type == "cpu":  # interpreted
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def fused_norm(
+    x: Float[Tensor, "*B D"],
+    weight: Float[Tensor, " D"],
+    bias: Float[Tensor, " D"] | None,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+) -> Float[Tensor, "*B D"]:
+    """Norm the last dimension; with a bias a LayerNorm, without one an RMSNorm.
+
+    Args:
+        x: on a GPU, computed in float32; D at most 16384.
+        weight: of the norm. If it has a ``main_grad``, its gradient is added there.
+        bias: of a LayerNorm, likewise.
+        epsilon: added to the mean square.
+        offset: added to the weight.
+    """
+    return _AddAndNorm.apply(x.contiguous(), None, weight, bias, epsilon, offset)
+
+
+def fused_add_and_norm(
+    x: Float[Tensor, "*B D"],
+    branch: Float[Tensor, "*B D"],
+    weight: Float[Tensor, " D"],
+    bias: Float[Tensor, " D"] | None,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
+    """Norm the sum of ``x`` and ``branch``, rounded to their dtype; see ``fused_norm``.
+
+    Returns:
+        The normed sum, and the sum.
+    """
+    return _AddAndNorm.apply(x.contiguous(), branch.contiguous(), weight, bias, epsilon, offset)

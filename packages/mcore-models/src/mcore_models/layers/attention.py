@@ -1,0 +1,212 @@
+"""Self-attention with grouped key/value heads, split by heads over the tensor ranks.
+
+Queries, keys and values are one product. Where there are fewer key/value heads than tensor
+ranks, neighbouring ranks hold the same ones and each sees its own queries' share of their
+gradient. Under context parallelism the keys of other ranks come as ``--cp-comm-type`` says.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_models.config import KernelConfig, TransformerConfig, rotary_size, window
+from mcore_models.kernels.attention_backends import attend, check_backend
+from mcore_models.kernels.fused_blocks import blocks_for
+from mcore_models.layers.norm import build_norm
+from mcore_models.layers.rope import ROTARY_KERNEL, RotaryTables, rotate
+from mcore_models.protocol import KVCache
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.ring_attention import ring_attention
+from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
+from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optional_kernels import works
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
+)
+
+_ANY_KERNELS = KernelConfig()
+
+
+class Attention(nn.Module):
+    """Causal self-attention of one layer.
+
+    Attributes:
+        qkv: D to this rank's queries, keys and values, in this order.
+        proj: heads to D.
+        q_norm, k_norm: norms of each head, or None.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        layer: int,
+        *,
+        streams: RngStreams,
+        recompute_core: bool = False,
+        kernels: KernelConfig = _ANY_KERNELS,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's heads; weights are zero until the model fills them.
+
+        Args:
+            config: of the model.
+            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
+            layer: global number, which the cache is asked by.
+            streams: for dropping attention weights.
+            recompute_core: compute everything between the linears again in backward.
+            kernels: that compute the attention.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
+        self.comm_type = cp_comm_type(config, ctx.config, layer)
+        check_backend(kernels.attention_backend)
+        self.backend = kernels.attention_backend
+        N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
+        tp = ctx.tp
+        holders = ctx.tp_block(max(1, tp.size // G))
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        linear: dict[str, Any] = {
+            "axis": tp,
+            "sequence_parallel": ctx.config.sequence_parallel,
+            "overlap": ctx.config.tp_comm_overlap,
+            "init_std": 0.0,
+            **placed,
+        }
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            [Output("q", N * H), Output("k", G * H, holders), Output("v", G * H, holders)],
+            bias=has_qkv_bias(config),
+            **linear,
+        )
+        self.proj = RowParallelLinear(
+            N * H, config.hidden_size, bias=config.add_bias_linear, **linear
+        )
+        # Each rank norms its own heads: its gradient is their share of the sum.
+        norms: dict[str, Any] = {"replicas": tp, "partial": tp, **placed}
+        self.q_norm = build_norm(config, H, **norms) if config.qk_layernorm else None
+        self.k_norm = build_norm(config, H, **norms) if config.qk_layernorm else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "s B D"],
+        rotary: RotaryTables | None,
+        cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Float[Tensor, "s B D"]:
+        """Let every token gather from itself and earlier ones.
+
+        Communicates as the two linears do, and over ``cp``.
+
+        Args:
+            x: this rank's tokens.
+            rotary: tables of ``rope.rotary_tables``; None: positions are not rotated.
+            cache: keys and values of earlier tokens, extended by these.
+            documents: packed in the rows; none sees another.
+        """
+        qkv = self.qkv(x)
+        if self.recompute_core and self.training and cache is None:
+            mixed = recompute(self._core, qkv, rotary, None, documents, streams=self.streams)
+        else:
+            mixed = self._core(qkv, rotary, cache, documents)
+        return self.proj(mixed)
+
+    def _core(
+        self,
+        qkv: Tensor,
+        rotary: RotaryTables | None,
+        cache: KVCache | None,
+        documents: Documents | None,
+    ) -> Float[Tensor, "S B X"]:
+        q, k, v = self._heads(qkv, rotary)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        mixed = self._mix(q, k, v, documents)
+        return mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        """Attend over the whole sequence, wherever its keys are."""
+        on_rank = partial(self._attend, documents=documents)
+        if self.cp.size == 1:
+            return on_rank(q, k, v)
+        if self.comm_type == "a2a":
+            return ulysses_attention(q, k, v, self.cp, on_rank)
+        if self.comm_type == "p2p":
+            return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
+        if has_window_or_dropout(self.config, self.layer):
+            return context_attention(q, k, v, self.cp, on_rank)
+        return gathered_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        prob = self.config.attention_dropout if self.training else 0.0
+        # Heads are split over the tensor ranks, so each rank drops its own weights.
+        stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
+        with stream:
+            return attend(
+                q,
+                k,
+                v,
+                window=window(self.config, self.layer),
+                dropout_prob=prob,
+                documents=documents,
+                backend=self.backend,
+            )
+
+    def _heads(
+        self, qkv: Tensor, rotary: RotaryTables | None
+    ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
+        """Split the product into heads, norm them, rotate them."""
+        H = head_dim(self.config)
+        if rotary is not None and self._has_kernel(qkv, rotary):
+            from mcore_models.kernels.rope import fused_rotary_split
+
+            rows_q, rows_k, _ = self.qkv.output_sizes
+            return fused_rotary_split(qkv, *rotary, rows_q // H, rows_k // H)
+        parts = qkv.split(self.qkv.output_sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, H)) for part in parts)  # [S, B, N*H] -> [S, B, N, H]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q = rotate(q, rotary, self.config.rotary_interleaved)
+            k = rotate(k, rotary, self.config.rotary_interleaved)
+        return q, k, v
+
+    def _has_kernel(self, qkv: Tensor, rotary: RotaryTables) -> bool:
+        config = self.config
+        return (
+            qkv.is_cuda
+            and qkv.dtype != torch.float64
+            and rotary[0].dim() == 2
+            and rotary_size(config) == head_dim(config)
+            and not config.qk_layernorm
+            and not config.rotary_interleaved
+            and not torch.compiler.is_compiling()
+            and works(ROTARY_KERNEL, qkv.device, qkv.dtype, head_dim(config))
+        )
+
+
+def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int) -> str:
+    """Say how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
+    if parallel.cp_comm_type:
+        return parallel.cp_comm_type
+    return "all_gather" if has_window_or_dropout(config, layer) else "p2p"
+
+
+def has_window_or_dropout(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer attends in a way that cannot be cut into blocks."""
+    return window(config, layer) >= 0 or config.attention_dropout > 0

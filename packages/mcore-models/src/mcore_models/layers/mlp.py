@@ -1,0 +1,141 @@
+"""The dense feed-forward layer: widen, activate, narrow.
+
+A gated layer multiplies an activated projection (gate) with a plain one (up); both stand in
+one weight, gate first, so that they are one product.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_moe.experts import FUSED, GATE_KERNELS
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import works
+from mcore_parallel.recomputing import recompute_between
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
+)
+
+
+def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Square of the positive part. So et al. 2021, Primer, arXiv:2109.08668."""
+    return F.relu(x).square()
+
+
+def quick_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GELU by a logistic curve, x sigmoid(1.702 x). Hendrycks and Gimpel, arXiv:1606.08415."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GELU by its tanh approximation, as GPT-2. Hendrycks and Gimpel, arXiv:1606.08415."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "squared_relu": squared_relu,
+}
+"""Elementwise functions by the name that ``config.activation`` gives."""
+
+
+def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
+    """Activate the first half of the channels and multiply it with the second.
+
+    One kernel on a GPU where there is one for the activation.
+
+    Reference:
+        Shazeer 2020, arXiv:2002.05202.
+    """
+    if (
+        x.is_cuda
+        and activation in FUSED
+        and x.dtype != torch.float64
+        and not torch.compiler.is_compiling()
+        and works(GATE_KERNELS, x.device, x.dtype)
+    ):
+        from mcore_moe.kernels import fused_gated
+
+        return fused_gated(x, activation)
+    gate, up = x.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+class MLP(nn.Module):
+    """Feed-forward layer whose inner width is split over the tensor ranks.
+
+    Attributes:
+        fc1: D to F, or to gate and up of F each.
+        fc2: F to D.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        gated: bool = True,
+        activation: str = "silu",
+        bias: bool = False,
+        axis: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        overlap: bool = False,
+        init_std: float = 0.02,
+        recompute_activation: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's share of the width and initialise it.
+
+        Args:
+            hidden_size: D.
+            ffn_hidden_size: F over all ranks.
+            gated: whether fc1 gives a gate too.
+            activation: a key of ``ACTIVATIONS``.
+            bias: whether both products have one.
+            axis: ranks that share the width.
+            sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
+            overlap: see ``ColumnParallelLinear``.
+            init_std: of the weights; 0.0 leaves zeros and draws nothing.
+            recompute_activation: forget what goes into fc2, make it again in backward.
+            device: of the parameters.
+            dtype: of the parameters.
+
+        Raises:
+            ValueError: if the axis does not divide F.
+        """
+        super().__init__()
+        self.gated, self.activation = gated, activation
+        self.recompute_activation = recompute_activation
+        F_ = ffn_hidden_size
+        placed: dict[str, Any] = {
+            "bias": bias,
+            "axis": axis,
+            "sequence_parallel": sequence_parallel,
+            "overlap": overlap,
+        }
+        placed |= {"init_std": init_std, "device": device, "dtype": dtype}
+        outputs = [Output("gate", F_), Output("up", F_)] if gated else F_
+        self.fc1 = ColumnParallelLinear(hidden_size, outputs, **placed)
+        self.fc2 = RowParallelLinear(F_, hidden_size, **placed)
+
+    def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
+        """Transform every token; communicates as the two linears do."""
+        hidden = self.fc1(x)
+        if self.recompute_activation and self.training:
+            return recompute_between(self._activate, self.fc2, hidden)
+        return self.fc2(self._activate(hidden))
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        if self.gated:
+            return gated(hidden, self.activation)
+        return ACTIVATIONS[self.activation](hidden)

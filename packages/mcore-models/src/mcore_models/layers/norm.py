@@ -1,0 +1,213 @@
+"""Normalisation of the channels of each token.
+
+A norm's weight is whole on every tensor rank. Its gradient is whole too when all ranks see
+the same tokens and channels; when they see different tokens (sequence parallelism) or
+different heads (norms of queries and keys) it is a part of a sum, and the layout says so.
+
+Norms of the residual stream come after an addition: ``add_and_norm`` makes both, on a GPU in
+one kernel.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_models.config import TransformerConfig
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
+from mcore_parallel.sharding import Layout, whole
+
+NARROWEST, WIDEST = 256, 16384
+"""Channels that the kernels are made for: a row is one program's registers."""
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square, times a learned weight.
+
+    Statistics are float32 or wider; the result has the input's dtype.
+
+    Reference:
+        Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float = 1e-5,
+        zero_centered: bool = False,
+        replicas: Axis = SINGLE,
+        partial: Axis = SINGLE,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate the weight, which begins as the identity.
+
+        Args:
+            size: channels of the last dimension.
+            epsilon: added to the mean square.
+            zero_centered: keep the weight minus 1.
+            replicas: ranks that hold the weight.
+            partial: ranks whose gradients of it are parts of a sum.
+            device: of the weight.
+            dtype: of the weight.
+        """
+        super().__init__()
+        self.epsilon, self.zero_centered = epsilon, zero_centered
+        self.replicas, self.partial = replicas, partial
+        self.weight = _identity(size, zero_centered, device, dtype)
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        """Norm the last dimension."""
+        if _has_kernel(x):
+            return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        return F.rms_norm(x, weight.shape, weight, self.epsilon)
+
+    def add_and_norm(
+        self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
+    ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
+        """Return the norm of ``x + branch``, and the sum."""
+        return _add_and_norm(self, x, branch)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the weight, see ``mcore_parallel.sharding``."""
+        return _layouts(self)
+
+
+class LayerNorm(nn.Module):
+    """Subtract the mean, divide by the standard deviation, times a weight, plus a bias.
+
+    Statistics are float32 or wider; the result has the input's dtype.
+
+    Reference:
+        Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float = 1e-5,
+        zero_centered: bool = False,
+        replicas: Axis = SINGLE,
+        partial: Axis = SINGLE,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate weight and bias, which begin as the identity; see ``RMSNorm``."""
+        super().__init__()
+        self.epsilon, self.zero_centered = epsilon, zero_centered
+        self.replicas, self.partial = replicas, partial
+        self.weight = _identity(size, zero_centered, device, dtype)
+        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        """Norm the last dimension."""
+        if _has_kernel(x):
+            return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
+
+    def add_and_norm(
+        self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
+    ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
+        """Return the norm of ``x + branch``, and the sum."""
+        return _add_and_norm(self, x, branch)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe weight and bias, see ``mcore_parallel.sharding``."""
+        return _layouts(self)
+
+
+def build_norm(
+    config: TransformerConfig,
+    size: int,
+    *,
+    replicas: Axis = SINGLE,
+    partial: Axis = SINGLE,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> RMSNorm | LayerNorm:
+    """Make the norm that ``config.normalization`` names, over ``size`` channels."""
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    return kind(
+        size,
+        epsilon=config.norm_epsilon,
+        zero_centered=config.apply_layernorm_1p,
+        replicas=replicas,
+        partial=partial,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _add_and_norm(
+    norm: RMSNorm | LayerNorm, x: Tensor, branch: Tensor
+) -> tuple[Tensor, Tensor]:
+    if _has_kernel(x):
+        return _kernels().fused_add_and_norm(x, branch, *_parameters(norm), **_constants(norm))
+    total = x + branch
+    return norm(total), total
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Say whether the kernel is the faster way: compilers fuse plain torch as well."""
+    return (
+        x.is_cuda
+        and x.dtype != torch.float64
+        and NARROWEST <= x.shape[-1] <= WIDEST
+        and not torch.compiler.is_compiling()
+        and works(NORM_KERNELS, x.device, x.dtype)
+    )
+
+
+def _kernels() -> Any:
+    from mcore_models.kernels import norm
+
+    return norm
+
+
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    def fused(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return _kernels().fused_add_and_norm(*tensors, epsilon=1e-5)
+
+    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + branch
+        return F.layer_norm(total, weight.shape, weight, bias, 1e-5), total
+
+    shapes = (2, NARROWEST), (2, NARROWEST), (NARROWEST,), (NARROWEST,)
+    inputs = [wave(*shape, device=device, dtype=dtype) for shape in shapes]
+    got, want = (both_passes(function, *inputs) for function in (fused, plain))
+    return list(zip(got, want, strict=True))
+
+
+NORM_KERNELS = OptionalKernel("norms in Triton", ("triton",), _try_kernels)
+
+
+def _parameters(norm: RMSNorm | LayerNorm) -> tuple[Tensor, Tensor | None]:
+    return norm.weight, norm.bias if isinstance(norm, LayerNorm) else None
+
+
+def _constants(norm: RMSNorm | LayerNorm) -> dict[str, float]:
+    return {"epsilon": norm.epsilon, "offset": float(norm.zero_centered)}
+
+
+def _identity(
+    size: int,
+    zero_centered: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Parameter:
+    value = 0.0 if zero_centered else 1.0
+    return nn.Parameter(torch.full((size,), value, device=device, dtype=dtype))
+
+
+def _layouts(norm: RMSNorm | LayerNorm) -> dict[str, Layout]:
+    return {
+        name: whole("", tuple(parameter.shape), norm.replicas, norm.partial)
+        for name, parameter in norm.named_parameters(recurse=False)
+    }

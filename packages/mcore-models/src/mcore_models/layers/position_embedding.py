@@ -1,0 +1,60 @@
+"""Learned positions: a vector for each place in a sequence, added to the token's."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mcore_parallel.collectives import own_slice
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.tensor_parallel.embedding import check_range
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for every position, whole on every tensor rank."""
+
+    def __init__(
+        self,
+        num_positions: int,
+        hidden_size: int,
+        *,
+        axis: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate the table; it is zero until the model fills it.
+
+        Args:
+            num_positions: rows.
+            hidden_size: D.
+            axis: tensor ranks, which hold the same table.
+            sequence_parallel: whether tokens are cut over ``axis``.
+            device: of the table.
+            dtype: of the table.
+        """
+        super().__init__()
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.weight = nn.Parameter(
+            torch.zeros(num_positions, hidden_size, device=device, dtype=dtype)
+        )
+
+    def forward(self, positions: Int[Tensor, "*B S"]) -> Float[Tensor, "s *b D"]:
+        """Look positions up: ``[S, 1, D]`` from ``[S]``, ``[S, B, D]`` from ``[B, S]``.
+
+        Under sequence parallelism only this rank's S/tp positions are looked up.
+
+        Raises:
+            ValueError: if a position is not in the table and positions are on the CPU.
+        """
+        check_range(positions, self.weight.shape[0], "positions")
+        positions = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
+        if self.sequence_parallel:
+            positions = own_slice(positions, self.axis)
+        return nn.functional.embedding(positions, self.weight)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the table, see ``mcore_parallel.sharding``."""
+        partial = self.axis if self.sequence_parallel else SINGLE
+        return {"weight": whole("", tuple(self.weight.shape), self.axis, partial)}

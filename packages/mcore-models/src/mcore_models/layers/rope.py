@@ -1,0 +1,112 @@
+"""Rotary position embedding: queries and keys turned by angles that grow with position.
+
+Channel i of the first half of the rotated channels turns together with channel i of the
+second half (or, interleaved, with its neighbour). Angles are made in float64: at position
+100 000 a float32 angle is wrong by hundredths of a radian.
+
+Su et al. 2021, arXiv:2104.09864.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_models.config import TransformerConfig, rotary_size
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
+
+RotaryTables = tuple[Tensor, Tensor]
+"""Cosine and sine of every position's angles, each ``[S, h]``, or ``[S, B, h]`` where the
+sequences of a batch have positions of their own; h is half the rotated channels."""
+
+
+def rotary_frequencies(
+    config: TransformerConfig, device: torch.device | str | None = None
+) -> Float[Tensor, " h"]:
+    """Angle per position of each pair of channels, float64, stretched as the config says."""
+    size = rotary_size(config)
+    exponents = torch.arange(0, size, 2, dtype=torch.float64, device=device) / size
+    frequencies = config.rotary_base**-exponents
+    if config.use_rope_scaling:
+        frequencies = _stretch(frequencies, config)
+    return frequencies / config.rotary_seq_len_interpolation_factor
+
+
+def rotary_tables(
+    positions: Int[Tensor, "*B S"], frequencies: Float[Tensor, " h"], dtype: torch.dtype
+) -> RotaryTables:
+    """Tabulate cosine and sine for ``rotate``.
+
+    Args:
+        positions: ``[S]``, or ``[B, S]``.
+        frequencies: of ``rotary_frequencies``.
+        dtype: of the activations; the tables are float32 or wider.
+
+    Returns:
+        Cosine and sine, sequence first: ``[S, h]`` or ``[S, B, h]``.
+    """
+    positions = positions if positions.dim() == 1 else positions.t()  # [B, S] -> [S, B]
+    angles = positions.unsqueeze(-1) * frequencies
+    wide = torch.promote_types(dtype, torch.float32)
+    return angles.cos().to(wide), angles.sin().to(wide)
+
+
+def rotate(
+    x: Float[Tensor, "S B N H"], tables: RotaryTables, interleaved: bool = False
+) -> Float[Tensor, "S B N H"]:
+    """Turn the first 2h channels of every head; the others pass.
+
+    Args:
+        x: queries or keys.
+        tables: cosine and sine of the positions of x.
+        interleaved: whether neighbouring channels make a pair.
+    """
+    cos, sin = (_for_heads(table) for table in tables)
+    size = 2 * cos.shape[-1]
+    turned, rest = x[..., :size].to(cos.dtype), x[..., size:]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        out = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        out = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    out = out.to(x.dtype)
+    return torch.cat([out, rest], -1) if rest.shape[-1] else out
+
+
+def _try_kernel(
+    device: torch.device, dtype: torch.dtype, size: int
+) -> list[tuple[Tensor, Tensor]]:
+    from mcore_models.kernels.rope import fused_rotary_split
+
+    cos, sin = (wave(3, size // 2, device=device, dtype=torch.float32) for _ in range(2))
+
+    def plain(qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.unflatten(-1, (4, size)).split((2, 1, 1), 2)
+        return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
+
+    qkv = wave(3, 2, 4 * size, device=device, dtype=dtype)
+    got = both_passes(lambda qkv: fused_rotary_split(qkv, cos, sin, 2, 1), qkv)
+    return list(zip(got, both_passes(plain, qkv), strict=True))
+
+
+ROTARY_KERNEL = OptionalKernel("rotary embedding in Triton", ("triton",), _try_kernel)
+
+
+def _for_heads(table: Tensor) -> Tensor:
+    """Give a table the dimensions of ``[S, B, N, h]``."""
+    return table.unsqueeze(-2) if table.dim() == 3 else table[:, None, None]
+
+
+def _stretch(frequencies: Tensor, config: TransformerConfig) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, blend between.
+
+    LLaMA 3.1: Grattafiori et al. 2024, arXiv:2407.21783; the blend is in the model's release.
+    """
+    context = config.rope_scaling_original_max_position_embeddings
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    # How many turns a pair makes within the original context: few turns are stretched.
+    turns = context * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)

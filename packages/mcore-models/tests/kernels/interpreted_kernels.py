@@ -1,0 +1,167 @@
+"""Every Triton kernel against its plain twin on the CPU, by Triton's interpreter.
+
+Started by test_kernels_interpreted.py with TRITON_INTERPRET=1, which Triton reads when it is
+imported, and with the hook that checks shapes, as tests on a GPU have it. Shapes are tiny:
+this shows the arithmetic, masks and loops, not the compiled code.
+"""
+
+import torch
+import triton.runtime.interpreter as interpreter
+
+from mcore_models.config import KernelConfig, TransformerConfig
+from mcore_models.kernel_choice import optional_kernels
+from mcore_models.kernels.norm import fused_add_and_norm, fused_norm
+from mcore_models.kernels.rope import fused_rotary_split
+from mcore_models.layers.mlp import gated
+from mcore_models.layers.norm import LayerNorm, RMSNorm
+from mcore_models.layers.rope import rotate
+from mcore_moe.experts import weighted_gated
+from mcore_moe.kernels import fused_gated, fused_weighted_gated
+from mcore_parallel.data_parallel.distributed_optimizer import adamw_plain
+from mcore_parallel.kernels.adam import fused_adamw
+from mcore_parallel.kernels.embedding import add_rows
+from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
+from mcore_parallel.optional_kernels import failure_of
+from mcore_parallel.tensor_parallel.embedding import add_rows_plain
+from mcore_parallel.tensor_parallel.linear_cross_entropy import (
+    row_stats_plain,
+    softmax_gradient_plain,
+)
+
+
+def let_loops_run_with_new_numpy():
+    """Triton 3.6 makes an int of a loop's bound, an array of one element: NumPy forbids it."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def compare(got, want, rtol=1e-5, atol=2e-5):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def check_rows():
+    for dtype in (torch.float32, torch.float64):
+        got = torch.randn(11, 70, dtype=dtype)
+        want = got.clone()
+        ids = torch.randint(-2, 5, (57,))  # long runs, and ids that are no rows
+        ids[3] = 99
+        rows = torch.randn(57, 70).bfloat16()
+        add_rows(got, ids, rows)
+        add_rows_plain(want, ids, rows)
+        compare([got], [want])
+
+
+def check_adamw():
+    for parameter in (torch.bfloat16, None):
+        fused = [torch.randn(3000), torch.randn(3000), torch.zeros(3000), torch.zeros(3000)]
+        plain = [t.clone() for t in fused]
+        for tensors in (fused, plain):
+            main = tensors[0]
+            tensors.append(main.to(parameter, copy=True) if parameter else main)
+        for step in (1, 2):
+            scale = torch.tensor(0.3, dtype=torch.float64) if step == 2 else 0.5
+            for update, tensors in ((fused_adamw, fused), (adamw_plain, plain)):
+                constants = {"betas": (0.9, 0.95), "epsilon": 1e-8, "grad_scale": scale}
+                update(*tensors, num_steps=step, lr=1e-2, weight_decay=0.1, **constants)
+        compare(fused[:4], plain[:4], rtol=1e-6, atol=1e-6)
+        # The interpreter cuts to bfloat16, hardware rounds.
+        compare([fused[4].float()], [fused[0]], rtol=2**-7 if parameter else 0.0, atol=0.0)
+
+
+def check_loss():
+    logits = torch.randn(3, 9000)
+    labels = torch.tensor([0, 8999, 30])
+    for width in (9000, 8990, 5, 0):
+        for has_plain in (True, False):
+            arguments = (logits, labels, width, 0, has_plain)
+            compare([row_stats(*arguments)], [row_stats_plain(*arguments)], atol=1e-3)
+    got, want = logits.clone(), logits.clone()
+    others = (labels, logits.logsumexp(1), torch.tensor([1.0, 0.0, 0.5]), 8990, 0, 0.1, 8990)
+    softmax_gradient_(got, *others)
+    softmax_gradient_plain(want, *others)
+    compare([got], [want])
+
+
+def check_norms():
+    for kind in (RMSNorm, LayerNorm):
+        norm = kind(300, zero_centered=kind is RMSNorm)
+        parameters = list(norm.parameters())
+        for parameter in parameters:
+            torch.nn.init.normal_(parameter)
+        bias = getattr(norm, "bias", None)
+        options = {"epsilon": norm.epsilon, "offset": float(norm.zero_centered)}
+        x, branch, dy, dtotal = (torch.randn(5, 2, 300) for _ in range(4))
+        x.requires_grad_()
+        branch.requires_grad_()
+        want = norm.add_and_norm(x, branch)
+        got = fused_add_and_norm(x, branch, norm.weight, bias, **options)
+        compare(got, want)
+        grads = [
+            torch.autograd.grad(y, [x, branch, *parameters], [dy, dtotal]) for y in (got, want)
+        ]
+        compare(*grads)
+        want, got = norm(x), fused_norm(x, norm.weight, bias, **options)
+        expected = torch.autograd.grad(want, [x, *parameters], dy)
+        compare([got, *torch.autograd.grad(got, [x, *parameters], dy)], [want, *expected])
+        for parameter in parameters:
+            parameter.main_grad = torch.ones_like(parameter)
+        fused_norm(x, norm.weight, bias, **options).backward(dy)
+        assert all(parameter.grad is None for parameter in parameters)
+        compare([parameter.main_grad - 1 for parameter in parameters], expected[1:])
+
+
+def check_gates():
+    x = torch.randn(6, 2 * 1500, requires_grad=True)
+    weight, dy = torch.rand(6, requires_grad=True), torch.randn(6, 1500)
+    for activation in ("silu", "gelu_tanh"):
+        got, want = fused_gated(x, activation), gated(x, activation)
+        compare([got], [want])
+        compare(*[torch.autograd.grad(y, [x], dy) for y in (got, want)])
+        got = fused_weighted_gated(x, weight, activation)
+        want = weighted_gated(x, weight, activation)
+        compare([got], [want])
+        compare(*[torch.autograd.grad(y, [x, weight], dy) for y in (got, want)], atol=1e-4)
+
+
+def check_rotation():
+    n, g, size = 3, 1, 10
+    qkv = torch.randn(4, 2, (n + 2 * g) * size, requires_grad=True)
+    angle = torch.randn(4, size // 2)
+    tables = angle.cos(), angle.sin()
+    got = fused_rotary_split(qkv, *tables, n, g)
+    q, k, v = qkv.view(4, 2, n + 2 * g, size).split([n, g, g], 2)
+    want = rotate(q, tables), rotate(k, tables), v
+    compare(got, want)
+    grads = [torch.randn_like(t) for t in want]
+    compare(*[torch.autograd.grad(y, [qkv], grads) for y in (got, want)])
+
+
+def check_trials():
+    config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8)
+    device = torch.device("cpu")
+    wanted = optional_kernels(config, KernelConfig(), device, torch.float32)
+    failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
+    assert len(failures) == 6
+    assert not any(failures.values()), failures
+
+
+if __name__ == "__main__":
+    let_loops_run_with_new_numpy()
+    for check in (
+        check_rows,
+        check_adamw,
+        check_loss,
+        check_norms,
+        check_gates,
+        check_rotation,
+        check_trials,
+    ):
+        torch.manual_seed(0)
+        check()
+        print(f"{check.__name__}: equal")

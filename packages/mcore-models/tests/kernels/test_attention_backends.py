@@ -1,0 +1,165 @@
+"""``attend`` against attention written out in loops, forward and gradients."""
+
+import pytest
+import torch
+
+from mcore_models.config import KernelConfig, TransformerConfig
+from mcore_models.gpt import GPT
+from mcore_models.kernels import flash4_attention
+from mcore_models.kernels.attention_backends import attend, check_backend, visible_keys
+from mcore_parallel import ParallelContext
+from mcore_parallel.context_parallel.packed_sequences import Documents
+
+SHAPES = [(5, 5, 4, 4), (5, 5, 4, 2), (7, 7, 6, 1), (3, 8, 4, 2), (1, 6, 4, 2), (4, 4, 1, 1)]
+
+
+def slow_attention(q, k, v, causal=True, scale=None, window=-1):
+    """One query of one head at a time."""
+    S, B, N, H = q.shape
+    Z, G = k.shape[0], k.shape[2]
+    scale = H**-0.5 if scale is None else scale
+    rows = []
+    for s in range(S):
+        place = Z - S + s
+        first = max(0, place - window) if window >= 0 else 0
+        last = place + 1 if causal else Z
+        for b in range(B):
+            for n in range(N):
+                g = n * G // N
+                weights = (k[first:last, b, g] @ q[s, b, n] * scale).softmax(0)
+                rows.append(weights @ v[first:last, b, g])
+    return torch.stack(rows).view(S, B, N, H)
+
+
+def inputs(S, Z, N, G, H=6):
+    torch.manual_seed(S * 100 + Z)
+    shapes = ((S, 2, N, H), (Z, 2, G, H), (Z, 2, G, H))
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def compare(tensors, **options):
+    got, want = attend(*tensors, **options), slow_attention(*tensors, **options)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(want)
+    grads = [torch.autograd.grad(y, tensors, dy) for y in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("S", "Z", "N", "G"), SHAPES)
+def test_attend_equals_attention_in_loops(S, Z, N, G):
+    compare(inputs(S, Z, N, G))
+
+
+@pytest.mark.parametrize(("S", "Z", "N", "G"), SHAPES)
+@pytest.mark.parametrize("window", [0, 1, 3, 100])
+def test_a_window_hides_older_keys(S, Z, N, G, window):
+    compare(inputs(S, Z, N, G), window=window)
+
+
+def test_scale_and_full_attention_are_obeyed():
+    compare(inputs(5, 5, 4, 2), scale=0.3)
+    compare(inputs(5, 5, 4, 2), causal=False)
+    compare(inputs(5, 3, 4, 2), causal=False)
+
+
+def test_strided_views_of_one_product_are_taken_as_they_are():
+    packed = torch.randn(6, 2, (4 + 2 + 2) * 3, dtype=torch.float64)
+    parts = [p.unflatten(-1, (-1, 3)) for p in packed.split([12, 6, 6], -1)]
+    assert not parts[0].is_contiguous()
+    torch.testing.assert_close(attend(*parts), slow_attention(*parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_keeps_its_dtype_and_its_tolerance(dtype):
+    tensors = [t.detach().to(dtype) for t in inputs(9, 9, 4, 2)]
+    got = attend(*tensors)
+    assert got.dtype == dtype
+    want = slow_attention(*(t.double() for t in tensors))
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=rtol)
+
+
+def test_dropout_drops_weights_and_keeps_the_mean():
+    torch.manual_seed(0)
+    q, k = torch.zeros(1, 1, 1, 4), torch.zeros(2000, 1, 1, 4)
+    v = torch.ones(2000, 1, 1, 4)
+    out = attend(q, k, v, dropout_prob=0.25)
+    assert not torch.equal(out, torch.ones_like(out))
+    assert abs(out.mean().item() - 1) < 0.05
+
+
+def test_more_causal_queries_than_keys_are_refused():
+    with pytest.raises(ValueError, match="5 causal queries need as many keys, not 3"):
+        attend(*inputs(5, 3, 2, 2))
+
+
+def test_a_window_needs_causality():
+    with pytest.raises(ValueError, match="window needs causal"):
+        attend(*inputs(3, 3, 2, 2), causal=False, window=1)
+
+
+def test_the_last_query_stands_at_the_last_key():
+    assert visible_keys(2, 4).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert visible_keys(2, 4, window=1).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [-1, 2])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(9, 9), (4, 9), (4, 7), (1, 8)])
+def test_packed_documents_do_not_see_each_other(num_queries, num_keys, window):
+    """Row 0 packs three documents, row 1 two; queries are the end of a prefix of the rows."""
+    rows = [[0, 1, 5, 9], [0, 6, 9]]
+    q, k, v = inputs(num_queries, num_keys, 4, 2)
+    got = attend(q, k, v, window=window, documents=Documents(rows))
+    for row, borders in enumerate(rows):
+        for i in range(num_queries):
+            place = num_keys - num_queries + i
+            begin = max(b for b in borders if b <= place)
+            document = slice(begin, place + 1)
+            alone = slow_attention(
+                q[i : i + 1, row : row + 1],
+                k[document, row : row + 1],
+                v[document, row : row + 1],
+                window=window,
+            )
+            torch.testing.assert_close(
+                got[i : i + 1, row : row + 1], alone, rtol=1e-12, atol=1e-12
+            )
+
+
+def test_documents_of_another_batch_and_without_causality_are_refused():
+    q, k, v = inputs(4, 4, 4, 2)
+    with pytest.raises(ValueError, match="documents are of 1 rows of 4 tokens"):
+        attend(q, k, v, documents=Documents([[0, 4]]))
+    with pytest.raises(ValueError, match="documents are of 2 rows of 3 tokens"):
+        attend(q, k, v, documents=Documents([[0, 3], [0, 3]]))
+    with pytest.raises(ValueError, match="need causal attention"):
+        attend(q, k, v, causal=False, documents=Documents([[0, 4], [0, 4]]))
+    with pytest.raises(ValueError, match="flash4 takes no packed documents"):
+        attend(q, k, v, backend="flash4", documents=Documents([[0, 4], [0, 4]]))
+
+
+def test_flash4_says_why_it_cannot_be_used():
+    tensors = inputs(4, 4, 2, 2)
+    with pytest.raises(ValueError, match="flash4 cannot be used: tensors are on cpu"):
+        attend(*tensors, backend="flash4")
+
+
+def test_flash4_names_its_extra_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(flash4_attention, "is_installed", lambda: False)
+    with pytest.raises(ValueError, match=r'pip install "mcore-models\[flash4\]", or use auto'):
+        check_backend("flash4")
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    with pytest.raises(ValueError, match="flash-attn-4 is not installed"):
+        GPT(
+            config,
+            ParallelContext.single(),
+            vocab_size=4,
+            kernels=KernelConfig(attention_backend="flash4"),
+        )
+
+
+def test_plain_products_may_be_asked_for():
+    tensors = inputs(5, 5, 4, 2)
+    want = attend(*tensors)
+    torch.testing.assert_close(attend(*tensors, backend="unfused"), want)

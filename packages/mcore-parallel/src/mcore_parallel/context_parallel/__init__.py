@@ -1,0 +1,1 @@
+"""Sequences split over context ranks: zigzag split, ring and all-gather attention."""

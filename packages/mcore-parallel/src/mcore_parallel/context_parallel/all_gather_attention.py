@@ -1,0 +1,148 @@
+"""Attention to gathered keys: every context rank collects all of them, queries stay.
+
+Each of a rank's two chunks sees the keys before it whole and its own ones causally: a
+rectangle and a causal square, for which fused kernels are at their fastest, instead of a
+mask that is aligned at the lower right. Gathered keys are not kept for backward but gathered
+again: S instead of S/C tokens of them a layer would be most of what a layer saves.
+
+Llama 3, Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_parallel.collectives import (
+    start_all_gather,
+    start_reduce_scatter,
+    wait,
+)
+from mcore_parallel.context_parallel.block_attention import (
+    Block,
+    BlockAttention,
+    Mixed,
+    add_gradients,
+)
+from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces, check_own_tokens
+from mcore_parallel.context_parallel.zigzag import (
+    natural_order,
+    own_chunks,
+    zigzag_order,
+)
+from mcore_parallel.mesh import Axis
+
+
+def gathered_attention(
+    q: Float[Tensor, "s B N H"],
+    k: Float[Tensor, "s B G H"],
+    v: Float[Tensor, "s B G J"],
+    axis: Axis,
+    attention: BlockAttention,
+    documents: Documents | None = None,
+) -> Float[Tensor, "s B N J"]:
+    """Attend causally over the whole sequence, keys and values gathered from all ranks.
+
+    Forward and backward each all-gather k and v, backward reduce-scatters their gradients in
+    float32 or wider. ``context_parallel.context_attention`` is the twin for windows and
+    dropout.
+
+    Args:
+        q: queries of this rank's two chunks, positions already applied.
+        k: keys of this rank's tokens, likewise.
+        v: values of this rank's tokens.
+        axis: context ranks.
+        attention: how a block is computed; ``PLAIN_BLOCKS`` works everywhere.
+        documents: of packed rows, whole; None: each row is one.
+
+    Raises:
+        ValueError: if this rank's tokens are not two equal chunks, or not those of the
+            documents' rows, or if keys and values do not fit the queries.
+    """
+    check_own_tokens(q, k, v, axis, documents)
+    return _GatheredAttention.apply(q, k, v, axis, attention, documents)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        axis: Axis,
+        attention: BlockAttention,
+        documents: Documents | None,
+    ) -> Tensor:
+        mixed = Mixed.empty(q, v)
+        blocks = gathered_blocks(q.shape[0], axis, documents)
+        mixed.add(q, *_gather(k, v, axis), blocks, attention)
+        out = mixed.rounded(q.dtype)
+        ctx.save_for_backward(q, k, v, out, mixed.lse)
+        ctx.axis, ctx.attention, ctx.blocks = axis, attention, blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, wide = ctx.axis, lse.dtype
+        keys, values = _gather(k, v, axis)
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (q, keys, values))
+        add_gradients(
+            (grad_q, grad_k, grad_v),
+            grad,
+            q,
+            keys,
+            values,
+            (out, lse),
+            ctx.blocks,
+            ctx.attention,
+        )
+        sums = [start_reduce_scatter(zigzag_order(x, axis), axis) for x in (grad_k, grad_v)]
+        grad_k, grad_v = (wait(x).to(k.dtype) for x in sums)
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+
+
+def _gather(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """All-gather keys and values, in natural order."""
+    coming = start_all_gather(k, axis), start_all_gather(v, axis)
+    keys, values = (natural_order(wait(x), axis, 0) for x in coming)
+    return keys, values
+
+
+def gathered_blocks(length: int, axis: Axis, documents: Documents | None = None) -> list[Block]:
+    """List the blocks of one rank: for both its chunks a causal square and a rectangle.
+
+    Args:
+        length: tokens of this rank.
+        axis: context ranks.
+        documents: of packed rows.
+    """
+    chunk, blocks = length // 2, []
+    for i, index in enumerate(own_chunks(axis.rank, axis.size)):
+        own, begin = slice(i * chunk, (i + 1) * chunk), index * chunk
+        square = slice(begin, begin + chunk)
+        if documents is None:
+            blocks.append(Block(own, square, causal=True))
+            if begin:
+                blocks.append(Block(own, slice(0, begin), causal=False))
+            continue
+        queries = range(begin, begin + chunk)
+        for row in range(len(documents.rows)):
+            here = slice(row, row + 1)
+            pieces = documents.within(row, [queries])
+            blocks.append(Block(own, square, causal=True, rows=here, pieces=pieces))
+            shared = documents.shared(row, queries, range(begin))
+            if shared is not None:
+                seeing, seen = shared
+                blocks.append(
+                    Block(
+                        slice(i * chunk, i * chunk + len(seeing)),
+                        slice(seen.start, seen.stop),
+                        causal=False,
+                        rows=here,
+                        pieces=Pieces([0, len(seen)]),
+                    )
+                )
+    return blocks

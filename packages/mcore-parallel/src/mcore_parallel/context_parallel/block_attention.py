@@ -1,0 +1,195 @@
+"""Attention in blocks of the score matrix, merged by their log-sum-exp.
+
+Causal attention is causal squares, in which each query sees the keys up to its own place,
+and rectangles, in which every query sees every key. A fused kernel computes either at full
+speed and says how large its scores were; sums over blocks are kept in float32 or wider.
+Ring attention and attention to gathered keys are lists of such blocks.
+
+Merging: Milakov and Gimelshein 2018, arXiv:1805.02867; the backward of a block from the
+statistics of the whole softmax: Dao et al. 2022, FlashAttention, arXiv:2205.14135,
+algorithm 4.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_parallel.context_parallel.packed_sequences import Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of the score matrix of one batch."""
+
+    queries: slice
+    """Of the queries on this rank."""
+    keys: slice
+    """Of the keys at hand."""
+    causal: bool
+    """Whether it is a causal square; else every query sees every key."""
+    rows: slice = field(default_factory=lambda: slice(None))
+    """Of the batch: all, or one packed row."""
+    pieces: Pieces | None = None
+    """Documents inside a causal square of a packed row, which do not see each other. Of a
+    rectangle in a packed row: its keys, one piece; so kernels know that lengths vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAttention:
+    """Attention of some queries to some keys on one rank: a backend.
+
+    Shapes: q ``[Sq, B, N, H]``, k ``[Sk, B, G, H]``, v ``[Sk, B, G, J]``, outputs
+    ``[Sq, B, N, J]``, log-sum-exp of the scaled scores ``[Sq, B, N]``. Causal and pieces
+    are those of the ``Block``; with pieces B is 1.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, bool, Pieces | None], tuple[Tensor, Tensor]]
+    """``(q, k, v, causal, pieces) -> (output, log-sum-exp)`` of this block alone."""
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Pieces | None],
+        tuple[Tensor, Tensor, Tensor],
+    ]
+    """``(grad, q, k, v, output, log-sum-exp, causal, pieces) -> (grad q, grad k, grad v)``,
+    given the output and log-sum-exp over all blocks, not over this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Output and log-sum-exp of the blocks so far, float32 or wider, summed in place."""
+
+    out: Float[Tensor, "S B N J"]
+    lse: Float[Tensor, "S B N"]
+
+    @classmethod
+    def empty(cls, q: Float[Tensor, "S B N H"], v: Float[Tensor, "Z B G J"]) -> "Mixed":
+        """Allocate; the first blocks must be causal squares that cover every query."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return cls(
+            q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide),
+            q.new_empty(q.shape[:-1], dtype=wide),
+        )
+
+    def rounded(self, dtype: torch.dtype) -> Float[Tensor, "S B N J"]:
+        """Return the output in a dtype, once all blocks are in."""
+        # A forward that returns the alias which an idle .to gives loses all its gradients under
+        # torch.compile, without a word (seen on 2.11).
+        return self.out if self.out.dtype == dtype else self.out.to(dtype)
+
+    def add(
+        self,
+        q: Float[Tensor, "S B N H"],
+        k: Float[Tensor, "Z B G H"],
+        v: Float[Tensor, "Z B G J"],
+        blocks: Iterable[Block],
+        attention: BlockAttention,
+    ) -> None:
+        """Compute blocks and merge them in; causal squares overwrite what is there."""
+        for block in blocks:
+            seen = block.keys, block.rows
+            own = block.queries, block.rows
+            part, part_lse = attention.forward(
+                q[own], k[seen], v[seen], block.causal, block.pieces
+            )
+            out, lse = self.out[own], self.lse[own]
+            if block.causal:
+                out.copy_(part)
+                lse.copy_(part_lse)
+                continue
+            total = torch.logaddexp(lse, part_lse)
+            out.mul_((lse - total).exp_().unsqueeze(-1))
+            out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
+            lse.copy_(total)
+
+
+def add_gradients(
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad: Float[Tensor, "S B N J"],
+    q: Float[Tensor, "S B N H"],
+    k: Float[Tensor, "Z B G H"],
+    v: Float[Tensor, "Z B G J"],
+    mixed: tuple[Float[Tensor, "S B N J"], Float[Tensor, "S B N"]],
+    blocks: Iterable[Block],
+    attention: BlockAttention,
+) -> None:
+    """Add the gradients of some blocks, in place.
+
+    Args:
+        grads: of q, k and v, float32 or wider.
+        grad: of the output.
+        q: queries on this rank.
+        k: keys at hand.
+        v: values at hand.
+        mixed: output and log-sum-exp over all blocks.
+        blocks: to go through.
+        attention: that computed them.
+    """
+    grad_q, grad_k, grad_v = grads
+    out, lse = mixed
+    for block in blocks:
+        seen = block.keys, block.rows
+        own = block.queries, block.rows
+        parts = attention.backward(
+            grad[own], q[own], k[seen], v[seen], out[own], lse[own], block.causal, block.pieces
+        )
+        grad_q[own].add_(parts[0])
+        grad_k[seen].add_(parts[1])
+        grad_v[seen].add_(parts[2])
+
+
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: Pieces | None
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal, pieces)
+    lse = scores.logsumexp(-1)
+    probs = (scores - lse.unsqueeze(-1)).exp()
+    out = torch.einsum("bgrst,tbgj->sbgrj", probs, v.to(probs.dtype))
+    return out.flatten(2, 3), lse.permute(3, 0, 1, 2).flatten(2, 3)  # [B, G, r, S] -> [S, B, N]
+
+
+def _plain_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    pieces: Pieces | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, scale = k.shape[2], q.shape[-1] ** -0.5
+    grad, out = grad.to(lse.dtype), out.to(lse.dtype)
+    delta = (grad * out).sum(-1)
+    # [S, B, N] -> [B, G, r, S, 1]
+    lse, delta = (
+        x.unflatten(2, (groups, -1)).permute(1, 2, 3, 0).unsqueeze(-1) for x in (lse, delta)
+    )
+    probs = (_scores(q, k, causal, pieces) - lse).exp()
+    grad = grad.unflatten(2, (groups, -1))
+    grad_v = torch.einsum("bgrst,sbgrj->tbgj", probs, grad)
+    grad_probs = torch.einsum("sbgrj,tbgj->bgrst", grad, v.to(probs.dtype))
+    grad_scores = probs * (grad_probs - delta) * scale
+    grad_q = torch.einsum("bgrst,tbgh->sbgrh", grad_scores, k.to(probs.dtype))
+    queries = q.to(probs.dtype).unflatten(2, (groups, -1))
+    grad_k = torch.einsum("bgrst,sbgrh->tbgh", grad_scores, queries)
+    return grad_q.flatten(2, 3), grad_k, grad_v
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, pieces: Pieces | None) -> Tensor:
+    """Return scaled scores ``[B, G, r, Sq, Sk]``, r query heads for each key head."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(wide).unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("sbgrh,tbgh->bgrst", q, k.to(wide)) * q.shape[-1] ** -0.5
+    if not causal:
+        return scores
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if pieces is not None:
+        keys = torch.arange(k.shape[0], device=q.device)
+        seen = seen & (keys >= pieces.first_seen(q.device).unsqueeze(1))
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+PLAIN_BLOCKS = BlockAttention(_plain_forward, _plain_backward)
+"""Blocks in plain torch with whole score matrices: for the CPU, and the twin of faster ones."""

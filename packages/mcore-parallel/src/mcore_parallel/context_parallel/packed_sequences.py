@@ -1,0 +1,227 @@
+"""Packed rows: several documents end to end in one sequence, none of which sees another.
+
+A row is cut over context ranks as any other (zigzag over the whole row, not document by
+document): so documents may have any lengths, without padding, and tokens, labels and
+positions are cut as always. What this costs is balance: a rank whose chunks hold short
+documents has less to do. Borders are plain numbers on the host: which parts of the score
+matrix exist is known before any kernel starts, and nobody waits for a device.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_parallel.context_parallel.zigzag import chunk_length, own_chunks
+from mcore_parallel.mesh import Axis
+
+
+class Pieces:
+    """Documents, or parts of them, end to end in one stretch of tokens.
+
+    Attributes:
+        borders: 0, the first token of every further piece, and the length of the stretch.
+        longest: tokens of the longest piece.
+    """
+
+    def __init__(self, borders: Sequence[int]) -> None:
+        """Check and keep the borders.
+
+        Raises:
+            ValueError: if they do not ascend from 0.
+        """
+        self.borders = tuple(borders)
+        if len(borders) < 2 or borders[0] != 0 or any(a >= b for a, b in pairwise(borders)):
+            raise ValueError(
+                f"borders of documents must ascend from 0 to the row's length, not {borders}"
+            )
+        self.longest = max(b - a for a, b in pairwise(self.borders))
+        self._tensors: dict[torch.device, Tensor] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole stretch."""
+        return self.borders[-1]
+
+    def cu_seqlens(self, device: torch.device) -> Int[Tensor, " n"]:
+        """Return the borders as kernels take them, int32; copied once, without a wait."""
+        if device not in self._tensors:
+            self._tensors[device] = self._borders_on(device)
+        return self._tensors[device]
+
+    def _borders_on(self, device: torch.device) -> Tensor:
+        if len(self.borders) == 2:  # one piece: made in place, nothing to copy
+            return torch.arange(
+                0, self.length + 1, self.length, dtype=torch.int32, device=device
+            )
+        borders = torch.tensor(self.borders, dtype=torch.int32)
+        if device.type == "cuda":
+            borders = borders.pin_memory()
+        return borders.to(device, non_blocking=True)
+
+    def first_seen(self, device: torch.device | None = None) -> Int[Tensor, " S"]:
+        """Return, for every token, the first one of its piece: the first key that it sees."""
+        borders = torch.tensor(self.borders, device=device)
+        return borders[:-1].repeat_interleave(borders.diff(), output_size=self.length)
+
+
+class Documents:
+    """Where the documents of a micro-batch's rows begin; equal on all ranks that share it.
+
+    Attributes:
+        rows: of each row, whole, its documents.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take each row's borders: 0, the first token of every further document, S.
+
+        Raises:
+            ValueError: if borders do not ascend from 0, or rows differ in length.
+        """
+        self.rows = tuple(Pieces(borders) for borders in rows)
+        if len({pieces.length for pieces in self.rows}) != 1:
+            raise ValueError(
+                f"rows of one batch have equal lengths, not {[p.length for p in self.rows]}"
+            )
+        self._made: dict[tuple[int, tuple[range, ...]], Pieces] = {}
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Int[Tensor, "B n"]) -> "Documents":
+        """Read the borders that a batch brings.
+
+        Args:
+            cu_seqlens: on the CPU; each row ascends from 0 to S and is filled up with S.
+
+        Raises:
+            ValueError: if a row does not, or there are no rows: one row alone is
+                ``cu_seqlens.unsqueeze(0)``.
+        """
+        if cu_seqlens.dim() != 2:
+            raise ValueError(
+                f"cu_seqlens {list(cu_seqlens.shape)} must have a line of borders for each row "
+                "of the batch, [B, n]: for one row take cu_seqlens.unsqueeze(0)"
+            )
+        return cls([row.unique_consecutive().tolist() for row in cu_seqlens])
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row, S."""
+        return self.rows[0].length
+
+    @property
+    def are_whole_rows(self) -> bool:
+        """Whether each row is one document, which needs no care."""
+        return all(len(pieces.borders) == 2 for pieces in self.rows)
+
+    def check(self, num_rows: int, length: int) -> None:
+        """Refuse tensors that are not of these rows.
+
+        Raises:
+            ValueError: if there are other numbers of rows or tokens.
+        """
+        if (num_rows, length) != (len(self.rows), self.length):
+            raise ValueError(
+                f"documents are of {len(self.rows)} rows of {self.length} tokens, but the "
+                f"batch has {num_rows} rows of {length} (rows are whole, over all context "
+                "ranks)"
+            )
+
+    def flat(self) -> Pieces:
+        """Return the documents of all rows, the rows laid end to end."""
+        key = (-1, ())
+        if key not in self._made:
+            borders = [0]
+            for number, pieces in enumerate(self.rows):
+                borders += [number * self.length + border for border in pieces.borders[1:]]
+            self._made[key] = Pieces(borders)
+        return self._made[key]
+
+    def within(self, row: int, chunks: Sequence[range]) -> Pieces:
+        """Return the pieces of a row's documents in some ranges of it, laid end to end.
+
+        A document that reaches from the end of one range to the begin of the next is one
+        piece: its tokens see each other.
+        """
+        key = (row, tuple(chunks))
+        if key not in self._made:
+            borders, begin = [0], 0
+            for number, chunk in enumerate(chunks):
+                if number and self.bounds(row, chunk.start)[0] >= chunks[number - 1].stop:
+                    borders.append(begin)
+                inside = (b for b in self.rows[row].borders if chunk.start < b < chunk.stop)
+                borders += [begin + border - chunk.start for border in inside]
+                begin += len(chunk)
+            self._made[key] = Pieces([*borders, begin])
+        return self._made[key]
+
+    def bounds(self, row: int, token: int) -> tuple[int, int]:
+        """Return the first token of a token's document and one past its last."""
+        borders = self.rows[row].borders
+        at = bisect_right(borders, token)
+        return borders[at - 1], borders[at]
+
+    def shared(self, row: int, queries: range, keys: range) -> tuple[range, range] | None:
+        """Return the queries and the keys that one document shares, if any does.
+
+        Args:
+            row: of the batch.
+            queries: a range of the row.
+            keys: an earlier one: at most one document reaches from it into ``queries``, and
+                there every query sees every key.
+        """
+        begin, end = self.bounds(row, queries.start)
+        if begin >= keys.stop:
+            return None
+        return range(queries.start, min(end, queries.stop)), range(
+            max(begin, keys.start), keys.stop
+        )
+
+
+def own_ranges(length: int, axis: Axis) -> list[range]:
+    """Return the two ranges of a whole row that this rank holds, in order.
+
+    Args:
+        length: tokens of the whole row.
+        axis: context ranks.
+
+    Raises:
+        ValueError: if the row does not divide into two chunks a rank.
+    """
+    chunk = chunk_length(length, axis)
+    return [range(i * chunk, (i + 1) * chunk) for i in own_chunks(axis.rank, axis.size)]
+
+
+def check_own_tokens(
+    q: Float[Tensor, "s B N H"],
+    k: Float[Tensor, "s B G H"],
+    v: Float[Tensor, "s B G J"],
+    axis: Axis,
+    documents: Documents | None,
+) -> None:
+    """Refuse tokens that are not this rank's share of the rows; talks to nobody.
+
+    Args:
+        q: queries of this rank's tokens.
+        k: keys of the same tokens.
+        v: values of the same tokens.
+        axis: context ranks.
+        documents: of packed rows, whole; None: each row is one.
+
+    Raises:
+        ValueError: if they are not two equal chunks, or not those of the documents' rows, or
+            if keys and values do not fit the queries.
+    """
+    fits = q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3]
+    if not fits or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"keys {list(k.shape)} and values {list(v.shape)} do not fit queries "
+            f"{list(q.shape)}: all are [sequence, batch, heads, head dimension] of this rank's "
+            "tokens, and the query heads a multiple of the key/value heads"
+        )
+    length = q.shape[0] * axis.size
+    chunk_length(length, axis)
+    if documents is not None:
+        documents.check(q.shape[1], length)

@@ -1,0 +1,203 @@
+"""Ring attention: keys and values travel round the context ranks, queries stay.
+
+Each rank holds two chunks of the sequence in zigzag order (``context_parallel``), so that
+every step of the ring is the same amount of work for all, and each message travels while
+the blocks before it are computed. In backward keys and values travel again, and their
+gradients with them, home after a full turn.
+
+All that leaves at one step is one message: which blocks a rank computes depends on the rank,
+so a compiler may order independent messages differently on each, and they would not meet.
+
+Liu et al. 2023, Ring Attention, arXiv:2310.01889.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_parallel.collectives import start_shift, wait
+from mcore_parallel.context_parallel.block_attention import (
+    Block,
+    BlockAttention,
+    Mixed,
+    add_gradients,
+)
+from mcore_parallel.context_parallel.packed_sequences import (
+    Documents,
+    Pieces,
+    check_own_tokens,
+    own_ranges,
+)
+from mcore_parallel.context_parallel.zigzag import own_chunks
+from mcore_parallel.mesh import Axis
+
+
+def ring_attention(
+    q: Float[Tensor, "s B N H"],
+    k: Float[Tensor, "s B G H"],
+    v: Float[Tensor, "s B G J"],
+    axis: Axis,
+    attention: BlockAttention,
+    documents: Documents | None = None,
+) -> Float[Tensor, "s B N J"]:
+    """Attend causally over the whole sequence, keys and values passed from rank to rank.
+
+    C - 1 messages of k and v in forward. In backward C + 1: k and v are in C - 1 of them, and
+    their gradients, in float32 or wider, in C. Sums are kept in float32 or wider.
+
+    Args:
+        q: queries of this rank's two chunks, positions already applied.
+        k: keys of this rank's tokens, likewise.
+        v: values of this rank's tokens.
+        axis: context ranks, C of them.
+        attention: how a block is computed; ``PLAIN_BLOCKS`` works everywhere.
+        documents: of packed rows, whole; None: each row is one.
+
+    Raises:
+        ValueError: if this rank's tokens are not two equal chunks, or not those of the
+            documents' rows, or if keys and values do not fit the queries.
+    """
+    check_own_tokens(q, k, v, axis, documents)
+    return _RingAttention.apply(q, k, v, axis, attention, documents)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        axis: Axis,
+        attention: BlockAttention,
+        documents: Documents | None,
+    ) -> Tensor:
+        mixed = Mixed.empty(q, v)
+        held: Sequence[Tensor] = (k, v)
+        for step in range(axis.size):
+            leaving = held if step < axis.size - 1 else ()
+            coming = _pass_on(leaving, axis)
+            mixed.add(
+                q, held[0], held[1], ring_blocks(q.shape[0], axis, step, documents), attention
+            )
+            held = _received(coming, leaving)
+        out = mixed.rounded(q.dtype)
+        ctx.save_for_backward(q, k, v, out, mixed.lse)
+        ctx.axis, ctx.attention, ctx.documents = axis, attention, documents
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, wide = ctx.axis, lse.dtype
+        grad_q = torch.zeros_like(q, dtype=wide)
+        # Gradients of the keys and values held before, of all ranks that had them so far.
+        totals: list[Tensor] = []
+        held: Sequence[Tensor] = (k, v)
+        for step in range(axis.size):
+            leaving = [*totals, *(held if step < axis.size - 1 else ())]
+            coming = _pass_on(leaving, axis)
+            blocks = ring_blocks(q.shape[0], axis, step, ctx.documents)
+            own = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+            add_gradients(
+                (grad_q, own[0], own[1]),
+                grad,
+                q,
+                held[0],
+                held[1],
+                (out, lse),
+                blocks,
+                ctx.attention,
+            )
+            received = _received(coming, leaving)
+            totals = [a + b for a, b in zip(received, own, strict=False)] if step else own
+            held = received[-2:]
+        grad_k, grad_v = (x.to(k.dtype) for x in _received(_pass_on(totals, axis), totals))
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+
+
+def _pass_on(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
+    """Begin to send tensors to the next rank, as one; the widest first, for alignment."""
+    if not tensors:
+        return None
+    flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
+    return start_shift(torch.cat(flat), axis)
+
+
+def _received(message: Tensor | None, sent: Sequence[Tensor]) -> list[Tensor]:
+    """Wait for what the previous rank passed on: tensors like those that this rank sent."""
+    if message is None:
+        return []
+    parts = wait(message).split([x.numel() * x.element_size() for x in sent])
+    return [part.view(x.dtype).view(x.shape) for part, x in zip(parts, sent, strict=True)]
+
+
+def ring_blocks(
+    length: int, axis: Axis, step: int, documents: Documents | None = None
+) -> list[Block]:
+    """List the blocks of one rank at one step of the ring.
+
+    The keys are those of rank j, ``step`` ranks back: chunks j and 2C-1-j. Own chunks are r
+    and 2C-1-r. With j < r both see all of chunk j and nothing of 2C-1-j; with j > r chunk r
+    sees nothing and 2C-1-r sees both whole.
+
+    Args:
+        length: tokens of this rank.
+        axis: context ranks.
+        step: 0 for the own keys.
+        documents: of packed rows.
+    """
+    source = (axis.rank - step) % axis.size
+    if documents is not None:
+        return _packed_blocks(length, axis, source, documents)
+    everything, half = slice(0, length), length // 2
+    if source == axis.rank:
+        return [Block(everything, everything, causal=True)]
+    if source < axis.rank:
+        return [Block(everything, slice(0, half), causal=False)]
+    return [Block(slice(half, length), everything, causal=False)]
+
+
+def _packed_blocks(length: int, axis: Axis, source: int, documents: Documents) -> list[Block]:
+    rows = range(len(documents.rows))
+    if source == axis.rank:
+        own, everything = own_ranges(documents.length, axis), slice(0, length)
+        return [
+            Block(
+                everything,
+                everything,
+                causal=True,
+                rows=slice(row, row + 1),
+                pieces=documents.within(row, own),
+            )
+            for row in rows
+        ]
+    chunk, blocks = length // 2, []
+    for row in rows:
+        for i, query_chunk in enumerate(own_chunks(axis.rank, axis.size)):
+            for j, key_chunk in enumerate(own_chunks(source, axis.size)):
+                if key_chunk > query_chunk:
+                    continue
+                shared = documents.shared(
+                    row,
+                    range(query_chunk * chunk, (query_chunk + 1) * chunk),
+                    range(key_chunk * chunk, (key_chunk + 1) * chunk),
+                )
+                if shared is not None:
+                    blocks.append(
+                        Block(
+                            _shifted(shared[0], (i - query_chunk) * chunk),
+                            _shifted(shared[1], (j - key_chunk) * chunk),
+                            causal=False,
+                            rows=slice(row, row + 1),
+                            pieces=Pieces([0, len(shared[1])]),
+                        )
+                    )
+    return blocks
+
+
+def _shifted(tokens: range, by: int) -> slice:
+    return slice(tokens.start + by, tokens.stop + by)

@@ -1,0 +1,1 @@
+"""Gradient buckets, gradient and parameter collectives, the distributed optimizer."""

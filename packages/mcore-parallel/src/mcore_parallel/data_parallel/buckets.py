@@ -1,0 +1,287 @@
+"""Contiguous memory for weights and main gradients, cut into buckets in backward order.
+
+Parameters are walked in reverse registration order, the order in which backward finishes
+them, and laid one after the other into buckets; a bucket is the unit of communication.
+``plan_buckets`` is the layout as plain numbers; ``Bucket`` adds the memory and the two
+collectives. The parameter buffer has the layout of the gradient buffer, so that a sharded
+optimizer gathers updated weights straight into the parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.launch.call_checks import agree
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.sharding import NamedParameter
+
+ALIGNMENT = 64
+"""Elements to whose multiples a parameter's start is rounded up."""
+END_MULTIPLE = 128
+"""Elements to whose multiples, and the data ranks', a bucket's end is rounded up."""
+HIGH_BUSBW_MULTIPLE = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Where tensors lie in one bucket, in elements."""
+
+    members: tuple[int, ...]
+    """Indices of the tensors, in memory order."""
+    starts: tuple[int, ...]
+    """First element of each."""
+    size: int
+    """All elements, with the padding between tensors and at the end."""
+
+
+def plan_buckets(
+    sizes: Sequence[int], *, bucket_size: int, end_multiple: int = END_MULTIPLE
+) -> list[BucketPlan]:
+    """Lay tensors into buckets in the order given.
+
+    Args:
+        sizes: elements of each tensor.
+        bucket_size: elements at or above which a bucket closes; 0 means one bucket.
+        end_multiple: a bucket's size is a multiple of it.
+    """
+    plans: list[BucketPlan] = []
+    members: list[int] = []
+    starts: list[int] = []
+    end = 0
+    for index, size in enumerate(sizes):
+        members.append(index)
+        starts.append(_round_up(end, ALIGNMENT))
+        end = starts[-1] + size
+        if (bucket_size and end >= bucket_size) or index == len(sizes) - 1:
+            plans.append(
+                BucketPlan(tuple(members), tuple(starts), _round_up(end, end_multiple))
+            )
+            members, starts, end = [], [], 0
+    return plans
+
+
+def shard_ranges(size: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Cut a bucket into ``count`` equal ranges, one a rank: first and one-past-last element.
+
+    Raises:
+        ValueError: if ``count`` does not divide ``size``.
+    """
+    if size % count:
+        raise ValueError(f"{count} ranks cannot share a bucket of {size} elements evenly")
+    length = size // count
+    return tuple((i * length, (i + 1) * length) for i in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter's place in its bucket."""
+
+    named: NamedParameter
+    chunk: int
+    """Model chunk that holds the parameter."""
+    start: int
+    """First element in the bucket."""
+
+    @property
+    def stop(self) -> int:
+        """One past the parameter's last element in the bucket."""
+        return self.start + self.named.parameter.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """What of one parameter lies in this rank's range of a bucket."""
+
+    named: NamedParameter
+    first: int
+    """First element of the flattened parameter."""
+    stop: int
+    """One past the last element of the flattened parameter."""
+    offset: int
+    """Where it begins in the rank's range of the bucket."""
+
+    def view(self, owned: Shaped[Tensor, " n"]) -> Shaped[Tensor, " m"]:
+        """Return its memory in a flat tensor over the rank's range."""
+        return owned[self.offset : self.offset + self.stop - self.first]
+
+
+class Bucket:
+    """Weights and main gradients that travel together.
+
+    Attributes:
+        slots: parameters in memory order.
+        params: all weights, flat, ``[size]``; the parameters are views of it.
+        grads: all main gradients, flat, ``[size]``; each ``parameter.main_grad`` is a view.
+        shard: ranks that each own one range of the bucket; one rank owns it whole.
+        replica: ranks that own the same range; gradients are summed over both axes.
+        kind: whose data ranks share it, ``dense`` or ``expert``.
+        is_late: whether its gradients need sums over other axes before the data sum.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        size: int,
+        grad_dtype: torch.dtype,
+        shard: Axis,
+        replica: Axis,
+    ) -> None:
+        """Move the parameters into the bucket; their ``data`` is replaced by views of it."""
+        first = slots[0].named.parameter
+        self.slots = tuple(slots)
+        self.size = size
+        self.shard, self.replica = shard, replica
+        self.kind = slots[0].named.layout.data
+        self.is_late = _lateness(slots[0].named) != ""
+        self.ranges = shard_ranges(size, shard.size)
+        self.params = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros(size, dtype=grad_dtype, device=first.device)
+        self.is_reducing = False
+        self._work: dist.Work | None = None
+        for slot in self.slots:
+            parameter = slot.named.parameter
+            view = self.params[slot.start : slot.stop].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            parameter.main_grad = self.main_grad(slot)  # pyrefly: ignore
+
+    def main_grad(self, slot: Slot) -> Shaped[Tensor, "..."]:
+        """Return the view of ``grads`` that is a parameter's ``main_grad``."""
+        return self.grads[slot.start : slot.stop].view(slot.named.parameter.shape)
+
+    def owned(self, flat: Shaped[Tensor, " size"]) -> Shaped[Tensor, " n"]:
+        """Return this rank's range of ``params``, ``grads`` or a tensor like them."""
+        start, stop = self.ranges[self.shard.rank]
+        return flat[start:stop]
+
+    def owned_ranges(self) -> list[OwnedRange]:
+        """List what of each parameter this rank owns, in memory order."""
+        start, stop = self.ranges[self.shard.rank]
+        found = []
+        for slot in self.slots:
+            first, last = max(start, slot.start), min(stop, slot.stop)
+            if first < last:
+                found.append(
+                    OwnedRange(slot.named, first - slot.start, last - slot.start, first - start)
+                )
+        return found
+
+    def start_reduction(self) -> None:
+        """Begin to sum gradients over the data ranks; returns at once.
+
+        Reduce-scatter over ``shard``, in place, or all-reduce over ``replica``. After it only
+        this rank's own range of ``grads`` is meaningful.
+        """
+        self.is_reducing = True
+        if self.shard.size > 1:
+            agree(self.shard.agreement, "reduce_scatter of gradients", self.grads)
+            self._work = dist.reduce_scatter_tensor(
+                self.owned(self.grads), self.grads, group=self.shard.group, async_op=True
+            )
+        elif self.replica.size > 1:
+            agree(self.replica.agreement, "all_reduce of gradients", self.grads)
+            self._work = dist.all_reduce(self.grads, group=self.replica.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        """Wait for the sum; all-reduce the own range over ``replica`` if both axes exist."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self.shard.size > 1 and self.replica.size > 1:
+            agree(self.replica.agreement, "all_reduce of gradients", self.owned(self.grads))
+            dist.all_reduce(self.owned(self.grads), group=self.replica.group)
+
+    def gather_params(self, async_op: bool = False) -> dist.Work | None:
+        """All-gather the ranges that the ranks own into ``params``, in place."""
+        if self.shard.size == 1:
+            return None
+        agree(self.shard.agreement, "all_gather of weights", self.params)
+        return dist.all_gather_into_tensor(
+            self.params, self.owned(self.params), group=self.shard.group, async_op=async_op
+        )
+
+
+def build_buckets(
+    parameters: Sequence[tuple[int, NamedParameter]],
+    ctx: ParallelContext,
+    config: DataParallelConfig,
+) -> list[Bucket]:
+    """Put every trainable parameter into a bucket; equal on all data ranks.
+
+    A bucket holds one dtype, one kind of data ranks, and either parameters whose gradients
+    can be summed over data as soon as backward has them, or late ones (partial sums, tied
+    copies). Tied copies have buckets of their own: so both stages sum them over data in the
+    same order and the copies stay equal to the last bit.
+
+    Args:
+        parameters: model chunk and parameter, in registration order.
+        ctx: gives the data axes.
+        config: bucket size, sharding, gradient dtype.
+
+    Returns:
+        Buckets in the order in which backward completes them, late ones last.
+    """
+    groups: dict[tuple, list[tuple[int, int, NamedParameter]]] = {}
+    for order, (chunk, named) in enumerate(reversed(parameters)):
+        key = (named.parameter.dtype, named.layout.data, _lateness(named))
+        groups.setdefault(key, []).append((order, chunk, named))
+    built: list[tuple[tuple[bool, int], Bucket]] = []
+    for (dtype, kind, _), members in groups.items():
+        data = ctx.data_axes()[kind]
+        plans = plan_buckets(
+            [named.parameter.numel() for _, _, named in members],
+            bucket_size=_bucket_size(config, data),
+            end_multiple=lcm(
+                data.size,
+                HIGH_BUSBW_MULTIPLE
+                if config.ddp_pad_buckets_for_high_nccl_busbw
+                else END_MULTIPLE,
+            ),
+        )
+        shard, replica = _owners(ctx, kind, data, config)
+        grad_dtype = (
+            dtype if config.grad_reduce_in_bf16 else torch.promote_types(dtype, torch.float32)
+        )
+        for plan in plans:
+            slots = [
+                Slot(members[i][2], members[i][1], start)
+                for i, start in zip(plan.members, plan.starts, strict=True)
+            ]
+            bucket = Bucket(slots, plan.size, grad_dtype, shard, replica)
+            last = max(members[i][0] for i in plan.members)
+            built.append(((bucket.is_late, last), bucket))
+    return [bucket for _, bucket in sorted(built, key=lambda entry: entry[0])]
+
+
+def _lateness(named: NamedParameter) -> str:
+    if named.layout.tied.size > 1:
+        return "tied"
+    return "partial" if any(p.partial.size > 1 for p in named.layout.parts) else ""
+
+
+def _owners(
+    ctx: ParallelContext, kind: str, data: Axis, config: DataParallelConfig
+) -> tuple[Axis, Axis]:
+    if not config.use_distributed_optimizer:
+        return SINGLE, data
+    if kind == "expert":
+        return ctx.expert_optimizer_shard, ctx.expert_optimizer_replica
+    return ctx.optimizer_shard, ctx.optimizer_replica
+
+
+def _bucket_size(config: DataParallelConfig, data: Axis) -> int:
+    if config.ddp_bucket_size:
+        return config.ddp_bucket_size
+    if config.overlap_grad_reduce or config.overlap_param_gather:
+        return max(40_000_000, 1_000_000 * data.size)
+    return 0
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,381 @@
+"""Data parallelism from outside: gradients accumulate in buckets and are summed over ranks.
+
+``DataParallel`` hooks into the parameters of plain modules. Each backward adds ``.grad``
+into ``main_grad`` and frees it; after the last micro-batch ``finish`` leaves every gradient
+summed: over the ranks that hold parts of it, over tied copies, over data. Nothing is
+averaged: losses are divided by global counts before backward.
+
+With ``overlap_grad_reduce`` a bucket's sum over data starts inside the last backward. All
+ranks start buckets in one fixed order: a bucket that misses a gradient on some rank (an
+expert without tokens) holds the later ones there until ``finish``, so that no two ranks
+ever meet in different collectives.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.data_parallel.buckets import Bucket, Slot, build_buckets
+from mcore_parallel.data_parallel.grads import sum_partial_gradients, sum_tied_gradients
+from mcore_parallel.data_parallel.param_gather import ParameterGathering
+from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
+from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.sharding import (
+    NamedParameter,
+    Shard,
+    flat_shards,
+    named_parameters,
+    undeclared_parameters,
+)
+from mcore_parallel.tensor_parallel.grad_accumulation import (
+    does_overwrite,
+    make_stale,
+    take_stale,
+)
+
+
+class DataParallel:
+    """Main gradients of model chunks, summed over the data ranks.
+
+    Parameters move into contiguous buffers: views of them taken earlier (``named_shards``,
+    a torch optimizer's state) no longer follow.
+
+    Attributes:
+        buckets: in the order in which they are reduced, the same on all data ranks.
+        ctx: the context whose data axes it sums over.
+        config: the switches it was built with.
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], ctx: ParallelContext, config: DataParallelConfig
+    ) -> None:
+        """Take over the gradients of all trainable parameters.
+
+        Args:
+            chunks: model chunks of this rank, in forward order; one without interleaving.
+            ctx: the layout; talks to nobody here.
+            config: sharding, overlap, bucket size, dtype.
+
+        Raises:
+            ValueError: if nothing is trainable, a parameter already has a gradient or a main
+                gradient, or, with tensor ranks, a module does not say how they share its
+                parameters.
+        """
+        _check_declared(chunks, ctx.tp)
+        self.ctx = ctx
+        self.config = config
+        self.buckets = build_buckets(_trainable(chunks), ctx, config)
+        self._is_syncing = [True] * len(chunks)
+        self._is_syncing_weights = [True] * len(chunks)
+        self._is_finished = self._is_checked = False
+        self._missing: dict[Bucket, set[int]] = {}
+        self._handles = [
+            slot.named.parameter.register_post_accumulate_grad_hook(
+                _GradientHook(self, bucket, slot, index)
+            )
+            for bucket in self.buckets
+            for index, slot in enumerate(bucket.slots)
+        ]
+        self._gathering = (
+            ParameterGathering(chunks, self.buckets) if config.overlap_param_gather else None
+        )
+        parameters: list[Any] = [s.named.parameter for b in self.buckets for s in b.slots]
+        self._overwritten = [p for p in parameters if does_overwrite(p)]
+        self._zeroed = [p.main_grad for p in parameters if not does_overwrite(p)]
+        self._queues = {p.weight_queue for p in parameters if hasattr(p, "weight_queue")}
+        self._restart()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether main gradients are complete: ``finish`` ran and nothing was added since."""
+        return self._is_finished
+
+    def zero_grad(self) -> None:
+        """Forget all main gradients and expect the first micro-batch.
+
+        They are zero afterwards, but where a layer's first product of the step overwrites
+        them (``accumulation.overwrites``).
+        """
+        if self._zeroed:  # torch refuses a list of none
+            torch._foreach_zero_(self._zeroed)
+        for parameter in self._overwritten:
+            make_stale(parameter)
+        self._restart()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate inside: for every micro-batch but the last."""
+        before = self._is_syncing, self._is_syncing_weights
+        self._is_syncing = [False] * len(self._is_syncing)
+        self._is_syncing_weights = [False] * len(self._is_syncing)
+        try:
+            yield
+        finally:
+            self._is_syncing, self._is_syncing_weights = before
+
+    def start_sync(self, chunk: int) -> None:
+        """Let one chunk's buckets start under the backward that comes: its last.
+
+        For pipelines, whose chunks meet their last micro-batch at different times; called
+        inside ``no_sync``, and lasts until its end. Weights that a ``WeightQueue`` serves
+        wait for ``start_weight_sync``.
+        """
+        self._is_syncing = [s or i == chunk for i, s in enumerate(self._is_syncing)]
+
+    def start_weight_sync(self, chunk: int) -> None:
+        """Do as ``start_sync`` for weights whose gradients a ``WeightQueue`` puts off.
+
+        Called before the last of them are made: what was put off by earlier micro-batches
+        may still come after ``start_sync``.
+        """
+        syncing = self._is_syncing_weights
+        self._is_syncing_weights = [s or i == chunk for i, s in enumerate(syncing)]
+
+    def finish(self) -> None:
+        """Complete all sums; every rank calls it once after the last backward.
+
+        Starts the buckets that backward has not started, in order; all-reduces partial sums
+        and tied copies; then the buckets that waited for these; then waits for all of them.
+        The first time it also compares what ranks hold in common (``replicas``).
+
+        Raises:
+            ValueError: the first time, on every rank, if weights or gradients that ranks hold
+                in common differ, or two pipeline stages give one name to their parameters.
+            RuntimeError: if called again before ``zero_grad``, while weight gradients wait in a
+                ``WeightQueue``, or if a parameter has a ``.grad``, which is not summed.
+        """
+        if self._is_finished:
+            raise RuntimeError("gradients are summed already: call zero_grad() before backward")
+        if not all(queue.is_empty for queue in self._queues):
+            raise RuntimeError(
+                "weight gradients still wait in a WeightQueue: hand it to run_schedule as "
+                "weight_queue, which empties it."
+            )
+        self._check_taken()
+        self.wait_params()
+        for parameter in self._overwritten:
+            if take_stale(parameter):  # no micro-batch came through it
+                parameter.main_grad.zero_()
+        late = [bucket for bucket in self.buckets if bucket.is_late]
+        for bucket in self.buckets:
+            if not bucket.is_late and not bucket.is_reducing:
+                bucket.start_reduction()
+        gradients = [(slot.named, b.main_grad(slot)) for b in late for slot in b.slots]
+        sum_partial_gradients(gradients)
+        sum_tied_gradients(gradients)
+        for bucket in late:
+            bucket.start_reduction()
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+        if not self._is_checked:
+            check_replicas(self.buckets, self.ctx)
+            self._is_checked = True
+        self._is_finished = True
+
+    def gather_params(self, before: Callable[[Bucket], None] = lambda _: None) -> None:
+        """Gather weights whose owners changed them from the data ranks.
+
+        With ``overlap_param_gather`` it returns at once and the modules wait in forward; call
+        ``wait_params`` before weights are read in any other way.
+
+        Args:
+            before: called with each bucket just before its gather begins, such as its update:
+                a gather then runs under the updates of the buckets after it.
+        """
+        if self._gathering is not None:
+            self._gathering.start(before)
+            return
+        works = []
+        for bucket in self.buckets:
+            before(bucket)
+            works.append(bucket.gather_params(async_op=True))
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def wait_params(self) -> None:
+        """Wait for gathers on their way: before a save, a comparison, an export."""
+        if self._gathering is not None:
+            self._gathering.wait()
+
+    def check_weights(self) -> None:
+        """Compare the weights of data ranks and tied copies, which are equal to the last bit.
+
+        Every rank calls it, between steps; see ``replicas.check_weights``.
+
+        Raises:
+            UnlikeWeightsError: on every rank if any differ, with parameter and ranks.
+        """
+        self.wait_params()
+        check_weights(self.buckets, self.ctx)
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Describe the gradients that this rank validly holds after ``finish``.
+
+        Whole ones, or this rank's slices with the distributed optimizer; views, by logical
+        name, with the ranks that hold the same.
+        """
+        return self.owned_shards({b: b.owned(b.grads) for b in self.buckets})
+
+    def owned_shards(self, flats: Mapping[Bucket, Tensor]) -> dict[str, Shard]:
+        """Describe tensors that lie like this rank's ranges of the buckets.
+
+        Args:
+            flats: a flat tensor for some buckets, as long as the bucket's owned range.
+        """
+        ranges = [
+            (owned.named, owned.first, owned.stop, owned.view(flat))
+            for bucket, flat in flats.items()
+            for owned in bucket.owned_ranges()
+        ]
+        return flat_shards(ranges, self._replica_axes())
+
+    def _replica_axes(self) -> dict[str, Axis]:
+        if not self.config.use_distributed_optimizer:
+            return self.ctx.data_axes()
+        return {
+            "dense": self.ctx.optimizer_replica,
+            "expert": self.ctx.expert_optimizer_replica,
+        }
+
+    def remove_hooks(self) -> None:
+        """Give the parameters back: backward fills ``.grad`` again."""
+        for handle in self._handles:
+            handle.remove()
+        if self._gathering is not None:
+            self._gathering.remove_hooks()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                take_stale(slot.named.parameter)
+                delattr(slot.named.parameter, "main_grad")
+                if hasattr(slot.named.parameter, "weight_queue"):
+                    delattr(slot.named.parameter, "main_grad_ready")
+
+    def _restart(self) -> None:
+        self._is_finished = False
+        for bucket in self.buckets:
+            bucket.is_reducing = False
+            self._missing[bucket] = set(range(len(bucket.slots)))
+
+    def _check_taken(self) -> None:
+        """Refuse gradients that came past the hooks, which leave no ``.grad`` behind."""
+        slots = [slot.named for bucket in self.buckets for slot in bucket.slots]
+        names = [named.name for named in slots if named.parameter.grad is not None]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"{names[0]}{more}: .grad was set past DataParallel, which sums what backward "
+                "brings. In place of parameter.grad = gradient, call "
+                "parameter.backward(gradient)."
+            )
+
+    def _complete(self, bucket: Bucket, index: int) -> None:
+        """Note that a bucket has the whole gradient of one of its slots."""
+        missing = self._missing[bucket]
+        missing.discard(index)
+        if self.config.overlap_grad_reduce and not missing:
+            self._start_in_order()
+
+    def _start_in_order(self) -> None:
+        for bucket in self.buckets:
+            if bucket.is_reducing:
+                continue
+            if bucket.is_late or self._missing[bucket]:
+                return
+            bucket.start_reduction()
+
+
+class _GradientHook:
+    """What autograd calls once a parameter has its gradient of a micro-batch.
+
+    torch does not show such hooks to the garbage collector: what they hold strongly lives as
+    long as the parameter. So they hold neither the parameter nor those who do.
+    """
+
+    def __init__(self, owner: DataParallel, bucket: Bucket, slot: Slot, index: int) -> None:
+        self._owner, self._bucket = ref(owner), ref(bucket)
+        self.name, self.chunk, self.index = slot.named.name, slot.chunk, index
+        self.main_grad = bucket.main_grad(slot)
+        parameter = slot.named.parameter
+        self.is_deferred = hasattr(parameter, "weight_queue")
+        if self.is_deferred:
+            parameter.main_grad_ready = self.accumulated_later  # pyrefly: ignore
+
+    def __call__(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        owner, bucket = self._check()
+        if gradient is None and self.is_deferred:
+            return  # its operation adds to main_grad itself, later
+        if take_stale(parameter):  # nothing was added: its operation had no gradient
+            self.main_grad.zero_()
+        if gradient is not None:  # None: its operation added to main_grad itself
+            self.main_grad.add_(gradient)
+        if owner._is_syncing[self.chunk]:
+            owner._complete(bucket, self.index)
+
+    def accumulated_later(self) -> None:
+        """Note a gradient that a ``WeightQueue`` put off and has now made."""
+        owner, bucket = self._check()
+        if owner._is_syncing_weights[self.chunk]:
+            owner._complete(bucket, self.index)
+
+    def _check(self) -> tuple[DataParallel, Bucket]:
+        owner, bucket = self._owner(), self._bucket()
+        if owner is None or bucket is None:
+            raise RuntimeError(
+                f"{self.name} received a gradient, but nothing holds its DataParallel any "
+                "more: keep it as long as the model trains, or call its remove_hooks() first."
+            )
+        if bucket.is_reducing or owner.is_finished:
+            raise RuntimeError(
+                f"{self.name} received a gradient after its sum over data began: "
+                "run all micro-batches but the last under no_sync(), and zero_grad() between "
+                "steps."
+            )
+        return owner, bucket
+
+
+def _check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
+    names = [name for chunk in chunks for name in undeclared_parameters(chunk)]
+    if tp.size > 1 and names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ValueError(
+            f"{names[0]}{more}: nothing says how {tp.size} tensor ranks share it, so a norm "
+            "would count it wrongly. Wrap a module that all of them hold whole in "
+            "mcore_parallel.replicated(module, ctx.tp), with partial=True if it sees their own "
+            "tokens only; one that is split has a method layouts()."
+        )
+
+
+def _trainable(chunks: Sequence[nn.Module]) -> list[tuple[int, NamedParameter]]:
+    found = [
+        (index, named)
+        for index, chunk in enumerate(chunks)
+        for named in named_parameters(chunk)
+        if named.parameter.requires_grad
+    ]
+    if not found:
+        raise ValueError("no parameter of the model requires a gradient")
+    seen: set[nn.Parameter] = set()
+    for _, named in found:
+        if hasattr(named.parameter, "main_grad"):
+            raise ValueError(
+                f"{named.name} already has a main gradient: wrap a model once, or call "
+                "remove_hooks() on the DataParallel that holds it."
+            )
+        if named.parameter.grad is not None:
+            raise ValueError(
+                f"{named.name} already has a gradient, which would be added to that of the "
+                "first step: call model.zero_grad() before DataParallel."
+            )
+        if named.parameter in seen:
+            raise ValueError(
+                f"{named.name} is a parameter of two chunks: give each its own copy"
+            )
+        seen.add(named.parameter)
+    return found

@@ -1,0 +1,1 @@
+"""Triton kernels; each has a reference in plain torch beside its caller."""

@@ -1,0 +1,1 @@
+"""Starting ranks, joining them, and ending them when one is gone."""

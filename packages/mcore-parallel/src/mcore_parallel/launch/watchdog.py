@@ -1,0 +1,347 @@
+"""Faults end a job, and are named: a rank that raises, dies or hangs takes all others along.
+
+Collectives time out where torch's do; what is added here is who, where and everywhere. Each
+rank has one thread that tells a store, every few seconds, where this rank's code stands, and
+looks whether another rank has failed. It reads the interpreter's stacks to know that, so
+training pays nothing. A failing rank tells the store what failed, over which axis, called
+from where, and where all others stand; their threads then end their processes. A second
+thread watches the store itself: torch waits without end for one that stands still.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+log = logging.getLogger(__name__)
+
+EXIT_CODE = 1
+GRACE_S = 2.0
+"""For a rank to end on its own after it hears of a fault, as it may have failed alike."""
+ENDING_S = 15.0
+"""For a rank that failed to end."""
+WARN_SHARE = 0.9
+"""Of the timeout, after which a rank that does not move says where it and the others are."""
+COMMUNICATION = ("collectives.py", "p2p.py", "param_gather.py", "call_checks.py")
+"""Files of this package whose callers are the call sites."""
+GONE = ("left", "failed")
+"""Last words of a rank that has left the watch."""
+FOREIGN = ("torch", "jaxtyping", "beartype")
+"""Packages that stand between a call site and the communication."""
+
+
+class Watch:
+    """Watches over one world while a program runs in it: a context manager.
+
+    All ranks enter it together. Over a world of one rank it does nothing.
+    """
+
+    def __init__(
+        self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        """Prepare; nothing is sent before ``__enter__``.
+
+        Args:
+            store: that all ranks share; None: nothing to watch.
+            rank: this one.
+            world_size: how many there are.
+            timeout_s: of the collectives; a rank unheard of for longer is given up.
+        """
+        self._store = store
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.period_s = min(5.0, timeout_s / 10)
+        self._count = 0
+        self._neighbour, self._neighbour_since = "", time.monotonic()
+        self._main = threading.get_ident()
+        self._ended, self._left = threading.Event(), threading.Event()
+        self._answered = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of_world(cls, rank: int, world_size: int, timeout_minutes: float) -> "Watch":
+        """Watch over the world that this process has joined, if it has more than one rank."""
+        if world_size == 1:
+            return cls(None, rank, world_size, 60 * timeout_minutes)
+        # A connection of its own: the thread must not wait for a call of the main program.
+        store: Any = distributed_c10d._get_default_store()  # torch's stub lacks clone
+        return cls(store.clone(), rank, world_size, 60 * timeout_minutes)
+
+    def __enter__(self) -> "Watch":
+        """Begin to watch."""
+        if self._store is not None:
+            self._tell("starting")
+            self._answered = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+            self._thread.start()
+            threading.Thread(target=self._guard, name="watch store", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop watching; a fault is told to the other ranks and noted on the exception.
+
+        Only the first fault of a world counts; those after it are its consequences. The
+        process then has ``ENDING_S`` to end: leaving a world of dead ranks may hang too.
+        """
+        if self._store is None:
+            return
+        failed = isinstance(error, Exception)
+        try:
+            if failed:
+                fault = self._first_fault(self._describe(error, traceback))
+                error.add_note(fault)
+                log.error("rank %d ends: %s", self.rank, fault)
+            self._stop()
+            self._tell("failed" if failed else "left")
+        except dist.DistError as lost:
+            log.error("rank %d cannot reach the store any more: %s", self.rank, lost)
+        self._left.set()
+        if failed:
+            last_resort = threading.Timer(ENDING_S, os._exit, (EXIT_CODE,))
+            last_resort.daemon = True
+            last_resort.start()
+
+    def places(self, wait_s: float = 0.0) -> dict[int, str]:
+        """Say where every other rank stands, as it last told.
+
+        Args:
+            wait_s: look again after this long, and say who told nothing meanwhile.
+        """
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        before = {rank: self._heard_of(rank) for rank in others}
+        time.sleep(wait_s)
+        found = {}
+        for rank in others:
+            beat = self._heard_of(rank)
+            found[rank] = json.loads(beat)["place"] if beat else "never heard of"
+            if wait_s and beat == before[rank] and found[rank] not in GONE:
+                found[rank] = f"SILENT, last {found[rank]}"
+        return found
+
+    def _stop(self) -> None:
+        self._ended.set()
+        assert self._thread is not None
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Beat and look, until the main program leaves or a fault ends the process."""
+        still_since, still_at, warned = time.monotonic(), "", False
+        while not self._ended.wait(self.period_s):
+            place = where_in(sys._current_frames(), self._main)
+            now = time.monotonic()
+            if place != still_at:
+                still_since, still_at, warned = now, place, False
+            try:
+                self._tell(place)
+                fault = self._fault()
+                self._answered = time.monotonic()
+                is_still = now - still_since > WARN_SHARE * self.timeout_s
+                if is_still and not warned:
+                    self._warn(place, now - still_since)
+                    warned = True
+            except dist.DistError as error:
+                fault = f"the store is gone, and so is the rank that holds it: {error}"
+            if fault:
+                self._end(fault, place)
+                return
+
+    def _guard(self) -> None:
+        """End the process once the store answers nothing for the timeout, until it is left."""
+        while not self._left.wait(self.period_s):
+            silent_s = time.monotonic() - self._answered
+            if silent_s > self.timeout_s:
+                self._exit(
+                    f"the store has not answered for {silent_s:.0f} s: the process that holds "
+                    "it, rank 0 or the launcher on its host, stands still or is out of reach",
+                    where_in(sys._current_frames(), self._main),
+                )
+
+    def _fault(self) -> str:
+        """Return what another rank told of a fault, or that the next rank is silent."""
+        if told := self._told_fault():
+            return told
+        beat = self._heard_of((self.rank + 1) % self.world_size)
+        if beat != self._neighbour:
+            self._neighbour, self._neighbour_since = beat, time.monotonic()
+        silent_s = time.monotonic() - self._neighbour_since
+        place = json.loads(beat)["place"] if beat else "never heard of"
+        if silent_s < self.timeout_s or place in GONE:
+            return ""
+        neighbour = (self.rank + 1) % self.world_size
+        return self._first_fault(
+            f"rank {neighbour} is gone: silent for {silent_s:.0f} s, last {place}"
+        )
+
+    def _told_fault(self) -> str:
+        assert self._store is not None
+        if not self._store.check(["watch/fault"]):
+            return ""
+        return self._store.get("watch/fault").decode()
+
+    def _first_fault(self, fault: str) -> str:
+        """Tell a fault, unless another was told before; return the one that stands."""
+        assert self._store is not None
+        return self._store.compare_set("watch/fault", "", fault).decode()
+
+    def _end(self, fault: str, place: str) -> None:
+        """End this process, unless the main program ends by itself."""
+        if not self._ended.wait(GRACE_S):
+            self._exit(fault, place)
+
+    def _exit(self, fault: str, place: str) -> None:
+        log.error("rank %d ends (it was %s): %s", self.rank, place, fault)
+        logging.shutdown()
+        os._exit(EXIT_CODE)
+
+    def _warn(self, place: str, still_s: float) -> None:
+        log.warning(
+            "rank %d has not moved for %.0f s: %s; %s",
+            self.rank,
+            still_s,
+            place,
+            _listed(self.places()),
+        )
+
+    def _describe(self, error: Exception, traceback: TracebackType | None) -> str:
+        frames = []
+        while traceback is not None:
+            frames.append((traceback.tb_frame, traceback.tb_lineno))
+            traceback = traceback.tb_next
+        place = _place(list(reversed(frames)))
+        # Who fails in communication may only be the first to notice that another is gone.
+        wait_s = 2 * self.period_s if place.startswith("in ") else 0.0
+        others = _listed(self.places(wait_s))
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"rank {self.rank} failed {place}: {what}. The others: {others}"
+
+    def _tell(self, place: str) -> None:
+        assert self._store is not None
+        self._count += 1
+        beat = {"count": self._count, "place": place}
+        self._store.set(f"watch/beat/{self.rank}", json.dumps(beat))
+
+    def _heard_of(self, rank: int) -> str:
+        assert self._store is not None
+        key = f"watch/beat/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def where_in(frames: Mapping[int, FrameType], main: int) -> str:
+    """Say where a process stands: in which collective, or on which line.
+
+    Args:
+        frames: innermost frame of every thread.
+        main: the thread that counts if none is in a collective. Backward of a GPU model runs
+            in a thread of its own.
+    """
+    stacks = {thread: _stack(frame) for thread, frame in frames.items()}
+    if any(frame.f_code is Watch.__exit__.__code__ for frame, _ in stacks[main]):
+        return "ending too"
+    order = sorted(stacks, key=lambda thread: thread != main)
+    for thread in order:
+        if any(_communicates(frame) for frame, _ in stacks[thread]):
+            return _place(stacks[thread])
+    return _place(stacks[main])
+
+
+def call_site(skip: int = 1) -> str:
+    """Name the line that asked for communication: the first one outside these files.
+
+    If that is one of this package, the line that called the package follows.
+    """
+    return _site(_stack(sys._getframe(skip)))
+
+
+def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    stack = []
+    while frame is not None:
+        stack.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return stack
+
+
+def _place(stack: list[tuple[FrameType, int]]) -> str:
+    """Describe a stack, innermost frame first."""
+    inside = [i for i, (frame, _) in enumerate(stack) if _communicates(frame)]
+    if not inside:
+        own = [entry for entry in stack if not _is_foreign(entry[0])]
+        return f"at {_line(*(own or stack)[0])}" if stack else "nowhere"
+    named = [i for i in inside if _axis_of(stack[i][0]) is not None]
+    frame = stack[(named or inside)[0]][0]
+    outside = _outside(stack[inside[0] :])
+    # Who waits for what it began has no axis; the line that began it mostly has.
+    axis = _axis_of(frame) or (_axis_of(outside[0][0]) if outside else None)
+    over = f" over {axis.name} (ranks {_numbers(axis.ranks)})" if axis is not None else ""
+    site = f" at {_site(outside)}" if outside else ""
+    return f"in {frame.f_code.co_name}{over}{site}"
+
+
+def _outside(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+    return [e for e in stack if not _communicates(e[0]) and not _is_foreign(e[0])]
+
+
+def _site(stack: list[tuple[FrameType, int]]) -> str:
+    """Name the first line that is no communication, and who called this package."""
+    lines = _outside(stack) or stack[-1:]
+    callers = [e for e in lines if not _is_own(e[0])]
+    called_by = f", for {_line(*callers[0])}" if callers and callers[0] is not lines[0] else ""
+    return f"{_line(*lines[0])}{called_by}"
+
+
+def _axis_of(frame: FrameType) -> Any:
+    """Return the axis that a function works over, its own or its object's; None: unknown."""
+    here = frame.f_locals
+    found = here.get("axis", getattr(here.get("self"), "axis", None))
+    return found if hasattr(found, "ranks") else None
+
+
+def _communicates(frame: FrameType) -> bool:
+    if _is_own(frame):
+        return Path(frame.f_code.co_filename).name in COMMUNICATION
+    return "torch/distributed" in frame.f_code.co_filename
+
+
+def _is_own(frame: FrameType) -> bool:
+    return "mcore_parallel" in Path(frame.f_code.co_filename).parts
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    """Whether a frame is torch's, or a wrapper that checks shapes in tests."""
+    path = frame.f_code.co_filename
+    return path.startswith("<") or any(f"/{name}/" in path for name in FOREIGN)
+
+
+def _line(frame: FrameType, number: int) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{number} ({frame.f_code.co_name})"
+
+
+def _numbers(ranks: tuple[int, ...], most: int = 8) -> str:
+    told = ", ".join(map(str, ranks[:most]))
+    return told if len(ranks) <= most else f"{told}, ... {ranks[-1]}"
+
+
+def _listed(places: Mapping[int, str], most: int = 8) -> str:
+    """Group ranks by place; the smallest groups, which are the odd ones out, come first."""
+    by_place: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        by_place.setdefault(place, []).append(rank)
+    groups = sorted(by_place.items(), key=lambda item: len(item[1]))
+    words = [
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(tuple(ranks))} {place}"
+        for place, ranks in groups[:most]
+    ]
+    return "; ".join(words) + (f"; {len(groups) - most} more" if len(groups) > most else "")

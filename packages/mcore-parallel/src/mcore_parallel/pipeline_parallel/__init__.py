@@ -1,0 +1,1 @@
+"""Stages, schedules as data, the simulator that checks them and the runner."""

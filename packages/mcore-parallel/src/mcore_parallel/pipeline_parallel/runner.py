@@ -1,0 +1,394 @@
+"""The runner: executes any schedule, one action after the other.
+
+A stage is a function from its input and the micro-batch number to its output, so that
+nothing here knows models. Received tensors are waited for only when a stage needs them, so
+messages travel under computation. Once an output is sent only its place in the autograd
+graph is kept, not its memory. One rank is the schedule without messages.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.pipeline_parallel.p2p import Message, Posted, post, post_each
+from mcore_parallel.pipeline_parallel.schedule import Action, Kind, message_peer
+
+SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+MAX_POSTED = 2
+"""Batches of messages on their way at one time: more would keep more sent memory alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a stage computes for one micro-batch."""
+
+    output: Shaped[Tensor, "..."]
+    """Hidden state for the next stage; on the last one the scalar loss, already normalised."""
+    extra: Shaped[Tensor, ""] | None = None
+    """A second scalar root of backward (auxiliary losses), already weighted."""
+
+
+StageFunction = Callable[[Tensor | None, int], StageOutput]
+"""``f(x, microbatch)``; ``x`` is None on the first stage, which reads its own batch."""
+
+
+class WeightQueue:
+    """Weight-gradient work that linears put off until ``BACKWARD_WEIGHT``.
+
+    A linear whose weight has the queue (``serve``) computes only the input's gradient in
+    backward, returns None for its weight, and puts a function here that adds to
+    ``weight.main_grad``. What is not put off (norms, biases, embedding, head) is done at
+    once, and the sums are the same, in the same order.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._work: list[Work] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be done."""
+        return not self._work
+
+    def serve(self, *modules: nn.Module) -> None:
+        """Become the ``weight_queue`` of all weights whose layers can put work off.
+
+        Comes before ``DataParallel``, which learns so when these weights' gradients are
+        complete. A weight may be used once in a forward pass.
+
+        Args:
+            modules: their layers say what can wait by ``deferrable_weights()``.
+
+        Raises:
+            ValueError: if a ``DataParallel`` holds one of the weights already.
+        """
+        weights = [
+            weight
+            for module in modules
+            for layer in module.modules()
+            for weight in getattr(layer, "deferrable_weights", list)()
+        ]
+        if any(hasattr(weight, "main_grad") for weight in weights):
+            raise ValueError(
+                "DataParallel would count these weights' gradients as made before they are: "
+                "call serve() first, then wrap the model."
+            )
+        for weight in weights:
+            weight.weight_queue = self
+
+    def put(self, work: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
+        """Add a function that adds one weight's gradient to it.
+
+        Args:
+            work: called once, without gradient.
+            prepare: called before it, under the work before: begins what it waits for.
+        """
+        self._work.append((work, prepare))
+
+    def take(self) -> list["Work"]:
+        """Remove and return what came since the last call."""
+        work, self._work = self._work, []
+        return work
+
+
+Work = tuple[Callable[[], None], Callable[[], None] | None]
+"""A function that makes a weight's gradient, and one that begins what it needs."""
+
+
+def run_schedule(
+    actions: Sequence[Action],
+    chunks: Mapping[int, StageFunction],
+    axis: Axis = SINGLE,
+    *,
+    shape: tuple[int, ...] | Callable[[int], tuple[int, ...]] = (),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    before_last_backward: Callable[[int], None] | None = None,
+    before_last_weights: Callable[[int], None] | None = None,
+    weight_queue: WeightQueue | None = None,
+    rendezvous: bool = False,
+    overlap: bool = True,
+    batched: bool = True,
+) -> None:
+    """Run this rank's part of a schedule: gradients accumulate in the parameters.
+
+    Args:
+        actions: this rank's list of a schedule, ``schedule[axis.rank]``.
+        chunks: stage functions of this rank by chunk number. A micro-batch without a
+            backward action runs without gradient.
+        axis: pipeline ranks; neighbours exchange hidden states and their gradients.
+        shape: of every hidden state as this rank holds it (a sequence that context or tensor
+            ranks cut is cut here), or a function from micro-batch to it.
+        dtype: of every hidden state.
+        device: where hidden states live.
+        before_last_backward: called with the chunk just before its last backward (or input
+            half of one) here, such as ``DataParallel.start_sync``.
+        before_last_weights: likewise before its last weight half, such as
+            ``DataParallel.start_weight_sync``.
+        weight_queue: needed by schedules that split backward: what the linears fill. Under
+            other schedules it is emptied after each backward.
+        rendezvous: let the host wait for each batch of messages before it goes on. Needed
+            the first time that stages run on CUDA: loading a kernel waits for the device,
+            and a device that already waits for a neighbour's message makes a circle. The
+            order of messages is such that waiting for each cannot deadlock. Connections to
+            the neighbours are opened first. No effect on CPU.
+        overlap: let messages travel under computation; else each is waited for where it is
+            posted.
+        batched: post messages that stand together as one; else one by one, so that a stage
+            waits for its own input alone. Schedules of ``with_messages`` allow either.
+
+    Raises:
+        ValueError: if chunks, axis and actions do not fit, before any message; or if a
+            stage's output is not the hidden state that was announced.
+        TypeError: if actions are those of all ranks, or a stage returns no ``StageOutput``.
+    """
+    _check(actions, chunks, axis, weight_queue)
+    runner = _Runner(actions, chunks, axis, shape, dtype, device)
+    if weight_queue is not None:
+        runner.weight_queue = weight_queue
+    runner.overlap, runner.batched = overlap, batched
+    runner.rendezvous = rendezvous and torch.device(device).type == "cuda"
+    if runner.rendezvous and axis.size > 1:
+        runner.open_connections()
+    last_backward = {a.chunk: a for a in actions if a.kind in BACKWARDS}
+    last_weights = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD_WEIGHT}
+    for is_message, run in groupby(actions, lambda action: action.kind.is_message):
+        if is_message:
+            runner.exchange(list(run))
+            continue
+        for action in run:
+            if before_last_backward is not None and action is last_backward.get(action.chunk):
+                before_last_backward(action.chunk)
+            if before_last_weights is not None and action is last_weights.get(action.chunk):
+                before_last_weights(action.chunk)
+            runner.compute(action)
+    runner.finish()
+
+
+def _check(
+    actions: Sequence[Action],
+    chunks: Mapping[int, StageFunction],
+    axis: Axis,
+    weight_queue: WeightQueue | None,
+) -> None:
+    if not all(isinstance(action, Action) for action in actions):
+        raise TypeError(
+            "run_schedule takes the actions of this rank: schedule[axis.rank], not the schedule"
+        )
+    named = {action.chunk for action in actions}
+    if named != set(chunks):
+        raise ValueError(
+            f"the schedule runs chunks {sorted(named)}, but functions are given for "
+            f"{sorted(chunks)}"
+        )
+    told = {(action.kind, action.chunk) for action in actions}
+    for chunk in chunks:
+        is_first = chunk == 0 and axis.rank == 0
+        is_last = chunk == len(chunks) - 1 and axis.rank == axis.size - 1
+        ends = (Kind.RECEIVE_FORWARD, is_first), (Kind.SEND_FORWARD, is_last)
+        if any(((kind, chunk) in told) == is_end for kind, is_end in ends):
+            raise ValueError(
+                f"these actions of chunk {chunk} are not those of rank {axis.rank} of "
+                f"{axis.size}: build the schedule for {axis.size} pipeline ranks and take "
+                "schedule[axis.rank]"
+            )
+    if weight_queue is None and any(a.kind is Kind.BACKWARD_WEIGHT for a in actions):
+        raise ValueError(
+            "--pipeline-schedule zb-h1 splits backward, which needs linears that put their "
+            "weight gradients into a weight_queue; none is given. Use 1f1b or interleaved."
+        )
+
+
+Key = tuple[int, int]
+"""Chunk and micro-batch."""
+
+
+class _Runner:
+    """What is on its way through this rank's stages."""
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        chunks: Mapping[int, StageFunction],
+        axis: Axis,
+        shape: tuple[int, ...] | Callable[[int], tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.chunks, self.axis = chunks, axis
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.weight_queue = WeightQueue()
+        self.rendezvous = False
+        self.overlap = self.batched = True
+        self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
+        self.posted: deque[list[Posted]] = deque()
+        self.arriving: dict[tuple[Kind, Key], tuple[Tensor, Posted]] = {}
+        self.leaving: dict[tuple[Kind, Key], Tensor] = {}
+        self.inputs: dict[Key, Tensor] = {}
+        self.roots: dict[Key, list[tuple[GradientEdge, bool]]] = {}
+        self.deferred: dict[Key, list[Work]] = {}
+
+    def open_connections(self) -> None:
+        """Exchange a hidden state with each neighbour, both ways at once.
+
+        nccl connects two ranks when they first meet, and blocks the host until both are
+        there: in the schedule itself one direction comes long before the other.
+        """
+        rank, size = self.axis.rank, self.axis.size
+        messages = []
+        for peer in sorted({(rank - 1) % size, (rank + 1) % size}):
+            for is_send in (True, False):
+                tensor = torch.zeros(self.shape_of(0), dtype=self.dtype, device=self.device)
+                messages.append(Message(tensor, peer, is_send))
+        post(messages, self.axis).wait()
+        torch.cuda.synchronize(self.device)
+
+    def exchange(self, actions: Sequence[Action]) -> None:
+        """Post messages that stand together, and let go of old ones."""
+        while len(self.posted) >= MAX_POSTED:
+            _wait(self.posted.popleft())
+        messages = []
+        for action in actions:
+            key = (action.kind, (action.chunk, action.microbatch))
+            peer = message_peer(action.kind, self.axis.rank, self.axis.size)
+            if action.kind in SENDS:
+                messages.append(Message(self.leaving.pop(key), peer, is_send=True))
+            else:
+                tensor = torch.empty(
+                    self.shape_of(action.microbatch), dtype=self.dtype, device=self.device
+                )
+                messages.append(Message(tensor, peer, is_send=False))
+        if self.batched:
+            posted = [post(messages, self.axis)] * len(messages)
+        else:
+            posted = post_each(messages, self.axis)
+        self.posted.append(posted)
+        if self.rendezvous or not self.overlap:
+            _wait(posted)
+        if self.rendezvous:
+            torch.cuda.synchronize(self.device)
+        for action, message, on_its_way in zip(actions, messages, posted, strict=True):
+            if not message.is_send:
+                key = (action.kind, (action.chunk, action.microbatch))
+                self.arriving[key] = (message.tensor, on_its_way)
+
+    def compute(self, action: Action) -> None:
+        """Do one forward, backward or half of a backward."""
+        key = (action.chunk, action.microbatch)
+        if action.kind is Kind.FORWARD:
+            with torch.set_grad_enabled(key in self.with_backward):
+                self.forward(key)
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            self.make_weights(self.deferred.pop(key))
+        else:
+            self.backward(key)
+            works = self.weight_queue.take()
+            if action.kind is Kind.BACKWARD_INPUT:
+                self.deferred[key] = works
+            elif works:
+                self.make_weights(works)
+
+    def forward(self, key: Key) -> None:
+        """Run a stage and keep of its output only what backward and the next stage need."""
+        chunk, microbatch = key
+        is_first = chunk == 0 and self.axis.rank == 0
+        is_last = chunk == len(self.chunks) - 1 and self.axis.rank == self.axis.size - 1
+        x = None
+        if not is_first:
+            x = self.received(Kind.RECEIVE_FORWARD, key)
+            x.requires_grad_(key in self.with_backward)
+        found = self.chunks[chunk](x, microbatch)
+        if not isinstance(found, StageOutput):
+            raise TypeError(
+                f"the function of chunk {chunk} returned {type(found).__name__}: it returns "
+                "StageOutput(hidden state), on the last stage StageOutput(loss)"
+            )
+        self.check_output(found.output, () if is_last else self.shape_of(microbatch), is_last)
+        if not is_last:
+            self.leaving[Kind.SEND_FORWARD, key] = found.output.detach().contiguous()
+        if key not in self.with_backward:
+            return
+        if x is not None:
+            self.inputs[key] = x
+        roots = self.roots[key] = []
+        if found.output.requires_grad:
+            roots.append((get_gradient_edge(found.output), not is_last))
+        if found.extra is not None and found.extra.requires_grad:
+            roots.append((get_gradient_edge(found.extra), False))
+
+    def backward(self, key: Key) -> None:
+        """Run backward from the stage's roots and make the input's gradient ready to send."""
+        roots = self.roots.pop(key)
+        received = None
+        if (Kind.RECEIVE_BACKWARD, key) in self.arriving:
+            received = self.received(Kind.RECEIVE_BACKWARD, key)
+        if roots:
+            torch.autograd.backward(
+                [edge for edge, _ in roots],
+                # None for a scalar: torch makes the one. Given a tensor, it loads symbolic
+                # shapes and sympy, 2 s of a CPU's first step.
+                [received if is_sent_on else None for _, is_sent_on in roots],
+            )
+        if key in self.inputs:
+            x = self.inputs.pop(key)
+            gradient = torch.zeros_like(x) if x.grad is None else x.grad
+            self.leaving[Kind.SEND_BACKWARD, key] = gradient.contiguous()
+
+    def make_weights(self, works: list[Work]) -> None:
+        """Do what linears put off, each prepared under the one before."""
+        left = deque(works)
+        works.clear()  # each lets go of its factors once done
+        with torch.no_grad():
+            _prepare(left)
+            while left:
+                work, _ = left.popleft()
+                _prepare(left)
+                work()
+
+    def received(self, kind: Kind, key: Key) -> Tensor:
+        """Return a tensor that a neighbour sent, waiting for it if need be."""
+        tensor, posted = self.arriving.pop((kind, key))
+        posted.wait()
+        return tensor
+
+    def finish(self) -> None:
+        """Wait for the last messages to leave."""
+        for posted in self.posted:
+            _wait(posted)
+
+    def shape_of(self, microbatch: int) -> tuple[int, ...]:
+        """Return the shape of a micro-batch's hidden state."""
+        return self.shape(microbatch) if callable(self.shape) else self.shape
+
+    def check_output(self, output: Tensor, shape: tuple[int, ...], is_last: bool) -> None:
+        """Refuse an output that the next rank would misread."""
+        device = torch.device(self.device).type
+        fits = is_last or (output.dtype, output.device.type) == (self.dtype, device)
+        if tuple(output.shape) == tuple(shape) and fits:
+            return
+        found = f"a stage returned {tuple(output.shape)} {output.dtype} on {output.device.type}"
+        if is_last:
+            raise ValueError(f"{found} where the pipeline expects a scalar loss")
+        raise ValueError(
+            f"{found} where the pipeline expects {tuple(shape)} {self.dtype} on {device}: give "
+            "run_schedule the shape, dtype and device of a hidden state on this rank"
+        )
+
+
+def _prepare(works: deque[Work]) -> None:
+    """Begin what the next work waits for."""
+    if works and works[0][1] is not None:
+        works[0][1]()
+
+
+def _wait(posted: list[Posted]) -> None:
+    for messages in posted:
+        messages.wait()

@@ -1,0 +1,280 @@
+"""A schedule, checked and timed without any device.
+
+``simulate`` refuses a schedule that would compute wrong numbers or hang: an action missing
+or done twice, data used before it came, messages that two ranks expect in different
+orders, ranks that wait in a circle. Messages are taken as rendezvous: neither end goes on
+before the other is there, the strictest thing a backend may do. Times follow the data
+alone: a stage starts when its rank is free and its input is computed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from mcore_parallel.pipeline_parallel.schedule import (
+    DURATIONS,
+    Action,
+    Kind,
+    Schedule,
+    message_peer,
+)
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A computation and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a schedule costs."""
+
+    spans: list[list[Span]]
+    """Computations of each rank, in order."""
+    makespan: float
+    """When the last rank ends."""
+    peak_activations: list[int]
+    """Most forwards that each rank holds for backward at one time; none without backward."""
+    bubble_fraction: float
+    """Time beyond the busiest rank's own work, as a share of that work."""
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    durations: Mapping[Kind, float] | Callable[[int, Action], float] = DURATIONS,
+) -> Simulation:
+    """Check a schedule and time it.
+
+    Args:
+        schedule: one list of actions a rank.
+        num_microbatches: of the step; each must pass every stage.
+        num_chunks: stages on each rank.
+        durations: time of each kind of computation, or a function of rank and action where
+            stages differ; messages take none.
+
+    Raises:
+        ValueError: if the schedule is wrong, saying which rank, which action and why.
+    """
+    _check_complete(schedule, num_microbatches, num_chunks)
+    _check_order_on_ranks(schedule, num_chunks)
+    _check_message_order(schedule)
+    _check_rendezvous(schedule)
+    duration = durations if callable(durations) else lambda _, action: durations[action.kind]
+    spans = _time(schedule, num_chunks, duration)
+    makespan = max((span.end for rank in spans for span in rank), default=0.0)
+    busy = max((sum(s.end - s.start for s in rank) for rank in spans), default=0.0)
+    return Simulation(
+        spans, makespan, _peak_activations(schedule), makespan / busy - 1.0 if busy else 0.0
+    )
+
+
+def _check_complete(schedule: Schedule, num_microbatches: int, num_chunks: int) -> None:
+    """Every stage does for every micro-batch exactly what it must, and nothing else."""
+    pp = len(schedule)
+    kinds = {action.kind for actions in schedule for action in actions}
+    computations = [{Kind.FORWARD}]
+    if kinds & {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}:
+        computations.append({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+    elif kinds & {Kind.BACKWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD}:
+        computations.append({Kind.BACKWARD})
+    for rank, actions in enumerate(schedule):
+        wanted = {
+            Action(kind, microbatch, chunk)
+            for microbatch in range(num_microbatches)
+            for chunk in range(num_chunks)
+            for kind in set().union(*computations)
+            | _messages(chunk * pp + rank, pp * num_chunks, len(computations) > 1)
+        }
+        counts = Counter(actions)
+        for action in sorted(wanted - set(counts), key=str):
+            raise ValueError(f"rank {rank} never does {action}")
+        for action, count in counts.items():
+            if action not in wanted:
+                raise ValueError(f"rank {rank} does {action}, which is not its task")
+            if count > 1:
+                raise ValueError(f"rank {rank} does {action} {count} times")
+
+
+def _messages(stage: int, num_stages: int, has_backward: bool) -> set[Kind]:
+    kinds = set()
+    if stage > 0:
+        kinds |= {Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD}
+    if stage < num_stages - 1:
+        kinds |= {Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD}
+    if not has_backward:
+        kinds -= {Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD}
+    return kinds
+
+
+def _check_order_on_ranks(schedule: Schedule, num_chunks: int) -> None:
+    """On each rank nothing is used or sent before it is received or computed."""
+    pp = len(schedule)
+    for rank, actions in enumerate(schedule):
+        done: set[Action] = set()
+        for action in actions:
+            stage = action.chunk * pp + rank
+            for kinds in _prerequisites(action.kind, stage, pp * num_chunks):
+                if not any(Action(k, action.microbatch, action.chunk) in done for k in kinds):
+                    names = " or ".join(k.value for k in kinds)
+                    raise ValueError(f"rank {rank} does {action} before its {names}")
+            done.add(action)
+
+
+def _prerequisites(kind: Kind, stage: int, num_stages: int) -> list[tuple[Kind, ...]]:
+    """List what must come first; of each tuple one kind will do."""
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    if kind is Kind.FORWARD:
+        return [] if is_first else [(Kind.RECEIVE_FORWARD,)]
+    if kind in BACKWARDS:
+        own: list[tuple[Kind, ...]] = [(Kind.FORWARD,)]
+        return own if is_last else [*own, (Kind.RECEIVE_BACKWARD,)]
+    if kind is Kind.BACKWARD_WEIGHT:
+        return [(Kind.BACKWARD_INPUT,)]
+    if kind is Kind.SEND_FORWARD:
+        return [(Kind.FORWARD,)]
+    if kind is Kind.SEND_BACKWARD:
+        return [BACKWARDS]
+    return []
+
+
+def _check_message_order(schedule: Schedule) -> None:
+    """Both ends see messages in one order: nothing else tells them apart."""
+    pp = len(schedule)
+    for source in range(pp):
+        for target in range(pp):
+            sent = _sent(schedule, source, target)
+            received = _received(schedule, target, source)
+            for ours, theirs in zip(sent, received, strict=False):
+                if ours != theirs:
+                    raise ValueError(
+                        f"rank {source} sends to rank {target} {_describe(ours)} where "
+                        f"{_describe(theirs)} is expected"
+                    )
+
+
+Delivery = tuple[int, bool, int]
+"""Stage that receives, whether it is a hidden state, micro-batch."""
+
+
+def _describe(delivery: Delivery) -> str:
+    stage, is_forward, microbatch = delivery
+    what = "the input" if is_forward else "the gradient"
+    return f"{what} of stage {stage}, micro-batch {microbatch},"
+
+
+def _sent(schedule: Schedule, rank: int, peer: int) -> list[Delivery]:
+    pp = len(schedule)
+    found = []
+    for action in schedule[rank]:
+        if action.kind not in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            continue
+        is_forward = action.kind is Kind.SEND_FORWARD
+        stage = action.chunk * pp + rank + (1 if is_forward else -1)
+        if stage % pp == peer:
+            found.append((stage, is_forward, action.microbatch))
+    return found
+
+
+def _received(schedule: Schedule, rank: int, peer: int) -> list[Delivery]:
+    pp = len(schedule)
+    return [
+        (action.chunk * pp + rank, action.kind is Kind.RECEIVE_FORWARD, action.microbatch)
+        for action in schedule[rank]
+        if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+        and message_peer(action.kind, rank, pp) == peer
+    ]
+
+
+def _check_rendezvous(schedule: Schedule) -> None:
+    """Ranks that wait until each of their posted messages is met still come to the end."""
+    pp = len(schedule)
+    runs = [
+        [list(run) for is_message, run in groupby(r, lambda a: a.kind.is_message) if is_message]
+        for r in schedule
+    ]
+    place = [-1] * pp  # the run of messages that each rank has posted
+    posted: list[set[Action]] = [set() for _ in runs]
+    unmet: list[set[Action]] = [set() for _ in runs]
+    going_on = list(range(pp))
+    while going_on:
+        rank = going_on.pop()
+        place[rank] += 1
+        run = runs[rank][place[rank]] if place[rank] < len(runs[rank]) else []
+        posted[rank], unmet[rank] = set(run), set(run)
+        for action in run:
+            peer, other = _other_end(action, rank, pp)
+            if other in posted[peer]:
+                unmet[rank].discard(action)
+                unmet[peer].discard(other)
+                if not unmet[peer]:
+                    going_on.append(peer)
+        if run and not unmet[rank]:
+            going_on.append(rank)
+    waits = [f"rank {r} in {' '.join(sorted(map(str, a)))}" for r, a in enumerate(unmet) if a]
+    if waits:
+        raise ValueError(f"deadlock: {'; '.join(waits)}")
+
+
+def _other_end(action: Action, rank: int, pp: int) -> tuple[int, Action]:
+    kind, step = {
+        Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
+        Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
+        Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1),
+        Kind.RECEIVE_BACKWARD: (Kind.SEND_BACKWARD, 1),
+    }[action.kind]
+    chunk, peer = divmod(action.chunk * pp + rank + step, pp)
+    return peer, Action(kind, action.microbatch, chunk)
+
+
+def _time(
+    schedule: Schedule, num_chunks: int, duration: Callable[[int, Action], float]
+) -> list[list[Span]]:
+    pp = len(schedule)
+    num_stages = pp * num_chunks
+    orders = [[a for a in actions if not a.kind.is_message] for actions in schedule]
+    spans: list[list[Span]] = [[] for _ in schedule]
+    ends: dict[tuple[int, bool, int], float] = {}  # stage, is forward, micro-batch
+    left = sum(map(len, orders))
+    while left:
+        for rank, order in enumerate(orders):
+            while len(spans[rank]) < len(order):
+                action = order[len(spans[rank])]
+                stage = action.chunk * pp + rank
+                is_forward = action.kind is Kind.FORWARD
+                source = (stage + (-1 if is_forward else 1), is_forward, action.microbatch)
+                has_source = action.kind is not Kind.BACKWARD_WEIGHT
+                has_source &= stage > 0 if is_forward else stage < num_stages - 1
+                if has_source and source not in ends:
+                    break
+                free = spans[rank][-1].end if spans[rank] else 0.0
+                start = max(free, ends[source] if has_source else 0.0)
+                end = start + duration(rank, action)
+                spans[rank].append(Span(action, start, end))
+                if action.kind is not Kind.BACKWARD_WEIGHT:
+                    ends[stage, is_forward, action.microbatch] = end
+                left -= 1
+    return spans
+
+
+def _peak_activations(schedule: Schedule) -> list[int]:
+    steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
+    if not any(action.kind in BACKWARDS for actions in schedule for action in actions):
+        return [0] * len(schedule)
+    peaks = []
+    for actions in schedule:
+        held = peak = 0
+        for action in actions:
+            held += steps.get(action.kind, 0)
+            peak = max(peak, held)
+        peaks.append(peak)
+    return peaks

@@ -1,0 +1,320 @@
+"""Token embedding and output head, with the vocabulary split over the tensor ranks.
+
+Each rank holds an equal run of rows. The vocabulary is padded so that it divides; padding
+rows are zero, take no gradient and are no part of the logical tensor.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mcore_parallel.collectives import reduce_from, reduce_scatter_to
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_parallel.rng import reset_weight_
+from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.tensor_parallel.grad_accumulation import (
+    main_grad_of,
+    overwrites,
+    tell_ready,
+)
+from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
+
+
+def padded_vocab(vocab_size: int, divisor: int, tp: int) -> int:
+    """Round a vocabulary up so that each of ``tp`` ranks holds a multiple of ``divisor`` rows.
+
+    >>> padded_vocab(50257, 128, 2)
+    50432
+    """
+    multiple = divisor * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a table by token id, the table's rows split over an axis.
+
+    Attributes:
+        weight: this rank's rows, ``[padded_vocab_size / axis.size, hidden_size]``.
+        padded_vocab_size: rows over all ranks.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        padded_vocab_size: int = 0,
+        axis: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        tied: Axis = SINGLE,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's rows and initialise them.
+
+        Args:
+            vocab_size: true number of tokens.
+            hidden_size: features of each.
+            padded_vocab_size: rows over all ranks; 0: the next multiple of ``axis.size``.
+            axis: ranks that share the rows.
+            sequence_parallel: whether to cut the output along dimension 0 over ``axis``.
+            tied: pipeline stages that hold a copy of the table (``ctx.embedding_ends``): under
+                one name, begun alike; gradients of the copies are summed. The last stage
+                hands its ``weight`` to ``head_loss``.
+            init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
+            device: of the table.
+            dtype: of the table.
+
+        Raises:
+            ValueError: if ``padded_vocab_size`` is too small or not a multiple of the axis.
+        """
+        super().__init__()
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.padded_vocab_size = _check_padded(vocab_size, padded_vocab_size, axis)
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.tied = tied
+        self.init_std = init_std
+        rows = self.padded_vocab_size // axis.size
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill the table by logical name, padding with zeros.
+
+        Args:
+            seed: None draws one from torch's default CPU generator, which must then be seeded
+                alike on all ranks of the axis.
+        """
+        reset_weight_(self, std=self.init_std, seed=seed)
+
+    def forward(self, ids: Int[Tensor, "B S"]) -> Float[Tensor, "s B D"]:
+        """Look the tokens up; the result is ``[S, B, D]``, or ``[S/axis, B, D]``.
+
+        Forward all-reduces, or reduce-scatters under sequence parallelism; backward
+        all-gathers in the latter case.
+
+        Raises:
+            ValueError: if an id is not in the vocabulary and ids are on the CPU. On a GPU,
+                where looking would wait for the device, such an id gives zeros (several
+                ranks) or stops the device (one rank).
+        """
+        check_range(ids, self.vocab_size, "token ids")
+        ids = ids.t()  # [B, S] -> [S, B]
+        if self.axis.size == 1:
+            return _look_up(ids, self.weight)
+        local = ids - self.axis.rank * self.weight.shape[0]
+        found = _look_up(local, self.weight, others_are_zero=True)
+        if self.sequence_parallel:
+            return reduce_scatter_to(found, self.axis)
+        return reduce_from(found, self.axis)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the table, see ``sharding``."""
+        return {"weight": _table_layout(self, self.tied)}
+
+    def extra_repr(self) -> str:
+        """Describe the layer for ``print(model)``."""
+        return _describe(self)
+
+
+class VocabParallelHead(nn.Module):
+    """Scores of every token, the vocabulary split over an axis.
+
+    Attributes:
+        weight: this rank's rows, ``[padded_vocab_size / axis.size, hidden_size]``.
+        padded_vocab_size: rows over all ranks; ``vocab_parallel_cross_entropy`` asks for it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        padded_vocab_size: int = 0,
+        axis: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's rows and initialise them.
+
+        Args:
+            hidden_size: features of the input, whole on every rank.
+            vocab_size: true number of tokens.
+            padded_vocab_size: rows over all ranks; 0: the next multiple of ``axis.size``.
+            axis: ranks that share the rows.
+            sequence_parallel: whether the input is cut along dimension 0 over ``axis``.
+            init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
+            device: of the weight.
+            dtype: of the weight.
+
+        Raises:
+            ValueError: if ``padded_vocab_size`` is too small or not a multiple of the axis.
+        """
+        super().__init__()
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.padded_vocab_size = _check_padded(vocab_size, padded_vocab_size, axis)
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.init_std = init_std
+        rows = self.padded_vocab_size // axis.size
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill the weight by logical name, padding with zeros.
+
+        Args:
+            seed: None draws one from torch's default CPU generator, which must then be seeded
+                alike on all ranks of the axis.
+        """
+        reset_weight_(self, std=self.init_std, seed=seed)
+
+    def forward(
+        self, x: Float[Tensor, "s *B D"], weight: Float[Tensor, "v D"] | None = None
+    ) -> Float[Tensor, "S *B v"]:
+        """Return this rank's columns of the logits; padding columns are 0.
+
+        Communicates as ``linear.column_parallel``.
+
+        Args:
+            x: whole, or this rank's cut of dimension 0 under sequence parallelism.
+            weight: used instead of the layer's own, such as a tied embedding's.
+        """
+        weight = self.weight if weight is None else weight
+        return column_parallel(x, weight, None, self.axis, self.sequence_parallel)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the weight, see ``sharding``."""
+        return {"weight": _table_layout(self, SINGLE)}
+
+    def extra_repr(self) -> str:
+        """Describe the layer for ``print(model)``."""
+        return _describe(self)
+
+
+def _look_up(
+    ids: Int[Tensor, "S B"], weight: Float[Tensor, "v D"], *, others_are_zero: bool = False
+) -> Float[Tensor, "S B D"]:
+    """Take rows by id; ids that are no row give zeros if that is asked for.
+
+    The gradient goes straight into the table's main gradient if it has one.
+    """
+    if weight.requires_grad and main_grad_of(weight) is not None:
+        return _LookUp.apply(ids, weight, others_are_zero)
+    return _look_up_plain(ids, weight, others_are_zero)
+
+
+def _look_up_plain(ids: Tensor, weight: Tensor, others_are_zero: bool) -> Tensor:
+    if not others_are_zero:
+        return F.embedding(ids, weight)
+    is_row = (ids >= 0) & (ids < weight.shape[0])
+    found = F.embedding(ids.where(is_row, 0), weight)
+    return found.where(is_row.unsqueeze(-1), 0.0)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, others_are_zero: bool) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return _look_up_plain(ids, weight, others_are_zero)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        add_rows_(ctx.weight.main_grad, ids.flatten(), grad.flatten(0, -2))
+        tell_ready(ctx.weight)
+        return None, None, None
+
+
+def add_rows_(
+    total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
+) -> None:
+    """Add each row to the row of ``total`` that its id names, in place and in its dtype.
+
+    Rows whose id is no row of ``total`` are left out. Every run gives the same bits: rows of
+    one id are added in their order.
+    """
+    if total.is_cuda and works(ROWS_KERNEL, total.device):
+        from mcore_parallel.kernels.embedding import add_rows
+
+        add_rows(total, ids, rows)
+    else:
+        add_rows_plain(total, ids, rows)
+
+
+def add_rows_plain(
+    total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
+) -> None:
+    """Twin of ``embedding_kernels.add_rows`` in plain torch."""
+    is_row = (ids >= 0) & (ids < total.shape[0])
+    kept = rows.to(total.dtype).where(is_row.unsqueeze(-1), 0.0)
+    total.index_add_(0, ids.where(is_row, 0), kept)
+
+
+def _try_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    from mcore_parallel.kernels.embedding import add_rows
+
+    ids = torch.tensor([2, 0, 2, 9], device=device)
+    rows = wave(4, 16, device=device, dtype=torch.bfloat16)
+    got, want = (wave(3, 16, device=device, dtype=torch.float32) for _ in range(2))
+    add_rows(got, ids, rows)
+    add_rows_plain(want, ids, rows)
+    return [(got, want)]
+
+
+ROWS_KERNEL = OptionalKernel("the embedding's gradient in Triton", ("triton",), _try_kernel)
+
+
+def check_range(ids: Int[Tensor, "..."], size: int, what: str) -> None:
+    """Raise unless ``0 <= ids < size``, where looking costs no wait for a device.
+
+    On a GPU, and in compiled code, nothing is checked.
+
+    Raises:
+        ValueError: naming the range found.
+    """
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
+        return
+    low, high = ids.aminmax()
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{what} lie in {int(low)} to {int(high)}, outside the vocabulary 0 to {size - 1}: "
+            "use the tokenizer that the model was built for, or raise its vocabulary size"
+        )
+
+
+def _check_padded(vocab_size: int, padded_vocab_size: int, axis: Axis) -> int:
+    padded_vocab_size = padded_vocab_size or padded_vocab(vocab_size, 1, axis.size)
+    if padded_vocab_size < vocab_size or padded_vocab_size % axis.size:
+        raise ValueError(
+            f"padded vocabulary {padded_vocab_size} must be at least the vocabulary "
+            f"{vocab_size} and a multiple of the {axis.size} ranks of axis {axis.name}: use "
+            f"{padded_vocab(vocab_size, 1, axis.size)} or leave it 0"
+        )
+    return padded_vocab_size
+
+
+def _table_layout(layer: VocabParallelEmbedding | VocabParallelHead, tied: Axis) -> Layout:
+    shape = (layer.vocab_size, layer.hidden_size)
+    rows = layer.padded_vocab_size // layer.axis.size
+    layout = sliced("", shape, 0, layer.axis, (rows, layer.hidden_size))
+    return Layout(layout.parts, tied=tied)
+
+
+def _describe(layer: VocabParallelEmbedding | VocabParallelHead) -> str:
+    return (
+        f"vocab_size={layer.vocab_size} padded to {layer.padded_vocab_size}, "
+        f"hidden_size={layer.hidden_size}, axis={layer.axis.name}:{layer.axis.size}, "
+        f"sequence_parallel={layer.sequence_parallel}"
+    )

@@ -1,0 +1,277 @@
+"""Linears split over the tensor ranks, with or without sequence parallelism.
+
+A column-parallel linear holds rows of the weight (output features), a row-parallel one
+columns (input features); a column followed by a row needs one reduction. Under sequence
+parallelism the activations outside the pair are cut along dimension 0, so the all-reduces
+become all-gather and reduce-scatter. Over an axis of one rank both are plain linears.
+
+The products themselves, and how weight gradients are made, are in ``tensor_products``.
+
+Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.rng import reset_weight_
+from mcore_parallel.sharding import Layout, Part, sliced, whole
+from mcore_parallel.tensor_parallel.grad_accumulation import overwrites
+from mcore_parallel.tensor_parallel.linear_autograd import column_parallel, row_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One logical tensor among those whose rows a column-parallel weight stacks."""
+
+    name: str
+    """Logical name below the layer, ``q`` for ``q.weight``; empty: the layer's own."""
+    size: int
+    """Rows of the logical tensor."""
+    replicas: Axis = SINGLE
+    """Neighbouring ranks of the layer's axis that hold the same rows
+    (``ParallelContext.tp_block``): key/value heads fewer than tensor ranks."""
+
+    def local_size(self, axis: Axis) -> int:
+        """Return the rows that each rank of ``axis`` holds.
+
+        Raises:
+            ValueError: if the rows do not divide evenly over the blocks of replicas.
+        """
+        if axis.size % self.replicas.size:
+            raise ValueError(
+                f"output {self.name!r}: blocks of {self.replicas.size} replicas do not divide "
+                f"axis {axis.name} of {axis.size} ranks"
+            )
+        num_blocks = axis.size // self.replicas.size
+        if self.size % num_blocks:
+            raise ValueError(
+                f"output {self.name!r}: {self.size} rows cannot be split over {num_blocks} "
+                f"parts of axis {axis.name}: the number of rows must be a multiple of the "
+                "number of parts"
+            )
+        return self.size // num_blocks
+
+
+class ColumnParallelLinear(nn.Module):
+    """``y = x W^T + b`` with the rows of W and b, hence the features of y, split over an axis.
+
+    The local weight stacks this rank's rows of every output in order; split the result with
+    ``torch.split(y, layer.output_sizes, dim=-1)``.
+
+    Attributes:
+        weight: ``[sum(output_sizes), in_features]``.
+        bias: ``[sum(output_sizes)]`` or None.
+        output_sizes: local rows of each output.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: int | Sequence[Output],
+        *,
+        bias: bool = False,
+        axis: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        overlap: bool = False,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's rows and initialise them.
+
+        Args:
+            in_features: features of the input, whole on every rank.
+            outputs: logical tensors whose rows are stacked, or the row count of a single one.
+            bias: whether to add one.
+            axis: ranks that share the rows.
+            sequence_parallel: whether the input is cut along dimension 0 over ``axis``.
+            overlap: gather it piece by piece, under the product (``--tp-comm-overlap``).
+            init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
+            device: of the parameters.
+            dtype: of the parameters.
+
+        Raises:
+            ValueError: if an output's rows do not divide over the axis.
+        """
+        super().__init__()
+        self.in_features = in_features
+        self.outputs = (Output("", outputs),) if isinstance(outputs, int) else tuple(outputs)
+        self.output_sizes = tuple(output.local_size(axis) for output in self.outputs)
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.overlap = overlap
+        self.init_std = init_std
+        rows = sum(self.output_sizes)
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill the weight by logical name, the bias with zeros.
+
+        The same seed gives the same logical weights whatever the axis.
+
+        Args:
+            seed: None draws one from torch's default CPU generator, which must then be seeded
+                alike on all ranks of the axis.
+        """
+        reset_weight_(self, std=self.init_std, seed=seed)
+
+    def forward(self, x: Float[Tensor, "s *B D"]) -> Float[Tensor, "S *B F"]:
+        """Return this rank's features of the output for the whole sequence.
+
+        Forward all-gathers x under sequence parallelism. Backward reduce-scatters (sequence
+        parallelism) or all-reduces the gradient of x.
+        """
+        return column_parallel(
+            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.overlap
+        )
+
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``WeightQueue`` may serve."""
+        return [self.weight]
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the local parameters, see ``sharding``."""
+        layouts = {"weight": Layout(tuple(self._parts("weight", (self.in_features,))))}
+        if self.bias is not None:
+            layouts["bias"] = Layout(tuple(self._parts("bias", ())))
+        return layouts
+
+    def _parts(self, kind: str, rest: tuple[int, ...]) -> list[Part]:
+        parts, begin = [], 0
+        zeros = (0,) * len(rest)
+        for output, size in zip(self.outputs, self.output_sizes, strict=True):
+            block = self.axis.rank // output.replicas.size
+            parts.append(
+                Part(
+                    name=f"{output.name}.{kind}" if output.name else kind,
+                    shape=(output.size, *rest),
+                    offsets=(block * size, *zeros),
+                    local_offsets=(begin, *zeros),
+                    lengths=(size, *rest),
+                    replicas=output.replicas,
+                    # Each holder sees its own heads' share of the gradient only.
+                    partial=output.replicas,
+                )
+            )
+            begin += size
+        return parts
+
+    def extra_repr(self) -> str:
+        """Describe the layer for ``print(model)``."""
+        return f"{self.in_features}, {self.output_sizes}, {_describe(self)}"
+
+
+class RowParallelLinear(nn.Module):
+    """``y = x W^T + b`` with the columns of W, hence the features of x, split over an axis.
+
+    Attributes:
+        weight: ``[out_features, in_features / axis.size]``.
+        bias: ``[out_features]``, whole on every rank and added after the reduction, or None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        axis: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        overlap: bool = False,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's columns and initialise them.
+
+        Args:
+            in_features: features of the whole input, over all ranks.
+            out_features: features of the output, whole on every rank.
+            bias: whether to add one.
+            axis: ranks that share the columns.
+            sequence_parallel: whether to cut the output along dimension 0 over ``axis``.
+            overlap: scatter it piece by piece, under the product (``--tp-comm-overlap``).
+            init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
+            device: of the parameters.
+            dtype: of the parameters.
+
+        Raises:
+            ValueError: if the axis does not divide ``in_features``.
+        """
+        super().__init__()
+        if in_features % axis.size:
+            raise ValueError(
+                f"{in_features} input features cannot be split over axis {axis.name} of "
+                f"{axis.size} ranks: the number of features must be a multiple of the ranks"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel and axis.size > 1
+        self.overlap = overlap
+        self.init_std = init_std
+        columns = in_features // axis.size
+        self.weight = overwrites(
+            nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+            if bias
+            else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill the weight by logical name, the bias with zeros.
+
+        The same seed gives the same logical weights whatever the axis.
+
+        Args:
+            seed: None draws one from torch's default CPU generator, which must then be seeded
+                alike on all ranks of the axis.
+        """
+        reset_weight_(self, std=self.init_std, seed=seed)
+
+    def forward(self, x: Float[Tensor, "S *B f"]) -> Float[Tensor, "s *B D"]:
+        """Return the whole output features, of this rank's tokens under sequence parallelism.
+
+        Forward reduce-scatters (sequence parallelism) or all-reduces the partial products.
+        Backward all-gathers the gradient of the output under sequence parallelism; the
+        gradient of the bias is then that of this rank's tokens, a partial sum.
+        """
+        y = row_parallel(x, self.weight, self.axis, self.sequence_parallel, self.overlap)
+        return y if self.bias is None else y + self.bias
+
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``WeightQueue`` may serve."""
+        return [self.weight]
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the local parameters, see ``sharding``."""
+        shape = (self.out_features, self.in_features)
+        layouts = {"weight": sliced("", shape, 1, self.axis)}
+        if self.bias is not None:
+            partial = self.axis if self.sequence_parallel else SINGLE
+            layouts["bias"] = whole("", (self.out_features,), self.axis, partial)
+        return layouts
+
+    def extra_repr(self) -> str:
+        """Describe the layer for ``print(model)``."""
+        return f"{self.weight.shape[1]}, {self.out_features}, {_describe(self)}"
+
+
+def _describe(layer: ColumnParallelLinear | RowParallelLinear) -> str:
+    return (
+        f"bias={layer.bias is not None}, axis={layer.axis.name}:{layer.axis.size}, "
+        f"sequence_parallel={layer.sequence_parallel}"
+    )

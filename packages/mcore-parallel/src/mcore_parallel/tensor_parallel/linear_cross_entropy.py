@@ -1,0 +1,227 @@
+"""Output head fused with the vocabulary-parallel cross-entropy, in chunks of tokens.
+
+The logits of a chunk live only while its loss and gradients are made: for 8192 tokens and
+128k words that is half a gigabyte instead of ten. What is special: the forward pass makes
+the gradients too (the loss is the root of backward, so its own gradient is known to be 1),
+and the weight gradient is accumulated by the GEMM itself into ``main_grad`` in float32.
+The slow twin is ``VocabParallelHead`` followed by ``vocab_parallel_cross_entropy``.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_parallel.tensor_parallel.grad_accumulation import (
+    accumulate_product,
+    take_stale,
+    tell_ready,
+)
+
+CHUNK_TOKENS = 4096
+
+
+def head_loss(
+    x: Float[Tensor, "S B D"],
+    weight: Float[Tensor, "v D"],
+    labels: Int[Tensor, "B Q"],
+    weights: Float[Tensor, "B Q"],
+    *,
+    vocab_size: int,
+    axis: Axis = SINGLE,
+    sequence_parallel: bool = False,
+    label_smoothing: float = 0.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Float[Tensor, ""], Float[Tensor, "B Q"]]:
+    """Return the weighted sum of token losses and, without gradient, each token's loss.
+
+    Over ``axis``: gathers ``x`` under sequence parallelism, all-reduces three numbers a
+    token in forward, and all-reduces (or reduce-scatters) the gradient of ``x`` in backward.
+
+    The sum must be a root of backward (``torch.autograd.backward`` with gradient 1): another
+    gradient stops the device with an assertion, for the weight gradient is made in forward.
+
+    Args:
+        x: hidden states; under sequence parallelism this rank's S/tp of Q positions.
+        weight: this rank's rows of the head; padding rows at the global end. If it has a
+            ``main_grad``, the gradient is added there and none is returned for it.
+        labels: global vocabulary ids, each below ``vocab_size``.
+        weights: factor of every token's loss (mask over global count), float32 or wider.
+        vocab_size: true vocabulary: padding takes no part.
+        axis: ranks that split the vocabulary.
+        sequence_parallel: whether ``x`` is split along the sequence.
+        label_smoothing: as ``torch.nn.functional.cross_entropy`` defines it.
+        chunk_tokens: tokens whose logits are alive at once.
+
+    Raises:
+        ValueError: if the slices of ``weight`` cannot hold ``vocab_size`` words, or if x and
+            labels are not of the same tokens.
+
+    Reference:
+        Vocabulary-parallel loss: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    """
+    if weight.shape[0] * axis.size < vocab_size:
+        raise ValueError(
+            f"a head of {axis.size} x {weight.shape[0]} rows cannot hold {vocab_size} words"
+        )
+    x = gather_partial_from(x, axis) if sequence_parallel else copy_to(x, axis)
+    if labels.t().shape != x.shape[:2] or weights.shape != labels.shape:
+        raise ValueError(
+            f"labels {list(labels.shape)} and weights {list(weights.shape)} do not fit hidden "
+            f"states {list(x.shape)}: they are [B, S] where these, gathered over the tensor "
+            "ranks, are [S, B, D]; context ranks cut them like the tokens"
+        )
+    rows = x.reshape(-1, x.shape[-1])  # [S, B, D] -> [T, D]
+    if not torch.is_grad_enabled():  # forward makes gradients of what requires one
+        rows, weight = rows.detach(), weight.detach()
+    flat_labels = labels.t().reshape(-1)
+    flat_weights = weights.t().reshape(-1)
+    total, losses = _HeadLoss.apply(
+        rows, weight, flat_labels, flat_weights, vocab_size, axis, label_smoothing, chunk_tokens
+    )
+    return total, losses.view(labels.t().shape).t()
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        vocab_size: int,
+        axis: Axis,
+        label_smoothing: float,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weights = weights.to(wide)
+        first = axis.rank * weight.shape[0]
+        width = min(max(vocab_size - first, 0), weight.shape[0])
+        needs_grad = any(ctx.needs_input_grad[:2])
+        dx = torch.empty_like(x if needs_grad else x[:0])
+        main: Tensor | None = getattr(weight, "main_grad", None)
+        rows = weight.shape[0] if needs_grad else 0
+        dw = weight.new_empty(rows, weight.shape[1], dtype=wide) if main is None else main
+        is_new = needs_grad and (main is None or take_stale(weight))
+        losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
+        stats, gradient_ = _passes(x)
+        for begin in range(0, x.shape[0], chunk_tokens):
+            part = slice(begin, begin + chunk_tokens)
+            logits = x[part] @ weight.t()
+            peak, total, target, plain = stats(
+                logits, labels[part], width, first, label_smoothing > 0.0
+            )
+            highest = all_reduce(peak, axis, "max")
+            shifted = torch.stack([total * torch.exp(peak - highest), target, plain])
+            total, target, plain = all_reduce(shifted, axis)
+            log_sum = highest + torch.log(total)
+            spread = log_sum - plain / vocab_size
+            losses[part] = torch.lerp(log_sum - target, spread, label_smoothing)
+            if needs_grad:
+                gradient_(
+                    logits,
+                    labels[part],
+                    log_sum,
+                    weights[part],
+                    width,
+                    first,
+                    label_smoothing,
+                    vocab_size,
+                )
+                torch.mm(logits, weight, out=dx[part])
+                accumulate_product(dw, logits.t(), x[part], overwrite=is_new)
+                is_new = False
+        if is_new:  # no token came
+            dw.zero_()
+        if needs_grad:
+            ctx.save_for_backward(dx, *(() if main is not None else (dw,)))
+            ctx.weight = weight
+        ctx.mark_non_differentiable(losses)
+        # A token without weight may be anything, so its loss must not reach the sum as NaN.
+        kept = torch.where(weights == 0, torch.zeros_like(losses), losses)
+        return (kept * weights).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _losses: Tensor) -> Any:
+        dx, *dw = ctx.saved_tensors
+        torch._assert_async(grad == 1, "head_loss must be a root of backward")
+        if not dw:
+            tell_ready(ctx.weight)
+        own = dw[0].to(ctx.weight.dtype) if dw else None
+        return dx, own, None, None, None, None, None, None
+
+
+def _passes(x: Tensor) -> tuple[Any, Any]:
+    if x.is_cuda and x.dtype != torch.float64 and works(LOSS_KERNELS, x.device, x.dtype):
+        from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
+
+        return row_stats, softmax_gradient_
+    return row_stats_plain, softmax_gradient_plain
+
+
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
+
+    labels = torch.tensor([3, 1], device=device)
+    log_sum, weights = (torch.ones(2, device=device) for _ in range(2))
+    results = []
+    for stats, gradient_ in (
+        (row_stats, softmax_gradient_),
+        (row_stats_plain, softmax_gradient_plain),
+    ):
+        logits = wave(2, 64, device=device, dtype=dtype)
+        found = stats(logits, labels, 60, 0, True)
+        gradient_(logits, labels, log_sum, weights, 60, 0, 0.1, 60)
+        results.append((found, logits))
+    return list(zip(*results, strict=True))
+
+
+LOSS_KERNELS = OptionalKernel("the cross-entropy in Triton", ("triton",), _try_kernels)
+
+
+def row_stats_plain(
+    logits: Float[Tensor, "T v"],
+    labels: Int[Tensor, " T"],
+    width: int,
+    first: int,
+    has_plain: bool = True,
+) -> Float[Tensor, "4 T"]:
+    """Twin of ``loss_kernels.row_stats`` in plain torch; float64 stays float64."""
+    wide = logits[:, :width].to(torch.promote_types(logits.dtype, torch.float32))
+    local = labels - first
+    mine = (local >= 0) & (local < width)
+    if width == 0:
+        none = wide.new_zeros(logits.shape[0])
+        return torch.stack([none - torch.inf, none, none, none])
+    peak = wide.amax(dim=1)
+    target = wide.gather(1, torch.where(mine, local, 0)[:, None]).squeeze(1)
+    target = torch.where(mine, target, 0)
+    plain = wide.sum(1) if has_plain else torch.zeros_like(peak)
+    return torch.stack([peak, torch.exp(wide - peak[:, None]).sum(1), target, plain])
+
+
+def softmax_gradient_plain(
+    logits: Float[Tensor, "T v"],
+    labels: Int[Tensor, " T"],
+    log_sum: Float[Tensor, " T"],
+    weights: Float[Tensor, " T"],
+    width: int,
+    first: int,
+    label_smoothing: float,
+    vocab_size: int,
+) -> None:
+    """Twin of ``loss_kernels.softmax_gradient_`` in plain torch, likewise in place."""
+    wide = logits[:, :width].to(log_sum.dtype)
+    grad = torch.exp(wide - log_sum[:, None]) - label_smoothing / vocab_size
+    local = labels - first
+    mine = (local >= 0) & (local < width)
+    grad[mine.nonzero().squeeze(1), local[mine]] -= 1.0 - label_smoothing
+    grad = torch.where(weights[:, None] == 0, torch.zeros_like(grad), grad * weights[:, None])
+    logits[:, :width] = grad.to(logits.dtype)
+    logits[:, width:] = 0

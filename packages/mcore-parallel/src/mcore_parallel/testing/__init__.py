@@ -1,0 +1,1 @@
+"""Ranks for tests, and layouts compared with one rank."""

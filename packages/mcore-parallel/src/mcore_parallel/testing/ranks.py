@@ -1,0 +1,182 @@
+"""Many ranks in a test, and commands: both on processes that are warm.
+
+Starting Python with torch costs seconds, ranks 6 to 40 of them on two cores. So ``run_ranks``
+uses one pool of gloo processes for the whole test run, and ``run_command`` forks what
+``python -m`` would start from the same server (``warm_processes``).
+"""
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_parallel.testing.worker_pool import Pool, run_forked
+
+if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
+    from torch import Tensor
+    from torch import dtype as Dtype
+
+    from mcore_parallel.mesh import Axis
+    from mcore_parallel.sharding import Shard
+
+# The one pool a kind that lives as long as the test run: the reason this room exists.
+_POOLS: dict[bool, Pool] = {}
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout_s: float = 120.0,
+    check_shapes: bool = True,
+) -> list[Any]:
+    """Run ``function(*arguments)`` on every rank of a fresh gloo world.
+
+    Inside, ``torch.distributed`` is initialised: ask it for the rank, or build a
+    ``ParallelContext``. The function is found by its file and name, so any module-level
+    function of a test file works; arguments and results must pickle (tensors do). A rank has
+    one thread. When one fails, those that wait for it are ended; the next call replaces them.
+    A script calls it under ``if __name__ == "__main__"``, as its ranks read the script again.
+
+    Args:
+        function: a module-level function.
+        world_size: ranks, 1 or more.
+        arguments: handed to every rank.
+        timeout_s: after which the ranks are ended.
+        check_shapes: run with the jaxtyping annotations of these packages checked, where
+            beartype is installed; false for compiled code.
+
+    Returns:
+        One result a rank, in rank order.
+
+    Raises:
+        RuntimeError: if a rank raises or dies (its traceback inside), or time runs out.
+    """
+    if check_shapes not in _POOLS:
+        _POOLS[check_shapes] = Pool(check_shapes)
+    return _POOLS[check_shapes].run(function, world_size, arguments, timeout_s)
+
+
+def run_command(
+    module: str,
+    *words: object,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout_s: float = 240.0,
+) -> subprocess.CompletedProcess[str]:
+    """Do what ``python -m module words`` does, seconds sooner: torch is loaded already.
+
+    The module runs as ``__main__`` in a process of its own, with its own arguments, folder,
+    environment and standard streams, and with one thread. Shapes are not checked.
+
+    Args:
+        module: a package with a ``__main__``, or a module.
+        words: arguments, turned into strings.
+        env: environment; None means that of this process.
+        cwd: folder to run in; None means this one.
+        timeout_s: after which the command is ended.
+
+    Returns:
+        Exit code and all that was written to standard output and standard error.
+
+    Raises:
+        subprocess.TimeoutExpired: if it takes longer.
+    """
+    return run_forked(module, [str(word) for word in words], env, cwd, timeout_s)
+
+
+def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, Tensor]":
+    """Assemble whole logical tensors from the pieces of all ranks, checking each element.
+
+    Gathers over ``world`` as pickled objects; for tests of small models.
+
+    Args:
+        shards: what this rank holds, with its replicas (``ctx.data_axes()``) filled in.
+        world: all ranks that hold pieces.
+
+    Returns:
+        Logical name to whole tensor on the CPU, equal on all ranks.
+
+    Raises:
+        ValueError: if ranks disagree on a shape or dtype, an element is held by nobody, has
+            no owner or two, or if two replicas of it are not equal to the last bit.
+    """
+    import torch
+    import torch.distributed as dist
+
+    own = [
+        (name, s.shape, s.dtype, s.is_owner, p.offsets, p.lengths, _packed(p.data))
+        for name, s in shards.items()
+        for p in s.pieces
+    ]
+    boxes = [own]
+    if world.size > 1:
+        boxes = [[] for _ in range(world.size)]
+        dist.all_gather_object(boxes, own, group=world.group)
+    whole: dict[str, Tensor] = {}
+    holders: dict[str, Tensor] = {}
+    owners: dict[str, Tensor] = {}
+    # A box that several ranks hold is unpacked and put into its place once.
+    placed: dict[tuple[Any, ...], bytes] = {}
+    for rank, box in enumerate(boxes):
+        for name, shape, dtype, is_owner, offsets, lengths, content in box:
+            if name not in whole:
+                whole[name] = torch.zeros(shape, dtype=dtype)
+                holders[name] = torch.zeros(shape, dtype=torch.int32)
+                owners[name] = torch.zeros(shape, dtype=torch.int32)
+            if whole[name].shape != shape or whole[name].dtype != dtype:
+                raise ValueError(
+                    f"{name} is {shape} {dtype} on rank {rank} and elsewhere "
+                    f"{tuple(whole[name].shape)} {whole[name].dtype}"
+                )
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+            if is_owner:
+                owners[name][place] += 1
+            if placed.get((name, offsets, lengths)) == content:
+                continue
+            placed[name, offsets, lengths] = content
+            data = _unpacked(content, dtype, lengths)
+            known = holders[name][place] > 0
+            before = whole[name][place]
+            if not torch.equal(_bits(data[known]), _bits(before[known])):
+                worst = (data - before)[known].abs().max().item()
+                raise ValueError(f"replicas of {name} differ: rank {rank} by {worst:.3g}")
+            whole[name][place] = data
+            holders[name][place] += 1
+    for name in whole:
+        if holes := int((holders[name] == 0).sum()):
+            raise ValueError(f"{name} has {holes} elements that no rank holds")
+        if not bool((owners[name] == 1).all()):
+            least, most = int(owners[name].min()), int(owners[name].max())
+            raise ValueError(
+                f"elements of {name} have {least} to {most} owners instead of one: its layout "
+                "misses replicas, or data=ctx.data_axes() was not given to named_shards"
+            )
+    return whole
+
+
+def shut_down_pools() -> None:
+    """End the warm processes; the next ``run_ranks`` starts new ones."""
+    while _POOLS:
+        _POOLS.popitem()[1].stop()
+
+
+def _packed(data: "Tensor") -> bytes:
+    """Turn a piece into bytes: a tensor is pickled by torch, for longer than a step takes."""
+    import torch
+
+    return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _unpacked(content: bytes, dtype: "Dtype", lengths: Sequence[int]) -> "Tensor":
+    import torch
+
+    if not content:
+        return torch.empty(tuple(lengths), dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(tuple(lengths))
+
+
+def _bits(x: "Tensor") -> "Tensor":
+    import torch
+
+    return x.contiguous().view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)

@@ -1,0 +1,146 @@
+"""A rank that dies, hangs, raises or disagrees ends all ranks in time, and is named."""
+
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_parallel.launch.call_checks import Agreement, DisagreementError
+from mcore_parallel.launch.launcher import free_port
+from mcore_parallel.launch.watchdog import Watch, call_site, where_in
+from mcore_parallel.mesh import Axis
+from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
+from mcore_parallel.testing.ranks import run_command
+
+HERE = Path(__file__).parent
+WORLD_SIZE = 3
+SLACK_S = 60.0
+"""For starting and ending processes on a busy host, beyond the collectives' timeout."""
+
+
+def run_world(fault, timeout_s, frozen=None):
+    """Run three ranks of faulty_rank.py; return code and text of each, and the time.
+
+    Rank 0 is killed once the others have ended, where it is to leave its id in ``frozen``.
+    """
+    world = {
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "FROZEN": str(frozen),
+    }
+
+    def run(rank):
+        env = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_command(
+            "faulty_rank",
+            fault,
+            timeout_s,
+            env=env,
+            cwd=HERE,
+            timeout_s=timeout_s + 2 * SLACK_S,
+        )
+
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(WORLD_SIZE) as pool:
+        ranks = [pool.submit(run, rank) for rank in range(WORLD_SIZE)]
+        if frozen is not None:
+            wait(ranks[1:])
+            os.kill(int(frozen.read_text()), signal.SIGKILL)
+        done = [rank.result() for rank in ranks]
+    took_s = time.monotonic() - started_s
+    return [d.returncode for d in done], [d.stdout + d.stderr for d in done], took_s
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def test_a_world_without_faults_ends_well(scripts):
+    codes, texts, _ = run_world("none", 120.0)
+    assert codes == [0, 0, 0], texts
+
+
+@pytest.mark.parametrize(
+    ("fault", "timeout_s", "told"),
+    [
+        ("dies", 20.0, ("rank 1 SILENT", "in all_reduce over dp (ranks 0, 1, 2)", "(total)")),
+        ("sleeps", 3.0, ("rank 1 at", "(dream)", "in all_reduce over dp (ranks 0, 1, 2)")),
+        ("raises", 20.0, ("rank 1 failed at", "(complain)", "sample 7 is empty")),
+        ("shape", 20.0, ("ranks 0 and 1 disagree on call 2", "(send_other_shape)", "(total)")),
+    ],
+)
+def test_a_fault_of_one_rank_ends_all_in_time_and_names_it(scripts, fault, timeout_s, told):
+    codes, texts, took_s = run_world(fault, timeout_s)
+    assert 0 not in codes, texts
+    assert took_s < min(timeout_s, 30.0) + SLACK_S
+    for rank in (0, 2):
+        assert all(words in texts[rank] for words in told), texts[rank]
+
+
+def test_ranks_end_when_the_one_that_holds_the_store_stands_still(scripts, tmp_path):
+    codes, texts, _ = run_world("freezes", 3.0, frozen=tmp_path / "process")
+    assert 0 not in codes, texts
+    for rank in (1, 2):
+        assert "in all_reduce over dp (ranks 0, 1, 2)" in texts[rank]
+        assert "the store has not answered for" in texts[rank]
+
+
+def test_a_rank_alone_is_not_watched():
+    with Watch.of_world(0, 1, 1.0) as watch:
+        assert watch.world_size == 1
+
+
+def test_a_place_is_the_line_of_the_own_program():
+    here = where_in({1: sys._getframe()}, 1)
+    assert here.startswith("at ")
+    assert "(test_a_place_is_the_line_of_the_own_program)" in here
+    assert "test_watchdog.py" in call_site()
+
+
+def test_a_line_of_this_package_is_followed_by_the_one_that_called_it():
+    first, second = (Agreement(dist.HashStore(), "g", (0, 1), i, timeout_s=0.2) for i in (0, 1))
+    second.store = first.store
+    first.check("all_gather", torch.ones(3, 1, 4))
+    axis = Axis("tp", 2, 1, None, (0, 1), second)
+    layer = ColumnParallelLinear(4, 4, axis=axis, sequence_parallel=True, init_std=0.0)
+    with pytest.raises(DisagreementError) as caught:
+        layer(torch.ones(2, 1, 4))
+    told = str(caught.value)
+    assert "mcore_parallel/tensor_parallel/linear_autograd.py" in told
+    assert "(forward), for launch/test_watchdog.py" in told
+
+
+def test_who_waits_for_what_it_began_is_told_with_the_axis_of_its_caller():
+    names = {}
+    code = "def wait(look):\n    return look()"
+    exec(compile(code, "/somewhere/mcore_parallel/collectives.py", "exec"), names)
+
+    def look():
+        return where_in({1: sys._getframe(1)}, 1)
+
+    def begin(axis):
+        return names["wait"](look)
+
+    told = begin(Axis("tp", 2, 0, None, (4, 6)))
+    assert told.startswith("in wait over tp (ranks 4, 6) at launch/test_watchdog.py")
+    assert told.endswith("(begin)")
+
+
+def test_a_rank_that_ends_is_not_told_by_a_line_of_the_watch():
+    class Watched(Watch):
+        def _stop(self):
+            places.append(where_in({1: sys._getframe()}, 1))
+
+    places = []
+    with Watched(dist.HashStore(), 0, 1, 600.0) as watch:
+        ...
+    watch._ended.set()
+    assert places == ["ending too"]

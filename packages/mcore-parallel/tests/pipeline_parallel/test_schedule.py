@@ -1,0 +1,243 @@
+"""The schedules against the papers' figures, and against the simulator for many sizes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_parallel.config import PipelineConfig
+from mcore_parallel.pipeline_parallel.schedule import (
+    Action,
+    Kind,
+    build_schedule,
+    check_schedule,
+    forward_only,
+    interleaved,
+    message_peer,
+    one_f_one_b,
+    with_messages,
+    zero_bubble_h1,
+)
+from mcore_parallel.pipeline_parallel.simulator import simulate
+
+
+def computations(actions):
+    return " ".join(str(a) for a in actions if not a.kind.is_message)
+
+
+def test_1f1b_is_the_order_of_the_paper():
+    first, second, third, last = one_f_one_b(4, 5)
+    assert computations(first) == "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4"
+    assert computations(second) == "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"
+    assert computations(third) == "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"
+    assert computations(last) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
+
+
+def test_one_rank_has_no_messages():
+    (actions,) = one_f_one_b(1, 3)
+    assert " ".join(map(str, actions)) == "F0 B0 F1 B1 F2 B2"
+
+
+def test_neighbours_that_exchange_both_ways_post_both_messages_together():
+    first, last = one_f_one_b(2, 3)
+    assert " ".join(map(str, first)) == "F0 SF0 F1 SF1 RB0 B0 F2 SF2 RB1 B1 RB2 B2"
+    assert " ".join(map(str, last)) == "RF0 F0 RF1 B0 SB0 F1 B1 RF2 SB1 F2 B2 SB2"
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "group", "expected"),
+    [
+        (5, 3, "F0 F1 F2 F0.1 F1.1 F2.1 F3 F4 F3.1 F4.1"),
+        (4, 2, "F0 F1 F0.1 F1.1 F2 F3 F2.1 F3.1"),
+    ],
+)
+def test_interleaved_passes_groups_of_microbatches_through_the_chunks(
+    num_microbatches, group, expected
+):
+    # The orders were read off a run of Megatron-LM of August 2026.
+    for actions in interleaved(2, num_microbatches, 2, group):
+        forwards = [a for a in actions if a.kind is Kind.FORWARD]
+        assert " ".join(map(str, forwards)) == expected
+        backwards = [a for a in actions if a.kind is Kind.BACKWARD]
+        assert [(a.microbatch, 1 - a.chunk) for a in backwards] == [
+            (a.microbatch, a.chunk) for a in forwards
+        ]
+
+
+@pytest.mark.parametrize(("rank", "warmup"), [(0, 10), (1, 8), (2, 6), (3, 4)])
+def test_interleaved_warms_up_two_forwards_more_for_each_rank_before_the_last(rank, warmup):
+    kinds = [a.kind for a in interleaved(4, 8, 2)[rank] if not a.kind.is_message]
+    assert kinds.index(Kind.BACKWARD) == warmup + 1
+
+
+def test_zero_bubble_h1_runs_weight_halves_behind_by_the_rank():
+    first, second, third = zero_bubble_h1(3, 4)
+    assert computations(first) == "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3"
+    assert computations(second) == "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
+    assert computations(third) == "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"
+
+
+@settings(max_examples=40, deadline=None)
+@given(pp=st.integers(1, 8), num_microbatches=st.integers(1, 20))
+def test_1f1b_has_the_bubble_and_the_memory_of_theory(pp, num_microbatches):
+    found = simulate(one_f_one_b(pp, num_microbatches), num_microbatches=num_microbatches)
+    assert found.bubble_fraction == pytest.approx((pp - 1) / num_microbatches)
+    assert found.peak_activations == [min(pp - r, num_microbatches) for r in range(pp)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(pp=st.integers(2, 6), groups=st.integers(1, 4), vpp=st.integers(1, 4))
+def test_interleaving_divides_the_bubble_and_holds_a_warm_up_more(pp, groups, vpp):
+    num_microbatches = groups * pp
+    found = simulate(
+        interleaved(pp, num_microbatches, vpp),
+        num_microbatches=num_microbatches,
+        num_chunks=vpp,
+    )
+    assert found.bubble_fraction == pytest.approx((pp - 1) / (num_microbatches * vpp))
+    warmup = [2 * (pp - rank - 1) + (vpp - 1) * pp for rank in range(pp)]
+    assert found.peak_activations == [min(n + 1, num_microbatches * vpp) for n in warmup]
+
+
+def refusal(function, *arguments):
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["", "1f1b", "zb-h1"]),
+    pp=st.integers(1, 5),
+    vpp=st.integers(1, 3),
+    group=st.integers(0, 7),
+    num_microbatches=st.integers(1, 15),
+)
+def test_checking_refuses_what_building_refuses(name, pp, vpp, group, num_microbatches):
+    config = PipelineConfig(
+        pipeline_schedule=name,
+        num_virtual_stages_per_pipeline_rank=1 if name else vpp,
+        microbatch_group_size_per_virtual_pipeline_stage=0 if name or vpp == 1 else group,
+    )
+    case = config, pp, num_microbatches
+    assert refusal(check_schedule, *case) == refusal(build_schedule, *case)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pp=st.integers(2, 5),
+    vpp=st.integers(2, 4),
+    wider=st.integers(0, 3),
+    groups=st.integers(1, 3),
+    rest=st.integers(0, 5),
+)
+def test_interleaved_schedules_of_any_group_size_are_sound(pp, vpp, wider, groups, rest):
+    group = pp + wider
+    num_microbatches = groups * group + (rest if pp <= rest < group else 0)
+    schedule = interleaved(pp, num_microbatches, vpp, group)
+    simulate(schedule, num_microbatches=num_microbatches, num_chunks=vpp)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pp=st.integers(1, 8), more=st.integers(0, 12))
+def test_zero_bubble_h1_keeps_a_third_of_the_bubble_and_the_memory_of_1f1b(pp, more):
+    num_microbatches = 2 * pp + more
+    found = simulate(zero_bubble_h1(pp, num_microbatches), num_microbatches=num_microbatches)
+    assert found.bubble_fraction == pytest.approx((pp - 1) / (3 * num_microbatches))
+    assert found.peak_activations == [pp] * pp
+
+
+@settings(max_examples=20, deadline=None)
+@given(pp=st.integers(1, 6), num_microbatches=st.integers(1, 5))
+def test_zero_bubble_h1_is_sound_with_few_microbatches(pp, num_microbatches):
+    simulate(zero_bubble_h1(pp, num_microbatches), num_microbatches=num_microbatches)
+
+
+def messages_meet_one_by_one(schedule):
+    """Whether every message is met where each rank waits for one before it posts the next."""
+    pp = len(schedule)
+    left = [[a for a in reversed(actions) if a.kind.is_message] for actions in schedule]
+    other = {
+        Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD,
+        Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD,
+        Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
+        Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD,
+    }
+    met = True
+    while met:
+        met = False
+        for rank, actions in enumerate(left):
+            if not actions:
+                continue
+            peer = message_peer(actions[-1].kind, rank, pp)
+            theirs = left[peer][-1] if left[peer] else None
+            if theirs is not None and (theirs.kind, theirs.microbatch) == (
+                other[actions[-1].kind],
+                actions[-1].microbatch,
+            ):
+                actions.pop()
+                left[peer].pop()
+                met = True
+    return not any(left)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pp=st.integers(2, 5),
+    groups=st.integers(1, 3),
+    vpp=st.integers(1, 3),
+    build=st.sampled_from(["1f1b", "interleaved", "zb-h1", "forward only"]),
+)
+def test_messages_may_be_posted_one_by_one(pp, groups, vpp, build):
+    schedule = {
+        "1f1b": lambda: one_f_one_b(pp, groups * pp),
+        "interleaved": lambda: interleaved(pp, groups * pp, vpp),
+        "zb-h1": lambda: zero_bubble_h1(pp, groups * pp),
+        "forward only": lambda: forward_only(pp, groups * pp, vpp),
+    }[build]()
+    assert messages_meet_one_by_one(schedule)
+
+
+def test_messages_that_cross_cannot_be_posted_one_by_one():
+    first, last = one_f_one_b(2, 3)
+    sends_first = [*first[:3], first[4], first[3], *first[5:]]
+    assert not messages_meet_one_by_one([sends_first, last])
+
+
+@settings(max_examples=20, deadline=None)
+@given(pp=st.integers(2, 5), num_microbatches=st.integers(1, 9), vpp=st.integers(1, 3))
+def test_forward_only_schedules_are_sound(pp, num_microbatches, vpp):
+    schedule = forward_only(pp, num_microbatches, vpp)
+    found = simulate(schedule, num_microbatches=num_microbatches, num_chunks=vpp)
+    assert found.peak_activations == [0] * pp
+
+
+def test_the_config_names_the_schedule():
+    assert build_schedule(PipelineConfig(), 2, 4) == one_f_one_b(2, 4)
+    chunks = PipelineConfig(num_virtual_stages_per_pipeline_rank=2)
+    assert build_schedule(chunks, 2, 4) == interleaved(2, 4, 2)
+    assert build_schedule(PipelineConfig(pipeline_schedule="zb-h1"), 2, 4) == zero_bubble_h1(
+        2, 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 8, 2, 3), "group-size-per-virtual-pipeline-stage 3 must be at least"),
+        ((4, 3, 2), "3 micro-batches in groups of 4 leave a group of 3"),
+        ((4, 9, 2, 6), "leave a group of 3"),
+        ((1, 4, 2), "needs --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_interleaving_refuses_what_cannot_fill_the_pipeline(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        interleaved(*arguments)
+
+
+def test_orders_that_wait_for_each_other_are_refused():
+    first = [Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0), Action(Kind.FORWARD, 1)]
+    last = [Action(Kind.FORWARD, 1), Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)]
+    with pytest.raises(ValueError, match="rank 0 at B0, rank 1 at F1"):
+        with_messages([first, last])

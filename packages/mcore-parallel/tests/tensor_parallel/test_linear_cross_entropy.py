@@ -1,0 +1,196 @@
+"""The fused head and loss against torch's own cross-entropy on whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mcore_parallel import ParallelConfig, ParallelContext, run_ranks
+from mcore_parallel.collectives import all_gather, own_slice
+from mcore_parallel.tensor_parallel.grad_accumulation import accumulate_product, make_stale
+from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
+
+S, B, D, V = 6, 3, 8, 11
+
+
+def inputs(scale=1.0):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(S, B, D, generator=generator, dtype=torch.float64) * scale
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, V, (B, S), generator=generator)
+    weights = torch.rand(B, S, generator=generator, dtype=torch.float64)
+    weights[1, 2:] = 0
+    return x, weight, labels, weights
+
+
+def twin(x, weight, labels, weights, label_smoothing):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    logits = (x @ weight.t()).permute(1, 2, 0)  # [S, B, V] -> [B, V, S]
+    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    total = (losses * weights).sum()
+    total.backward()
+    return total.detach(), losses.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+def test_head_loss_equals_whole_logits(label_smoothing, chunk_tokens):
+    x, weight, labels, weights = inputs()
+    want = twin(x, weight, labels, weights, label_smoothing)
+    total, losses = head_loss(
+        x.requires_grad_(),
+        weight.requires_grad_(),
+        labels,
+        weights,
+        vocab_size=V,
+        label_smoothing=label_smoothing,
+        chunk_tokens=chunk_tokens,
+    )
+    total.backward()
+    for got, expected in zip((total, losses, x.grad, weight.grad), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_head_loss_overwrites_a_stale_main_gradient(chunk_tokens):
+    x, weight, labels, weights = inputs()
+    want = twin(x, weight, labels, weights, 0.0)[3]
+    weight.requires_grad_()
+    weight.main_grad = torch.full_like(weight, torch.nan)
+    make_stale(weight)
+    for times in (1, 2):
+        head_loss(
+            x.requires_grad_(),
+            weight,
+            labels,
+            weights,
+            vocab_size=V,
+            chunk_tokens=chunk_tokens,
+        )[0].backward()
+        torch.testing.assert_close(weight.main_grad, times * want)
+
+
+def test_without_gradients_nothing_is_added_to_the_main_gradient():
+    x, weight, labels, weights = inputs()
+    want = twin(x, weight, labels, weights, 0.0)
+    weight.requires_grad_()
+    weight.main_grad = torch.zeros_like(weight)
+    with torch.no_grad():
+        total, losses = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
+    torch.testing.assert_close(total, want[0])
+    torch.testing.assert_close(losses, want[1])
+    assert not weight.main_grad.any()
+
+
+def test_a_head_without_tokens_has_no_gradient():
+    _, weight, labels, weights = inputs()
+    x = torch.zeros(0, B, D, dtype=torch.float64, requires_grad=True)
+    empty = {"labels": labels[:, :0], "weights": weights[:, :0]}
+    head_loss(x, weight.requires_grad_(), vocab_size=V, **empty)[0].backward()
+    assert not weight.grad.any()
+
+
+def test_head_loss_adds_into_the_main_gradient_and_says_when():
+    x, weight, labels, weights = inputs()
+    want = twin(x, weight, labels, weights, 0.0)[3]
+    weight.requires_grad_()
+    weight.main_grad = torch.ones_like(weight)
+    told = []
+    weight.main_grad_ready = lambda: told.append(True)
+    head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)[0].backward()
+    assert weight.grad is None
+    assert told == [True]
+    torch.testing.assert_close(weight.main_grad, want + 1)
+
+
+def test_a_gradient_other_than_one_is_refused():
+    x, weight, labels, weights = inputs()
+    total, _ = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
+    with pytest.raises(RuntimeError, match="root of backward"):
+        (2 * total).backward()
+
+
+def test_a_token_without_weight_cannot_spoil_the_loss():
+    x, weight, labels, weights = inputs()
+    x[2:, 1] = torch.inf  # the positions of row 1 that carry no weight
+    total, _ = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
+    assert torch.isfinite(total)
+
+
+def test_a_head_too_small_for_the_vocabulary_is_refused():
+    x, weight, labels, weights = inputs()
+    with pytest.raises(ValueError, match="cannot hold 12 words"):
+        head_loss(x, weight, labels, weights, vocab_size=12)
+
+
+def ranks_agree(sequence_parallel, label_smoothing, padded, scale):
+    ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=3))
+    x, weight, labels, weights = inputs(scale=scale)
+    want = twin(x, weight, labels, weights, label_smoothing)
+    local = own_slice(F.pad(weight, (0, 0, 0, padded - V)), ctx.tp).clone()
+    local[max(0, min(V - ctx.tp.rank * len(local), len(local))) :] = 100.0  # must not matter
+    mine = (own_slice(x, ctx.tp) if sequence_parallel else x).clone().requires_grad_()
+    total, losses = head_loss(
+        mine,
+        local.requires_grad_(),
+        labels,
+        weights,
+        vocab_size=V,
+        axis=ctx.tp,
+        sequence_parallel=sequence_parallel,
+        label_smoothing=label_smoothing,
+        chunk_tokens=4,
+    )
+    total.backward()
+    dx = all_gather(mine.grad, ctx.tp) if sequence_parallel else mine.grad
+    dw = all_gather(local.grad, ctx.tp)
+    for got, expected in zip((total, losses, dx, dw[:V]), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    assert not dw[V:].any()
+    ctx.destroy()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+@pytest.mark.parametrize(("padded", "scale"), [(12, 1.0), (18, 1.0), (12, 1000.0)])
+def test_head_loss_split_over_ranks_equals_one_rank(
+    sequence_parallel, label_smoothing, padded, scale
+):
+    run_ranks(ranks_agree, 3, sequence_parallel, label_smoothing, padded, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_kernels_equal_plain_torch_on_a_gpu(label_smoothing):
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(50, 2, 64, device="cuda", generator=generator)
+    weight = torch.randn(9000, 64, device="cuda", generator=generator)
+    labels = torch.randint(0, 8990, (2, 50), device="cuda", generator=generator)
+    weights = torch.rand(2, 50, device="cuda", generator=generator)
+    weights[0, :7] = 0
+    want = twin(x.double(), weight[:8990].double(), labels, weights.double(), label_smoothing)
+    x.requires_grad_()
+    weight.requires_grad_()
+    total, losses = head_loss(
+        x, weight, labels, weights, vocab_size=8990, label_smoothing=label_smoothing
+    )
+    total.backward()
+    got = (total, losses, x.grad, weight.grad[:8990])
+    for value, expected in zip(got, want, strict=True):
+        error = (value.double() - expected).abs().max() / expected.abs().max()
+        assert error < 1e-5
+    assert not weight.grad[8990:].any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gemm_accumulates_in_float32_whatever_its_factors(dtype, device):
+    a = torch.randn(512, 96, device=device, dtype=dtype).t()
+    b = torch.randn(512, 64, device=device, dtype=dtype)
+    total = torch.randn(96, 64, device=device)
+    product = a.double() @ b.double()
+    want = total.double() + product
+    accumulate_product(total, a, b)
+    assert (total.double() - want).abs().max() / want.abs().max() < 1e-5
+    total.fill_(torch.nan)
+    accumulate_product(total, a, b, overwrite=True)
+    assert (total.double() - product).abs().max() / product.abs().max() < 1e-5

@@ -1,0 +1,220 @@
+"""The run folder while a run trains: held against other jobs, saved to, kept small.
+
+``Checkpoints`` hides from the loop whether a save is written at once or in the background.
+In the background, a save is told twice: when it is requested and when it is durable; one that
+fails is told and training goes on. Only the last step must come to disk: if the background
+cannot, it is written in the foreground, and an error there ends the run as one.
+"""
+
+import logging
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from mcore_ckpt.save_load.async_saving import AsyncSaver
+from mcore_ckpt.save_load.hf_saving import hf_view
+from mcore_ckpt.save_load.local_saving import LocalSaver
+from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_ckpt.save_load.saving import PlanCache, save
+from mcore_ckpt.storage.folder_lock import FolderLock
+from mcore_parallel.sharding import Shard
+from mcore_train.assembly import Run
+from mcore_train.checkpoints.resuming import (
+    Snapshot,
+    model_description,
+    state_shards,
+    take_snapshot,
+)
+from mcore_train.guards.nan_guard import NonFiniteError
+from mcore_train.reporting.log import Reporter
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Saves of one run; a context manager that holds the run folder. All ranks use it alike.
+
+    Steps between those that last go to local disks. Does nothing for a run without ``--save``.
+    """
+
+    def __init__(self, run: Run, reporter: Reporter) -> None:
+        """Take nothing yet.
+
+        Args:
+            run: what is saved.
+            reporter: gets a record of each request, and of each step that became durable.
+
+        Raises:
+            ValueError: if ``--save-hf`` is asked for a model that no family can say, or
+                local checkpoints cannot be made here.
+        """
+        options = run.plan.config.saving
+        self.is_async = options.async_save
+        self._run = run
+        self._reporter = reporter
+        self._folder = options.save
+        self._lock = FolderLock(options.save) if options.save else None
+        self._tokenizer: tempfile.TemporaryDirectory | None = None
+        self._plans = PlanCache()
+        self._hf = hf_view(model_description(run.plan)) if options.save_hf else None
+        self._saver = AsyncSaver(
+            run.ctx.world,
+            silent_s=60 * options.async_save_timeout_minutes,
+            retention=run.plan.config.retention,
+        )
+        local = run.plan.config.local_saving
+        has_local = local.non_persistent_local_ckpt_dir
+        self._local = LocalSaver(local, run.ctx.world) if has_local else None
+        self._state: dict[str, Shard] | None = None
+        self._saved_step = run.iteration
+        self._requested_step = -1
+        self._requested_s = 0.0
+
+    def __enter__(self) -> Self:
+        """Take the run folder.
+
+        Raises:
+            RuntimeError: on all ranks, if another job writes to it.
+            ValueError: if the local disks hold a step that the run has not come to.
+        """
+        newest = None if self._local is None else self._local.latest()
+        if newest is not None and newest > self._run.iteration:
+            raise ValueError(
+                f"--non-persistent-local-ckpt-dir holds step {newest}, and this run begins at "
+                f"{self._run.iteration}: continue from it (--load), or empty the folder."
+            )
+        with agreed(self._run.ctx.world):
+            if self._lock is not None and self._run.ctx.global_rank == 0:
+                self._lock.acquire()
+                if self._run.tokenizer is not None:
+                    self._tokenizer = tempfile.TemporaryDirectory()
+                    self._run.tokenizer.save(self._tokenizer.name)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the run folder back; a write that is still under way is given up.
+
+        But not one of a step before the gradients that ended the run.
+        """
+        if isinstance(error, NonFiniteError) and self._requested_step < error.iteration:
+            self._note(self._saver.wait())
+        self._saver.close()
+        if self._lock is not None:
+            self._lock.release()
+        if self._tokenizer is not None:
+            self._tokenizer.cleanup()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that saves in the background hold on this rank."""
+        return self._saver.host_bytes
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save in the background is under way; equal on all ranks."""
+        return self._saver.is_under_way
+
+    def save(self) -> None:
+        """Save this step, or begin to; the run may change after ``hold``."""
+        if not self.is_async:
+            self._save_now()
+            return
+        started_s = time.perf_counter()
+        is_first = self._saver.host_bytes == 0
+        what = self._snapshot()
+        before = self._saver.last_durable
+        is_begun = self._saver.save(
+            self._folder,
+            self._run.iteration,
+            what.shards,
+            extra=what.extra,
+            files=what.files,
+            folders=what.folders,
+            hf=self._hf,
+            replace=True,
+            overlap=True,
+        )
+        if self._saver.last_durable != before:  # the one before, for which this one waited
+            self._note(self._saver.last_durable)
+        if not is_begun:
+            return
+        self._requested_step = self._run.iteration
+        self._requested_s = time.perf_counter()
+        numbers = {"stall_ms": 1e3 * (self._requested_s - started_s)}
+        self._reporter.record("save_requested", self._run.iteration, numbers)
+        if is_first:
+            gib = self._saver.host_bytes / 2**30
+            log.info("saves in the background hold %.2f GiB of host memory on this rank", gib)
+
+    def save_locally(self) -> None:
+        """Save this step to the hosts' own disks; a failure is told, and training goes on."""
+        if self._local is None:
+            return
+        what = self._snapshot()
+        files = {name: content.decode() for name, content in what.files.items()}
+        try:
+            self._local.save(self._run.iteration, what.shards, {**what.extra, "files": files})
+        except RuntimeError as error:
+            log.error("%s; training goes on", error)
+
+    def hold(self) -> None:
+        """Let the coming update wait for copies that are still made; see ``AsyncSaver``."""
+        self._saver.hold()
+
+    def poll(self) -> None:
+        """Move a save in the background on; once a step."""
+        self._note(self._saver.poll())
+
+    def finish(self) -> None:
+        """Make the step that the run stands at durable, if it is not.
+
+        Raises:
+            RuntimeError: if it cannot be written.
+        """
+        if not self._folder:
+            return
+        self._note(self._saver.wait())
+        if self._saved_step == self._run.iteration:
+            return
+        if self.is_async:
+            self.save()
+            self._note(self._saver.wait())
+        if self._saved_step != self._run.iteration:
+            self._save_now()
+
+    def _note(self, durable: Path | None) -> None:
+        if durable is None:
+            return
+        self._saved_step = self._requested_step
+        seconds = time.perf_counter() - self._requested_s
+        self._reporter.record("save_durable", self._saved_step, {"after_s": seconds})
+
+    def _save_now(self) -> None:
+        what = self._snapshot()
+        save(
+            self._folder,
+            self._run.iteration,
+            what.shards,
+            world=self._run.ctx.world,
+            extra=what.extra,
+            files=what.files,
+            folders=what.folders,
+            hf=self._hf,
+            replace=True,
+            retention=self._run.plan.config.retention,
+            plans=self._plans,
+        )
+        self._saved_step = self._run.iteration
+
+    def _snapshot(self) -> Snapshot:
+        folder = None if self._tokenizer is None else Path(self._tokenizer.name)
+        if self._state is None:
+            self._state = state_shards(self._run)
+        return take_snapshot(self._run, folder, self._state)

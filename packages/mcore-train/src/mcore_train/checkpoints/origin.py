@@ -1,0 +1,73 @@
+"""What a run starts from: the checkpoint that ``--load`` means, and the model it holds.
+
+Read from the index alone, without torch, so that a command line is known before anything
+is loaded.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from mcore_ckpt.storage.index import read_index
+from mcore_ckpt.storage.paths import is_complete, latest_step, resolve_folder
+from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_train.composition import TrainConfig
+from mcore_train.options.recipe import Value
+
+
+def find_checkpoint(load: str, step: int = 0) -> Path | None:
+    """Return the step folder that ``--load`` and ``--ckpt-step`` mean.
+
+    Returns:
+        None where nothing was ever saved: a run that may start from nothing.
+
+    Raises:
+        ValueError: if a checkpoint is named that is not there or was not finished, or a file.
+    """
+    folder = as_path(load)
+    if folder.is_file():
+        raise ValueError(f"--load {load} is a file: give a run folder or a step folder.")
+    nothing_yet = not folder.is_dir() or latest_step(folder) is None
+    if nothing_yet and not step and not is_complete(folder):
+        return None
+    return resolve_folder(folder, step)
+
+
+def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:
+    """Read the model's own options out of a checkpoint's index, as a flat table.
+
+    Args:
+        load: run folder or step folder.
+        step: step in a run folder; 0: the latest.
+
+    Returns:
+        The fields that differ from their defaults or have none, and the tokenizer's folder;
+        empty where the folder holds no checkpoint or it describes no model.
+
+    Raises:
+        ValueError: if a checkpoint is named that is not there.
+    """
+    folder = find_checkpoint(load, step)
+    if folder is None:
+        return {}
+    table = model_fields(read_index(folder).extra.get("model", {}))
+    # A tokenizer in an object store is no folder that a tokenizer library opens.
+    if (folder / "tokenizer").is_dir() and not is_store(folder):
+        table["tokenizer_model"] = str(folder / "tokenizer")
+    return table
+
+
+def model_fields(description: dict[str, Any]) -> dict[str, Value]:
+    """Turn a checkpoint's model description into the flat fields that build it again."""
+    table: dict[str, Value] = {}
+    if not description:
+        return table
+    parts = get_type_hints(TrainConfig)
+    for part, values in (("model", "config"), ("experts", "moe")):
+        for field in dataclasses.fields(parts[part]):
+            value = description[values].get(field.name, field.default)
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            if value != default:
+                table[field.name] = value
+    table["vocab_size"] = description["vocab_size"]
+    return table

@@ -1,0 +1,400 @@
+"""Saving a run and continuing it: bitwise under the same layout, closely under another.
+
+A checkpoint holds logical tensors (``model.*``, ``optimizer.*``), which any layout loads,
+and each rank's random streams (``rng.*``), which only the same layout can. Everything else
+is a few numbers in the index, among them how many sequences were consumed: the place in
+the data is that number alone.
+"""
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.save_load.loading import load
+from mcore_ckpt.save_load.local_saving import LocalSaver
+from mcore_ckpt.save_load.saving import save
+from mcore_ckpt.storage.index import read_index
+from mcore_data.datasets.blending import OrderedBlend
+from mcore_data.datasets.mixture import begins_at_steps
+from mcore_data.tracing.data_plan import (
+    PLAN_FILE,
+    DataPlan,
+    Stretch,
+    given_by_source,
+    parse_plan,
+)
+from mcore_models.config import config_to_dict
+from mcore_parallel.sharding import Piece, Shard, named_shards
+from mcore_train.assembly import Run, num_samples_of
+from mcore_train.checkpoints.origin import find_checkpoint
+from mcore_train.lr_schedule import Schedule, reconcile
+from mcore_train.options.recipe import told_options, write_recipe
+from mcore_train.resolution import Plan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What a checkpoint of a run holds at this moment; tensors are views, not copies."""
+
+    shards: dict[str, Shard]
+    extra: dict[str, Any]
+    files: dict[str, bytes]
+    folders: dict[str, Path]
+
+
+def take_snapshot(
+    run: Run,
+    tokenizer_folder: Path | None = None,
+    state: Mapping[str, Shard] | None = None,
+) -> Snapshot:
+    """Describe everything that a checkpoint of this step holds.
+
+    Args:
+        run: weights are read once gathers on their way are done.
+        tokenizer_folder: holds the run's tokenizer; None on ranks that need not bring it.
+        state: what ``state_shards`` gave for this run, which takes long; None: asked here.
+    """
+    run.data_parallel.wait_params()
+    return Snapshot(
+        shards={**(state_shards(run) if state is None else state), **_rng_shards(run)},
+        extra=_extra(run),
+        files=_files(run),
+        folders={"tokenizer": tokenizer_folder} if tokenizer_folder else {},
+    )
+
+
+def state_shards(run: Run) -> dict[str, Shard]:
+    """Describe weights and, if it is saved, optimizer state: views that stay good."""
+    with_optimizer = run.plan.config.saving.save_optim
+    return model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
+
+
+def save_run(run: Run) -> Path:
+    """Write a checkpoint of this step below ``--save``; all ranks call it together.
+
+    Returns:
+        The step folder.
+    """
+    config = run.plan.config
+    with _tokenizer_folder(run) as folder:
+        what = take_snapshot(run, folder)
+        return save(
+            config.saving.save,
+            run.iteration,
+            what.shards,
+            world=run.ctx.world,
+            extra=what.extra,
+            files=what.files,
+            folders=what.folders,
+            replace=True,
+            retention=config.retention,
+        )
+
+
+def load_run(run: Run) -> bool:
+    """Continue from ``--load``, if it names a checkpoint; all ranks call it together.
+
+    Args:
+        run: as assembled; weights, optimizer, streams and counts are set in place.
+
+    Returns:
+        Whether there was a checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint is of another model, if its schedule is not the flags',
+            or if there is none and ``--exit-on-missing-checkpoint`` is given.
+    """
+    options = run.plan.config.loading
+    folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if _load_local(run, folder):
+        return True
+    if folder is None:
+        if options.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {options.load} holds no checkpoint.")
+        if options.load:
+            log.warning("no checkpoint in %s: starting from nothing", options.load)
+        return False
+    extra = read_index(folder).extra
+    _check_model(extra["model"], run.plan, folder)
+    if options.finetune or "iteration" not in extra:
+        _load_weights(run, folder)
+        return True
+    schedule = _schedule_from(extra, run)
+    _load_state(run, folder, extra)
+    file = folder / PLAN_FILE
+    _take_counts(run, schedule, extra, file.read_text("utf-8") if file.is_file() else "")
+    return True
+
+
+def _load_local(run: Run, folder: Path | None) -> bool:
+    """Continue from the hosts' own disks, if what is there is as new as what ``--load`` has.
+
+    Returns:
+        Whether it was.
+
+    Raises:
+        ValueError: if it is of another layout, model or schedule.
+    """
+    config = run.plan.config
+    options, local = config.loading, config.local_saving
+    if not local.non_persistent_local_ckpt_dir or not options.load or options.finetune:
+        return False
+    saver = LocalSaver(local, run.ctx.world)
+    step = saver.latest()
+    lasting = -1 if folder is None else read_index(folder).extra.get("iteration", -1)
+    if options.ckpt_step or step is None or step < lasting:
+        return False
+    shards = state_shards(run)
+    rng = _rng_shards(run)
+    extra = saver.load(shards | rng)
+    _check_model(extra["model"], run.plan, Path(local.non_persistent_local_ckpt_dir))
+    schedule = _schedule_from(extra, run)
+    _take_streams(run, rng)
+    with_optimizer = "num_steps" in extra
+    if with_optimizer:
+        run.optimizer.num_steps = extra["num_steps"]
+    run.optimizer.refresh(from_parameters=not with_optimizer)
+    _take_counts(run, schedule, extra, extra["files"].get(PLAN_FILE, ""))
+    return True
+
+
+def _schedule_from(extra: Mapping[str, Any], run: Run) -> Schedule:
+    plan, samples = run.plan, extra["schedule_samples"]
+    return reconcile(extra["schedule"], plan.schedule, plan.config.schedule, samples)
+
+
+def _take_counts(run: Run, schedule: Schedule, extra: Mapping[str, Any], then: str) -> None:
+    """Stand where a checkpoint was made; ``then`` is its data plan, if it had one."""
+    run.plan = replace(run.plan, schedule=schedule)
+    run.iteration = extra["iteration"]
+    run.consumed_train_samples = extra["consumed_train_samples"]
+    run.schedule_samples = extra["schedule_samples"]
+    _continue_data(run, then)
+
+
+def _take_streams(run: Run, rng: Mapping[str, Shard]) -> None:
+    states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
+    run.streams.set_state(states)
+
+
+def data_plan(run: Run) -> DataPlan:
+    """Describe which tokens the run's steps read."""
+    config = run.plan.config
+    data = config.data
+    if data.mock_data:
+        data = replace(data, mock_vocab_size=run.plan.vocab_size)
+    dataset = run.datasets.train
+    blend = isinstance(dataset, OrderedBlend)
+    size = run.plan.ramp.size_at(run.consumed_train_samples)
+    return DataPlan(
+        data=data,
+        fim=config.fim,
+        sequence_length=config.batch.seq_length,
+        seed=config.run.seed,
+        num_samples=num_samples_of(run.plan),
+        stretches=tuple(run.stretches) or (Stretch(1, 0, size),),
+        iteration=run.iteration,
+        consumed_samples=run.consumed_train_samples,
+        working_folder=str(Path.cwd()),
+        sources=tuple(run.datasets.sources),
+        ledger=tuple(dataset.ledger(run.consumed_train_samples)) if blend else (),
+    )
+
+
+def _files(run: Run) -> dict[str, bytes]:
+    files = {"recipe.toml": write_recipe(told_options(run.plan.config)).encode()}
+    if run.datasets.sources:
+        files[PLAN_FILE] = data_plan(run).to_json().encode()
+    return files
+
+
+def _continue_data(run: Run, plan_of_then: str) -> None:
+    """Take over which batch sizes the run has had; tell of data that are others than then.
+
+    Raises:
+        ValueError: if a changed mixture would repeat or lose samples, or counts in steps of
+            a run whose batch size was changed.
+    """
+    if not plan_of_then or not run.datasets.sources:
+        return
+    then, now = parse_plan(plan_of_then), data_plan(run)
+    run.stretches = list(then.stretches)
+    gave, gives = given_by_source(then), given_by_source(now)
+    mixture = now.data.data_mixture_path
+    if mixture:
+        expected = run.plan.ramp.samples_before(run.iteration + 1)
+        if begins_at_steps(mixture) and expected != run.consumed_train_samples:
+            raise ValueError(
+                f"--data-mixture-path {mixture} counts in steps, and the run has had other "
+                f"batch sizes until step {run.iteration}: give from_sample instead."
+            )
+        if gave != gives:
+            raise ValueError(
+                f"--data-mixture-path {mixture} has another past than the "
+                f"run: after {then.consumed_samples} samples its sources would have given "
+                f"{gives}, but they gave {gave}. Change only phases that have not begun."
+            )
+    elif _hashes(then) != _hashes(now):
+        log.warning("the training data are not those that the run has read until now")
+
+
+def _hashes(plan: DataPlan) -> list[str]:
+    return [each["lengths_hash"] for each in plan.sources]
+
+
+def _load_weights(run: Run, folder: Path) -> None:
+    """Take the weights alone, in whatever format they were saved."""
+    ignore = ("optimizer.", "rng.")
+    load(folder, model_shards(run), ignore=ignore, cast=True, **_load_options(run))
+    run.optimizer.refresh(from_parameters=True)
+
+
+def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
+    """Take weights, optimizer and, under the same layout, random streams."""
+    with_optimizer = run.plan.config.loading.load_optim and "num_steps" in extra
+    shards = model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
+    rng = _rng_shards(run) if _streams_fit(run, extra) else {}
+    ignore = (() if with_optimizer else ("optimizer.",)) + (() if rng else ("rng.",))
+    load(folder, shards | rng, ignore=ignore, **_load_options(run))
+    if rng:
+        _take_streams(run, rng)
+    if with_optimizer:
+        run.optimizer.num_steps = extra["num_steps"]
+    run.optimizer.refresh(from_parameters=not with_optimizer)
+
+
+def _load_options(run: Run) -> dict[str, Any]:
+    config = run.plan.config
+    return {
+        "world": run.ctx.world,
+        "strictness": config.strictness,
+        "checksums": config.loading.load_checksums,
+    }
+
+
+def model_shards(run: Run) -> dict[str, Shard]:
+    """Describe this rank's weights, named ``model.<logical>``; waits for gathers."""
+    run.data_parallel.wait_params()
+    shards: dict[str, Shard] = {}
+    for chunk in run.chunks:
+        described = named_shards(chunk, run.ctx.data_axes())
+        shards |= {f"model.{name}": shard for name, shard in described.items()}
+    return shards
+
+
+def optimizer_shards(run: Run) -> dict[str, Shard]:
+    """Describe this rank's optimizer state, named ``optimizer.<kind>.<logical>``."""
+    return {f"optimizer.{n}": shard for n, shard in run.optimizer.named_shards().items()}
+
+
+def model_description(plan: Plan) -> dict[str, Any]:
+    """Describe a plan's model as plain data, enough to build it again."""
+    return {
+        "family": "gpt",
+        "vocab_size": plan.vocab_size,
+        "config": config_to_dict(plan.config.model),
+        "moe": config_to_dict(plan.config.experts),
+    }
+
+
+def _extra(run: Run) -> dict[str, Any]:
+    from mcore_train import __version__
+
+    plan = run.plan
+    extra: dict[str, Any] = {
+        "model": model_description(plan),
+        "iteration": run.iteration,
+        "consumed_train_samples": run.consumed_train_samples,
+        "schedule_samples": run.schedule_samples,
+        "schedule": asdict(plan.schedule),
+        "versions": {"mcore-train": __version__, "torch": torch.__version__},
+        "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},
+        "recipe": told_options(plan.config),
+    }
+    if plan.config.saving.save_optim:
+        extra["num_steps"] = run.optimizer.num_steps
+    return extra
+
+
+def _check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
+    """Compare what decides shapes and numbers; say every difference at once."""
+    here = model_description(plan)
+    different = [
+        f"{name}: {saved[part][name]} there, {value} here"
+        for part in ("config", "moe")
+        for name, value in here[part].items()
+        if name in saved[part] and saved[part][name] != value and name not in _FREE
+    ]
+    if saved["vocab_size"] != here["vocab_size"]:
+        different.append(f"vocab_size: {saved['vocab_size']} there, {here['vocab_size']} here")
+    if different:
+        raise ValueError(
+            f"{folder} holds another model ({'; '.join(different)}): leave these flags out, as "
+            "--load brings the model's shape with it, or load another checkpoint."
+        )
+
+
+_FREE = frozenset(
+    {
+        "hidden_dropout",
+        "attention_dropout",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+        "init_method_std",
+        "embedding_init_method_std",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_input_jitter_eps",
+        "moe_router_load_balancing_type",
+        "moe_router_bias_update_rate",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+        "moe_token_dispatcher_type",
+        "moe_grouped_gemm",
+    }
+)
+"""Fields that a continued run may change: they change no stored tensor's meaning."""
+
+
+def _rng_shards(run: Run) -> dict[str, Shard]:
+    """Describe copies of this rank's random streams, under names no other rank has."""
+    rank = run.ctx.global_rank
+    shards = {}
+    for stream, state in run.streams.state().items():
+        shape = tuple(state.shape)
+        piece = Piece((0,), shape, state.cpu())
+        shards[f"rng.{stream}.{rank}"] = Shard(shape, state.dtype, (piece,))
+    return shards
+
+
+def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint's random streams belong to this same layout."""
+    plan, options = run.plan, run.plan.config.loading
+    if not options.load_rng:
+        return False
+    here = {"world_size": plan.world_size, **asdict(plan.config.parallelism)}
+    fits = extra["parallel"] == here
+    model = plan.config.model
+    if not fits and (model.hidden_dropout or model.attention_dropout):
+        log.warning("another layout than the checkpoint's: dropout begins new random streams")
+    return fits
+
+
+@contextmanager
+def _tokenizer_folder(run: Run) -> Iterator[Path | None]:
+    """Write the tokenizer where the checkpoint copies it from; on one rank only."""
+    if run.tokenizer is None or run.ctx.global_rank != 0:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run.tokenizer.save(folder)
+        yield Path(folder)

@@ -1,0 +1,1 @@
+"""Signals, NaN, replica and garbage-collection guards."""

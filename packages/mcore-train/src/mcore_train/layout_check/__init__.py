@@ -1,0 +1,1 @@
+"""``mcore-train verify``: any layout against one rank."""

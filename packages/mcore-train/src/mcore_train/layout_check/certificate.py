@@ -1,0 +1,199 @@
+"""What a layout is held to, and how far it was off: errors, tolerances, a table, JSON.
+
+The error of a tensor is that of ``mcore_parallel.testing.layout_comparison``, for logits,
+gradients and weight updates alike. A weight whose true gradient is zero (the bias of keys where
+positions are learned) gets rounding for a gradient, which AdamW divides by its own size: such
+an update is measured by the largest of the model.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from math import isnan
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.testing.layout_comparison import EXACT, tensor_errors
+from mcore_train.layout_check.trial import Trial
+
+BANDS: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+"""The formats that people train in, beside float64. Where one rank's own worst tensor is
+further off than half of that, twice its distance: rounding sets it, not the layout."""
+VANISHING = 1e-12
+"""Share of the model's largest gradient below which a gradient is rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One thing that was compared."""
+
+    what: str
+    """Quantity: ``gradient``, ``weights after steps``, ``loss``, ..."""
+    tensor: str
+    """Class of tensors, ``blocks.*.mlp.fc1.gate.weight``; empty for a single number."""
+    worst: str
+    """The one that is furthest off."""
+    error: float
+    tolerance: float
+    """0: to the last bit."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance; a NaN is not."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificate:
+    """All that was compared, under which layout, and what was not."""
+
+    layout: str
+    dtype: str
+    lines: tuple[Line, ...]
+    unchecked: tuple[str, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every line passed, and there are any."""
+        return bool(self.lines) and all(line.passed for line in self.lines)
+
+    def to_json(self) -> str:
+        """Write the certificate as JSON, errors and tolerances as numbers."""
+        table = asdict(self) | {"passed": self.passed}
+        return json.dumps(table, indent=1) + "\n"
+
+
+def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]:
+    """Hold a trial to one rank's in float64: every quantity and every tensor."""
+    lines = [
+        _bitwise("initial weights", _different(trial.initial, oracle.initial)),
+        *_tensor_lines("logits", trial.logits, oracle.logits, tolerance),
+        _number("loss", trial.losses, oracle.losses, tolerance),
+        _number("expert loss", [trial.aux_loss], [oracle.aux_loss], tolerance),
+        _number("gradient norm", [trial.grad_norm], [oracle.grad_norm], tolerance),
+        *_tensor_lines("gradient", trial.gradients, oracle.gradients, tolerance),
+        *_tensor_lines(
+            *("weights after steps", trial.updates, oracle.updates, tolerance),
+            vanishing(oracle.gradients),
+        ),
+    ]
+    if trial.saved:
+        lines.append(_bitwise("continued run", trial.resumed != trial.final))
+    return lines
+
+
+def compare_rounded(trial: Trial, alone: Trial, oracle: Trial, band: float) -> list[Line]:
+    """Hold a trial in the run's own format to one rank's in float64.
+
+    Args:
+        trial: of the layout.
+        alone: of one rank in the same format: its distance is that of rounding alone.
+        oracle: of one rank in float64.
+        band: of the format, see ``BANDS``.
+    """
+    # Weights after steps are left out: AdamW's first steps are signs, which rounding flips.
+    rounding: dict[str, float] = {}
+    for line in _rounded(alone, oracle, band):
+        rounding[line.what] = max(line.error, rounding.get(line.what, 0.0))
+    return [
+        replace(line, tolerance=max(band, 2 * rounding[line.what]))
+        for line in _rounded(trial, oracle, band)
+    ]
+
+
+def _rounded(trial: Trial, oracle: Trial, band: float) -> list[Line]:
+    return [
+        *_tensor_lines("logits", trial.logits, oracle.logits, band),
+        _number("loss", trial.losses[:1], oracle.losses[:1], band),
+        _number("expert loss", [trial.aux_loss], [oracle.aux_loss], band),
+        _number("gradient norm", [trial.grad_norm], [oracle.grad_norm], band),
+        *_tensor_lines("gradient", trial.gradients, oracle.gradients, band),
+    ]
+
+
+def vanishing(gradients: Mapping[str, Tensor]) -> frozenset[str]:
+    """Name the tensors whose gradients are rounding alone."""
+    sizes = {name: float(g.abs().max()) for name, g in gradients.items() if g.numel()}
+    bound = VANISHING * max(sizes.values(), default=0.0)
+    return frozenset(name for name, size in sizes.items() if size <= bound)
+
+
+def class_of(name: str) -> str:
+    """Return the class of a logical tensor: its name without layer and expert numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _tensor_lines(
+    what: str,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: float,
+    noisy: Collection[str] = (),
+) -> list[Line]:
+    worst: dict[str, tuple[str, float]] = {}
+    for name, error in tensor_errors(found, expected, noisy).items():
+        kind = class_of(name)
+        if kind not in worst or not error <= worst[kind][1]:
+            worst[kind] = (name, error)
+    return [
+        Line(what=what, tensor=kind, worst=name, error=error, tolerance=tolerance)
+        for kind, (name, error) in worst.items()
+    ]
+
+
+def _number(
+    what: str, found: Iterable[float], expected: Iterable[float], tolerance: float
+) -> Line:
+    errors = [
+        abs(a - b) / abs(b) if b else abs(a) for a, b in zip(found, expected, strict=True)
+    ]
+    # max() would lose a NaN.
+    error = max(errors, key=lambda error: (isnan(error), error), default=0.0)
+    return Line(what=what, tensor="", worst="", error=error, tolerance=tolerance)
+
+
+def _bitwise(what: str, differs: str | bool) -> Line:
+    worst = differs if isinstance(differs, str) else ""
+    return Line(what=what, tensor="", worst=worst, error=float(bool(differs)), tolerance=0.0)
+
+
+def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """Name the first tensor that is not the same to the last bit, or return nothing."""
+    names = (n for n in expected if n not in found or not torch.equal(found[n], expected[n]))
+    return next(names, "")
+
+
+def draw(certificate: Certificate) -> str:
+    """Draw the table: one row a tensor class, failures marked, and what was not checked."""
+    rows = [("what", "tensors", "worst error", "tolerance", "")]
+    for line in certificate.lines:
+        exact = line.tolerance == 0
+        rows.append(
+            (
+                line.what,
+                line.tensor,
+                ("differs" if line.error else "same bits") if exact else f"{line.error:.1e}",
+                "" if exact else f"{line.tolerance:.1e}",
+                "ok" if line.passed else f"FAILED {line.worst}".rstrip(),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    table = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
+        for row in rows
+    ]
+    verdict = "computes what one rank computes" if certificate.passed else "is WRONG"
+    layout = f"{certificate.layout}, {certificate.dtype}"
+    return "\n".join(
+        [
+            *(row.rstrip() for row in table),
+            "",
+            "not checked here:",
+            *(f"  - {note}" for note in certificate.unchecked),
+            "",
+            f"This layout ({layout}) {verdict} ({certificate.seconds:.0f} s).",
+        ]
+    )

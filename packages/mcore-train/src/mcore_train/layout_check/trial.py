@@ -1,0 +1,300 @@
+"""A short training of a small model under one layout, and everything it computed.
+
+What two layouts must agree on, as whole logical tensors: initial weights, logits, the
+gradients of the first step, its norm and losses, the weights after some steps, and what a
+checkpoint gives back. ``mcore-train verify`` and the parity tests compare these.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_models.gpt import GPT
+from mcore_parallel.collectives import all_gather
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.rng import fill_parameter_
+from mcore_parallel.sharding import Piece, Shard, named_parameters, named_shards
+from mcore_parallel.testing.ranks import gather_logical
+from mcore_train.assembly import Datasets, Run, assemble
+from mcore_train.batches import train_batches
+from mcore_train.checkpoints.resuming import load_run, model_shards, optimizer_shards, save_run
+from mcore_train.config import LoadConfig, SaveConfig
+from mcore_train.evaluation import forward_pass
+from mcore_train.losses import MicroBatch, place
+from mcore_train.lr_schedule import learning_rate, weight_decay
+from mcore_train.resolution import Plan
+from mcore_train.step import backward, train_step
+
+VECTOR_STD = 0.2
+"""Spread of what is added to biases and norm weights, whose initial values hide faults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What one layout computed; tensors are logical and whole."""
+
+    losses: list[float]
+    """Mean token loss of every step."""
+    aux_loss: float
+    """What experts add to the loss, in the first step."""
+    grad_norm: float
+    """Of the first step, before clipping."""
+    logits: dict[str, Tensor]
+    """Of the first step's rows, before it."""
+    gradients: dict[str, Tensor]
+    """Of the first step, finished, before clipping."""
+    updates: dict[str, Tensor]
+    """Weights after the step that is saved minus weights before."""
+    initial: dict[str, Tensor]
+    saved: str = ""
+    """Fingerprint of weights and optimizer as saved; empty where nothing was."""
+    final: str = ""
+    """Fingerprint after all steps in one go."""
+    resumed: str = ""
+    """Fingerprint after all steps, stopped and continued on the way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Sequences by number: random tokens, and masks that differ from row to row.
+
+    A stretch of rows of every step has no valid token at all.
+    """
+
+    seq_length: int
+    vocab_size: int
+    global_batch_size: int
+    num_steps: int
+    masked: range = field(default_factory=lambda: range(0))
+    """Places in a step's batch whose rows count nothing."""
+    is_packed: bool = False
+    """Whether the two documents of a row do not see each other; their positions begin anew
+    where the plan asks for it."""
+
+    def __len__(self) -> int:
+        return self.global_batch_size * self.num_steps
+
+    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
+        S = self.seq_length
+        text = np.random.default_rng(sample).integers(0, self.vocab_size, S + 1)
+        place = np.arange(S)
+        mask = (place < S - 3 * (sample % 4)) & ((5 * place + sample) % 7 != 0)
+        if sample % self.global_batch_size in self.masked:
+            mask[:] = False
+        begin = 3 + 2 * (sample % 3)
+        row = {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": mask.astype(np.float32),
+            "position_ids": np.where(place < begin, place, place - begin),
+        }
+        borders = {"cu_seqlens": np.array([0, begin, S], np.int32)}
+        return row | borders if self.is_packed else row
+
+
+def rows_of(plan: Plan) -> Rows:
+    """Make rows for every step of a plan, a micro-batch without valid tokens among them."""
+    batch, data = plan.config.batch, plan.config.data
+    has_room = plan.global_batch_size > batch.micro_batch_size
+    masked = range(batch.micro_batch_size, 2 * batch.micro_batch_size)
+    return Rows(
+        seq_length=batch.seq_length,
+        vocab_size=plan.vocab_size,
+        global_batch_size=plan.global_batch_size,
+        num_steps=plan.train_iters,
+        masked=masked if has_room else range(0),
+        is_packed=data.reset_attention_mask or data.dataloader_inter_document_masking,
+    )
+
+
+def build_run(plan: Plan, ctx: ParallelContext, rows: Rows, *, dtype: torch.dtype) -> Run:
+    """Assemble a run on this rank, with nothing at a value that would hide a fault."""
+    run = assemble(plan, ctx, datasets=Datasets(train=rows), dtype=dtype)
+    for chunk in run.chunks:
+        for named in named_parameters(chunk):
+            if all(len(part.shape) == 1 for part in named.layout.parts):
+                before = named.parameter.detach().clone()
+                fill_parameter_(named, seed=plan.config.run.seed + 1, std=VECTOR_STD)
+                with torch.no_grad():
+                    named.parameter.add_(before)
+    run.optimizer.refresh(from_parameters=True)
+    return run
+
+
+def run_trial(
+    plan: Plan,
+    ctx: ParallelContext,
+    rows: Rows,
+    *,
+    dtype: torch.dtype = torch.float64,
+    folder: Path | None = None,
+    saved_step: int = 0,
+) -> Trial:
+    """Train to the end of the plan; all ranks of the context call it together.
+
+    Args:
+        plan: of a small run.
+        ctx: its layout.
+        rows: to train on, as many as the plan's steps take.
+        dtype: of parameters and activations.
+        folder: for a checkpoint; None: nothing is saved.
+        saved_step: whose weights are compared, and after which is saved; 0: the last.
+    """
+    saved_step = saved_step or plan.train_iters
+    if folder is not None:
+        saving = SaveConfig(save=str(folder))
+        plan = replace(plan, config=replace(plan.config, saving=saving))
+    run = build_run(plan, ctx, rows, dtype=dtype)
+    with run.recorder or nullcontext():
+        trial = _observe(run, folder, saved_step)
+    if folder is not None:
+        trial = replace(trial, resumed=_continue(plan, ctx, rows, dtype, folder))
+    return trial
+
+
+def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
+    plan, ctx = run.plan, run.ctx
+    initial = whole_weights(run)
+    batches = train_batches(run)
+    first = next(batches)
+    logits = gather_logical(logit_shards(run, first), ctx.world)
+    losses = backward(run, first)
+    gradients = gather_logical(run.data_parallel.grad_shards(), ctx.world)
+    norm = float(run.optimizer.grad_norm())
+    aux_loss = sum_over(losses.aux_loss, ctx)
+    told = [train_one(run, first)]
+    told += [train_one(run, next(batches)) for _ in range(saved_step - 1)]
+    after = whole_weights(run)
+    saved = ""
+    if folder is not None:
+        saved = fingerprint(run)
+        save_run(run)
+    told += [train_one(run, next(batches)) for _ in range(plan.train_iters - saved_step)]
+    return Trial(
+        losses=told,
+        aux_loss=aux_loss,
+        grad_norm=norm,
+        logits=logits,
+        gradients=gradients,
+        updates={name: after[name] - initial[name] for name in after},
+        initial=initial,
+        saved=saved,
+        final=fingerprint(run) if folder is not None else "",
+    )
+
+
+def _continue(
+    plan: Plan, ctx: ParallelContext, rows: Rows, dtype: torch.dtype, folder: Path
+) -> str:
+    """Begin anew with other weights, load, train to the end; return the fingerprint."""
+    other = replace(plan.config.run, seed=plan.config.run.seed + 7)
+    plan = replace(plan, config=replace(plan.config, run=other))
+    run = build_run(plan, ctx, rows, dtype=dtype)
+    load_folder(run, folder)
+    batches = train_batches(run)
+    with run.recorder or nullcontext():
+        while run.iteration < plan.train_iters:
+            train_one(run, next(batches))
+    return fingerprint(run)
+
+
+def train_one(run: Run, batches: Sequence[MicroBatch]) -> float:
+    """Train one step; return the mean token loss over the whole step, equal on all ranks."""
+    schedule, samples = run.plan.schedule, run.schedule_samples
+    result = train_step(
+        run, batches, learning_rate(schedule, samples), weight_decay(schedule, samples)
+    )
+    run.iteration += 1
+    run.consumed_train_samples += run.plan.global_batch_size
+    run.schedule_samples += run.plan.global_batch_size
+    # Tensor ranks hold equal shares.
+    return sum_over(result.loss, run.ctx) / run.ctx.tp.size
+
+
+def sum_over(number: Tensor, ctx: ParallelContext) -> float:
+    """Sum one number over all ranks, in their order."""
+    return float(all_gather(number.detach().double().reshape(1), ctx.world).sum())
+
+
+def whole_weights(run: Run) -> dict[str, Tensor]:
+    """Gather the whole model, by logical name."""
+    found = {}
+    run.data_parallel.wait_params()
+    for chunk in run.chunks:
+        found |= named_shards(chunk, run.ctx.data_axes())
+    return gather_logical(found, run.ctx.world)
+
+
+def fingerprint(run: Run) -> str:
+    """Hash every bit of weights and optimizer, whatever the layout."""
+    state = gather_logical(model_shards(run) | optimizer_shards(run), run.ctx.world)
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load_folder(run: Run, folder: Path) -> None:
+    """Load the latest checkpoint of a folder into a run, whatever layout saved it."""
+    config = replace(run.plan.config, loading=LoadConfig(load=str(folder)))
+    run.plan = replace(run.plan, config=config)
+    if not load_run(run):
+        raise RuntimeError(f"{folder} holds no checkpoint")
+
+
+def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
+    """Compute this rank's part of a step's logits: ``rows.<n>.logits``, each ``[S, V]``.
+
+    All ranks call it together; those without the last stage hold none of it.
+    """
+    ctx, V = run.ctx, run.plan.vocab_size
+    shards: dict[str, Shard] = {}
+
+    def keep(model: GPT, hidden: Tensor, microbatch: int) -> None:
+        logits = model.logits(hidden)
+        v = logits.shape[-1]
+        begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))
+        num_rows, num_tokens = batches[microbatch].tokens.shape
+        first_row = (microbatch * ctx.dp.size + ctx.dp.rank) * num_rows
+        for row in range(num_rows):
+            pieces, at = [], 0
+            for start, length in _runs_of(_places(ctx, num_tokens * ctx.cp.size)):
+                part = logits[at : at + length, row, :width].clone()
+                pieces.append(Piece((start, begin), (length, width), part))
+                at += length
+            shape = (num_tokens * ctx.cp.size, V)
+            held = tuple(pieces) if width else ()
+            shards[f"rows.{first_row + row}.logits"] = Shard(shape, run.dtype, held)
+
+    for chunk in run.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        forward_pass(run, batches, keep)
+    for chunk in run.chunks:
+        chunk.train()
+    return shards
+
+
+def _places(ctx: ParallelContext, seq_length: int) -> list[int]:
+    """List the places of a sequence that this context rank computes, in its order."""
+    counted = torch.arange(seq_length)[None]
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    return place(dict.fromkeys(names, counted), ctx).tokens[0].tolist()
+
+
+def _runs_of(places: list[int]) -> list[tuple[int, int]]:
+    """Cut places into runs of neighbours: first place and length of each."""
+    runs: list[tuple[int, int]] = []
+    for number in places:
+        if runs and number == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
+    return runs

@@ -1,0 +1,252 @@
+"""``mcore-train verify``: does this layout compute what one rank computes?
+
+A small twin of the run trains under its layout and on one rank: in float64, where nothing
+but the order of sums may differ, and in the run's own format. Ranks are processes of this
+host with gloo, or those that a launcher started, on its devices.
+"""
+
+import logging
+import tempfile
+import time
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_parallel.config import ParallelConfig, PipelineConfig
+from mcore_parallel.launch import launcher
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing.layout_comparison import EXACT
+from mcore_parallel.testing.worker_pool import Pool
+from mcore_train.composition import TrainConfig, VerifiedConfig
+from mcore_train.layout_check.certificate import (
+    BANDS,
+    Certificate,
+    Line,
+    compare,
+    compare_rounded,
+    draw,
+)
+from mcore_train.layout_check.small_run import Twin, build_twin, describe_layout, smallest_world
+from mcore_train.layout_check.trial import (
+    Trial,
+    build_run,
+    fingerprint,
+    load_folder,
+    rows_of,
+    run_trial,
+)
+from mcore_train.options.output_checks import check_file
+from mcore_train.precision import torch_dtype
+from mcore_train.reporting.log import set_up
+from mcore_train.resolution import Plan, plan_of, resolve
+from mcore_train.running import joined_world
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 600.0
+"""After which the ranks of a verification are ended."""
+
+
+def run_verification(config: VerifiedConfig) -> int:
+    """Verify what a command line describes; print the table and write the certificate.
+
+    Returns:
+        0 if everything agrees, 1 if not.
+
+    Raises:
+        ValueError: for everything that contradicts itself, before any rank starts.
+    """
+    world = launcher.read_environment()
+    is_first = world.rank == 0
+    set_up(is_first)
+    if is_first and config.verification.certificate:
+        check_file("--certificate", config.verification.certificate)
+    own = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
+    if world.is_launched:
+        certificate = verify_in_world(
+            build_twin(_plan(own, world.world_size), world.world_size)
+        )
+    else:
+        plan = _plan(own, own.launch.nproc or smallest_world(own))
+        certificate = verify_here(build_twin(plan, config.verification.max_ranks))
+    if certificate is None:
+        return 0
+    return conclude(certificate, config.verification.certificate)
+
+
+def conclude(certificate: Certificate, file: str = "") -> int:
+    """Print a certificate and write it as JSON, if a file is named.
+
+    Returns:
+        What the command exits with: 0 if everything agrees, else 1.
+    """
+    log.info("%s", draw(certificate))
+    if file:
+        Path(file).absolute().parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(certificate.to_json())
+    return 0 if certificate.passed else 1
+
+
+def _plan(config: TrainConfig, world_size: int) -> Plan:
+    """Resolve the real run; a run needs a length and a rate, its verification does not."""
+    batch, optimizer = config.batch, config.optimizer
+    if not batch.train_iters and not batch.train_samples:
+        config = replace(config, batch=replace(batch, train_iters=1))
+    if not optimizer.lr:
+        config = replace(config, optimizer=replace(optimizer, lr=1.0))
+    return plan_of(config, world_size)
+
+
+def verify_here(twin: Twin) -> Certificate:
+    """Start the twin's ranks on this host's CPU and compare.
+
+    Args:
+        twin: of ``build_twin``.
+
+    Raises:
+        RuntimeError: if a rank raises or dies, with its traceback.
+    """
+    log.info("%s, on this host's processors", describe_layout_of(twin))
+    ranks = Pool(check_shapes=False)
+    try:
+        return ranks.run(verify_on_rank, twin.world_size, (twin,), TIMEOUT_S)[0]
+    finally:
+        ranks.stop()
+
+
+def verify_in_world(twin: Twin) -> Certificate | None:
+    """Compare on the ranks that a launcher started on this host; only rank 0 returns a result.
+
+    Raises:
+        ValueError: if the twin is of another world than the launcher's.
+    """
+    world = launcher.read_environment()
+    if world.world_size != twin.world_size:
+        raise ValueError(
+            f"the twin has {twin.world_size} ranks and the launcher started "
+            f"{world.world_size}: start {twin.world_size}, or raise --max-ranks."
+        )
+    log.info("%s, as launched", describe_layout_of(twin))
+    plan = resolve(twin.config, twin.world_size)
+    with joined_world(plan) as ctx:
+        return _verify(twin, plan, ctx)
+
+
+def verify_on_rank(twin: Twin) -> Certificate | None:
+    """Compare on one rank of a gloo world; only rank 0 returns a certificate."""
+    plan = resolve(twin.config, twin.world_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        ctx = ParallelContext.build(twin.config.parallelism)
+        set_up(ctx.global_rank == 0)
+        try:
+            return _verify(twin, plan, ctx)
+        finally:
+            ctx.destroy()
+
+
+def describe_layout_of(twin: Twin) -> str:
+    """Name a twin's layout in words."""
+    return describe_layout(twin.config.parallelism, twin.world_size)
+
+
+def alone(plan: Plan) -> Plan:
+    """Return the plan of the same training on one rank: same batches, no axis split.
+
+    Micro-batches stay, since experts balance over each one.
+    """
+    config = replace(
+        plan.config,
+        parallelism=ParallelConfig(),
+        pipeline=PipelineConfig(),
+        data_parallelism=replace(
+            plan.config.data_parallelism,
+            use_distributed_optimizer=False,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+        ),
+        recomputation=replace(plan.config.recomputation, distribute_saved_activations=False),
+        batch=replace(plan.config.batch, global_batch_size=plan.global_batch_size),
+    )
+    return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size)
+
+
+def _verify(twin: Twin, plan: Plan, ctx: ParallelContext) -> Certificate | None:
+    with tempfile.TemporaryDirectory(prefix="verify") as own_folder:
+        return _compare(twin, plan, ctx, Path(_of_first(own_folder, ctx)))
+
+
+def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Certificate | None:
+    started_s = time.monotonic()
+    dtype = torch_dtype(plan.dtype)
+    rows = rows_of(plan)
+    saved_step = plan.train_iters - 1
+    exact_plan = _in_float64(plan)
+    plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
+    exact = run_trial(exact_plan, ctx, rows, folder=folder, saved_step=saved_step)
+    rounded = run_trial(replace(plan, train_iters=1), ctx, rows, dtype=dtype)
+    is_first = ctx.global_rank == 0
+    certificate = None
+    if is_first:
+        log.info("the layout is done after %.0f s; now one rank", time.monotonic() - started_s)
+        oracle_plan, single = alone(exact_plan), ParallelContext.single(ctx.device)
+        oracle = run_trial(oracle_plan, single, rows, saved_step=saved_step)
+        lines = compare(exact, oracle, EXACT)
+        lines.append(_reread(exact, oracle_plan, single, folder))
+        lone = run_trial(replace(alone(plan), train_iters=1), single, rows, dtype=dtype)
+        lines += _in_own_format(
+            plan.dtype, compare_rounded(rounded, lone, oracle, BANDS[dtype])
+        )
+        certificate = Certificate(
+            layout=describe_layout_of(twin),
+            dtype=f"float64 and {plan.dtype}",
+            lines=tuple(lines),
+            unchecked=(*twin.notes, *_of_device(ctx.device)),
+            seconds=time.monotonic() - started_s,
+        )
+    _of_first("", ctx)  # The folder must outlive the reading of it.
+    return certificate
+
+
+def _in_float64(plan: Plan) -> Plan:
+    """Let router and attention compute in float64 with the rest, whatever they are given."""
+    plan = _with_any_kernels(plan)
+    experts = replace(plan.config.experts, moe_router_dtype="")
+    return replace(plan, config=replace(plan.config, experts=experts))
+
+
+def _with_any_kernels(plan: Plan) -> Plan:
+    """Name no backend: those that have a name take neither float64 nor a CPU's tensors."""
+    kernels = replace(plan.config.kernels, attention_backend="auto")
+    return replace(plan, config=replace(plan.config, kernels=kernels))
+
+
+def _reread(exact: Trial, plan: Plan, single: ParallelContext, folder: Path) -> Line:
+    """Load the layout's checkpoint on one rank: every bit of weights and optimizer."""
+    run = build_run(plan, single, rows_of(plan), dtype=torch.float64)
+    load_folder(run, folder)
+    return Line(
+        what="checkpoint on one rank",
+        tensor="",
+        worst="",
+        error=float(fingerprint(run) != exact.saved),
+        tolerance=0.0,
+    )
+
+
+def _in_own_format(name: str, lines: list[Line]) -> list[Line]:
+    return [replace(line, what=f"{line.what} in {name}") for line in lines]
+
+
+def _of_device(device: torch.device) -> tuple[str, ...]:
+    if device.type == "cuda":
+        return ()
+    return ("GPU kernels and nccl: run it with --device cuda, or under torchrun, for these",)
+
+
+def _of_first(text: str, ctx: ParallelContext) -> str:
+    """Return the first rank's text on every rank; all ranks wait for it."""
+    return gather_json(text, ctx.world)[0]

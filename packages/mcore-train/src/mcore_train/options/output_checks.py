@@ -1,0 +1,61 @@
+"""Whether what a command is to write can be written: asked before anything is started.
+
+Pure standard library, so that the process that starts ranks asks too, and once.
+"""
+
+import os
+from pathlib import Path
+
+from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_train.composition import TrainConfig
+
+
+def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None:
+    """Look where a run is to write; makes nothing.
+
+    Args:
+        config: of the run.
+        is_reporter: whether this process is the one that writes the numbers of the run.
+
+    Raises:
+        ValueError: with the flag and what is in the way.
+    """
+    save = config.saving.save
+    if save and not is_store(as_path(save)):
+        check_folder("--save", str(as_path(save)))
+    if is_reporter and config.logging.metrics_file:
+        check_file("--metrics-file", config.logging.metrics_file)
+
+
+def check_folder(flag: str, path: str) -> None:
+    """Refuse a folder that can neither be written in nor be made.
+
+    Raises:
+        ValueError: with the flag and what is in the way.
+    """
+    if Path(path).is_file():
+        raise ValueError(f"{flag} {path} is a file: give a folder.")
+    _check_place(flag, path, Path(path))
+
+
+def check_file(flag: str, path: str) -> None:
+    """Refuse a file that can neither be written nor be made, with its folders.
+
+    Raises:
+        ValueError: with the flag and what is in the way.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"{flag} {path} is a folder: give a file.")
+    if Path(path).exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{flag} {path} may not be written: give another file.")
+    _check_place(flag, path, Path(path).absolute().parent)
+
+
+def _check_place(flag: str, path: str, folder: Path) -> None:
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"{flag} {path} cannot be made: {there} is a file.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {path} cannot be written: {there} does not let you.")

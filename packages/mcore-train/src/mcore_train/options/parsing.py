@@ -1,0 +1,115 @@
+"""From the words of a command line to a ``TrainConfig``, without torch.
+
+What stands further right wins: defaults, then the model that ``--load`` names, then recipes
+from left to right, then flags. tyro projects the dataclasses to flags; ``dialect`` knows the
+spellings that differ.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from mcore_train.checkpoints.origin import checkpoint_fields
+from mcore_train.composition import TrainConfig, field_types, flag_names
+from mcore_train.options.megatron_flags import translate
+from mcore_train.options.recipe import Value, read_recipe, to_flags
+
+log = logging.getLogger(__name__)
+
+LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
+"""Megatron's other way to say --num-virtual-stages-per-pipeline-rank."""
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def parse(
+    argv: Sequence[str],
+    program: str = "mcore-train gpt",
+    config_type: type[Config] = TrainConfig,
+) -> Config:
+    """Read a command line, its recipes and the shape of the model that it continues.
+
+    Args:
+        argv: the words after the command.
+        program: the command, as help and errors call it.
+        config_type: of the result: a command may have options beside a run's.
+
+    Raises:
+        ValueError: for an unknown flag or field, a refused one, or values that the configs
+            themselves refuse.
+        SystemExit: code 0 after help, code 2 after a value of the wrong type.
+    """
+    import tyro
+
+    known = {*flag_names(config_type), "--help", LAYERS_PER_STAGE}
+    words, notes = translate(argv, known)
+    for note in notes:
+        log.info("%s", note)
+    words, recipes = _take_all(words, "--recipe")
+    words, layers_per_stage = _take_all(words, LAYERS_PER_STAGE)
+    fields: dict[str, Value] = {}
+    for recipe in recipes:
+        fields |= read_recipe(Path(recipe), field_types(config_type))
+    load = _last_value(words, "--load") or str(fields.get("load", ""))
+    step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
+    if not step.isdecimal():
+        raise ValueError(
+            f"--ckpt-step {step} must be the number of a step: leave it out for the latest."
+        )
+    saved = checkpoint_fields(load, int(step)) if load else {}
+    args = [*to_flags(saved), *to_flags(fields), *words]
+    if layers_per_stage:
+        args += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
+    if recipes:
+        args += ["--recipe", *recipes]
+    return tyro.cli(
+        config_type,
+        prog=program,
+        args=args,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _stages(args: list[str], layers_per_stage: str) -> str:
+    """Return the stages on a rank that have so many layers each."""
+    if _last_value(args, "--num-virtual-stages-per-pipeline-rank"):
+        raise ValueError(
+            f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank say the same: "
+            "leave one of the two out."
+        )
+    layers = _last_value(args, "--num-layers")
+    ranks = _last_value(args, "--pipeline-model-parallel-size") or "1"
+    if not (layers.isdecimal() and ranks.isdecimal() and layers_per_stage.isdecimal()):
+        raise ValueError(
+            f"{LAYERS_PER_STAGE} {layers_per_stage} needs numbers: itself, --num-layers and "
+            "--pipeline-model-parallel-size."
+        )
+    together = int(ranks) * int(layers_per_stage)
+    if together < 1 or int(layers) % together:
+        raise ValueError(
+            f"--num-layers {layers} are not whole stages of {LAYERS_PER_STAGE} "
+            f"{layers_per_stage} on each of --pipeline-model-parallel-size {ranks} ranks: make "
+            f"the layers a multiple of {max(1, together)}."
+        )
+    return str(int(layers) // together)
+
+
+def _take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
+    """Take a flag that may be repeated, and its values, out of a command line."""
+    rest, taken = [], []
+    while words:
+        word, *words = words
+        if word != flag:
+            rest.append(word)
+            continue
+        if not words or words[0].startswith("--"):
+            raise ValueError(f"{flag} needs a value.")
+        while words and not words[0].startswith("--"):
+            taken.append(words.pop(0))
+    return rest, taken
+
+
+def _last_value(words: list[str], flag: str) -> str:
+    places = [i for i, word in enumerate(words[:-1]) if word == flag]
+    return words[places[-1] + 1] if places else ""

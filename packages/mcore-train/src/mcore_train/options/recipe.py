@@ -1,0 +1,92 @@
+"""Recipes: TOML files whose fields are flags, laid over each other from left to right.
+
+A recipe is data. Its tables (``[model]``, ``[batch]``) are headings for the reader; a field
+is known by its own name, which is the flag with underscores, and stands once in a file.
+"""
+
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from mcore_train.options.megatron_flags import unknown
+
+Value = bool | int | float | str | list
+
+
+def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
+    """Read one recipe into a flat table, field to value.
+
+    Args:
+        path: a TOML file.
+        known: every field that exists.
+
+    Raises:
+        ValueError: for a file that is no TOML, and for an unknown or a doubled field; names
+            the file and the field.
+        FileNotFoundError: if there is no such file.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {_plain(str(error), path)}") from None
+    fields: dict[str, Value] = {}
+    for name, value in _flatten(tables):
+        if name not in known:
+            raise ValueError(f"{path}: {unknown(name, known)}")
+        if name in fields:
+            raise ValueError(f"{path}: {name} stands twice; leave one of the two out.")
+        fields[name] = value
+    return fields
+
+
+def to_flags(fields: Mapping[str, Value]) -> list[str]:
+    """Spell a recipe's fields as the flags that say the same."""
+    words = []
+    for name, value in fields.items():
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{dashed}" if value else f"--no-{dashed}")
+        elif isinstance(value, list):
+            words += [f"--{dashed}", *map(str, value)]
+        else:
+            words += [f"--{dashed}", str(value)]
+    return words
+
+
+def told_options(config: object) -> dict[str, Value]:
+    """List the options of a config that differ from their defaults: the run's own recipe."""
+    table: dict[str, Value] = {}
+    for part in fields(config):  # pyrefly: ignore
+        value = getattr(config, part.name)
+        for field in fields(value):
+            own = getattr(value, field.name)
+            if own != field.default:
+                table[field.name] = list(own) if isinstance(own, tuple) else own
+    return table
+
+
+def write_recipe(table: Mapping[str, Value]) -> str:
+    """Write a flat table as TOML that ``read_recipe`` reads back."""
+    # JSON's strings, numbers, booleans and lists of these are TOML's too.
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in table.items())
+
+
+def _flatten(table: Mapping[str, object]) -> list[tuple[str, Value]]:
+    pairs = []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            pairs += _flatten(value)
+        else:
+            pairs.append((name, value))
+    return pairs
+
+
+def _plain(message: str, path: Path) -> str:
+    """Name the field where the parser only says that a key is taken."""
+    if "overwrite" not in message:
+        return f"no valid TOML: {message}"
+    line = int(message.rpartition("line ")[2].partition(",")[0])
+    field = path.read_text(encoding="utf-8").splitlines()[line - 1].partition("=")[0].strip()
+    return f"{field} stands twice (line {line}); leave one of the two out."

@@ -1,0 +1,1 @@
+"""The first tour: a GPT that learns a book."""

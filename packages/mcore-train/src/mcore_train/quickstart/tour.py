@@ -1,0 +1,290 @@
+"""``mcore-train quickstart``: from a book's text to a paragraph, in a few minutes on a CPU.
+
+Trains a tokenizer and a small GPT on the shipped book, scores held-out chapters beside a
+byte 5-gram, continues from its own checkpoint, converts to a Hugging Face folder and
+writes. Every stage is what the commands do that it names at the end; under several ranks
+they all train and score, and the first writes.
+"""
+
+import json
+import logging
+import shutil
+import textwrap
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from mcore_ckpt.conversion.conversion import mcore_to_hf
+from mcore_data.datasets.gpt import GPTDataset
+from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.loading.loader import build_loader
+from mcore_infer.loading import load_model
+from mcore_models.flops import num_parameters
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.launch import launcher
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import Run, assemble
+from mcore_train.checkpoints.resuming import load_run, model_shards, optimizer_shards
+from mcore_train.config import LoadConfig, SaveConfig
+from mcore_train.evaluation import Score, evaluate
+from mcore_train.loop import train
+from mcore_train.quickstart.book import Book, prepare, read_book, token_files
+from mcore_train.quickstart.curve import draw
+from mcore_train.quickstart.ngram import ByteNGram
+from mcore_train.quickstart.options import QuickstartConfig
+from mcore_train.quickstart.plan import SEQ_LENGTH, VOCAB_SIZE, plan_of_tour
+from mcore_train.quickstart.writing import COPY_WORDS, originality, write
+from mcore_train.reporting.log import Reporter, StepReport, set_up
+from mcore_train.resolution import Plan
+from mcore_train.running import joined_world, reporter_of
+
+log = logging.getLogger(__name__)
+
+TEMPERATURE = 0.8
+RESUMED_STEPS = 10
+"""Last steps that are done twice: in one go, and again from the checkpoint before them."""
+MARKER = "quickstart.json"
+"""Results of a tour; its presence says that a folder's contents are a tour's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What training leaves behind."""
+
+    run: Run
+    is_exact: bool
+    """Whether the steps after the checkpoint came out equal to the last bit."""
+
+
+def run_quickstart(options: QuickstartConfig) -> int:
+    """Do the whole tour on this process's place in the world.
+
+    Returns:
+        0; 1 if it was asked to stop (SIGTERM, Ctrl-C) before training was done.
+
+    Raises:
+        ValueError: if the options contradict each other or the world.
+    """
+    started_s = time.monotonic()
+    world = launcher.read_environment()
+    console = set_up(world.rank == 0)
+    output = Path(options.tour.output)
+    book = read_book(options.tour.seed)
+    plan = plan_of_tour(options, world.world_size)
+    with joined_world(plan) as ctx:
+        if world.rank == 0:
+            _clear(output)
+            _prepare(book, output)
+        _meet(ctx)
+        trained = _train(plan, ctx, console if world.rank == 0 else None)
+        if trained is None:
+            log.info(
+                "The tour was asked to stop and ends here. The same command begins it anew."
+            )
+            return 1
+        score = _score(trained.run, output)
+        if world.rank == 0:
+            results = _report_score(score, book) | {"resumed_exactly": trained.is_exact}
+            results |= _convert_and_write(options, book, trained.run)
+            results |= {"minutes": (time.monotonic() - started_s) / 60}
+            (output / MARKER).write_text(json.dumps(results, indent=1) + "\n")
+            _say_goodbye(output, results)
+        _meet(ctx)
+    return 0
+
+
+def _prepare(book: Book, output: Path) -> None:
+    started_s = time.monotonic()
+    num_bytes = sum(len(text.encode()) for text in book.train)
+    log.info(
+        "The book: %d chapters (%.1f MB) to learn from, %d held out.",
+        len(book.train),
+        num_bytes / 1e6,
+        len(book.held_out),
+    )
+    tokens, _ = prepare(book, output / "data", VOCAB_SIZE)
+    log.info(
+        "Tokenizer of %d tokens trained, text encoded: %d tokens, %.2f bytes each (%.0f s).\n",
+        VOCAB_SIZE,
+        tokens,
+        num_bytes / tokens,
+        time.monotonic() - started_s,
+    )
+
+
+def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained | None:
+    """Train to the end; then do the last steps again from the checkpoint before them.
+
+    Returns:
+        None if somebody asked to stop before.
+    """
+    reports: list[StepReport] = []
+    run = assemble(plan, ctx)
+    log.info(
+        "A GPT of %.2f million parameters, %d steps of %d tokens, on %d x %s:",
+        num_parameters(plan.config.model, plan.vocab_size) / 1e6,
+        plan.train_iters,
+        plan.tokens_per_step,
+        plan.world_size,
+        ctx.device.type,
+    )
+    before = plan.train_iters - RESUMED_STEPS
+
+    def tell(report: StepReport) -> None:
+        reports.append(report)
+        log.info(
+            "  step %5d   loss %.3f   %6.0f tokens/s",
+            report.iteration,
+            report.loss,
+            report.tokens_per_s,
+        )
+
+    with reporter_of(plan, console, with_lines=False) as reporter:
+        for until in (before, plan.train_iters):
+            if not train(run, reporter, until=until, on_report=tell):
+                return None
+    log.info("\nLoss in nats per token, from the first step to the last:")
+    log.info("%s\n", draw([report.loss for report in reports]))
+    again = _again(plan, ctx, before)
+    if again is None:
+        return None
+    is_exact = _is_same(run, again, ctx)
+    log.info(
+        "Continued from the checkpoint of step %d, the last %d steps come out %s.\n",
+        before,
+        RESUMED_STEPS,
+        "equal to the last bit" if is_exact else "DIFFERENT",
+    )
+    return Trained(run, is_exact)
+
+
+def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
+    """Continue from the checkpoint of a step to the end, without saving; None: stopped."""
+    config = replace(
+        plan.config,
+        loading=LoadConfig(load=plan.config.saving.save, ckpt_step=step),
+        saving=SaveConfig(),
+    )
+    run = assemble(replace(plan, config=config), ctx)
+    load_run(run)
+    return run if train(run, Reporter(None)) else None
+
+
+def _is_same(a: Run, b: Run, ctx: ParallelContext) -> bool:
+    """Whether all weights and all of the optimizer's state are equal on all ranks, bitwise."""
+    pairs = [(model_shards(a), model_shards(b)), (optimizer_shards(a), optimizer_shards(b))]
+    same = all(
+        torch.equal(one.data, two.data)
+        for left, right in pairs
+        for name, shard in left.items()
+        for one, two in zip(shard.pieces, right[name].pieces, strict=True)
+    )
+    return bool(all_reduce(torch.tensor(float(same), device=ctx.device), ctx.world, "min"))
+
+
+def _score(run: Run, output: Path) -> Score:
+    """Score the held-out chapters: every token but the very first, on all ranks together."""
+    chapters = GPTDataset(
+        IndexedDataset(token_files(output / "data").held_out),
+        sequence_length=SEQ_LENGTH,
+        drop_last_partial=False,
+    )
+    loader = build_loader(
+        chapters,
+        dataloader_type="full",
+        micro_batch_size=run.plan.config.batch.micro_batch_size,
+        dp_rank=run.ctx.dp.rank,
+        dp_size=run.ctx.dp.size,
+    )
+    return evaluate(run, loader, len(loader))  # pyrefly: ignore[bad-argument-type]
+
+
+def _report_score(score: Score, book: Book) -> dict[str, float]:
+    texts = [text.encode() for text in book.held_out]
+    bits = score.bits_per_byte(sum(map(len, texts)))
+    yardstick = ByteNGram(text.encode() for text in book.train).bits_per_byte(texts)
+    log.info("The %d held-out chapters, in bits per byte:", len(book.held_out))
+    log.info("  this model      %.3f   (perplexity per token %.1f)", bits, score.perplexity)
+    log.info("  a byte 5-gram   %.3f   (interpolated Witten-Bell, same chapters)\n", yardstick)
+    return {
+        "bits_per_byte": bits,
+        "perplexity_per_token": score.perplexity,
+        "ngram_bits_per_byte": yardstick,
+    }
+
+
+def _convert_and_write(options: QuickstartConfig, book: Book, run: Run) -> dict[str, Any]:
+    """Convert the last checkpoint and let it write; on one rank, whatever the layout was."""
+    output, config = Path(options.tour.output), run.plan.config
+    mcore_to_hf(config.saving.save, output / "hf")
+    log.info("Converted to a Hugging Face folder: %s\n", output / "hf")
+    loaded = load_model(config.saving.save, ParallelContext.single(run.ctx.device))
+    assert loaded.tokenizer is not None
+    text = write(
+        loaded.model,
+        loaded.tokenizer,
+        num_words=options.tour.num_words,
+        context_tokens=SEQ_LENGTH,
+        temperature=TEMPERATURE,
+        seed=options.tour.seed,
+    )
+    found = originality(text, [*book.train, *book.held_out], book.train)
+    log.info("It writes (temperature %.1f):\n\n%s\n", TEMPERATURE, textwrap.fill(text, 88))
+    log.info(
+        "%d words, %.1f%% of them the book's; %s run of %d words is copied from it.\n",
+        found.num_words,
+        100 * found.known_share,
+        "a" if found.has_copied_run else "no",
+        COPY_WORDS,
+    )
+    return {
+        "known_words_share": found.known_share,
+        "has_copied_run": found.has_copied_run,
+        "text": text,
+    }
+
+
+def _say_goodbye(output: Path, results: dict[str, Any]) -> None:
+    """Sum up, and name the commands that do more."""
+    log.info(
+        "Done in %.1f minutes: %.3f bits per byte against %.3f of the 5-gram. Next:",
+        results["minutes"],
+        results["bits_per_byte"],
+        results["ngram_bits_per_byte"],
+    )
+    run_folder, data = output / "checkpoint", token_files(output / "data")
+    log.info('  mcore-infer generate --load %s --prompt "In the beginning"', run_folder)
+    log.info(
+        "  mcore-train gpt --load %s --finetune --train-data-path %s --seq-length %d \\\n"
+        "    --micro-batch-size 8 --train-iters 200 --lr 1e-3",
+        run_folder,
+        data.train,
+        SEQ_LENGTH,
+    )
+    log.info("  mcore-train quickstart --nproc 2 --tensor-model-parallel-size 2")
+    log.info("  mcore-train gpt --help")
+
+
+def _clear(output: Path) -> None:
+    """Make the folder empty, if it is a tour's; refuse to touch anything else.
+
+    Raises:
+        ValueError: if the folder holds what no tour wrote.
+    """
+    if output.is_dir() and any(output.iterdir()):
+        if not (output / MARKER).is_file():
+            raise ValueError(
+                f"{output} is not empty and no quickstart's: give another --output."
+            )
+        shutil.rmtree(output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARKER).write_text("{}\n")
+
+
+def _meet(ctx: ParallelContext) -> None:
+    """Wait until every rank is here."""
+    all_reduce(torch.zeros((), device=ctx.device), ctx.world).item()

@@ -1,0 +1,1 @@
+"""Logs, metrics, hardware facts and schedule pictures."""

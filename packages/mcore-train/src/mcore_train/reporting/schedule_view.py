@@ -1,0 +1,98 @@
+"""``mcore-train schedule show``: a pipeline schedule as a picture, with its bubble."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_parallel.config import PipelineConfig
+from mcore_parallel.pipeline_parallel.schedule import DURATIONS, Action, build_schedule
+from mcore_parallel.pipeline_parallel.simulator import simulate
+from mcore_parallel.pipeline_parallel.stages import build_stages
+from mcore_parallel.pipeline_parallel.timeline import timeline_svg, timeline_text
+
+SPLITTING = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Options that say which stage holds which layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViewConfig:
+    """What to draw, and where to."""
+
+    ranks: int = 4
+    """Pipeline ranks, as --pipeline-model-parallel-size in training."""
+    microbatches: int = 8
+    """Micro-batches of one step."""
+    layers: int = 0
+    """Layers of the model, as --num-layers in training: a stage then takes as long as it has
+    layers; 0: all stages take the same time."""
+    output: str = ""
+    """SVG file to write, which ends in .svg; empty: only the text."""
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self.ranks < 1 or self.microbatches < 1:
+            raise ValueError("--ranks and --microbatches must be 1 or more.")
+        if self.layers < 0:
+            raise ValueError(f"--layers {self.layers} must be 0 (leave out) or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Options of ``schedule show``."""
+
+    view: ViewConfig = field(default_factory=ViewConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+
+def draw_schedule(config: ScheduleConfig) -> str:
+    """Draw a schedule as text and, if asked for, into an SVG file.
+
+    Raises:
+        ValueError: if the schedule does not take so many ranks and micro-batches, the layers
+            do not divide into stages as asked, or the file cannot be written or is named as
+            another kind of picture.
+    """
+    view = config.view
+    if view.output and Path(view.output).suffix.lower() != ".svg":
+        raise ValueError(f"--output {view.output} is written as SVG: end its name in .svg.")
+    schedule = build_schedule(config.pipeline, view.ranks, view.microbatches)
+    simulation = simulate(
+        schedule,
+        num_microbatches=view.microbatches,
+        num_chunks=config.pipeline.num_virtual_stages_per_pipeline_rank,
+        durations=_durations(config),
+    )
+    if view.output:
+        try:
+            Path(view.output).write_text(timeline_svg(simulation), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"--output {view.output} cannot be written: {error.strerror}."
+            ) from error
+    return timeline_text(simulation)
+
+
+def _durations(config: ScheduleConfig) -> Callable[[int, Action], float]:
+    """Return how long a rank computes for an action: in proportion to its stage's layers."""
+    view, pipeline = config.view, config.pipeline
+    if not view.layers:
+        splitting = [name.replace("_", "-") for name in SPLITTING if getattr(pipeline, name)]
+        if splitting:
+            raise ValueError(f"--{splitting[0]} splits layers: say how many, by --layers.")
+        return lambda _, action: DURATIONS[action.kind]
+    stages = build_stages(pipeline, view.layers, view.ranks)
+    # A stage of embedding or loss alone is drawn as half a layer.
+    shares = [max(0.5, len(stage.layers)) for stage in stages]
+    return lambda rank, action: (
+        DURATIONS[action.kind] * shares[action.chunk * view.ranks + rank]
+    )

@@ -1,0 +1,200 @@
+"""A run's checkpoints: Hugging Face folders under any layout, one pointer, one writer."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from mcore_ckpt.conversion.conversion import mcore_to_hf
+from mcore_ckpt.conversion.inspection import check, differences
+from mcore_ckpt.conversion.resharding import reshard
+from mcore_ckpt.save_load.loading import read_tensor
+from mcore_ckpt.save_load.saving import save
+from mcore_ckpt.storage.index import read_index
+from mcore_ckpt.storage.paths import resolve_folder
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.assembly import Datasets, assemble
+from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.checkpoints.resuming import load_run, take_snapshot
+from mcore_train.composition import compose
+from mcore_train.layout_check.trial import Rows
+from mcore_train.loop import train
+from mcore_train.reporting.log import Reporter
+from mcore_train.resolution import resolve
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 40,
+    "seq_length": 8,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "train_iters": 2,
+    "lr": 1e-2,
+    "mock_data": True,
+    "vocab_size": 43,
+    "num_workers": 0,
+    "make_vocab_size_divisible_by": 8,
+    "bf16": True,
+}
+MODELS = {
+    "dense": {},
+    "untied, four layers": {"num_layers": 4, "untie_embeddings_and_output_weights": True},
+    "mixtral": {
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 16,
+        "moe_layer_freq": "[0,1]",
+        "qk_layernorm": True,
+        "kv_channels": 8,
+    },
+}
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+EP = "expert_model_parallel_size"
+LAYOUTS = {
+    "dense": {TP: 2, PP: 2},
+    "untied, four layers": {TP: 2, PP: 2, "num_virtual_stages_per_pipeline_rank": 2},
+    "mixtral": {
+        "async_save": True,
+        EP: 2,
+        TP: 2,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": True,
+    },
+    "qwen3_moe": {PP: 2, EP: 2, "use_distributed_optimizer": True},
+}
+"""How each model is saved; the vocabulary of 43 is padded to 48 everywhere."""
+
+OTHER_LAYOUTS = {
+    "dense": {TP: 2, "use_distributed_optimizer": True},
+    "untied, four layers": {PP: 4},
+    "mixtral": {PP: 2, "use_distributed_optimizer": True},
+    "qwen3_moe": {TP: 2, EP: 4, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+}
+"""How it is loaded again."""
+
+
+ROWS = Rows(seq_length=8, vocab_size=43, global_batch_size=4, num_steps=16)
+
+
+def build(world_size=1, **changes):
+    config = compose({**TINY, **changes})
+    plan = resolve(config, world_size)
+    ctx = ParallelContext.build(config.parallelism)
+    return assemble(plan, ctx, datasets=Datasets(train=ROWS))
+
+
+def save_and_load_layouts(folder):
+    for name, layout in LAYOUTS.items():
+        options = {**MODELS[name], "train_iters": 1}
+        run = build(4, save=f"{folder}/{name}/hf", save_hf=True, **options, **layout)
+        train(run, Reporter(None))
+        what = take_snapshot(run)
+        save(f"{folder}/{name}/plain", 1, what.shards, world=run.ctx.world, extra=what.extra)
+        run.ctx.destroy()
+        again = build(4, load=f"{folder}/{name}/hf", **options, **OTHER_LAYOUTS[name])
+        assert load_run(again)
+        assert_holds(take_snapshot(again).shards, resolve_folder(f"{folder}/{name}/plain"))
+        again.ctx.destroy()
+
+
+def assert_holds(shards, step):
+    """Compare what a rank holds with a step of ours, tensor by tensor."""
+    index = read_index(step)
+    for name, shard in shards.items():
+        if name.startswith("rng."):
+            continue
+        whole = read_tensor(step, name, index=index)
+        for piece in shard.pieces:
+            box = tuple(
+                slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True)
+            )
+            assert torch.equal(piece.data, whole[box]), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_and_load_layouts, 4, str(folder), timeout_s=240.0)
+    return folder
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_a_step_is_a_hugging_face_folder_and_loads_as_ours(saved, tmp_path, name):
+    step = resolve_folder(saved / name / "hf")
+    plain = saved / name / "plain"
+    # Ours: the same bits, whichever files they stand in, and every checksum right.
+    assert differences(plain, step) == []
+    check(step)
+    # Theirs: the tensors that a conversion writes.
+    mcore_to_hf(plain, tmp_path / "converted")
+    files = [load_file(file) for file in step.glob("model*.safetensors")]
+    theirs = {key: tensor for file in files for key, tensor in file.items()}
+    converted = load_file(tmp_path / "converted" / "model.safetensors")
+    assert theirs.keys() == converted.keys()
+    for key, tensor in converted.items():
+        assert torch.equal(theirs[key], tensor), key
+    # Every rank wrote a part of them, and no weight stands twice.
+    assert len(files) == 4
+    for file in step.glob("rank_*.safetensors"):
+        assert not any(key.startswith("model.") for key in load_file(file))
+    model, told = AutoModelForCausalLM.from_pretrained(step, output_loading_info=True)
+    assert not any(told.values())
+    family = {"dense": "llama", "untied, four layers": "llama"}.get(name, name)
+    assert model.config.model_type == family
+    assert model.config.to_dict()["vocab_size"] == 43
+    state = model.state_dict()
+    # Newer transformers name and stack experts in another way.
+    assert all(
+        torch.equal(state[k], t)
+        for k, t in theirs.items()
+        if "moe" not in k and ".experts." not in k
+    )
+
+
+def test_a_step_with_foreign_weights_loads_under_one_rank_and_reshards(saved, tmp_path):
+    source = str(saved / "dense" / "hf")
+    run = build(
+        load=source, save=str(tmp_path), save_hf=True, override_opt_param_scheduler=True
+    )
+    assert load_run(run)
+    train(run, Reporter(None))
+    step = resolve_folder(tmp_path)
+    assert {f.name for f in step.glob("*.safetensors")} == {
+        "model.safetensors",
+        "rank_00000.safetensors",
+    }
+    assert not (step / "model.safetensors.index.json").exists()
+    AutoModelForCausalLM.from_pretrained(step)
+    again = reshard(step, tmp_path / "whole")
+    assert differences(step, again) == []
+    assert not (again / "config.json").exists()
+    assert json.loads((step / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_model_that_no_family_can_say_is_refused_before_training(tmp_path):
+    run = build(save=str(tmp_path), save_hf=True, swiglu=False, squared_relu=True)
+    with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
+        train(run, Reporter(None))
+    assert run.iteration == 0
+
+
+def test_a_save_in_the_background_is_told_until_it_is_durable(tmp_path):
+    run = build(save=str(tmp_path), async_save=True, train_iters=1)
+    with Checkpoints(run, Reporter(None)) as checkpoints:
+        assert not checkpoints.is_saving
+        checkpoints.save()
+        assert checkpoints.is_saving
+        checkpoints.finish()
+        assert not checkpoints.is_saving

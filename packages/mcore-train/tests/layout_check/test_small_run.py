@@ -1,0 +1,220 @@
+"""A twin is small, and keeps what makes layouts differ."""
+
+import random
+
+import pytest
+
+from mcore_parallel.logical_tensors import num_kv_heads
+from mcore_train.composition import compose
+from mcore_train.layout_check.small_run import build_twin, describe_layout, smallest_world
+from mcore_train.resolution import resolve
+
+LLAMA = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 14336,
+    "seq_length": 8192,
+    "vocab_size": 128256,
+    "mock_data": True,
+    "train_iters": 1000,
+    "lr": 3e-4,
+}
+DEEPSEEK = {
+    **LLAMA,
+    "num_layers": 61,
+    "num_query_groups": 0,
+    "vocab_size": 129281,
+    "num_experts": 256,
+    "moe_router_topk": 8,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_layer_freq": "[0]*3+[1]*58",
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "expert_model_parallel_size": 8,
+    "pipeline_model_parallel_size": 4,
+    "pipeline_model_parallel_layout": "Et*15|t*15|t*15|t*16L",
+    "global_batch_size": 256,
+}
+
+
+def twin_of(flags, world_size, max_ranks=8):
+    twin = build_twin(resolve(compose(flags), world_size), max_ranks)
+    return twin, resolve(twin.config, twin.world_size)
+
+
+def test_a_layout_that_fits_is_kept_and_everything_else_shrinks():
+    flags = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "bf16": True}
+    twin, plan = twin_of(LLAMA | flags | {"global_batch_size": 16}, 8)
+    assert twin.world_size == 8
+    assert twin.config.parallelism == compose(LLAMA | flags).parallelism
+    model = twin.config.model
+    assert model.hidden_size * model.num_layers < 300
+    assert (model.num_attention_heads, num_kv_heads(model)) == (16, 8)
+    assert plan.dtype == "bfloat16"
+    assert plan.num_microbatches == 2
+
+
+def test_fewer_groups_than_tensor_ranks_stay_fewer():
+    flags = {"tensor_model_parallel_size": 8, "num_query_groups": 2}
+    twin, _ = twin_of(LLAMA | flags, 8)
+    assert num_kv_heads(twin.config.model) == 2
+    assert twin.config.model.num_attention_heads % 8 == 0
+
+
+def test_degrees_shrink_data_ranks_first_and_never_to_one():
+    flags = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
+    twin, _ = twin_of(LLAMA | flags | {"global_batch_size": 64}, 256)
+    assert describe_layout(twin.config.parallelism, twin.world_size) == "8 ranks: tp2 pp2 dp2"
+    assert any("256 ranks: tp8 pp4 dp8 shrank" in note for note in twin.notes)
+
+
+def test_a_layout_of_more_axes_than_ranks_says_how_many_it_needs():
+    flags = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+    }
+    with pytest.raises(ValueError, match="--max-ranks 16"):
+        twin_of(LLAMA | flags | {"global_batch_size": 4}, 16)
+
+
+def test_uneven_stages_stay_uneven():
+    flags = {"pipeline_model_parallel_size": 4, "num_layers": 7}
+    flags |= {"decoder_first_pipeline_num_layers": 1}
+    twin, plan = twin_of(LLAMA | flags | {"global_batch_size": 8}, 4)
+    assert [len(stage.layers) for stage in plan.stages] == [1, 2, 2, 2]
+    assert twin.config.pipeline.pipeline_model_parallel_layout == "Et|tt|tt|ttL"
+
+
+def test_experts_keep_groups_choices_and_dense_layers_among_them():
+    twin, plan = twin_of(DEEPSEEK, 32)
+    experts = twin.config.experts
+    assert twin.config.parallelism.expert_model_parallel_size == 2
+    assert experts.num_experts > experts.moe_router_topk == 2
+    assert experts.moe_router_num_groups == 2
+    assert "0" in experts.moe_layer_freq
+    assert "1" in experts.moe_layer_freq
+    assert plan.padded_vocab_size > plan.vocab_size
+
+
+def test_a_vocabulary_that_needs_no_padding_gets_none():
+    _, plan = twin_of(LLAMA, 1)
+    assert plan.padded_vocab_size == plan.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ({"hidden_dropout": 0.1}, "dropout"),
+        ({"num_experts": 8, "moe_expert_capacity_factor": 1.0}, "capacity"),
+        ({"num_experts": 8, "moe_input_jitter_eps": 0.1}, "jitter"),
+        ({"num_experts": 8, "moe_router_load_balancing_type": "global_aux_loss"}, "global"),
+    ],
+)
+def test_what_a_twin_leaves_out_is_told(flags, note):
+    twin, _ = twin_of(LLAMA | flags, 2)
+    assert any(note in line for line in twin.notes)
+    assert twin.config.model.hidden_dropout == 0
+
+
+def test_overlapped_reduction_gets_several_buckets_and_interleaving_its_groups():
+    flags = {
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "overlap_grad_reduce": True,
+        "global_batch_size": 16,
+        "recompute_granularity": "full",
+        "recompute_num_layers": 4,
+    }
+    twin, plan = twin_of(LLAMA | flags, 4)
+    assert twin.config.data_parallelism.ddp_bucket_size > 0
+    assert len(plan.stages) == 4
+    assert twin.config.recomputation.recompute_num_layers == 2
+    assert plan.num_microbatches == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ({}, 2),
+        ({"tensor_model_parallel_size": 4}, 8),
+        ({"num_experts": 8, "expert_model_parallel_size": 8}, 8),
+        ({"num_distributed_optimizer_instances": 2}, 2),
+        (
+            {
+                "num_experts": 8,
+                "expert_model_parallel_size": 2,
+                "num_distributed_optimizer_instances": 2,
+            },
+            4,
+        ),
+    ],
+)
+def test_the_smallest_world_has_two_data_ranks_and_fits_the_experts(flags, ranks):
+    assert smallest_world(compose(LLAMA | flags)) == ranks
+
+
+AXES = {
+    "tensor_model_parallel_size": (1, 2, 3, 4, 8),
+    "context_parallel_size": (1, 2, 3, 4),
+    "pipeline_model_parallel_size": (1, 2, 3, 4),
+    "cp_comm_type": ("", "p2p", "all_gather", "a2a"),
+    "num_attention_heads": (6, 8, 12, 24, 32),
+    "num_query_groups": (0, 1, 2, 3, 4, 8),
+    "num_distributed_optimizer_instances": (1, 1, 2, 4),
+    "use_distributed_optimizer": (True,),
+    "rank_order": ("", "", "dp-pp-tp-cp-ep"),
+}
+EXPERT_AXES = {
+    "num_experts": (8, 24),
+    "expert_model_parallel_size": (1, 2, 3, 4, 8),
+    "expert_tensor_parallel_size": (0, 1, 2),
+}
+
+
+def drawn(source):
+    """A run's flags and its world, which need not fit each other."""
+    choices = AXES | (EXPERT_AXES if source.random() < 0.5 else {})
+    flags = {name: source.choice(values) for name, values in choices.items()}
+    if flags["context_parallel_size"] == 1:
+        flags["cp_comm_type"] = ""
+    world_size = source.choice((1, 2, 3, 4, 8))
+    for axis in ("tensor_model", "context", "pipeline_model"):
+        world_size *= flags[f"{axis}_parallel_size"]
+    return LLAMA | flags | {"seq_length": 9216, "num_layers": 12}, world_size
+
+
+def test_every_run_that_can_be_resolved_has_a_twin_that_can():
+    source, num_seen = random.Random(3), 0
+    while num_seen < 60:
+        flags, world_size = drawn(source)
+        try:
+            plan = resolve(compose(flags), world_size)
+            twin = build_twin(plan, 16)
+        except ValueError:
+            continue  # refused as it is, or more axes than ranks
+        again = resolve(twin.config, twin.world_size)
+        assert again.world_size <= 16
+        num_seen += 1
+
+
+def test_heads_that_context_ranks_exchange_stay_exchangeable_over_one_group():
+    degrees = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    twin, _ = twin_of(LLAMA | degrees | {"cp_comm_type": "a2a", "num_query_groups": 1}, 4)
+    assert num_kv_heads(twin.config.model) == 1
+    assert twin.config.model.num_attention_heads % 4 == 0
+
+
+def test_experts_split_even_where_no_room_for_optimizer_instances_is_left():
+    flags = DEEPSEEK | {"expert_tensor_parallel_size": 1, "use_distributed_optimizer": True}
+    flags |= {"tensor_model_parallel_size": 4, "num_distributed_optimizer_instances": 2}
+    flags |= {"pipeline_model_parallel_layout": "", "pipeline_model_parallel_size": 1}
+    twin, _ = twin_of(flags, 64, 4)
+    parallel = twin.config.parallelism
+    assert parallel.expert_model_parallel_size > 1
+    assert parallel.num_distributed_optimizer_instances <= 2
+    assert any("instances" in note for note in twin.notes)

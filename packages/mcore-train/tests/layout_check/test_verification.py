@@ -1,0 +1,84 @@
+"""``mcore-train verify``: a certificate for the run's own flags."""
+
+import json
+import logging
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.cli import main
+from mcore_train.composition import compose
+from mcore_train.layout_check.certificate import Certificate, Line
+from mcore_train.layout_check.small_run import build_twin
+from mcore_train.layout_check.verification import alone, conclude, verify_on_rank
+from mcore_train.resolution import resolve
+
+README = Path(__file__).parents[2] / "README.md"
+FLAGS = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "vocab_size": 101,
+    "mock_data": True,
+    "train_iters": 10,
+    "lr": 1e-3,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "tensor_model_parallel_size": 2,
+}
+
+
+def test_the_command_of_the_readme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"mcore-train (verify gpt .*?)```", README.read_text(), re.DOTALL)[1]
+    assert main(shlex.split(command.replace("\\\n", " "))) == 0
+    table = json.loads(Path("verify.json").read_text())
+    assert table["passed"]
+    assert table["layout"] == "4 ranks: tp2 dp2 sp"
+    told = {line["what"] for line in table["lines"]}
+    exact = {"logits", "loss", "gradient", "gradient norm", "weights after steps"}
+    assert exact | {"initial weights", "continued run", "checkpoint on one rank"} <= told
+    assert {"logits in bfloat16", "gradient in bfloat16"} <= told
+    tolerances = {line["tolerance"] for line in table["lines"] if line["what"] in exact}
+    assert tolerances == {1e-10}
+    assert any("GPU" in note for note in table["unchecked"])
+
+
+def test_one_rank_alone_sees_the_same_micro_batches():
+    plan = resolve(compose(FLAGS), 4)
+    lone = alone(plan)
+    assert (lone.world_size, lone.global_batch_size) == (1, plan.global_batch_size)
+    assert lone.num_microbatches == 2 * plan.num_microbatches
+    assert lone.padded_vocab_size >= plan.vocab_size
+
+
+@pytest.mark.parametrize(("error", "code"), [(0.0, 0), (1.0, 1)])
+def test_the_command_ends_as_the_certificate_says(tmp_path, caplog, error, code):
+    line = Line(what="loss", tensor="", worst="", error=error, tolerance=1e-10)
+    certificate = Certificate(
+        layout="2 ranks: tp2", dtype="float64", lines=(line,), unchecked=(), seconds=1.0
+    )
+    with caplog.at_level(logging.INFO):
+        assert conclude(certificate, str(tmp_path / "verify.json")) == code
+    assert json.loads((tmp_path / "verify.json").read_text())["passed"] is (code == 0)
+    assert "2 ranks: tp2" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["fused", "flash4"])
+def test_what_only_a_gpu_has_does_not_keep_a_run_from_being_verified(backend):
+    on_gpus = {"attention_backend": backend, "nccl_communicator_config_path": "absent.toml"}
+    small = {"num_layers": 1, "global_batch_size": 2}
+    twin = build_twin(resolve(compose(FLAGS | on_gpus | small), 2), 2)
+    certificate, _ = run_ranks(verify_on_rank, 2, twin)
+    assert certificate.passed
+    assert any("GPU kernels" in note for note in certificate.unchecked)
+
+
+def test_flags_that_cannot_run_are_refused_before_any_rank_starts(capsys):
+    words = "verify gpt --nproc 2 --num-layers 2 --hidden-size 36 --num-attention-heads 3"
+    flags = "--mock-data --vocab-size 64 --seq-length 16 --tensor-model-parallel-size 2"
+    assert main([*words.split(), *flags.split()]) == 2
+    assert "--num-attention-heads 3 cannot be split" in capsys.readouterr().err

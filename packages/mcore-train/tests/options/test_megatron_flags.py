@@ -1,0 +1,89 @@
+import pytest
+
+from mcore_train.composition import flag_names
+from mcore_train.options.megatron_flags import REFUSED, SPELLINGS, translate
+from mcore_train.options.parsing import parse
+
+KNOWN = {"--num-layers", "--swiglu", "--no-swiglu", "--position-embedding-type", "--lr"}
+
+
+def test_known_flags_pass_in_any_spelling_and_keep_their_values():
+    words, notes = translate(["--num_layers", "4", "--lr=1e-3", "--no-swiglu"], KNOWN)
+    assert words == ["--num-layers", "4", "--lr", "1e-3", "--no-swiglu"]
+    assert notes == []
+
+
+def test_foreign_flags_become_ours_and_take_their_values_with_them():
+    words, notes = translate(
+        ["--use-rotary-position-embeddings", "--transformer-impl", "local", "--lr", "1"], KNOWN
+    )
+    assert words == ["--position-embedding-type", "rope", "--lr", "1"]
+    assert notes == ["--transformer-impl: there is one implementation."]
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSED))
+def test_refused_flags_say_what_to_use_instead(flag):
+    with pytest.raises(ValueError, match=r"use --|use "):
+        translate([flag], KNOWN)
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest_known_one():
+    with pytest.raises(ValueError, match="unknown --num-layer: did you mean --num-layers"):
+        translate(["--num-layer", "4"], KNOWN)
+    with pytest.raises(ValueError, match=r"unknown --zzz\.$"):
+        translate(["--zzz"], KNOWN)
+
+
+def test_every_spelling_becomes_flags_that_exist_and_is_none_itself():
+    known = flag_names()
+    for name, spelling in SPELLINGS.items():
+        assert name not in known, name
+        assert {w for w in spelling.becomes if w.startswith("--")} <= known
+    assert not set(REFUSED) & (known | set(SPELLINGS))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "--recompute-activations --recompute-granularity full",
+            r"--recompute-activations .*selective\) and --recompute-granularity full contra",
+        ),
+        (
+            "--position-embedding-type=learned_absolute --use-rotary-position-embeddings",
+            "--position-embedding-type learned_absolute and --use-rotary-position-embeddings",
+        ),
+        (
+            "--no-position-embedding --use-rotary-position-embeddings",
+            "--no-position-embedding .* and --use-rotary-position-embeddings",
+        ),
+        ("--disable-bias-linear --add-bias-linear", "--disable-bias-linear .* and --add-bias"),
+        ("--enable-cuda-graph --cuda-graph-impl none", "--enable-cuda-graph .* contradict"),
+        ("--verify-integrity --no-load-checksums", "and --no-load-checksums contradict"),
+    ],
+)
+def test_two_names_that_set_one_option_differently_contradict(words, told):
+    with pytest.raises(ValueError, match=told):
+        translate(words.split(), flag_names())
+
+
+def test_two_names_may_say_the_same_and_of_one_name_the_last_value_counts():
+    for words in (
+        "--recompute-activations --recompute-granularity selective",
+        "--disable-bias-linear --no-add-bias-linear",
+        "--num-layers 2 --num-layers=4 --swiglu --no-swiglu",
+    ):
+        translate(words.split(), flag_names())
+
+
+def test_a_negative_number_is_a_value_and_no_flag():
+    assert translate(["--lr", "-1"], KNOWN)[0] == ["--lr", "-1"]
+
+
+def test_recompute_activations_is_selective_recomputation_of_the_core_attention():
+    shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2"
+    options = parse([*shape.split(), "--recompute-activations"]).recomputation
+    assert (options.recompute_granularity, options.recompute_modules) == (
+        "selective",
+        ("core_attn",),
+    )

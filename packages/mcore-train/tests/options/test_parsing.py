@@ -1,0 +1,115 @@
+import dataclasses
+
+import pytest
+
+from mcore_train.composition import TrainConfig, compose, field_types, flat
+from mcore_train.options.parsing import parse
+
+SHAPE = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
+
+
+def test_flags_reach_the_part_that_owns_them():
+    config = parse([*SHAPE, "--tensor-model-parallel-size", "2", "--bf16", "--no-swiglu"])
+    assert config.parallelism.tensor_model_parallel_size == 2
+    assert config.precision.bf16
+    assert not config.model.swiglu
+
+
+def test_the_attention_backend_may_be_chosen_beside_megatrons_own_switch():
+    config = parse([*SHAPE, "--use-flash-attn", "--attention-backend", "unfused"])
+    assert config.kernels.attention_backend == "unfused"
+
+
+def test_values_of_a_list_flag_are_kept_in_order():
+    config = parse([*SHAPE, "--data-path", "0.3", "a", "0.7", "b"])
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+
+
+def test_recipes_lie_over_each_other_and_flags_over_both(tmp_path):
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text("num_layers = 2\nhidden_size = 64\nnum_attention_heads = 4\nlr = 1.0\n")
+    second.write_text("lr = 2.0\nmin_lr = 0.5\nseed = 7\n")
+    words = ["--recipe", str(first), "--recipe", str(second), "--seed", "8"]
+    config = parse(words)
+    assert (config.optimizer.lr, config.optimizer.min_lr, config.run.seed) == (2.0, 0.5, 8)
+    assert config.launch.recipe == (str(first), str(second))
+
+
+def test_a_step_that_is_no_number_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--ckpt-step latest must be the number of a step"):
+        parse([*SHAPE, "--load", str(tmp_path), "--ckpt-step", "latest"])
+
+
+def test_a_file_in_place_of_a_checkpoint_is_refused(tmp_path):
+    file = tmp_path / "index.json"
+    file.write_text("{}")
+    for step in ([], ["--ckpt-step", "3"]):
+        with pytest.raises(ValueError, match=r"index\.json is a file: give a run folder or"):
+            parse([*SHAPE, "--load", str(file), *step])
+
+
+def test_a_recipe_flag_without_a_file_is_refused():
+    with pytest.raises(ValueError, match="--recipe needs a value"):
+        parse(["--recipe", "--lr", "1"])
+
+
+PIPELINE = ["--num-layers", "16", "--pipeline-model-parallel-size", "4", *SHAPE[2:]]
+
+
+@pytest.mark.parametrize(
+    "words", [["--num-layers-per-virtual-pipeline-stage", "2"],
+              ["--num_layers_per_virtual_pipeline_stage=2"]],
+)  # fmt: skip
+def test_layers_per_virtual_stage_say_how_many_stages_a_rank_holds(words):
+    config = parse([*words, *PIPELINE])
+    assert config.pipeline.num_virtual_stages_per_pipeline_rank == 2
+
+
+def test_layers_per_virtual_stage_count_the_layers_of_a_recipe(tmp_path):
+    recipe = tmp_path / "model.toml"
+    recipe.write_text("num_layers = 24\nhidden_size = 64\nnum_attention_heads = 4\n")
+    words = ["--num-layers-per-virtual-pipeline-stage", "3", "--recipe", str(recipe)]
+    config = parse([*words, *PIPELINE[2:4]])
+    assert config.pipeline.num_virtual_stages_per_pipeline_rank == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["3", *PIPELINE], "make the layers a multiple of 12"),
+        (["0", *PIPELINE], "make the layers a multiple of 1"),
+        (["two", *PIPELINE], "needs numbers"),
+        (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "say the same"),
+    ],
+)
+def test_layers_per_virtual_stage_that_do_not_fit_are_refused(words, told):
+    with pytest.raises(ValueError, match=told):
+        parse(["--num-layers-per-virtual-pipeline-stage", *words])
+
+
+def test_a_value_of_the_wrong_type_ends_with_code_2_and_names_the_flag(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse([*SHAPE, "--train-iters", "many"])
+    assert end.value.code == 2
+    assert "--train-iters" in "".join(capsys.readouterr())
+
+
+def test_a_value_that_a_config_refuses_ends_with_code_2_and_says_why(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse([*SHAPE, "--micro-batch-size", "0"])
+    assert end.value.code == 2
+    assert "must be 1 or more" in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_no_two_parts_own_one_field_and_every_field_has_a_help_text():
+    assert len(field_types()) == sum(
+        len(dataclasses.fields(getattr(parse(SHAPE), part.name)))
+        for part in dataclasses.fields(TrainConfig)
+    )
+
+
+def test_a_flat_table_gives_the_config_back():
+    config = parse([*SHAPE, "--lr", "1e-3", "--data-path", "a", "b"])
+    assert compose(flat(config)) == config
+    with pytest.raises(ValueError, match="no option is called layers"):
+        compose({"layers": 3})

@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import pytest
+
+from mcore_models.presets import load_preset, preset_names
+from mcore_train.composition import compose, field_types, flat
+from mcore_train.options.parsing import parse
+from mcore_train.options.recipe import read_recipe, to_flags, told_options, write_recipe
+
+RECIPES = sorted((Path(__file__).parents[4] / "recipes").rglob("*.toml"))
+
+
+def write(folder, text):
+    path = folder / "some.toml"
+    path.write_text(text)
+    return path
+
+
+def test_an_unknown_field_names_the_file_and_the_nearest_field(tmp_path):
+    path = write(tmp_path, "[model]\nnum_layer = 3\n")
+    with pytest.raises(
+        ValueError, match=r"some\.toml: unknown num_layer: did you mean num_layers"
+    ):
+        read_recipe(path, field_types())
+
+
+@pytest.mark.parametrize(
+    "text", ["lr = 1.0\nlr = 2.0\n", "[optimizer]\nlr = 1.0\n[other]\nlr = 2.0\n"]
+)
+def test_a_doubled_field_names_the_file_and_the_field(tmp_path, text):
+    with pytest.raises(ValueError, match=r"some\.toml: lr stands twice"):
+        read_recipe(write(tmp_path, text), field_types())
+
+
+def test_a_file_that_is_no_toml_is_told_with_its_name(tmp_path):
+    with pytest.raises(ValueError, match=r"some\.toml: no valid TOML"):
+        read_recipe(write(tmp_path, "lr = = 1\n"), field_types())
+
+
+def test_fields_become_flags_switches_and_lists(tmp_path):
+    path = write(tmp_path, 'swiglu = false\nbf16 = true\ndata_path = ["0.3", "a"]\nlr = 1e-3\n')
+    assert to_flags(read_recipe(path, field_types())) == [
+        "--no-swiglu",
+        "--bf16",
+        *("--data-path", "0.3", "a"),
+        *("--lr", "0.001"),
+    ]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_reads_and_gives_a_valid_config(path):
+    shape = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
+    shape = [] if path.parent.name == "model" else shape
+    config = parse(["--recipe", str(path), *shape])
+    assert config.launch.recipe == (str(path),)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in RECIPES if p.stem in preset_names()], ids=lambda path: path.stem
+)
+def test_a_recipe_and_a_preset_of_one_name_are_one_model(path):
+    config = parse(["--recipe", str(path)])
+    preset = load_preset(path.stem)
+    assert (config.model, config.experts) == (preset.config, preset.moe)
+    assert config.tokenizer.vocab_size in (0, preset.vocab_size)
+
+
+def test_a_run_can_be_repeated_from_the_recipe_that_it_keeps(tmp_path):
+    config = compose(
+        {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "lr": 1e-3,
+            "data_path": ("0.5", 'a "b"'),
+            "bf16": True,
+        }
+    )
+    path = write(tmp_path, write_recipe(told_options(config)))
+    assert flat(compose(read_recipe(path, field_types()))) == flat(config)

@@ -1,0 +1,133 @@
+import io
+import json
+import logging
+import sys
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mcore_train.reporting.log import Reporter, StepReport, set_up
+
+
+def report(**changes):
+    return StepReport(
+        **{
+            "iteration": 20,
+            "train_iters": 100,
+            "consumed_train_samples": 160,
+            "step_ms": 12.34,
+            "tokens_per_s": 8000.0,
+            "tokens_per_s_per_gpu": 4000.0,
+            "tflops_per_gpu": 400.0,
+            "mfu": 0.4045,
+            "lr": 3e-4,
+            "global_batch_size": 8,
+            "loss": 2.5,
+            "aux_loss": 0.0,
+            "grad_norm": 1.25,
+            "peak_gib": 0.0,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture
+def logging_of_before(monkeypatch):
+    loggers = logging.getLogger(), logging.getLogger("mcore_train")
+    levels = [logger.level for logger in loggers]
+    monkeypatch.setattr(loggers[0], "handlers", [])
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("is_reporter", [True, False])
+def test_who_does_not_report_warns_where_a_launcher_listens(
+    is_reporter, capsys, logging_of_before
+):
+    # launch_local keeps standard output of rank 0 alone, and standard error of all ranks.
+    set_up(is_reporter)
+    logging.getLogger("mcore_parallel.launch.watchdog").warning("rank 1 is gone")
+    logging.getLogger("mcore_train.checkpoints.resuming").warning("starting from nothing")
+    logging.getLogger("mcore_train").info("fine")
+    told = capsys.readouterr()
+    if is_reporter:
+        assert told.out == "rank 1 is gone\nstarting from nothing\nfine\n"
+    else:
+        assert (told.out, told.err) == ("", "rank 1 is gone\n")
+
+
+def test_a_line_reads_as_megatrons():
+    line = report().line()
+    assert line.startswith(" iteration       20/     100 | consumed samples:          160 | ")
+    assert "elapsed time per iteration (ms): 12.3 | " in line
+    assert "learning rate: 3.000000E-04 | global batch size:     8 | " in line
+    assert "lm loss: 2.500000E+00 | grad norm: 1.250 |" in line
+    assert "MFU: 40.5%" in line
+    assert line.endswith(" |")
+
+
+def test_what_is_not_known_is_left_out():
+    line = report(mfu=0.0).line()
+    assert not any(word in line for word in ("MFU", "load_balancing_loss", "memory"))
+    full = report(aux_loss=0.01, peak_gib=70.0).line()
+    assert "load_balancing_loss: 1.000000E-02" in full
+    assert "memory (GiB): 70.0" in full
+
+
+def test_metrics_are_json_lines_with_stable_keys_and_are_appended(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    for iteration in (1, 2):
+        with Reporter(Console(file=io.StringIO()), metrics_file=path) as reporter:
+            reporter.report(report(iteration=iteration))
+            reporter.record("valid", iteration, {"loss": 3.0})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(x["kind"], x["iteration"]) for x in lines] == [
+        ("train", 1),
+        ("valid", 1),
+        ("train", 2),
+        ("valid", 2),
+    ]
+    assert set(lines[0]) == {"kind", *report().numbers()}
+
+
+def test_a_rank_that_does_not_report_writes_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(None, metrics_file=path) as reporter:
+        reporter.report(report())
+    assert not path.exists()
+
+
+def scalars(folder):
+    accumulator = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_shows_every_number_at_its_iteration(tmp_path):
+    with Reporter(Console(file=io.StringIO()), tensorboard_folder=tmp_path) as reporter:
+        for iteration in (10, 20):
+            reporter.report(report(iteration=iteration, loss=2.5 + iteration))
+        reporter.record("valid", 20, {"loss": 3.0})
+    found = scalars(tmp_path)
+    assert found["train/loss"] == [(10, 12.5), (20, 22.5)]
+    assert found["valid/loss"] == [(20, 3.0)]
+    assert {tag.removeprefix("train/") for tag in found if tag.startswith("train/")} == {
+        *report().numbers()
+    }
+
+
+def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        Reporter(Console(file=io.StringIO()), tensorboard_folder=tmp_path)
+
+
+def test_a_rank_that_does_not_report_needs_no_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with Reporter(None, tensorboard_folder=tmp_path / "tensorboard") as reporter:
+        reporter.report(report())
+    assert not (tmp_path / "tensorboard").exists()
