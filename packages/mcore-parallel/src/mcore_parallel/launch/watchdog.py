@@ -326,7 +326,9 @@ def _is_foreign(frame: FrameType) -> bool:
 
 def _line(frame: FrameType, number: int) -> str:
     path = Path(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}:{number} ({frame.f_code.co_name})"
+    depth = path.parts.index("mcore_parallel") if _is_own(frame) else -2
+    place = "/".join(path.parts[depth:])
+    return f"{place}:{number} ({frame.f_code.co_name})"
 
 
 def _numbers(ranks: tuple[int, ...], most: int = 8) -> str:
