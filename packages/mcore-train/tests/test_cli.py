@@ -83,7 +83,7 @@ def test_a_stage_takes_as_long_as_it_has_layers_and_megatrons_names_are_known(ca
         assert main(["schedule", "show", *words, *layout_words]) == 0
         drawn.append(capsys.readouterr().out)
     assert "bubble 50.0%" in drawn[0]
-    assert "bubble 16.7%" in drawn[1]  # the second rank works 18 of 21
+    assert "bubble 75.0%" in drawn[1]  # 24 of 2 x 21 units are work
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ before the other is there, the strictest thing a backend may do. Times follow th
 alone: a stage starts when its rank is free and its input is computed.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -43,7 +43,7 @@ class Simulation:
     peak_activations: list[int]
     """Most forwards that each rank holds for backward at one time; none without backward."""
     bubble_fraction: float
-    """Time beyond the busiest rank's own work, as a share of that work."""
+    """Idle time of all ranks together, as a share of their work."""
 
 
 def simulate(
@@ -72,10 +72,9 @@ def simulate(
     duration = durations if callable(durations) else lambda _, action: durations[action.kind]
     spans = _time(schedule, num_chunks, duration)
     makespan = max((span.end for rank in spans for span in rank), default=0.0)
-    busy = max((sum(s.end - s.start for s in rank) for rank in spans), default=0.0)
-    return Simulation(
-        spans, makespan, _peak_activations(schedule), makespan / busy - 1.0 if busy else 0.0
-    )
+    work = sum(span.end - span.start for rank in spans for span in rank)
+    bubble = len(schedule) * makespan / work - 1.0 if work else 0.0
+    return Simulation(spans, makespan, _peak_activations(schedule), bubble)
 
 
 def _check_complete(schedule: Schedule, num_microbatches: int, num_chunks: int) -> None:
@@ -147,52 +146,40 @@ def _prerequisites(kind: Kind, stage: int, num_stages: int) -> list[tuple[Kind, 
     return []
 
 
-def _check_message_order(schedule: Schedule) -> None:
-    """Both ends see messages in one order: nothing else tells them apart."""
-    pp = len(schedule)
-    for source in range(pp):
-        for target in range(pp):
-            sent = _sent(schedule, source, target)
-            received = _received(schedule, target, source)
-            for ours, theirs in zip(sent, received, strict=False):
-                if ours != theirs:
-                    raise ValueError(
-                        f"rank {source} sends to rank {target} {_describe(ours)} where "
-                        f"{_describe(theirs)} is expected"
-                    )
-
-
 Delivery = tuple[int, bool, int]
 """Stage that receives, whether it is a hidden state, micro-batch."""
+
+
+def _check_message_order(schedule: Schedule) -> None:
+    """Both ends see messages in one order: nothing else tells them apart."""
+    sent: dict[tuple[int, int], list[Delivery]] = defaultdict(list)  # by source and target
+    received: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
+    pp = len(schedule)
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            kind, stage = action.kind, action.chunk * pp + rank
+            if not kind.is_message:
+                continue
+            is_forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+            peer = message_peer(kind, rank, pp)
+            if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                target = stage + (1 if is_forward else -1)
+                sent[rank, peer].append((target, is_forward, action.microbatch))
+            else:
+                received[peer, rank].append((stage, is_forward, action.microbatch))
+    for (source, target), ours in sent.items():
+        for mine, theirs in zip(ours, received[source, target], strict=False):
+            if mine != theirs:
+                raise ValueError(
+                    f"rank {source} sends to rank {target} {_describe(mine)} where "
+                    f"{_describe(theirs)} is expected"
+                )
 
 
 def _describe(delivery: Delivery) -> str:
     stage, is_forward, microbatch = delivery
     what = "the input" if is_forward else "the gradient"
     return f"{what} of stage {stage}, micro-batch {microbatch},"
-
-
-def _sent(schedule: Schedule, rank: int, peer: int) -> list[Delivery]:
-    pp = len(schedule)
-    found = []
-    for action in schedule[rank]:
-        if action.kind not in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-            continue
-        is_forward = action.kind is Kind.SEND_FORWARD
-        stage = action.chunk * pp + rank + (1 if is_forward else -1)
-        if stage % pp == peer:
-            found.append((stage, is_forward, action.microbatch))
-    return found
-
-
-def _received(schedule: Schedule, rank: int, peer: int) -> list[Delivery]:
-    pp = len(schedule)
-    return [
-        (action.chunk * pp + rank, action.kind is Kind.RECEIVE_FORWARD, action.microbatch)
-        for action in schedule[rank]
-        if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
-        and message_peer(action.kind, rank, pp) == peer
-    ]
 
 
 def _check_rendezvous(schedule: Schedule) -> None:
