@@ -13,6 +13,9 @@ LONG_FILES: dict[str, int] = {
     "mcore_ckpt/conversion/sources.py": 408,
 }
 
+TALKING = ("cli.py", "__main__.py", "command_line.py", "entry_point.py")
+"""Files that may write to the terminal."""
+
 # State that outlives a call, each with its reason.
 STATE = {
     "mcore_parallel/testing/ranks.py:_POOLS": "one warm pool of ranks serves a whole test run",
@@ -71,10 +74,7 @@ def _changed_names(node: ast.AST) -> list[str]:
 
 def loud_lines(source: Source) -> list[str]:
     """Return writes to the terminal and logging set-up where neither belongs."""
-    if (
-        source.file in ("cli.py", "__main__.py")
-        or source.name == "mcore_train/reporting/log.py"
-    ):
+    if source.file in TALKING or source.name == "mcore_train/reporting/log.py":
         return []
     names = imported_names(source.tree)
     forbidden = {"print", "sys.stdout.write", "sys.stderr.write", "logging.basicConfig"}

@@ -187,6 +187,13 @@ def test_the_markers_of_the_field_are_known(pytestconfig):
     assert known >= {"internal", "flaky", "experimental", "gpu", "slow"}
 
 
+@pytest.mark.parametrize("file", ["command_line.py", "entry_point.py"])
+def test_the_room_that_mcore_data_shares_has_one_source(file):
+    link = ROOT / f"packages/mcore-data/src/mcore_data/{file}"
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / f"packages/mcore-parallel/src/mcore_parallel/{file}"
+
+
 def test_nothing_comes_from_a_git_source():
     sources = {key for ps in locked().values() for p in ps for key in p["source"]}
     assert sources <= {"registry", "editable", "virtual"}

@@ -222,7 +222,7 @@ WRONG = {
         2,
         "use FROM-to-TO",
     ),
-    "an unknown flag": (None, f"{IN} --dytpe bf16", 2, "Perhaps you meant"),
+    "an unknown flag": (None, f"{IN} --dytpe bf16", 2, "did you mean --dtype?"),
     "a family that cannot say it": (
         None,
         "convert mcore-to-hf --input mcore --output out --model-type gpt2",

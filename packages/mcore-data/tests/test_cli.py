@@ -138,7 +138,7 @@ def test_an_unknown_flag_names_the_nearest():
 def test_an_unknown_command_names_the_nearest():
     done = data("preproces")
     assert done.returncode == 2
-    assert "Did you mean preprocess?" in done.stderr
+    assert "did you mean preprocess?" in done.stderr
 
 
 def test_a_missing_input_is_bad_input(tmp_path):

@@ -35,25 +35,24 @@ def test_help_names_every_command_and_does_not_load_torch():
 def test_help_answers_in_half_a_second():
     # Processor time: other work on the host slows the answer, not what it takes.
     times = []
-    for _ in range(3):
+    for words in (["--help"], ["gpt", "--help"], ["gpt", "--help-all"]):
         before = os.times()
-        assert command("--help").returncode == 0
+        assert command(*words).returncode == 0
         after = os.times()
         user_s = after.children_user - before.children_user
         times.append(user_s + after.children_system - before.children_system)
-    assert min(times) < 0.5
+    assert max(times) < 0.5
 
 
 def test_help_of_gpt_is_grouped_by_concept_and_does_not_load_torch():
     script = (
-        "import sys; from mcore_train.cli import main\n"
-        "try: main(['gpt', '--help'])\n"
-        "except SystemExit: print('torch' in sys.modules)"
+        "import sys; from mcore_train.cli import main; main(['gpt', '--help'])\n"
+        "print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    for words in ("model options", "parallelism options", "--moe-router-topk", "--recipe"):
+    for words in ("model: Shape", "parallelism: How", "--moe-router-topk", "--recipe"):
         assert words in done.stdout
     assert done.stdout.endswith("False\n")
 
@@ -62,7 +61,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
     assert main(["gtp"]) == 2
     assert "unknown command gtp: did you mean gpt?" in capsys.readouterr().err
     assert main(["serve"]) == 2
-    assert "unknown command serve. There are gpt, quickstart" in capsys.readouterr().err
+    assert "unknown command serve. The commands are gpt, quickstart" in capsys.readouterr().err
 
 
 def test_a_schedule_is_drawn_as_text_and_as_a_picture(capsys, tmp_path):

@@ -10,18 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, TextIO
-
-import tyro
+from typing import TextIO
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_parallel.command_line import parse
+from mcore_parallel.entry_point import run_program
 
-USAGE = """usage: mcore-ckpt COMMAND ...
-
-Look at checkpoints and turn them into other formats.
-
-commands:
-{commands}
+ABOUT = """Look at checkpoints and turn them into other formats.
 
 examples:
   mcore-ckpt convert hf-to-mcore --input Llama-3.2-1B --output runs/llama
@@ -29,9 +24,7 @@ examples:
   mcore-ckpt convert hf-to-megatron --input Llama-3.2-1B --output megatron/llama
   mcore-ckpt inspect runs/llama
   mcore-ckpt verify runs/llama
-  mcore-ckpt average runs/llama/iter_0000100 runs/llama/iter_0000200 --output runs/mean
-
-mcore-ckpt COMMAND --help tells a command's options."""
+  mcore-ckpt average runs/llama/iter_0000100 runs/llama/iter_0000200 --output runs/mean"""
 
 FORMATS = ("hf", "mcore", "megatron", "dcp")
 """What convert reads and writes; the two that users mean most come first."""
@@ -39,43 +32,33 @@ FORMATS = ("hf", "mcore", "megatron", "dcp")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items()]
-        print(USAGE.format(commands="\n".join(lines)))
-        return 0
-    name, *rest = words
-    if name not in COMMANDS:
-        return _refuse(f"command {name} is not known: use {', '.join(COMMANDS)}.", 2)
-    if ("--output", "") in pairwise(rest) or "--output=" in rest:
-        return _refuse("--output is empty: is a variable of the shell not set?", 2)
-    try:
-        with _ended_by_sigterm():
-            code = tyro.cli(COMMANDS[name][1], args=rest, prog=f"mcore-ckpt {name}")
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever read the output, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except ValueError as error:
-        message, code = str(error), 2
-    except (CheckpointError, OSError) as error:
-        message, code = str(error), 1
-    except KeyboardInterrupt:
-        message, code = "interrupted", 1
-    return _refuse(message, code)
+    return run_program("mcore-ckpt", ABOUT, COMMANDS, argv, exit_code, _call)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return 2 for bad input, 1 for damaged or missing files, 0 for a fault of the program."""
+    if isinstance(error, ValueError):
+        return 2
+    return int(isinstance(error, (CheckpointError, OSError)))
+
+
+def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
+    if ("--output", "") in pairwise(words) or "--output=" in words:
+        raise ValueError("--output is empty: is a variable of the shell not set?")
+    with _ended_by_sigterm():
+        return parse(function, program, words)
 
 
 def convert(
-    direction: tyro.conf.Positional[str],
+    direction: str,
+    /,
     *,
     input: Path,
     output: Path,
     dtype: str = "",
     max_shard_size: str = "5GB",
     model_type: str = "",
-    config: Annotated[str, tyro.conf.arg(metavar="FILE")] = "",
+    config: str = "",
     vocab_size: int = 0,
     make_vocab_size_divisible_by: int = 128,
     transformer_impl: str = "transformer_engine",
@@ -155,10 +138,11 @@ def convert(
 
 
 def inspect(
-    folder: tyro.conf.Positional[Path],
+    folder: Path,
+    /,
     *,
-    compare: Annotated[str, tyro.conf.arg(metavar="DIR")] = "",
-    config: Annotated[str, tyro.conf.arg(metavar="FILE")] = "",
+    compare: str = "",
+    config: str = "",
     as_json: bool = False,
 ) -> int:
     """Show what a checkpoint of any format holds.
@@ -184,7 +168,7 @@ def inspect(
     return 0
 
 
-def verify(folder: tyro.conf.Positional[Path]) -> int:
+def verify(folder: Path, /) -> int:
     """Read every byte of a checkpoint and compare checksums.
 
     Args:
@@ -198,7 +182,8 @@ def verify(folder: tyro.conf.Positional[Path]) -> int:
 
 
 def reshard(
-    folder: tyro.conf.Positional[Path],
+    folder: Path,
+    /,
     *,
     output: Path,
     num_files: int = 1,
@@ -218,7 +203,7 @@ def reshard(
     return 0
 
 
-def average(folders: tyro.conf.Positional[tuple[Path, ...]], *, output: Path) -> int:
+def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
     """Average the weights of several checkpoints of one model.
 
     Args:
@@ -350,11 +335,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _refuse(message: str, code: int) -> int:
-    print(f"mcore-ckpt: error: {message}", file=sys.stderr)
-    return code
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {

@@ -1,78 +1,44 @@
 """The command ``mcore-data``: corpora to tokens, tokens to training samples."""
 
-import difflib
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from mcore_data.command_line import parse
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
+from mcore_data.entry_point import run_program
 
-Prefix = tyro.conf.Positional[str]
 # Megatron's scripts give it to keep the order of documents, which is always kept here.
 _NEEDLESS = ("--keep-sequential-samples",)
 
-USAGE = """usage: mcore-data COMMAND ...
-
-Corpora to tokens on disk, tokens on disk to training samples.
-
-commands:
-{commands}
+ABOUT = """Corpora to tokens on disk, tokens on disk to training samples.
 
 examples:
   mcore-data train-tokenizer --input book.jsonl --output tokenizer --vocab-size 4096
   mcore-data preprocess --input book.jsonl --output-prefix book \\
       --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --append-eod
-  mcore-data inspect book_text_document --tokenizer tokenizer
-
-mcore-data COMMAND --help tells a command's options."""
+  mcore-data inspect book_text_document --tokenizer tokenizer"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items()]
-        print(USAGE.format(commands="\n".join(lines)))
-        return 0
-    name, *rest = words
-    if name == "preprocess":
-        rest = [word for word in rest if word not in _NEEDLESS]
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        return _fail(f"there is no command {name}.{meant}", code=2)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("mcore_data").setLevel(logging.INFO)  # and of others what warns
-    try:
-        return _call(COMMANDS[name][1], name, rest)
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        return _fail(str(error), code=2)
-    except BrokenPipeError:  # whoever read the output, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (RuntimeError, OSError) as error:
-        return _fail(str(error), code=1)
+    return run_program("mcore-data", ABOUT, COMMANDS, argv, exit_code, _call)
 
 
-def _call(function: Callable[..., int], name: str, words: list[str]) -> int:
-    return tyro.cli(
-        function,
-        prog=f"mcore-data {name}",
-        args=words,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+def exit_code(error: BaseException) -> int:
+    """Return 2 for bad input, 1 for failures of files, 0 for a fault of the program."""
+    if isinstance(error, (ValueError, FileNotFoundError, ImportError)):
+        return 2
+    return int(isinstance(error, (RuntimeError, OSError)))
 
 
-def _fail(message: str, *, code: int) -> int:
-    print(f"mcore-data: error: {message}", file=sys.stderr)
-    return code
+def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
+    return parse(function, program, [word for word in words if word not in _NEEDLESS])
 
 
 def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: int = 0) -> int:
@@ -134,7 +100,8 @@ def merge(input: Path, output_prefix: str, overwrite: bool = False) -> int:
 
 
 def inspect(
-    prefix: Prefix,
+    prefix: str,
+    /,
     tokenizer: str = "",
     samples: int = 2,
     object_storage_cache_path: str = "",
@@ -167,7 +134,7 @@ def inspect(
     return 0
 
 
-def verify(prefix: Prefix) -> int:
+def verify(prefix: str, /) -> int:
     """Check a .bin/.idx pair: header, pointers, sizes, tokens, checksums of its manifest.
 
     Args:

@@ -2,33 +2,27 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mcore_infer.config import SamplingConfig
+from mcore_parallel.command_line import parse
+from mcore_parallel.entry_point import run_program
 
 if TYPE_CHECKING:
     from mcore_data.tokenizers.building import Tokenizer
     from mcore_infer.loading import LoadedModel
     from mcore_models.gpt import GPT
 
-USAGE = """usage: mcore-infer COMMAND ...
-
-Write and judge text with a trained model.
-
-commands:
-  generate  write on after a prompt
-  evaluate  loss, perplexity and bits per byte of a text file
+ABOUT = """Write and judge text with a trained model.
 
 examples:
   mcore-infer generate --load runs/tiny --prompt "In the beginning"
   mcore-infer generate --load runs/tiny --prompt "Once" --num-tokens 50 --top-k 40 --seed 7
-  mcore-infer evaluate --load runs/tiny --input chapter.txt
-
-mcore-infer COMMAND --help tells a command's options."""
+  mcore-infer evaluate --load runs/tiny --input chapter.txt"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,70 +38,24 @@ class ModelOptions:
     tokenizer: str = ""
     """Folder or file of the tokenizer; empty: the one in the checkpoint."""
 
-    device: str = "auto"
-    """cuda, cpu, or auto: cuda where it is present."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda where it is present."""
 
     tensor_model_parallel_size: int = 0
     """Ranks that split each matrix; 0: all that were started."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateConfig:
-    """Write on after a prompt; the text streams to standard output."""
-
-    model: ModelOptions
-    prompt: tuple[str, ...] = ("",)
-    """Beginning of the text; several prompts are written on together. An empty one begins a
-    document."""
-
-    seed: int = 1234
-    """Of the draws; prompt i draws from seed + i."""
-
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateConfig:
-    """Judge text files: one document each."""
-
-    model: ModelOptions
-    input: tuple[str, ...]
-    """Text files in UTF-8."""
-
-    seq_length: int = 0
-    """Tokens of context; 0: the model's positions, or 1024."""
-
-    overlapping_eval: int = 0
-    """New tokens of each window; 0: half the context."""
-
-    micro_batch_size: int = 8
-    """Windows in one forward pass."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    name, *rest = words
-    if name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        print(f"mcore-infer: error: no command {name!r}: use one of {known}.", file=sys.stderr)
-        return 2
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        return COMMANDS[name](rest)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"mcore-infer: error: {error}", file=sys.stderr)
+    return run_program("mcore-infer", ABOUT, COMMANDS, argv, exit_code, parse)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return 2 for bad input, 1 for files or devices that failed, 0 for a program's fault."""
+    if isinstance(error, (ValueError, FileNotFoundError)):
         return 2
-    except SystemExit as end:  # tyro's, after help or a flag that cannot be read
-        return end.code if isinstance(end.code, int) else 2
-    except RuntimeError as error:
-        if not _is_outside(error):
-            raise
-        print(f"mcore-infer: failed: {error}", file=sys.stderr)
-        return 1
+    return int(isinstance(error, RuntimeError) and _is_outside(error))
 
 
 def _is_outside(error: RuntimeError) -> bool:
@@ -119,29 +67,52 @@ def _is_outside(error: RuntimeError) -> bool:
     return isinstance(error, (CheckpointError, OutOfMemoryError))
 
 
-def generate(words: Sequence[str]) -> int:
-    """Write on after one or more prompts."""
-    config = _parse(GenerateConfig, "mcore-infer generate", words)
-    with _opened(config.model) as (loaded, tokenizer, is_first):
-        if len(config.prompt) == 1:
-            _write_one(config, loaded.model, tokenizer, is_first)
+def generate(
+    model: ModelOptions,
+    sampling: SamplingConfig,
+    prompt: tuple[str, ...] = ("",),
+    seed: int = 1234,
+) -> int:
+    """Write on after a prompt; the text streams to standard output.
+
+    Args:
+        model: which one.
+        sampling: how tokens are drawn.
+        prompt: Beginning of the text; several prompts are written on together. An empty one
+            begins a document.
+        seed: Of the draws; prompt i draws from seed + i.
+    """
+    with _opened(model) as (loaded, tokenizer, is_first):
+        if len(prompt) == 1:
+            _write_one(prompt[0], sampling, seed, loaded.model, tokenizer, is_first)
             return 0
         from mcore_infer.generation import generate_text
 
-        texts = generate_text(
-            loaded.model, tokenizer, config.prompt, config.sampling, config.seed
-        )
+        texts = generate_text(loaded.model, tokenizer, prompt, sampling, seed)
         if is_first:
-            for prompt, text in zip(config.prompt, texts, strict=True):
-                print(f"{prompt}{text}\n")
+            for beginning, text in zip(prompt, texts, strict=True):
+                print(f"{beginning}{text}\n")
     return 0
 
 
-def evaluate(words: Sequence[str]) -> int:
-    """Print how well a model predicts text files."""
-    config = _parse(EvaluateConfig, "mcore-infer evaluate", words)
-    texts = [Path(name).read_text(encoding="utf-8") for name in config.input]
-    with _opened(config.model) as (loaded, tokenizer, is_first):
+def evaluate(
+    model: ModelOptions,
+    input: tuple[Path, ...],
+    seq_length: int = 0,
+    overlapping_eval: int = 0,
+    micro_batch_size: int = 8,
+) -> int:
+    """Print how well a model predicts text files, one document each.
+
+    Args:
+        model: which one.
+        input: Text files in UTF-8.
+        seq_length: Tokens of context; 0: the model's positions, or 1024.
+        overlapping_eval: New tokens of each window; 0: half the context.
+        micro_batch_size: Windows in one forward pass.
+    """
+    texts = [file.read_text(encoding="utf-8") for file in input]
+    with _opened(model) as (loaded, tokenizer, is_first):
         from mcore_infer.evaluation import score_texts
 
         limit = loaded.description.config.max_position_embeddings
@@ -149,9 +120,9 @@ def evaluate(words: Sequence[str]) -> int:
             loaded.model,
             tokenizer,
             texts,
-            context_tokens=config.seq_length or limit or 1024,
-            stride=config.overlapping_eval,
-            batch=config.micro_batch_size,
+            context_tokens=seq_length or limit or 1024,
+            stride=overlapping_eval,
+            batch=micro_batch_size,
         )
         if is_first:
             print(
@@ -163,19 +134,23 @@ def evaluate(words: Sequence[str]) -> int:
 
 
 def _write_one(
-    config: GenerateConfig, model: "GPT", tokenizer: "Tokenizer", is_first: bool
+    prompt: str,
+    sampling: SamplingConfig,
+    seed: int,
+    model: "GPT",
+    tokenizer: "Tokenizer",
+    is_first: bool,
 ) -> None:
     """Write on after one prompt, each piece of text as soon as it is whole characters."""
     from mcore_infer.generation import prompt_ids, stop_ids, stream
     from mcore_infer.streaming import TextStream
 
-    sampling = config.sampling
     text = TextStream(tokenizer)
     tokens = stream(
         model,
-        [prompt_ids(tokenizer, config.prompt[0])],
+        [prompt_ids(tokenizer, prompt)],
         sampling,
-        seed=config.seed,
+        seed=seed,
         eod=None if sampling.ignore_eod else tokenizer.eod,
         stop=stop_ids(tokenizer, sampling),
     )
@@ -184,7 +159,7 @@ def _write_one(
         for _ in pieces:
             pass
         return
-    print(config.prompt[0], end="", flush=True)
+    print(prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print(text.rest())
@@ -217,10 +192,7 @@ def _opened(options: ModelOptions) -> Iterator[tuple["LoadedModel", "Tokenizer",
         shut_down()
 
 
-def _parse(kind: type, program: str, words: Sequence[str]):
-    import tyro
-
-    return tyro.cli(kind, prog=program, args=list(words), config=(tyro.conf.OmitArgPrefixes,))
-
-
-COMMANDS = {"generate": generate, "evaluate": evaluate}
+COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
+    "generate": ("write on after a prompt", generate),
+    "evaluate": ("loss, perplexity and bits per byte of a text file", evaluate),
+}

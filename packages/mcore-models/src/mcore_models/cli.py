@@ -6,11 +6,9 @@ over it. Help and counting load no torch.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
-
-import tyro
+from typing import Any
 
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.description import ModelDescription
@@ -23,24 +21,32 @@ from mcore_models.flops import (
 from mcore_models.layout_checks import check_layout
 from mcore_models.presets import load_preset, preset_names
 from mcore_moe.config import MoEConfig
+from mcore_parallel.command_line import (
+    HELP_FLAGS,
+    options_of,
+    parse,
+    read_words,
+)
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.entry_point import run_program
 from mcore_parallel.layout import build_grids
 
-USAGE = """usage: mcore-models COMMAND ...
-
-Parameters, FLOPs and bytes of language models, from their shapes alone.
-
-commands:
-  list   the presets, with their sizes
-  count  one model: --preset NAME, flags, or a preset with flags over it
+ABOUT = """Parameters, FLOPs and bytes of language models, from their shapes alone.
 
 examples:
   mcore-models count --preset llama-3-8b
   mcore-models count --preset llama-3-8b --num-layers 8 --world-size 4 --seq-length 8192
   mcore-models count --num-layers 12 --hidden-size 768 --num-attention-heads 12 \\
-    --vocab-size 50257
+    --vocab-size 50257"""
 
-mcore-models count --help tells its options."""
+USUAL = (
+    *("preset", "vocab_size", "seq_length", "micro_batch_size", "world_size", "json"),
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups"),
+    *("ffn_hidden_size", "max_position_embeddings", "num_experts", "moe_router_topk"),
+    *("moe_ffn_hidden_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "recompute_granularity"),
+)
+"""What count --help shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +77,7 @@ class CountOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountConfig:
-    """All options of ``count``."""
+    """What a model of this shape costs: parameters, FLOPs and the bytes of a rank."""
 
     model: TransformerConfig
     options: CountOptions = field(default_factory=CountOptions)
@@ -82,20 +88,18 @@ class CountConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when done, 2 for bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    command, *rest = words
-    try:
-        if command == "list":
-            return list_presets()
-        if command == "count":
-            return count(rest)
-        raise ValueError(f"unknown command {command}: use list or count.")
-    except ValueError as error:
-        print(f"mcore-models: {error}", file=sys.stderr)
-        return 2
+    return run_program("mcore-models", ABOUT, COMMANDS, argv, exit_code, _call)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return 2 for bad input, 0 for a fault of the program."""
+    return 2 if isinstance(error, ValueError) else 0
+
+
+def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
+    if function is count:
+        return count(parse_count(words))
+    return parse(function, program, words)
 
 
 def list_presets() -> int:
@@ -112,13 +116,12 @@ def list_presets() -> int:
     return 0
 
 
-def count(words: Sequence[str]) -> int:
+def count(config: CountConfig) -> int:
     """Print parameters, FLOPs and bytes of one model.
 
     Raises:
-        ValueError: for an unknown preset, or options that contradict.
+        ValueError: for options that contradict.
     """
-    config = parse_count(words)
     report = build_report(config)
     if config.options.json:
         print(json.dumps(report))
@@ -132,17 +135,14 @@ def count(words: Sequence[str]) -> int:
 
 def parse_count(words: Sequence[str]) -> CountConfig:
     """Read the flags of ``count``, laid over its preset if it names one."""
-    name = _value_of("--preset", words)
-    flat = Annotated[CountConfig, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
-    arguments: dict = {"prog": "mcore-models count", "args": list(words)}
+    options = options_of(CountConfig)
+    name = "" if set(words) & set(HELP_FLAGS) else read_words(options, words).get("preset", "")
+    defaults: dict[str, Any] = {}
     if name:
         preset = load_preset(name)
-        arguments["default"] = CountConfig(
-            model=preset.config,
-            experts=preset.moe,
-            options=CountOptions(preset=name, vocab_size=preset.vocab_size),
-        )
-    return tyro.cli(flat, **arguments)
+        defaults = {**asdict(preset.config), **asdict(preset.moe)}
+        defaults["vocab_size"] = preset.vocab_size
+    return parse(CountConfig, "mcore-models count", words, usual=USUAL, defaults=defaults)
 
 
 def build_report(config: CountConfig) -> dict[str, int | float]:
@@ -184,14 +184,10 @@ def build_report(config: CountConfig) -> dict[str, int | float]:
     }
 
 
-def _value_of(flag: str, words: Sequence[str]) -> str:
-    """Return what follows a flag, or what stands behind its equals sign."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == flag:
-            return following
-        if word.startswith(flag + "="):
-            return word.removeprefix(flag + "=")
-    return ""
+COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
+    "list": ("the presets, with their sizes", list_presets),
+    "count": ("one model: --preset NAME, flags, or a preset with flags over it", count),
+}
 
 
 if __name__ == "__main__":

@@ -4,47 +4,35 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-USAGE = """usage: mcore-train COMMAND ...
+from mcore_parallel.command_line import HELP_FLAGS, canonical
+from mcore_parallel.command_line import parse as parse_options
+from mcore_parallel.entry_point import run_program
 
-Train large language models: one program from a laptop CPU to a cluster.
-
-commands:
-{commands}
+ABOUT = """Train large language models: one program from a laptop CPU to a cluster.
 
 examples:
   mcore-train quickstart
   mcore-train gpt --recipe recipes/model/tiny.toml --mock-data --train-iters 100 --lr 1e-3
-  torchrun --nproc-per-node 8 -m mcore_train gpt --recipe recipes/model/llama-3-8b.toml ...
-
-mcore-train COMMAND --help tells a command's options."""
+  torchrun --nproc-per-node 8 -m mcore_train gpt --recipe recipes/model/llama-3-8b.toml ..."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        lines = [f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items()]
-        print(USAGE.format(commands="\n".join(lines)))
-        return 0
-    name, *rest = words
-    if name not in COMMANDS:
-        from mcore_train.options.megatron_flags import unknown
-
-        return _refuse(f"{unknown(name, COMMANDS, 'command')} There are {', '.join(COMMANDS)}.")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        return COMMANDS[name][1](rest)
-    except (ValueError, FileNotFoundError) as error:
-        if logging.getLogger().isEnabledFor(logging.DEBUG):
-            raise
-        return _refuse(str(error))
-    except FloatingPointError as error:
-        return _refuse(str(error), 1)
-    except RuntimeError as error:
-        if not is_of_machines(error):
-            raise
-        return _refuse(str(error), 1)
+    return run_program("mcore-train", ABOUT, COMMANDS, argv, exit_code, _call)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return 2 for bad input, 1 for files or devices that failed, 0 for a program's fault."""
+    if isinstance(error, (ValueError, FileNotFoundError)):
+        return 2
+    if isinstance(error, FloatingPointError):
+        return 1
+    return int(isinstance(error, RuntimeError) and is_of_machines(error))
+
+
+def _call(function: Callable[[list[str]], int], _: str, words: list[str]) -> int:
+    return function(words)
 
 
 def gpt(words: Sequence[str]) -> int:
@@ -66,16 +54,9 @@ def gpt(words: Sequence[str]) -> int:
 
 def quickstart(words: Sequence[str]) -> int:
     """Train on the shipped book, from its text to a paragraph."""
-    import tyro
-
     from mcore_train.quickstart.options import QuickstartConfig
 
-    config = tyro.cli(
-        QuickstartConfig,
-        prog="mcore-train quickstart",
-        args=list(words),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    config = parse_options(QuickstartConfig, "mcore-train quickstart", words)
     if config.tour.nproc:
         from mcore_train.quickstart.plan import plan_of_tour
 
@@ -103,19 +84,12 @@ def verify(words: Sequence[str]) -> int:
 
 def schedule(words: Sequence[str]) -> int:
     """Draw a pipeline schedule: ``schedule show``."""
-    import tyro
-
     from mcore_train.reporting.schedule_view import ScheduleConfig, draw_schedule
 
-    if words[:1] != ["show"]:
-        raise ValueError("mcore-train schedule has one verb: schedule show --help.")
-    config = tyro.cli(
-        ScheduleConfig,
-        prog="mcore-train schedule show",
-        args=[MEGATRONS_VIEW.get(word, word) for word in words[1:]],
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    print(draw_schedule(config))
+    if words[:1] != ["show"] and not set(words) & set(HELP_FLAGS):
+        raise ValueError("mcore-train schedule has one verb: mcore-train schedule show --help.")
+    own = [MEGATRONS_VIEW.get(canonical(word), word) for word in words if word != "show"]
+    print(draw_schedule(parse_options(ScheduleConfig, "mcore-train schedule show", own)))
     return 0
 
 
@@ -158,12 +132,7 @@ def is_of_machines(error: RuntimeError) -> bool:
     from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 
     theirs = (CheckpointError, CorruptDatasetError, UnlikeWeightsError)
-    return isinstance(error, theirs) and not logging.getLogger().isEnabledFor(logging.DEBUG)
-
-
-def _refuse(message: str, code: int = 2) -> int:
-    print(f"mcore-train: error: {message}", file=sys.stderr)
-    return code
+    return isinstance(error, theirs)
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {

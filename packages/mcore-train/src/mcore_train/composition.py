@@ -37,7 +37,7 @@ from mcore_train.config import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """All options of a training run, grouped by concept."""
+    """A training run: its model, batches, optimizer, layout, data and files."""
 
     model: TransformerConfig
     experts: MoEConfig = field(default_factory=MoEConfig)

@@ -37,7 +37,7 @@ CHECKED_PACKAGES = ("mcore_parallel", "mcore_moe", "mcore_models", "mcore_ckpt",
 # child of a test run loads what started it: pytest.
 PRELOADED = (
     *("numpy", "torch", "torch.distributed", "torch._dynamo"),
-    *("tyro", "rich.progress", "pytest"),
+    *("rich.progress", "pytest"),
 )
 OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_data", "mcore_train")
 GRACE_S = 0.5

@@ -1,8 +1,7 @@
 """From the words of a command line to a ``TrainConfig``, without torch.
 
 What stands further right wins: defaults, then the model that ``--load`` names, then recipes
-from left to right, then flags. tyro projects the dataclasses to flags; ``dialect`` knows the
-spellings that differ.
+from left to right, then flags. ``megatron_flags`` knows the spellings that differ.
 """
 
 import logging
@@ -10,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from mcore_parallel.command_line import HELP_FLAGS
+from mcore_parallel.command_line import parse as parse_options
 from mcore_train.checkpoints.origin import checkpoint_fields
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.options.megatron_flags import translate
@@ -19,6 +20,20 @@ log = logging.getLogger(__name__)
 
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 """Megatron's other way to say --num-virtual-stages-per-pipeline-rank."""
+
+USUAL = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups"),
+    *("ffn_hidden_size", "max_position_embeddings", "num_experts", "moe_router_topk"),
+    *("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples"),
+    *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad"),
+    *("bf16", "recompute_granularity", "tensor_model_parallel_size", "sequence_parallel"),
+    *("pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "use_distributed_optimizer", "tokenizer_type"),
+    *("tokenizer_model", "vocab_size", "data_path", "split", "mock_data", "eval_interval"),
+    *("save", "save_interval", "load", "finetune", "log_interval", "seed", "device"),
+    *("recipe", "nproc", "certificate", "quiet"),
+)
+"""What --help shows; the rest belongs to --help-all and to topics."""
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -36,14 +51,13 @@ def parse(
         config_type: of the result: a command may have options beside a run's.
 
     Raises:
-        ValueError: for an unknown flag or field, a refused one, or values that the configs
-            themselves refuse.
-        SystemExit: code 0 after help, code 2 after a value of the wrong type.
+        ValueError: for an unknown flag or field, a refused one, a value of the wrong type, or
+            values that the configs themselves refuse.
+        SystemExit: after help.
     """
-    import tyro
-
-    known = {*flag_names(config_type), "--help", LAYERS_PER_STAGE}
-    words, notes = translate(argv, known)
+    if set(argv) & set(HELP_FLAGS):
+        return parse_options(config_type, program, argv, usual=USUAL)
+    words, notes = translate(argv, {*flag_names(config_type), LAYERS_PER_STAGE})
     for note in notes:
         log.info("%s", note)
     words, recipes = _take_all(words, "--recipe")
@@ -63,12 +77,7 @@ def parse(
         args += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
     if recipes:
         args += ["--recipe", *recipes]
-    return tyro.cli(
-        config_type,
-        prog=program,
-        args=args,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    return parse_options(config_type, program, args)
 
 
 def _stages(args: list[str], layers_per_stage: str) -> str:

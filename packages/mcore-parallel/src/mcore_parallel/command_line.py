@@ -1,0 +1,352 @@
+"""Commands from functions and config dataclasses: flags, help and errors of one line.
+
+A field or parameter is a flag of the same name; its type says what is accepted, its docstring
+is the help text, and the parameter that holds its dataclass is its topic in the help.
+Positional-only parameters take the words without a flag. Standard library only, so that help
+answers at once. mcore-data, which imports no sibling, has this file as a link.
+"""
+
+import ast
+import difflib
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+HELP_FLAGS = ("-h", "--help", "--help-all")
+NUMBERS = {int: "a whole number", float: "a number"}
+HELP_COLUMN = 34
+LIKENESS = 0.72
+"""Share of common letters from which on a name is offered for an unknown one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One flag, or one positional word, of a command."""
+
+    name: str
+    kind: Any
+    """Type: bool, int, float, str, Path, a Literal, or a tuple of these."""
+    default: Any
+    """``inspect.Parameter.empty`` where it is required."""
+    owner: Any
+    """Dataclass or function whose docstrings describe it."""
+    topic: str = ""
+    is_positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The option as it is typed."""
+        return self.name if self.is_positional else "--" + self.name.replace("_", "-")
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the command cannot start without it."""
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def num_values(self) -> int | None:
+        """Words that it takes; None: any number."""
+        if get_origin(self.kind) is not tuple:
+            return 0 if self.kind is bool else 1
+        return None if get_args(self.kind)[-1] is ... else len(get_args(self.kind))
+
+    @property
+    def invocation(self) -> str:
+        """The option with what follows it, as help shows it."""
+        if self.kind is bool:
+            return f"--[no-]{self.flag[2:]}"
+        if self.is_positional:
+            return f"{self.name.upper()} ..." if self.num_values is None else self.name.upper()
+        kinds = get_args(self.kind) if get_origin(self.kind) is tuple else (self.kind,)
+        shown = ("..." if kind is ... else _shown(kind) for kind in kinds)
+        return " ".join([self.flag, *shown])
+
+
+def unknown(name: str, known: Iterable[str], kind: str = "option") -> str:
+    """Say that a name is unknown, and which known one is nearest, if one is near."""
+    known = sorted(known)
+    parts = set(re.findall(r"[^-_ ]+", name))
+    near = [word for word in known if parts <= set(re.findall(r"[^-_ ]+", word))]
+    if not 1 <= len(near) <= 4:
+        bare = {word.lstrip("-"): word for word in known}
+        cutoff = LIKENESS if len(name) > 5 else 0.6
+        near = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=cutoff)
+        near = [bare[word] for word in near]
+    return f"unknown {kind} {name}" + (f": did you mean {_and(near, 'or')}?" if near else ".")
+
+
+def parse(
+    kind: Callable[..., Any],
+    program: str,
+    words: Sequence[str],
+    *,
+    usual: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> Any:
+    """Read words into a dataclass, or into the parameters of a function, which is then called.
+
+    Args:
+        kind: the dataclass or the function; dataclasses in it are topics of its help.
+        program: program and command, for help and errors.
+        words: what follows them.
+        usual: names of the options that ``--help`` shows; empty: all of them.
+        defaults: values in place of those of ``kind``, by name.
+
+    Raises:
+        ValueError: for an unknown option, a value of the wrong type and a missing one.
+        SystemExit: after help.
+    """
+    options = options_of(kind)
+    if any(word in HELP_FLAGS for word in words):
+        print(help_text(kind, program, words, options, usual))
+        raise SystemExit(0)
+    values = {**(defaults or {}), **read_words(options, words)}
+    missing = [o.flag for o in options if o.is_required and o.name not in values]
+    if missing:
+        raise ValueError(f"{program} needs {_and(missing)}: see {program} --help.")
+    return _build(kind, values)
+
+
+def options_of(kind: Callable[..., Any]) -> list[Option]:
+    """List the options of a dataclass or a function, those of nested dataclasses too."""
+    found, types = [], get_type_hints(kind)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if is_dataclass(types[name]):
+            found += [replace(option, topic=name) for option in options_of(types[name])]
+        else:
+            alone = parameter.kind is parameter.POSITIONAL_ONLY
+            found.append(
+                Option(name, types[name], parameter.default, kind, is_positional=alone)
+            )
+    return found
+
+
+def _build(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    types, positional, named = get_type_hints(kind), [], {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if is_dataclass(types[name]):
+            named[name] = _build(types[name], values)
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            positional.append(values[name])
+        elif name in values:
+            named[name] = values[name]
+    return kind(*positional, **named)
+
+
+def read_words(options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
+    """Read words into values by option name; options that no word names are left out.
+
+    Raises:
+        ValueError: for an unknown option, a word that belongs to none, or a wrong value.
+    """
+    flags = {option.flag: option for option in options if not option.is_positional}
+    negated = {f"--no-{o.flag[2:]}": o for o in flags.values() if o.kind is bool}
+    values: dict[str, Any] = {}
+    alone, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not is_flag(word):
+            alone.append(word)
+            continue
+        name, has_value, value = word.partition("=")
+        name = canonical(name)
+        option = flags.get(name) or negated.get(name)
+        if option is None:
+            raise ValueError(unknown(name, [*flags, *negated]))
+        given = [value] if has_value else []
+        limit = option.num_values
+        while rest and not is_flag(rest[0]) and (limit is None or len(given) < limit):
+            given.append(rest.pop(0))
+        values[option.name] = _read_values(option, name, given)
+    return values | _read_positionals(options, alone)
+
+
+def _read_values(option: Option, name: str, given: list[str]) -> Any:
+    if option.kind is bool:
+        if given:
+            raise ValueError(f"{name} takes no value: {option.invocation} turns it on or off.")
+        return name == option.flag
+    wanted = option.num_values
+    if wanted is not None and len(given) < wanted:
+        raise ValueError(f"{name} needs {'a value' if wanted == 1 else f'{wanted} values'}.")
+    if get_origin(option.kind) is not tuple:
+        return _read_value(name, option.kind, given[0])
+    kinds = get_args(option.kind)
+    kinds = kinds[:1] * len(given) if wanted is None else kinds
+    return tuple(_read_value(name, kind, word) for kind, word in zip(kinds, given, strict=True))
+
+
+def _read_value(name: str, kind: Any, word: str) -> Any:
+    if get_origin(kind) is Literal:
+        if word not in get_args(kind):
+            choices = [choice for choice in get_args(kind) if choice]
+            raise ValueError(f"{name} {word!r} is no choice: use {_and(choices, 'or')}.")
+        return word
+    try:
+        return kind(word)
+    except ValueError:
+        raise ValueError(f"{name} {word!r} must be {NUMBERS[kind]}.") from None
+
+
+def _read_positionals(options: Sequence[Option], alone: list[str]) -> dict[str, Any]:
+    values, rest = {}, list(alone)
+    for option in options:
+        if option.is_positional and rest:
+            given = rest if option.num_values is None else rest[: option.num_values]
+            values[option.name] = _read_values(option, option.name.upper(), given)
+            rest = rest[len(given) :]
+    if rest:
+        raise ValueError(f"{rest[0]!r} belongs to no option; options begin with two dashes.")
+    return values
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word is an option and no value; negative numbers and ``-`` are values."""
+    return word.startswith("--") and len(word) > 2
+
+
+def canonical(name: str) -> str:
+    """Spell an option with dashes."""
+    return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+
+
+def help_text(
+    kind: Callable[..., Any],
+    program: str,
+    words: Sequence[str],
+    options: Sequence[Option],
+    usual: Collection[str],
+) -> str:
+    """Write the help that words ask for: usual options, all, or those of a topic or a name."""
+    place = next(i for i, word in enumerate(words) if word in HELP_FLAGS)
+    following = words[place + 1 : place + 2]
+    topic = following[0] if following else ""
+    topics = list(dict.fromkeys(option.topic for option in options if option.topic))
+    chosen = list(options)
+    if words[place] != "--help-all" and topic:
+        part = canonical(topic).lstrip("-").replace("-", "_")
+        chosen = [o for o in options if part == o.topic] or [
+            o for o in options if part in o.name
+        ]
+        if not chosen:
+            raise ValueError(f"{unknown(topic, topics, 'topic')} {_topics(topics)}")
+    elif words[place] != "--help-all" and usual:
+        chosen = [option for option in options if option.name in usual]
+    loose = "".join(f" {o.invocation}" for o in options if o.is_positional)
+    lines = [f"usage: {program}{loose} [OPTIONS]", "", _first_paragraph(kind)]
+    texts = _option_texts(options)
+    for heading in dict.fromkeys(option.topic for option in chosen):
+        own = [option for option in chosen if option.topic == heading]
+        about = _first_paragraph(own[0].owner).splitlines()[0] if heading else ""
+        lines += ["", f"{heading.replace('_', '-') or 'options'}: {about}".rstrip(" :")]
+        lines += [line for o in own for line in _entry(o, texts.get((o.owner, o.name), ""))]
+    if len(chosen) < len(options):
+        lines += ["", f"{len(chosen)} of {len(options)} options; --help-all shows all of them."]
+        lines += [_topics(topics)]
+    return "\n".join(lines)
+
+
+def _topics(topics: list[str]) -> str:
+    text = f"--help TOPIC shows one of {', '.join(topics)}, or the options with a word in them."
+    return textwrap.fill(text.replace("_", "-"), _help_width(), break_on_hyphens=False)
+
+
+def _help_width() -> int:
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
+
+
+def _entry(option: Option, text: str) -> Iterator[str]:
+    """Yield the lines of one option: what to type, and at its right what it means."""
+    if option.is_required:
+        text += " Required."
+    elif option.default is True:
+        text += " On by default."
+    elif shown := _shown_default(option.default):
+        text += f" Default: {shown}."
+    left = textwrap.fill(
+        option.invocation.replace(",", ", "),
+        _help_width(),
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_on_hyphens=False,
+    ).replace(", ", ",")
+    lines = textwrap.wrap(text, _help_width() - HELP_COLUMN, break_on_hyphens=False) or [""]
+    if len(left) >= HELP_COLUMN:
+        yield left
+    else:
+        yield f"{left:{HELP_COLUMN}}{lines.pop(0)}".rstrip()
+    yield from (" " * HELP_COLUMN + line for line in lines)
+
+
+def _shown_default(value: Any) -> str:
+    """Write a default; what is off, and 0 of a count, goes without saying."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "" if value is False or (value == 0 and isinstance(value, int)) else str(value)
+
+
+def _option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
+    """Find the help text of each option: docstrings below fields, or ``Args`` of a function."""
+    texts: dict[tuple[Any, str], str] = {}
+    for owner in dict.fromkeys(option.owner for option in options):
+        found = _field_texts(owner) if is_dataclass(owner) else _argument_texts(owner)
+        for name, text in found.items():
+            texts[owner, name] = " ".join(text.replace("``", "").split())
+    return texts
+
+
+def _field_texts(owner: Any) -> dict[str, str]:
+    tree = ast.parse(textwrap.dedent("".join(_class_source(owner))))
+    body = tree.body[0].body  # pyrefly: ignore
+    return {
+        field.target.id: str(below.value.value)  # pyrefly: ignore
+        for field, below in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
+
+
+def _class_source(owner: Any) -> list[str]:
+    """Return the lines of a class, found without parsing the whole file as inspect does."""
+    lines = inspect.getsource(sys.modules[owner.__module__]).splitlines(keepends=True)
+    start = next(
+        i for i, line in enumerate(lines) if re.match(rf"class {owner.__name__}\b", line)
+    )
+    ends = (i for i, line in enumerate(lines) if i > start and line[0] not in " \n)#")
+    return lines[start : next(ends, len(lines))]
+
+
+def _argument_texts(owner: Any) -> dict[str, str]:
+    texts, name = {}, ""
+    for line in (inspect.getdoc(owner) or "").partition("Args:\n")[2].splitlines():
+        indent = len(line) - len(line.lstrip())
+        if line and not indent:
+            break
+        if indent == 4 and ":" in line:
+            name, _, text = line.strip().partition(":")
+            texts[name] = text
+        elif name:
+            texts[name] += f" {line}"
+    return texts
+
+
+def _first_paragraph(owner: Any) -> str:
+    return (inspect.getdoc(owner) or "").partition("\n\n")[0].replace("``", "")
+
+
+def _and(names: Sequence[str], word: str = "and") -> str:
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
+def _shown(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(choice for choice in get_args(kind) if choice) + "}"
+    return kind.__name__.upper()

@@ -1,0 +1,169 @@
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from mcore_parallel.command_line import parse, unknown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """How large a cake is."""
+
+    num_layers: int
+    """Layers, each of
+    ``--height`` centimetres."""
+    height: float = 2.5
+    """Of a layer."""
+    icing: Literal["", "sugar", "butter"] = ""
+    """What is on top; none by default."""
+    candles: bool = True
+    """Whether to light some."""
+    colours: tuple[str, ...] = ()
+    """One a layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Oven:
+    """Where it is baked."""
+
+    degrees: int = 180
+    """Celsius."""
+
+    def __post_init__(self):
+        if self.degrees < 0:
+            raise ValueError("--degrees must be 0 or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cake:
+    """A cake, from its shape to its oven."""
+
+    shape: Shape
+    oven: Oven = field(default_factory=Oven)
+
+
+def read(*words, **more):
+    return parse(Cake, "bake cake", words, **more)
+
+
+def help_of(capsys, *words, **more):
+    with pytest.raises(SystemExit) as end:
+        read(*words, **more)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_flags_of_all_parts_are_one_flat_name_space():
+    cake = read(
+        "--num_layers", "3", "--degrees=200", "--colours", "red", "blue", "--no-candles"
+    )
+    shape = Shape(num_layers=3, candles=False, colours=("red", "blue"))
+    assert cake == Cake(shape=shape, oven=Oven(degrees=200))
+
+
+def test_negative_numbers_and_a_lone_dash_are_values_and_the_last_flag_wins():
+    assert read("--num-layers", "1", "--height", "-1e-3").shape.height == -1e-3
+    assert read("--num-layers", "1", "--height", "1", "--height", "2").shape.height == 2
+    assert read("--num-layers", "1", "--colours", "-").shape.colours == ("-",)
+
+
+def test_defaults_may_come_from_elsewhere_and_flags_lie_over_them():
+    cake = read("--height", "4", defaults={"num_layers": 7, "height": 1.0})
+    assert (cake.shape.num_layers, cake.shape.height) == (7, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "bake cake needs --num-layers: see bake cake --help."),
+        ("--num-layers", "--num-layers needs a value."),
+        ("--num-layers x", "--num-layers 'x' must be a whole number."),
+        ("--height tall", "--height 'tall' must be a number."),
+        ("--icing salt", "--icing 'salt' is no choice: use sugar or butter."),
+        ("--candles=yes", "--candles takes no value: --[no-]candles turns it on or off."),
+        ("--num-layers 3 4", "'4' belongs to no option; options begin with two dashes."),
+        ("--num-layer 3", "unknown option --num-layer: did you mean --num-layers?"),
+        ("--num-layers 3 --degrees -1", "--degrees must be 0 or more."),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(words, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011, the whole text is compared below
+        read(*words.split())
+    assert str(error.value) == message
+
+
+def test_help_rewraps_docstrings_and_shows_choices_defaults_and_what_is_required(capsys):
+    text = help_of(capsys, "--help")
+    lines = text.splitlines()
+    assert lines[:3] == [
+        "usage: bake cake [OPTIONS]",
+        "",
+        "A cake, from its shape to its oven.",
+    ]
+    assert "shape: How large a cake is." in lines
+    first, second = (line.partition("  ")[2].split(maxsplit=2) for line in lines[5:7])
+    assert first == ["--num-layers", "INT", "Layers, each of --height centimetres. Required."]
+    assert second == ["--height", "FLOAT", "Of a layer. Default: 2.5."]
+    assert "--icing {sugar,butter}" in text
+    assert "Whether to light some. On by default." in text
+
+
+def test_short_help_shows_the_usual_options_and_names_the_topics(capsys):
+    text = help_of(capsys, "--help", usual=("num_layers",))
+    assert "--num-layers" in text
+    assert "--degrees" not in text
+    assert "1 of 6 options; --help-all shows all of them." in text
+    assert "--help TOPIC shows one of shape, oven," in text
+    assert "--degrees" in help_of(capsys, "--num-layers", "3", "--help-all", usual=("candles",))
+
+
+@pytest.mark.parametrize("topic", ["oven", "--degrees", "deg"])
+def test_help_on_a_topic_or_a_name_shows_its_options(capsys, topic):
+    text = help_of(capsys, "--help", topic, usual=("num_layers",))
+    assert "--degrees INT" in text
+    assert "--num-layers" not in text
+
+
+def test_help_on_an_unknown_topic_names_the_topics():
+    with pytest.raises(ValueError, match="unknown topic owen: did you mean oven"):
+        read("--help", "owen")
+
+
+def test_a_function_takes_words_without_flags_and_describes_its_arguments(capsys):
+    def bake(folder: Path, more: tuple[Path, ...] = (), /, *, hours: tuple[int, int] = (1, 2)):
+        """Bake what is in a folder.
+
+        Args:
+            folder: where
+                the dough is.
+            more: other folders.
+            hours: from and to.
+        """
+        return folder, more, hours
+
+    words = ["a", "--hours", "3", "4", "b", "c"]
+    assert parse(bake, "bake", words) == (Path("a"), (Path("b"), Path("c")), (3, 4))
+    with pytest.raises(SystemExit):
+        parse(bake, "bake", ["--help"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: bake FOLDER MORE ... [OPTIONS]\n\nBake what is in a folder.")
+    assert "where the dough is. Required." in out
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "answer"),
+    [
+        ("--wandb-project", ["--nproc", "--no-rope"], "unknown option --wandb-project."),
+        ("--lr-warmup", ["--lr-warmup-iters", "--lr"], "did you mean --lr-warmup-iters?"),
+        (
+            "--topk",
+            ["--moe-topk", "--topk-groups"],
+            "did you mean --moe-topk or --topk-groups?",
+        ),
+        ("--temprature", ["--temperature", "--top-k"], "did you mean --temperature?"),
+    ],
+)
+def test_only_a_name_that_is_near_is_offered_for_an_unknown_one(name, known, answer):
+    assert unknown(name, known).endswith(answer)
