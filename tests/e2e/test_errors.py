@@ -60,7 +60,7 @@ def test_a_sequence_longer_than_the_models_positions_is_refused():
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("num_layer = 2\n", "unknown num_layer: did you mean num_layers?"),
+        ("num_layer = 2\n", "unknown field num_layer: did you mean num_layers?"),
         ("seed = 2\nseed = 3\n", "seed stands twice"),
     ],
 )

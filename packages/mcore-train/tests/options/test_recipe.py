@@ -19,7 +19,7 @@ def write(folder, text):
 def test_an_unknown_field_names_the_file_and_the_nearest_field(tmp_path):
     path = write(tmp_path, "[model]\nnum_layer = 3\n")
     with pytest.raises(
-        ValueError, match=r"some\.toml: unknown num_layer: did you mean num_layers"
+        ValueError, match=r"some\.toml: unknown field num_layer: did you mean num_layers"
     ):
         read_recipe(path, field_types())
 

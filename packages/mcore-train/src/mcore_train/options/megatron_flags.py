@@ -2,13 +2,15 @@
 
 One table says what each becomes, one says what is refused and what to use in its place.
 Everything else on a command line must be a known flag; an unknown one is answered with the
-nearest known one, before anything is started.
+nearest known one, if one is near, before anything is started.
 """
 
-import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import takewhile
+
+from mcore_parallel.command_line import canonical, is_flag, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Spelling:
     num_values: int = 0
     """Values that follow the foreign flag and go with it."""
     note: str = ""
-    """Why it has no counterpart; told once when it is used."""
+    """Why it has no counterpart; logged once when the flag is given."""
 
 
 SPELLINGS: dict[str, Spelling] = {
@@ -76,62 +78,207 @@ SPELLINGS: dict[str, Spelling] = {
         num_values=1, note="each rank keeps what it holds"
     ),
     "--use-checkpoint-args": Spelling(note="--load brings the model's shape with it"),
+    "--use-mp-args-from-checkpoint-args": Spelling(note="any layout loads any checkpoint"),
+    "--auto-detect-ckpt-format": Spelling(note="one native format loads under any layout"),
+    "--no-pad-vocab-size": Spelling(("--make-vocab-size-divisible-by", "1")),
+    "--attention-softmax-in-fp32": Spelling(note="attention's softmax is always in float32"),
+    "--cross-entropy-loss-fusion": Spelling(note="output layer and loss are always fused"),
+    "--cross-entropy-fusion-impl": Spelling(num_values=1, note="there is one implementation"),
+    "--exit-signal-handler": Spelling(note="SIGTERM and SIGINT always save and end the run"),
+    "--log-timers-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
+    "--log-memory-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
+    "--log-validation-ppl-to-tensorboard": Spelling(
+        note="--tensorboard writes every reported number"
+    ),
     "--tensorboard-dir": Spelling(
         ("--tensorboard",), num_values=1, note="scalars go to tensorboard/ below --save"
     ),
 }
 """Flags that are taken and translated."""
 
-REFUSED: dict[str, str] = {
+INSTEAD: dict[str, str] = {
     "--non-persistent-global-ckpt-dir": "use --save-interval and --save-retain-last.",
-    "--no-ckpt-fully-parallel-save": "all ranks always write together; use mcore-ckpt reshard "
-    "to put their files together.",
-    "--fp8-hybrid": "FP8 training is not built yet; use --bf16.",
-    "--fp8-format": "FP8 training is not built yet; use --bf16.",
-    "--fp8-amax-history-len": "FP8 training is not built yet; use --bf16.",
-    "--fp8-amax-compute-algo": "FP8 training is not built yet; use --bf16.",
-    "--delay-wgrad-compute": "use --pipeline-schedule zb-h1, which makes weight gradients "
-    "where a stage would be idle.",
+    "--no-ckpt-fully-parallel-save": (
+        "all ranks always write together; use mcore-ckpt reshard to put their files together."
+    ),
+    (
+        "--fp8-* --fp4-* --no-fp8-* --*fp8* --*layers*-bf16 --*-in-bf16 "
+        "--moe-router-padding-for-*"
+    ): ("FP8 training is not built yet; use --bf16."),
+    "--delay-wgrad-compute": (
+        "use --pipeline-schedule zb-h1: weight gradients are computed where a stage is idle."
+    ),
     "--ddp-num-buckets": "use --ddp-bucket-size, in elements.",
-    "--standalone-embedding-stage": "use --pipeline-model-parallel-layout, such as "
-    "'E|tt|tt|L'.",
-    "--pipeline-model-parallel-split-rank": "there are no encoders yet; use "
-    "--pipeline-model-parallel-layout to place a decoder's layers.",
-    "--hierarchical-context-parallel-sizes": "use --cp-comm-type p2p, all_gather or a2a over "
-    "all of --context-parallel-size.",
+    "--standalone-embedding-stage": (
+        "use --pipeline-model-parallel-layout, such as 'E|tt|tt|L'."
+    ),
+    "--pipeline-model-parallel-split-rank": (
+        "there are no encoders yet; use --pipeline-model-parallel-layout to place a decoder's "
+        "layers."
+    ),
+    "--hierarchical-context-parallel-sizes": (
+        "use --cp-comm-type p2p, all_gather or a2a over all of --context-parallel-size."
+    ),
     "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes.",
-    "--high-priority-stream-groups": "use --nccl-communicator-config-path, which bounds what "
-    "the collectives of an axis take.",
-    "--nccl-ub": "buffers are not registered with nccl; use --nccl-communicator-config-path to "
-    "bound what collectives take.",
-    "--use-sharp": "switches are not asked for an axis alone; use nccl's own "
-    "NCCL_COLLNET_ENABLE=1.",
-    "--fake-process-group": "use mcore-train verify, which runs the layout on this host's "
-    "processors.",
-    "--data-parallel-random-init": "weights are the same under every layout; use --seed for "
-    "others.",
+    "--high-priority-stream-groups": (
+        "use --nccl-communicator-config-path, which bounds the collectives of an axis."
+    ),
+    "--nccl-ub": (
+        "buffers are not registered with nccl; use --nccl-communicator-config-path to bound "
+        "what collectives take."
+    ),
+    "--use-sharp": (
+        "switches are not asked for an axis alone; use nccl's own NCCL_COLLNET_ENABLE=1."
+    ),
+    "--fake-process-group": (
+        "use mcore-train verify, which runs the layout on this host's processors."
+    ),
+    "--data-parallel-random-init": (
+        "weights are the same under every layout; use --seed for others."
+    ),
     "--main-grads-dtype": "use --grad-reduce-in-bf16 for gradients kept in 16 bits.",
-    "--main-params-dtype": "main weights are float32; use --exp-avg-dtype bf16 and "
-    "--exp-avg-sq-dtype bf16 to save memory.",
-    **dict.fromkeys(
-        ("--optimizer-cpu-offload", "--cpu-optimizer", "--cpu-optimizer-type"),
+    "--main-params-dtype": (
+        "main weights are float32; use --exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16 to "
+        "save memory."
+    ),
+    "--*cpu-optimizer* --optimizer-*offload* --*-for-cpu-offload --no-pin-cpu-*": (
         "the optimizer's state stays on the GPU in this version; use "
-        "--use-distributed-optimizer, or --exp-avg-dtype bf16.",
+        "--use-distributed-optimizer, or --exp-avg-dtype bf16."
     ),
-    **dict.fromkeys(
-        ("--cpu-offloading-num-layers", "--fine-grained-activation-offloading"),
-        "activations stay on the GPU in this version; use --recompute-granularity.",
+    "--cpu-offloading* --fine-grained-* --*offload*": (
+        "activations stay on the GPU in this version; use --recompute-granularity."
     ),
-    "--mtp-num-layers": "multi-token prediction is not built into training yet; use the model "
-    "without it.",
+    "--mtp-*": (
+        "multi-token prediction is not built into training yet; use the model without it."
+    ),
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
     "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
-    **dict.fromkeys(
-        ("--use-torch-fsdp2", "--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
-        "fully sharded data parallelism is not built yet; use --use-distributed-optimizer.",
+    "--*fsdp* --*-sharding-strategy --enable-full-sharding-in-hsdp": (
+        "fully sharded data parallelism is not built yet; use --use-distributed-optimizer."
+    ),
+    "--encoder-num-layers --decoder-num-layers": "there are no encoders yet; use --num-layers.",
+    "--encoder-seq-length --decoder-seq-length": "there are no encoders yet; use --seq-length.",
+    (
+        "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim "
+        "--qk-pos-emb-head-dim --v-head-dim --mscale* --rotary-scaling-factor"
+    ): (
+        "multi-latent attention is not built into training yet; use --num-query-groups for "
+        "fewer keys and values."
+    ),
+    "--hybrid-* --mamba-* --is-hybrid-model": (
+        "Mamba layers are not built into training yet; use a model of attention layers."
+    ),
+    "--qk-l2-norm": "use --qk-layernorm.",
+    "--attention-output-gate": "attention's output has no gate here; leave it out.",
+    "--softmax-type": "attention's softmax has no sink here; leave it out.",
+    "--apply-query-key-layer-scaling": "scores are computed in float32; leave it out.",
+    "--fp32-residual-connection": (
+        "the residual stream has the run's own format; use --bf16 or float32."
+    ),
+    "--fp16-lm-cross-entropy": "the loss is computed in float32; leave it out.",
+    "--init-method-xavier-uniform": "use --init-method-std.",
+    "--padded-vocab-size": "use --make-vocab-size-divisible-by.",
+    "--use-mup": "use --init-method-std and --lr, tuned for this width.",
+    (
+        "--use-te-activation-func --use-kitchen-attention --te-* --*-cuda-graph "
+        "--cuda-graph-scope --cuda-graph-modules"
+    ): ("use --attention-backend and --cuda-graph-impl to choose kernels and launches."),
+    "--decoupled-*": "embedding and output layer take the rate of all weights; use --lr.",
+    "--apply-wd-to-qk-layernorm": "vectors never decay; leave it out.",
+    "--sgd-momentum": "use --optimizer adam.",
+    "--loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis": (
+        "bfloat16 needs no loss scaling; use --bf16."
+    ),
+    "--eval-micro-batch-size --eval-global-batch-size": (
+        "validation takes the training batch; use --eval-iters for more or fewer of them."
+    ),
+    "--decrease-batch-size-if-needed": "use a --global-batch-size that the data ranks divide.",
+    "--iterations-to-skip": "no step can be skipped yet; leave it out.",
+    "--pretrained-checkpoint": "use --load DIR with --finetune.",
+    "--no-ckpt-*": "use --no-save-optim or --no-load-optim; the rest is always done.",
+    "--async-ckpt-*": "use --async-save, whose thread needs no tuning.",
+    "--wandb-*": "use --tensorboard, or the metrics.jsonl below --save.",
+    "--log-params-norm --log-num-zeros-in-grad": (
+        "use --tensorboard or metrics.jsonl, which have the gradient norm."
+    ),
+    (
+        "--log-progress --log-straggler --log-world-size-to-tensorboard "
+        "--no-log-loss-scale-to-tensorboard --tensorboard-*"
+    ): ("use --tensorboard and --log-interval; it is not reported here."),
+    "--timing-log-* --profile* --use-pytorch-profiler --record-memory-history": (
+        "steps are timed as a whole, at every --log-interval; use nsys or py-spy for more."
+    ),
+    "--exit-signal": "SIGTERM and SIGINT save and end a run; use one of these.",
+    "--rerun-* --check-for-spiky-loss --error-injection-*": (
+        "steps are not computed twice; use --check-for-nan-in-loss-and-grad, which is on."
+    ),
+    "--ft-* --enable-ft-package --calc-ft-timeouts --inprocess-*": (
+        "use torchrun --max-restarts with --load, which continues to the last bit."
+    ),
+    "--straggler-* --disable-straggler-*": "slow ranks are not looked for; leave it out.",
+    "--nnodes --nproc*per*node --node-rank --master-* --rdzv-* --max-restarts --standalone": (
+        "this belongs to torchrun, before -m mcore_train; use --nproc N on one host."
+    ),
+    "--overlap-moe-expert-parallel-comm": (
+        "exchanges of experts do not run under other work yet; leave it out."
+    ),
+    "--moe-shared-expert-overlap": (
+        "shared experts do not run beside exchanges yet; leave it out."
+    ),
+    "--moe-permute-fusion --moe-router-fusion": (
+        "leave it out: kernels of the experts are chosen by what is installed."
+    ),
+    "--moe-flex-*": "use --moe-token-dispatcher-type allgather or alltoall.",
+    "--moe-use-upcycling --moe-upcycling-*": (
+        "dense models are not turned into experts yet; use --num-experts from the start."
+    ),
+    "--tp-comm-* --no-tp-comm-*": "use --tp-comm-overlap, which overlaps what it can.",
+    (
+        "--use-nccl-ub --disable-symmetric-registration --symmetric-ar-type "
+        "--create-all-gather-group --suggested-communication-unit-size"
+    ): ("use --nccl-communicator-config-path to bound what collectives take."),
+    "--ddp-*-fp32-*": "use --accumulate-allreduce-grads-in-fp32.",
+    "--input --output-prefix --json-keys --append-eod --split-sentences --workers": (
+        "this belongs to the corpus; use mcore-data preprocess."
+    ),
+    "--inference-* --*speculative* --port --prompt": (
+        "this belongs to a trained model; use mcore-infer."
+    ),
+    "--task --valid-data --strict-lambada --overlapping-eval": (
+        "this belongs to the evaluation of a trained model; use mcore-infer evaluate."
+    ),
+    "--learning-rate --max-lr": "use --lr.",
+    "--batch-size": (
+        "use --micro-batch-size for one rank's and --global-batch-size for a step's."
+    ),
+    "--gradient-accumulation-steps": (
+        "use --global-batch-size: what --micro-batch-size and the data ranks do not make up is "
+        "accumulated."
+    ),
+    "--*epochs": "use --train-samples, in sequences, or --train-iters, in steps.",
+    "--max-steps --steps --max-iters": "use --train-iters.",
+    "--warmup-steps --warmup-iters": "use --lr-warmup-iters.",
+    "--output --output-dir --out-dir": "use --save.",
+    "--resume* --checkpoint": "use --load.",
+    "--n-layer --layers": "use --num-layers.",
+    "--n-head --heads": "use --num-attention-heads.",
+    "--n-embd --d-model --dim": "use --hidden-size.",
+    "--block-size --context-length --max-length": "use --seq-length.",
+    "--grad-clip --max-grad-norm": "use --clip-grad.",
+    "--config --preset --model --model-size": (
+        "use --recipe FILE, such as recipes/model/llama-3-8b.toml."
+    ),
+    "--gpus --num-gpus --world-size": "use --nproc, or torchrun.",
+    "--tp": "use --tensor-model-parallel-size.",
+    "--pp": "use --pipeline-model-parallel-size.",
+    "--cp": "use --context-parallel-size.",
+    "--ep": "use --expert-model-parallel-size.",
+    "--dp --data-parallel-size": (
+        "data ranks are what the other degrees leave of the world; use --nproc, or torchrun."
     ),
 }
-"""Flags whose meaning this version does not have."""
+"""Flags, or patterns of flags, that this version does not have, and what stands instead of them
+or why nothing does. The first row that matches answers."""
 
 
 def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
@@ -154,8 +301,8 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        name = _canonical(name)
-        if not _is_flag(word):
+        name = canonical(name)
+        if not is_flag(word):
             words.append(word)
         elif name in known:
             words += [name, value] if equals else [name]
@@ -169,10 +316,11 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
                 setters.add(name, spelling.becomes[0], list(spelling.becomes[1:]))
             if spelling.note:
                 notes.append(f"{name}: {spelling.note}.")
-        elif name in REFUSED:
-            raise ValueError(f"{name}: {REFUSED[name]}")
         else:
-            raise ValueError(unknown(name, known))
+            instead = next(_instead(name), "")
+            raise ValueError(
+                f"{name}: {instead}" if instead else unknown(name, {*known, *SPELLINGS})
+            )
     setters.check()
     return words, notes
 
@@ -205,21 +353,13 @@ class _Setters:
                 raise ValueError(f"{both} contradict: leave one of them out.")
 
 
-def unknown(name: str, known: Collection[str], kind: str = "") -> str:
-    """Say that a flag, a field or another ``kind`` of name is unknown, and the nearest one."""
-    pool = {*known, *SPELLINGS} if name.startswith("--") else known
-    near = difflib.get_close_matches(name, sorted(pool), n=1, cutoff=0.5)
-    what = f"unknown {kind} {name}" if kind else f"unknown {name}"
-    return what + (f": did you mean {near[0]}?" if near else ".")
-
-
-def _canonical(name: str) -> str:
-    return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
-
-
 def _values_before_a_flag(words: Sequence[str]) -> list[str]:
-    return list(takewhile(lambda word: not _is_flag(word), words))
+    return list(takewhile(lambda word: not is_flag(word), words))
 
 
-def _is_flag(word: str) -> bool:
-    return word.startswith("--") and len(word) > 2
+def _instead(name: str) -> Iterator[str]:
+    return (
+        text
+        for patterns, text in INSTEAD.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split())
+    )

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from mcore_train.options.megatron_flags import unknown
+from mcore_parallel.command_line import unknown
 
 Value = bool | int | float | str | list
 
@@ -34,7 +34,7 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
     fields: dict[str, Value] = {}
     for name, value in _flatten(tables):
         if name not in known:
-            raise ValueError(f"{path}: {unknown(name, known)}")
+            raise ValueError(f"{path}: {unknown(name, known, 'field')}")
         if name in fields:
             raise ValueError(f"{path}: {name} stands twice; leave one of the two out.")
         fields[name] = value
