@@ -30,9 +30,13 @@ _CHANGES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", 
 
 
 def module_state(source: Source) -> list[str]:
-    """Return module-level containers that the file changes, and ContextVars off the facade."""
+    """Return containers that outlive a call and change, and ContextVars off the facade.
+
+    A module-level container is state if the file changes it, or if it begins empty, which is
+    of no use otherwise; so is a container of another module of ours that the file changes.
+    """
     names = imported_names(source.tree)
-    containers, found = set(), []
+    containers, found = {name for name in names if names[name].startswith("mcore_")}, []
     for node in source.tree.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
@@ -48,9 +52,24 @@ def module_state(source: Source) -> list[str]:
             isinstance(node.value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp)
             or called in _CONTAINERS
         ):
-            containers |= {t.id for t in targets if isinstance(t, ast.Name)}
+            own = {t.id for t in targets if isinstance(t, ast.Name)}
+            containers |= own
+            if _is_empty(node.value):
+                found += [f"{source.name}:{name}" for name in own]
     changed = {name for node in ast.walk(source.tree) for name in _changed_names(node)}
-    return found + [f"{source.name}:{name}" for name in sorted(containers & changed)]
+    return sorted({*found, *(f"{source.name}:{name}" for name in containers & changed)})
+
+
+def _is_empty(node: ast.expr) -> bool:
+    """Whether an expression makes a container with nothing in it."""
+    if isinstance(node, ast.Dict):
+        return not node.keys
+    if isinstance(node, ast.List | ast.Set):
+        return not node.elts
+    if not isinstance(node, ast.Call) or node.keywords:
+        return False
+    is_default = dotted(node.func).endswith("defaultdict")  # whose argument is a factory
+    return len(node.args) <= is_default
 
 
 def _changed_names(node: ast.AST) -> list[str]:
@@ -70,6 +89,20 @@ def _changed_names(node: ast.AST) -> list[str]:
     ):
         changed.append(dotted(node.func.value))
     return changed
+
+
+def undescribed(source: Source) -> list[str]:
+    """Return public functions, classes and methods without a docstring."""
+    scopes = [source.tree, *(n for n in source.tree.body if isinstance(n, ast.ClassDef))]
+    return [
+        f"{source.name}:{node.lineno} {node.name}"
+        for scope in scopes
+        if not (isinstance(scope, ast.ClassDef) and scope.name.startswith("_"))
+        for node in scope.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
 
 
 def loud_lines(source: Source) -> list[str]:
@@ -111,6 +144,10 @@ def test_no_module_keeps_state():
     assert state == set(STATE)
 
 
+def test_everything_public_is_described():
+    assert [line for source in all_sources() for line in undescribed(source)] == []
+
+
 def test_only_commands_speak_to_the_terminal():
     assert [line for source in all_sources() for line in loud_lines(source)] == []
 
@@ -148,6 +185,10 @@ def test_no_file_speaks_of_one_machine():
         "from collections import defaultdict\nN = defaultdict(int)\ndef f(x):\n    N[x] += 1",
         "S = set()\ndef f(x):\n    del S[x]",
         "from contextvars import ContextVar\ncurrent = ContextVar('current')",
+        "CACHE = {}",
+        "CACHE: dict[str, int] = dict()",
+        "from collections import defaultdict\nN = defaultdict(int)",
+        "from mcore_x.room import SEEN\ndef f(x):\n    SEEN.append(x)",
     ],
 )
 def test_the_state_rule_sees_state(code):
@@ -156,6 +197,14 @@ def test_the_state_rule_sees_state(code):
 
 def test_the_state_rule_lets_constants_pass():
     assert module_state(parse("T = {'a': 1}\ndef f(x):\n    y = []\n    y.append(T[x])")) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["def f(x):\n    return x", "class C:\n    'Said.'\n    def f(self):\n        pass"]
+)
+def test_the_description_rule_sees_a_bare_name(code):
+    assert len(undescribed(parse(code))) == 1
+    assert undescribed(parse(code.replace("def f", "def _f"))) == []
 
 
 @pytest.mark.parametrize(
