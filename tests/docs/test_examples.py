@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from docs.blocks import ROOT, all_blocks, blocks_of
+from e2e.launched import run_as_torchrun_does
 
 from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.options.parsing import parse
@@ -94,11 +95,11 @@ def test_a_program_of_ones_own_is_compared_under_layouts(tmp_path, monkeypatch):
     module.test_every_layout_computes_what_one_rank_computes()
 
 
-def told_by(script, **variables):
+def shown_by(script, *words, **variables):
     """Run a script that shows what it would start."""
     env = {"PATH": os.environ["PATH"], "LAUNCH": "echo", **variables}
     return subprocess.run(
-        ["bash", str(ROOT / "examples" / script)],
+        ["bash", str(ROOT / "examples" / script), *words],
         env=env,
         capture_output=True,
         text=True,
@@ -108,7 +109,7 @@ def told_by(script, **variables):
 
 def planned(script, **variables):
     """Resolve what a script would start, on the ranks that it would start."""
-    done = told_by(script, MASTER_ADDR="host0", **variables)
+    done = shown_by(script, MASTER_ADDR="host0", **variables)
     assert done.returncode == 0, done.stderr
     launcher, command = done.stdout.split(" -m mcore_train gpt ")
     words = launcher.split()
@@ -150,12 +151,40 @@ def test_the_mixtral_script_has_an_expert_a_gpu_and_four_stages():
     assert (experts.moe_router_topk, experts.moe_grouped_gemm) == (2, True)
 
 
+SIZES = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
+    "--ffn-hidden-size 48 --seq-length 16 --max-position-embeddings 16 --vocab-size 64 "
+    "--global-batch-size 4 --train-iters 2 --no-bf16 --device cpu --num-workers 0 "
+    "--log-interval 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "layout", "wanted"),
+    [
+        (LLAMA, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "lm loss: "),
+        (
+            MIXTRAL,
+            "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            "load_balancing_loss: ",
+        ),
+    ],
+)
+def test_a_script_trains_its_model_made_small_on_four_ranks(script, layout, wanted):
+    done = shown_by(script, *SIZES.split(), *layout.split(), NNODES="1", GPUS_PER_NODE="4")
+    launcher, command = done.stdout.split(" -m mcore_train gpt ")
+    assert "--nproc_per_node 4 --nnodes 1" in launcher
+    printed = "".join(run_as_torchrun_does(4, "mcore_train", "gpt", *shlex.split(command)))
+    assert "iteration        2/       2" in printed
+    assert wanted in printed
+
+
 @pytest.mark.parametrize("script", [LLAMA, MIXTRAL])
 def test_a_script_for_several_hosts_asks_for_the_first_ones_name(script):
-    done = told_by(script)
+    done = shown_by(script)
     assert done.returncode == 2
     assert "give MASTER_ADDR" in done.stderr
-    assert told_by(script, NNODES="1").returncode == 0
+    assert shown_by(script, NNODES="1").returncode == 0
 
 
 def test_megatrons_entry_takes_its_flags_and_names_those_that_do_nothing(monkeypatch):

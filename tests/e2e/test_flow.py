@@ -1,13 +1,11 @@
 """The way through the house on a tiny model: text, tokens, training, Hugging Face, text."""
 
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from e2e.launched import run_as_torchrun_does
 
-from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.testing.ranks import run_command
 
 
@@ -16,23 +14,6 @@ def run(module, *words):
     done = run_command(module, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def run_as_torchrun_does(num_ranks, module, *words):
-    """Run one of the commands on several ranks, which warm processes start sooner."""
-    meeting = {
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-
-    def start(rank):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        return run_command(module, *words, env={**os.environ, **meeting, **place})
-
-    with ThreadPoolExecutor(num_ranks) as ranks:
-        for done in ranks.map(start, range(num_ranks)):
-            assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

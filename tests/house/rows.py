@@ -5,14 +5,23 @@ import tomllib
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from house.sources import ROOT
+
+Row = dict[str, Any]
 
 COVERAGE = ROOT / "docs/coverage.toml"
 MUTATIONS = ROOT / "tests/mutations.toml"
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def named_tests(row: Row) -> list[str]:
+    """Return the tests that a row names: one, or several that show it together."""
+    named = row.get("test", [])
+    return [named] if isinstance(named, str) else named
+
+
+def read_rows(path: Path) -> list[Row]:
     """Return the rows of a register."""
     return tomllib.loads(path.read_text())["row"]
 
@@ -22,7 +31,7 @@ def topics() -> set[str]:
     return set(tomllib.loads(COVERAGE.read_text())["topics"])
 
 
-def faults(rows: Iterable[dict[str, str]], outcomes: set[str], topics: set[str]) -> list[str]:
+def faults(rows: Iterable[Row], outcomes: set[str], topics: set[str]) -> list[str]:
     """Return what is wrong with rows: no single outcome, an unknown topic, a missing test."""
     found = []
     for row in rows:
@@ -33,8 +42,9 @@ def faults(rows: Iterable[dict[str, str]], outcomes: set[str], topics: set[str])
             found.append(f"{row['id']}: an empty value")
         elif "open" in row and row["open"] not in topics:
             found.append(f"{row['id']}: unknown topic {row['open']}")
-        elif "test" in row and not is_collected(row["test"]):
-            found.append(f"{row['id']}: no test {row['test']}")
+        else:
+            missing = [name for name in named_tests(row) if not is_collected(name)]
+            found += [f"{row['id']}: no test {name}" for name in missing]
     return found
 
 

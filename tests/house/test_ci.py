@@ -1,11 +1,14 @@
 """The check that runs everything: complete, and failing when any of its parts fails."""
 
+import os
 import re
 import stat
 import subprocess
 
 import pytest
 from house.sources import ROOT
+
+from mcore_parallel.testing.ranks import run_command
 
 SCRIPT = ROOT / ".ci/run"
 STEPS = ["lint", "types", "contracts", "wheels", "tests"]
@@ -23,6 +26,26 @@ def test_every_step_is_a_nox_session():
         r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE
     )
     assert set(STEPS) <= set(sessions)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], ["ruff check .", "ruff format --check ."]),
+        (["--", "--fix"], ["ruff check --fix .", "ruff format ."]),
+    ],
+)
+def test_one_command_checks_the_style_or_mends_it(tmp_path, words, wanted):
+    fake = tmp_path / "uv"  # says what it would run
+    fake.write_text('#!/bin/sh\nshift 2\necho "$@" >> "$0.log"\n')
+    fake.chmod(0o755)
+    done = run_command(
+        *("nox", "-f", ROOT / "noxfile.py", "--envdir", tmp_path / "envs", "-s", "lint"),
+        *words,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "uv.log").read_text().splitlines() == wanted
 
 
 def test_the_readme_gives_the_test_command_that_the_script_runs():

@@ -1,7 +1,7 @@
 """The tests that the registers and documents name are those that pytest collects."""
 
 from docs.blocks import all_blocks
-from house.rows import COVERAGE, MUTATIONS, read_rows
+from house.rows import COVERAGE, MUTATIONS, named_tests, read_rows
 from house.sources import ROOT
 
 from mcore_parallel.testing.ranks import run_command
@@ -19,7 +19,8 @@ def collected(files: set[str]) -> set[str]:
 
 def test_every_test_that_is_named_is_collected():
     rows = [*read_rows(COVERAGE), *read_rows(MUTATIONS)]
-    named = {row[key] for row in rows for key in ("test", "candidate") if key in row}
+    named = {name for row in rows for name in named_tests(row)}
+    named |= {row["candidate"] for row in rows if "candidate" in row}
     named |= {block.run_by for block in all_blocks() if block.run_by}
     assert named - collected({node.split("::")[0] for node in named}) == set()
 

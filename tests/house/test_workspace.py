@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 
@@ -17,7 +18,17 @@ EXTRAS = {
     "s3": ({"ckpt", "data"}, "s3fs"),
     "check": ({"ckpt"}, "transformers"),
 }
-GROUPS = {"dev", "test", "linting", "training", "build", "lts", "s3", "resiliency"}
+# Each group with what shows that it is that one.
+GROUPS = {
+    "dev": {"nox", "pytest", "ruff", "pyrefly", "import-linter", "tensorboard"},
+    "test": {"pytest", "hypothesis", "beartype", "transformers", "tensorboard"},
+    "linting": {"ruff", "pyrefly", "import-linter"},
+    "training": {"tensorboard"},
+    "build": {"build"},
+    "lts": set(),
+    "s3": {"moto", "s3fs", "pytest"},
+    "resiliency": {"nvidia-resiliency-ext", "pytest"},
+}
 KERNELS = {"flash-attn-4", "quack-kernels", "nvidia-resiliency-ext", "s3fs"}
 
 # What a distribution is imported as, where that is not its own name.
@@ -124,6 +135,44 @@ def test_what_a_package_asks_for_is_what_it_imports(package):
     assert unused <= {name for owner, name in NOT_IMPORTED if owner == package}
 
 
+def imported_at_start(source: Source) -> set[str]:
+    """Return the top packages that a file imports whenever it is imported itself."""
+    found = set()
+    for node in source.tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_imports_comes_with_it(package):
+    """Rooms that a base install cannot import are those of an extra, or bring torch's own."""
+    project = project_of(package)
+    known = {IMPORTED_AS.get(n, n.replace("-", "_")) for n in required(project)}
+    known |= {f"mcore_{package}", "triton", *sys.stdlib_module_names}  # torch brings Triton
+    unknown = {
+        f"{source.name} imports {name}"
+        for source in package_sources(package)
+        for name in imported_at_start(source) - known
+    }
+    assert unknown == set()
+
+
+def test_nothing_that_a_wheel_needs_is_compiled_at_install():
+    base = {name for package in PACKAGES for name in required(project_of(package))}
+    lock = locked()
+    for package in PACKAGES:
+        text = (ROOT / f"packages/mcore-{package}/pyproject.toml").read_text()
+        assert tomllib.loads(text)["build-system"]["build-backend"] == "uv_build"
+    assert [
+        n
+        for n in base
+        if "editable" not in lock[n][0]["source"] and not lock[n][0].get("wheels")
+    ] == []
+
+
 def test_the_import_rule_sees_statements_and_strings():
     assert mentions(parse("from rich.progress import Progress"), "rich")
     assert mentions(parse("import_module('flash_attn.cute.interface')"), "flash_attn")
@@ -158,8 +207,13 @@ def test_an_extra_stands_where_it_is_used(extra):
 
 def test_the_root_has_the_known_groups_and_is_no_package():
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert set(root["dependency-groups"]) == GROUPS
-    assert root["tool"]["uv"]["package"] is False
+    assert set(root["dependency-groups"]) == set(GROUPS)
+    uv = root["tool"]["uv"]
+    assert uv["package"] is False
+    assert uv["workspace"]["members"] == ["packages/*"]
+    wheels = {f"mcore-{package}" for package in PACKAGES}
+    assert uv["sources"] == {name: {"workspace": True} for name in wheels}
+    assert {line.split("[")[0] for line in root["project"]["dependencies"]} == wheels
 
 
 def test_extras_are_locked_and_a_plain_sync_installs_none_of_them():
@@ -218,4 +272,6 @@ def test_chosen_groups_can_be_exported_from_the_lock(group):
     command = ["uv", "export", "--locked", "--offline", "--only-group", group, "--no-hashes"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert ("ruff==" in done.stdout) == (group in ("linting", "dev"))
+    named = set(re.findall(r"^([a-z0-9-]+)==", done.stdout, re.MULTILINE))
+    assert named >= GROUPS[group]
+    assert not named & {"ruff", "nox", "build", "moto"} - GROUPS[group]

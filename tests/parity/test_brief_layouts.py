@@ -66,6 +66,17 @@ CASES = {
         },
         **EXPERTS,
     ),
+    "tp2 sp pp2 ep2": Brief(
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+        **EXPERTS,
+    ),
     "pp4 zb-h1": Brief(4, zb(4), num_layers=4, micro_batch_size=2),
     "tp2 sp overlapped pp2 zb-h1": Brief(
         4,

@@ -1,5 +1,6 @@
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 
@@ -41,19 +42,22 @@ def results(
     encoder = Encoder(engine(tokenizer), None, ("text",), np.dtype("<u2"))
     source = find_inputs([str(path)])[0]
     tasks = ((0, block) for block in read_blocks(source, ("text",), 0, block_bytes))
-    tokens = [
-        result.keys["text"].tokens.copy()
-        for _, result in encode_all(
-            encoder, tasks, num_workers=num_workers, block_bytes=block_bytes, **options
-        )
-    ]
+    processes = set()
+    tokens = []
+    for _, result in encode_all(
+        encoder, tasks, num_workers=num_workers, block_bytes=block_bytes, **options
+    ):
+        tokens.append(result.keys["text"].tokens.copy())
+        processes |= {child.pid for child in multiprocessing.active_children()}
+    if num_workers > 1:
+        assert len(processes) >= num_workers
     return bytes(np.concatenate(tokens).astype(np.uint8)).decode()
 
 
 TEXTS = [f"text {i} " + "long " * (i % 50) for i in range(300)]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
 def test_results_come_in_order_from_any_number_of_workers(tmp_path, num_workers):
     assert results(tmp_path, TEXTS, num_workers=num_workers) == "".join(TEXTS)
 

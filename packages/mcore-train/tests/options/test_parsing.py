@@ -15,6 +15,29 @@ def test_flags_reach_the_part_that_owns_them():
     assert not config.model.swiglu
 
 
+def test_the_shape_of_a_model_is_given_by_megatrons_flags():
+    words = "--num-layers 3 --hidden-size 48 --num-attention-heads 6 --seq-length 40"
+    config = parse([*words.split(), "--max-position-embeddings", "80"])
+    shape = config.model
+    assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads) == (3, 48, 6)
+    assert (config.batch.seq_length, shape.max_position_embeddings) == (40, 80)
+
+
+def test_initial_spread_dropout_and_experts_are_given_by_megatrons_flags():
+    words = (
+        "--init-method-std 0.006 --hidden-dropout 0.1 --attention-dropout 0.2 --num-experts 8 "
+        "--moe-router-topk 3 --moe-router-load-balancing-type seq_aux_loss "
+        "--moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.003"
+    )
+    config = parse([*SHAPE, *words.split()])
+    model, experts = config.model, config.experts
+    assert model.init_method_std == 0.006
+    assert (model.hidden_dropout, model.attention_dropout) == (0.1, 0.2)
+    assert (experts.num_experts, experts.moe_router_topk) == (8, 3)
+    assert experts.moe_router_load_balancing_type == "seq_aux_loss"
+    assert (experts.moe_aux_loss_coeff, experts.moe_z_loss_coeff) == (0.02, 0.003)
+
+
 def test_the_attention_backend_may_be_chosen_beside_megatrons_own_switch():
     config = parse([*SHAPE, "--use-flash-attn", "--attention-backend", "unfused"])
     assert config.kernels.attention_backend == "unfused"

@@ -64,8 +64,11 @@ def test_a_line_reads_as_megatrons():
     assert "elapsed time per iteration (ms): 12.3 | " in line
     assert "learning rate: 3.000000E-04 | global batch size:     8 | " in line
     assert "lm loss: 2.500000E+00 | grad norm: 1.250 |" in line
+    assert (
+        "tokens/s: 8000 | tokens/s/GPU: 4000 | throughput per GPU (TFLOP/s/GPU): 400.0" in line
+    )
     assert "MFU: 40.5%" in line
-    assert line.endswith(" |")
+    assert report(peak_gib=66.25).line().endswith(" | memory (GiB): 66.2 |")
 
 
 def test_what_is_not_known_is_left_out():
@@ -122,7 +125,7 @@ def test_tensorboard_shows_every_number_at_its_iteration(tmp_path):
 
 def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="pip install tensorboard"):
+    with pytest.raises(ValueError, match=r"pip install .mcore-train\[tensorboard\]"):
         Reporter(Console(file=io.StringIO()), tensorboard_folder=tmp_path)
 
 
