@@ -15,11 +15,13 @@ from mcore_data.engines.building import (
     differing_probe,
     special_ids,
 )
+from mcore_data.engines.character_check import border_vocabulary
 from mcore_data.engines.gigatoken import GigatokenEngine
 from mcore_data.engines.sentencepiece import SentencePieceEngine, _fields
 from mcore_data.engines.wordpiece import WordEngine
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.hf import HFTokenizer
+from mcore_data.tokenizers.tiktoken_ranks import PATTERNS
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "earth", "form", "##ed", "##s",
           ",", ".", "a", "##a", "b", "##b", "e", "##e", "\u4f60", "1", "##1"]  # fmt: skip
@@ -280,6 +282,59 @@ def test_words_do_a_sentencepiece_model_without_a_blank_in_front(tmp_path, corpu
         "SentencePieceTokenizer", tokenizer_model=tmp_path / "tokenizer.model"
     )
     assert_equal(build_engine(tokenizer, "words"), tokenizer, ["in the", " in", "", "deep, "])
+
+
+BYTES = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4 = PATTERNS["gpt4"]
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACE}"
+)
+DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+    "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|"
+    "\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "patterns"),
+    [
+        (None, []),
+        (None, [GPT4]),
+        (None, [r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK]),
+        ({"type": "NFC"}, [QWEN]),
+    ],
+    ids=["gpt-2", "llama-3", "deepseek", "qwen"],
+)
+def test_gigatoken_gives_the_ids_of_characters_that_its_unicode_classes_otherwise(
+    normalizer, patterns
+):
+    """A vocabulary whose merges show every border, and characters of all ages."""
+    pytest.importorskip("gigatoken")
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [split | {"pattern": {"Regex": pattern}} for pattern in patterns]
+    steps.append(BYTES | {"use_regex": not patterns})
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": steps} if patterns else steps[0]
+    text = border_vocabulary(pre_tokenizer, normalizer)
+    tokenizer = HFTokenizer(tokenizers.Tokenizer.from_str(text))
+    engine = build_engine(tokenizer, "gigatoken")
+    new = [*range(0x1ACF, 0x1AE0), *range(0x10940, 0x10948), *range(0x16EA0, 0x16EA8)]
+    new += [0x7FD, 0x88F, 0x897, 0xC5C, 0xA7CE, 0xA7D2, 0x20C1, 0x1E6C0, 0x1FA8E, 0x33479]
+    old = [*range(0x80, 0xD800, 211), *range(0xE000, 0x33480, 1201)]
+    texts = [f" {x}a{x} 1{x}.\n{x}A{x}\u0323\u0301 {x}{x}" for x in map(chr, [*new, *old])]
+    composed = ["\U00011935\U00011930", "\U000105d2\u0307", "e\u0301", "\u1100\u1161\u11a8"]
+    assert_equal(engine, tokenizer, [*texts, *composed])
+    plain = [i for i, text in enumerate(texts) if ord(text[1]) in old]
+    left = set(engine._check.differing(texts))
+    assert left, "the tokenizers share a version of Unicode: this test shows nothing"
+    assert len(left & {*plain}) < 0.2 * len(plain), "most texts go to the slow tokenizer"
 
 
 def test_gigatoken_adds_what_the_tokenizer_adds_around_a_text(bpe_folder, tmp_path):

@@ -35,11 +35,12 @@ PROBES = (
     "\u0627\u0644\u0633\u0644\u0627\u0645 \u05e9\u05dc\u05d5\u05dd",
     "\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea \u2603\ufe0f \U00020000 \U0010ffff",
     "\x00\x01\x0b\x0c\x1c\x7f\x85\xa0\xad\u200b\u2028\u2029\u3000\ufeff\ufffd",
+    " \u1ad8 a\u1ad8b \u088f1 \u0c5c \ua7ce \U00010940 \U00016ea0 \u20c1. \U0001fa8e\n",
     "!!!???... --==>> @#$%^&*() <|x|> [x] </x> &amp; http://a.b/c?d=e&f",
     "supercalifragilisticexpialidocious" * 8,
     "a" * 300 + "1" * 50 + "-" * 50 + " " * 50 + "\n" * 20,
 )
-"""Texts on which encoders are known to part: white space, marks, scripts, long words."""
+"""Where encoders are known to differ: white space, marks, scripts, new characters, lengths."""
 
 
 class Engine(Protocol):

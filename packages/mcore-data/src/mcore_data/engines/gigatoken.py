@@ -3,17 +3,22 @@
 Gigatoken splits text by hand-written code instead of a regular expression and remembers
 the ids of words that it has seen, which makes it some twenty times as fast as the
 tokenizers library on one core. It runs on the calling thread: processes divide the work.
-What it remembers has no bound of its own, so it is opened afresh now and then.
+What it remembers has no bound, so it is opened afresh now and then. Texts that it would
+encode differently, for their characters or for control pieces spelled out, go to the tokenizer.
 """
 
+import json
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
 
 from mcore_data.engines.building import Reference, special_ids, surrounded
+from mcore_data.engines.character_check import CharacterCheck, Encode, border_vocabulary
 from mcore_data.tokenizers.building import Tokenizer
 from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.multimodal import MultimodalTokenizer
@@ -47,7 +52,14 @@ class GigatokenEngine:
         self._forget_after = forget_after
         self._num_characters = 0
         self._core, self._literals = _open(tokenizer)
-        before, behind = special_ids(reference or tokenizer)
+        self._reference = reference or tokenizer
+        splitting = (
+            tokenizer.splitting() if isinstance(tokenizer, HFTokenizer) else (None, None)
+        )
+        self._normalizer, self._pre_tokenizer = splitting
+        normalizes = '"NF' in json.dumps(self._normalizer)
+        self._check = CharacterCheck(self._open_pair, normalizes=normalizes)
+        before, behind = special_ids(self._reference)
         self._before = np.array(before, np.uint32)
         self._behind = np.array(behind, np.uint32)
         self.name = f"gigatoken {version('gigatoken')}"
@@ -60,14 +72,32 @@ class GigatokenEngine:
             self._num_characters = 0
         self._num_characters += sum(map(len, texts))
         ids = list(map(self._core.encode, texts))
-        if self._literals:
-            joined = "\n".join(texts)
-            found = [name for name in self._literals if name in joined]
-            for i, text in enumerate(texts):
-                if any(name in text for name in found):
-                    bare = self._tokenizer.encode(text, add_special_tokens=False)
-                    ids[i] = np.array(bare, np.uint32)
+        chosen = sorted({*self._check.differing(texts), *self._with_literals(texts)})
+        if chosen:
+            bare = self._reference.encode_batch(
+                [texts[i] for i in chosen], add_special_tokens=False
+            )
+            for i, each in zip(chosen, bare, strict=True):
+                ids[i] = np.array(each, np.uint32)
         return surrounded(ids, self._before, self._behind)
+
+    def _with_literals(self, texts: Sequence[str]) -> list[int]:
+        """Positions of the texts that spell out a control piece."""
+        joined = "\n".join(texts) if self._literals else ""
+        found = [name for name in self._literals if name in joined]
+        return [i for i, text in enumerate(texts) if any(name in text for name in found)]
+
+    def _open_pair(self) -> tuple[Encode, Encode]:
+        """Gigatoken and the reference, with a vocabulary that shows how they split."""
+        import gigatoken
+
+        if '"ByteLevel"' not in json.dumps(self._pre_tokenizer):
+            bare = partial(self._reference.encode_batch, add_special_tokens=False)
+            return partial(map, self._core.encode), bare
+        text = border_vocabulary(self._pre_tokenizer, self._normalizer)
+        reference = HFTokenizer(tokenizers.Tokenizer.from_str(text))
+        engine = gigatoken.Tokenizer.from_json(text).backend
+        return partial(map, engine.encode), reference.encode_batch
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the tokenizer, from which the engine is built again."""

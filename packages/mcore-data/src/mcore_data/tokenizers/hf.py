@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ class Known:
         ids: of every token by its name.
         special_names: tokens that are found in a text before it is split, by id.
         write: gives the text of its ``tokenizer.json``.
+        empty: builds it without vocabulary: what normalizes and splits text.
         model_type: kind of its model, as there: ``BPE``, ``WordPiece``.
     """
 
     ids: Mapping[str, int]
     special_names: Sequence[str]
     write: Callable[[], str]
+    empty: Callable[[], tokenizers.Tokenizer]
     model_type: str
 
 
@@ -91,6 +94,15 @@ class HFTokenizer:
     def text(self) -> str:
         """The tokenizer as ``tokenizer.json`` holds it."""
         return self._known.write() if self._known else self.core.to_str()
+
+    def splitting(self) -> tuple[Any, Any]:
+        """Normalizer and pre-tokenizer, as ``tokenizer.json`` holds them; None is none."""
+        core = self._known.empty() if self._known else self.core
+        normalizer, pre_tokenizer = (
+            json.loads(step.__getstate__()) if step else None
+            for step in (core.normalizer, core.pre_tokenizer)
+        )
+        return normalizer, pre_tokenizer
 
     @property
     def special_names(self) -> list[str]:
@@ -216,6 +228,13 @@ def set_byte_level(core: tokenizers.Tokenizer) -> None:
     """Give a BPE model GPT-2's byte-level splitting and decoding, in place."""
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
+
+
+def byte_letters() -> list[str]:
+    """For each byte the printable letter that byte-level vocabularies write (GPT-2's table)."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    moved = count(256)
+    return [chr(byte if byte in plain else next(moved)) for byte in range(256)]
 
 
 def _read_roles(folder: Path) -> dict[str, Any]:

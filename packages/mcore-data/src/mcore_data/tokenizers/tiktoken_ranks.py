@@ -10,7 +10,7 @@ from binascii import a2b_base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
-from mcore_data.tokenizers.hf import HFTokenizer, Known
+from mcore_data.tokenizers.hf import HFTokenizer, Known, byte_letters
 
 _FIRST_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _ROLES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -97,9 +97,8 @@ def build_tiktoken(
         ids.setdefault(name, len(ids))
     names = sorted({*first, *special_tokens}, key=ids.__getitem__)
     parts = _Parts(ranks, vocab, {name: ids[name] for name in names}, pattern)
-    return HFTokenizer(
-        parts.build, _ROLES if first else {}, Known(ids, names, parts.write, "BPE")
-    )
+    known = Known(ids, names, parts.write, parts.empty, "BPE")
+    return HFTokenizer(parts.build, _ROLES if first else {}, known)
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,13 @@ class _Parts:
         assert added == self.special_ids, "special tokens have other ids"
         return core
 
+    def empty(self) -> tokenizers.Tokenizer:
+        """Build the tokenizer without vocabulary and special tokens."""
+        return _tokenizer({}, [], [], self.pattern)
+
     def write(self) -> str:
         """What ``to_str()`` of the tokenizer gives, in a fraction of its time."""
-        parts = json.loads(_tokenizer({}, [], [], self.pattern).to_str())
+        parts = json.loads(self.empty().to_str())
         parts["added_tokens"] = [
             {"id": i, "content": name, **_TOKEN_OPTIONS} for name, i in self.special_ids.items()
         ]
@@ -182,7 +185,7 @@ def _read_ranks(path: Path) -> dict[str, int]:
             f"--tokenizer-model {path} holds no mergeable ranks: {error}. It must be a JSON "
             "list of rank and token_bytes, or lines of a base64 string and its rank."
         ) from error
-    letters = np.array(list(map(ord, _letters())), "<u2")
+    letters = np.array(list(map(ord, byte_letters())), "<u2")
     text = letters[np.frombuffer(b"".join(raw), np.uint8)].tobytes().decode("utf-16-le")
     names = [text[start:end] for start, end in pairwise(accumulate(map(len, raw), initial=0))]
     in_order = list(range(len(names)))
@@ -193,7 +196,7 @@ def _read_ranks(path: Path) -> dict[str, int]:
         raise ValueError(f"--tokenizer-model {path}: the ranks do not count from 0 on.")
     if "" in ranks:
         raise ValueError(f"--tokenizer-model {path} holds an empty token.")
-    if not ranks.keys() >= set(_letters()):
+    if not ranks.keys() >= set(byte_letters()):
         raise ValueError(f"--tokenizer-model {path} lacks some of the 256 single bytes.")
     return ranks
 
@@ -256,10 +259,3 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
     factors = np.full(count + 1, base, np.uint64)
     factors[0] = 1
     return np.cumprod(factors)
-
-
-def _letters() -> list[str]:
-    """For each byte the printable letter that byte-level vocabularies write (GPT-2's table)."""
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    moved = count(256)
-    return [chr(byte if byte in plain else next(moved)) for byte in range(256)]
