@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import lzma
+import os
 import sys
 from pathlib import Path
 
@@ -97,6 +98,50 @@ def test_folders_and_patterns_stand_for_their_files_by_name(tmp_path):
         assert run(tmp_path / prefix, word).num_documents == 2
         dataset = IndexedDataset(tmp_path / f"{prefix}_text_document")
         assert [bytes(tokens.tolist()) for tokens in dataset] == [b"a", b"b"]
+
+
+CHANGES = {
+    "cut": lambda path, data: path.write_bytes(data[: len(data) // 2]),
+    "written anew": lambda path, data: path.write_bytes(data.swapcase()),
+    "appended to": lambda path, data: path.write_bytes(data + data),
+    "replaced": lambda path, data: (path.unlink(), path.write_bytes(data.swapcase())),
+    "removed": lambda path, data: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.txt"])
+def test_an_input_that_changes_while_it_is_read_ends_the_run(tmp_path, name, change):
+    source = tmp_path / name
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    data = pack(b'{"text": "the beginning"}\n' * 2000)
+    source.write_bytes(data)
+    os.utime(source, (0, 0))
+    changed = []
+
+    def interfere(progress):
+        if not changed:
+            changed.append(CHANGES[change](source, data))
+
+    options = {"on_bad_record": "skip", "text_lines": True}
+    with pytest.raises((RuntimeError, FileNotFoundError), match="in\\."):
+        run(tmp_path / "out", source, on_progress=interfere, **options)
+    assert not [*tmp_path.glob("out*.bin"), *tmp_path.glob("out*.idx")]
+    source.write_bytes(pack(b'{"text": "whole"}\n' * 3))
+    assert run(tmp_path / "out", source, **options).num_documents == 3
+
+
+def test_an_input_cut_between_its_lines_ends_a_run_of_workers(tmp_path):
+    """Blocks of the part that is gone are read by workers, or not cut at all."""
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "line"}\n' * 20000)
+
+    def cut(progress):
+        os.truncate(source, 17 * 10000)
+
+    with pytest.raises(RuntimeError, match=r"became shorter|changed while it was read"):
+        run(tmp_path / "out", source, workers=2, on_progress=cut)
+    assert not [*tmp_path.glob("out*.bin"), *tmp_path.glob("out*.idx")]
 
 
 def test_keeping_newlines_needs_sentences(corpus, tmp_path):

@@ -3,7 +3,9 @@ import gzip
 import io
 import json
 import lzma
+import os
 import sys
+import threading
 
 import pytest
 
@@ -80,6 +82,26 @@ def test_lines_come_from_standard_input(monkeypatch):
 
     monkeypatch.setattr(sys, "stdin", Stdin)
     assert texts_of("-") == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("name", "compress"), [("pipe", bytes), ("pipe.jsonl.gz", gzip.compress)]
+)
+def test_lines_come_through_a_named_pipe(tmp_path, name, compress):
+    path = tmp_path / name
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(compress(LINES),))
+    writer.start()
+    assert texts_of(path) == TEXTS
+    writer.join()
+    with pytest.raises(ValueError, match=f"{name} cannot be divided"):
+        divide(find_inputs([str(path)]), 0, 2)
+
+
+def test_hidden_files_of_a_folder_are_no_inputs(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / ".a.jsonl.swp.jsonl").write_bytes(b"half written")
+    assert texts_of(tmp_path) == TEXTS
 
 
 def test_urls_are_read_through_fsspec_by_file_folder_and_pattern(tmp_path):

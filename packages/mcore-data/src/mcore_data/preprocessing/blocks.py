@@ -17,6 +17,10 @@ from mcore_data.preprocessing.remote import open_remote
 
 BLOCK_BYTES = 2 << 20
 STDIN = "-"
+GIVE_AGAIN = (
+    "No output has its final name. Give the same command again once the file is whole: it "
+    "then begins anew."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Source:
         stamp: changes when the content does.
         start: first byte to take; only plain local lines start elsewhere than at 0.
         stop: lines that start from this byte on belong to another part; 0 means none do.
+        is_stream: standard input or a named pipe, which is read once.
     """
 
     path: str
@@ -38,6 +43,7 @@ class Source:
     stamp: str
     start: int = 0
     stop: int = 0
+    is_stream: bool = False
 
     @property
     def suffix(self) -> str:
@@ -47,8 +53,8 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        """Whether any process of this machine may open it."""
-        return self.path != STDIN and "://" not in self.path
+        """Whether any process of this machine may open it, as often as it likes."""
+        return not self.is_stream and "://" not in self.path
 
     @property
     def is_divisible(self) -> bool:
@@ -82,12 +88,20 @@ class Block:
     data: bytes | None
 
     def parse(self, json_keys: Sequence[str]) -> ParsedRecords:
-        """Read the records."""
+        """Read the records.
+
+        Raises:
+            RuntimeError: if the file has become shorter since the block was cut.
+        """
         data = self.data
         if data is None:
             with open(self.path, "rb") as file:
                 file.seek(self.start)
                 data = file.read(self.end - self.start)
+            if len(data) < self.end - self.start:
+                raise RuntimeError(
+                    f"{self.path} became shorter while it was read. {GIVE_AGAIN}"
+                )
         return parse_records(self.kind, data, json_keys)
 
 
@@ -95,7 +109,7 @@ def open_raw(source: Source) -> BinaryIO:
     """Open the stored bytes of a source."""
     if source.path == STDIN:
         return sys.stdin.buffer
-    if source.is_local:
+    if source.is_local or source.is_stream:
         return open(source.path, "rb")
     return open_remote(source.path)
 

@@ -5,14 +5,21 @@ from typing import Any, BinaryIO
 
 
 def find_remote(
-    url: str, data_files: Callable[[Sequence[str]], list[str]]
+    url: str, data_files: Callable[[Sequence[str]], list[str]], *, refresh: bool = False
 ) -> list[tuple[str, int, str]]:
     """URL, size and stamp of the files that a URL names: a file, a folder or a pattern.
+
+    Args:
+        url: with a scheme.
+        data_files: picks those of a folder.
+        refresh: ask the store anew instead of what this process remembers.
 
     Raises:
         ImportError: if fsspec or the store's own package is not installed.
     """
     store, path = _open_store(url)
+    if refresh:
+        store.invalidate_cache()
     if any(mark in path for mark in "*?["):
         paths = [name for name in store.glob(path) if store.isfile(name)]
     elif store.isdir(path):

@@ -1,6 +1,7 @@
 """Inputs: found by file, folder, pattern or URL, cut into blocks, divided into parts."""
 
 import hashlib
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, BinaryIO
 
 from mcore_data.preprocessing.blocks import (
     BLOCK_BYTES,
+    GIVE_AGAIN,
     STDIN,
     Block,
     Source,
@@ -29,7 +31,8 @@ def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[Sourc
     """Sources that ``--input`` names, in the order given; each folder's and pattern's by name.
 
     Args:
-        words: files, folders, patterns, URLs, or ``-`` for JSON lines on standard input.
+        words: files, named pipes, folders, patterns, URLs, or ``-`` for JSON lines on
+            standard input. Hidden files of a folder are left out.
         text_lines: take each line of a ``.txt`` file for a document, not the whole file.
 
     Raises:
@@ -39,8 +42,8 @@ def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[Sourc
     found: list[Source] = []
     for word in words:
         if word == STDIN:
-            stamp = f"{time.time_ns()}"  # a stream cannot be read from the middle again
-            sources = [Source(STDIN, "lines", 0, stamp)]
+            stamp = _stream_stamp()
+            sources = [Source(STDIN, "lines", 0, stamp, is_stream=True)]
         elif "://" in word:
             sources = [
                 Source(url, _kind(url, text_lines), size, stamp)
@@ -56,8 +59,9 @@ def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[Sourc
 
 def data_files(paths: Sequence[str]) -> list[str]:
     """Those of a folder's files that are data: records, or if there are none, texts."""
+    shown = [path for path in paths if not Path(path).name.startswith(".")]
     for suffixes in ((*_LINES, *_TABLES), (".txt",)):
-        chosen = [path for path in paths if _bare_suffix(path) in suffixes]
+        chosen = [path for path in shown if _bare_suffix(path) in suffixes]
         if chosen:
             return sorted(chosen)
     return []
@@ -80,7 +84,8 @@ def read_blocks(
         yield from read_tables(source, json_keys, start, block_bytes)
     elif source.kind == "text" and source.is_local and not source.suffix:
         if start == 0:
-            yield Block(source.path, "text", 0, max(source.size, 1), source.size, None)
+            data = None if source.size else b""
+            yield Block(source.path, "text", 0, max(source.size, 1), source.size, data)
     elif source.is_divisible:
         yield from _plain_blocks(source, start, block_bytes)
     else:
@@ -89,6 +94,29 @@ def read_blocks(
                 yield from _stream_blocks(source, raw, start, block_bytes)
         except DAMAGE as error:
             raise RuntimeError(f"{source.path} is truncated or damaged: {error}") from error
+
+
+def refuse_changed(sources: Sequence[Source]) -> None:
+    """Hold files to the size and the time of change, or ETag, that they were found with.
+
+    Raises:
+        RuntimeError: if one differs or is gone.
+    """
+    for source in sources:
+        if source.is_stream:
+            continue
+        if source.is_local:
+            info = Path(source.path).stat() if Path(source.path).is_file() else None
+            now = (info.st_size, str(info.st_mtime_ns)) if info else None
+        else:
+            found = find_remote(source.path, list, refresh=True)
+            now = found[0][1:] if found else None
+        if now != (source.size, source.stamp):
+            size = f"now has {now[0]:,} bytes" if now else "is gone"
+            raise RuntimeError(
+                f"{source.path} changed while it was read: it had {source.size:,} bytes and "
+                f"{size}. {GIVE_AGAIN}"
+            )
 
 
 def divide(sources: Sequence[Source], part: int, num_parts: int) -> list[Source]:
@@ -100,8 +128,10 @@ def divide(sources: Sequence[Source], part: int, num_parts: int) -> list[Source]
     Raises:
         ValueError: if the size of an input is not known.
     """
-    if any(source.path == STDIN for source in sources):
-        raise ValueError("--partitions needs files: standard input cannot be divided.")
+    streams = [source.path for source in sources if source.is_stream]
+    if streams:
+        name = "standard input" if streams[0] == STDIN else streams[0]
+        raise ValueError(f"--partitions needs files: {name} cannot be divided.")
     total = sum(source.size for source in sources)
     low, high = total * part // num_parts, total * (part + 1) // num_parts
     chosen = []
@@ -155,14 +185,21 @@ def fingerprint(sources: Sequence[Source]) -> list[list[Any]]:
 def _expand(word: str) -> list[Path]:
     if Path(word).is_dir():
         return [*map(Path, data_files([str(p) for p in Path(word).iterdir() if p.is_file()]))]
-    if Path(word).is_file():
+    if Path(word).exists():
         return [Path(word)]
     return sorted(path for path in map(Path, glob(word, recursive=True)) if path.is_file())
 
 
 def _local(path: Path, text_lines: bool) -> Source:
-    stat = path.stat()
-    return Source(str(path), _kind(str(path), text_lines), stat.st_size, str(stat.st_mtime_ns))
+    kind, info = _kind(str(path), text_lines), path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        return Source(str(path), kind, 0, _stream_stamp(), is_stream=True)
+    return Source(str(path), kind, info.st_size, str(info.st_mtime_ns))
+
+
+def _stream_stamp() -> str:
+    """A stamp like no other: a stream cannot be read from the middle again."""
+    return f"{time.time_ns()}"
 
 
 def _kind(path: str, text_lines: bool) -> Kind:

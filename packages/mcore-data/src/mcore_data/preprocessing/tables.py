@@ -17,9 +17,11 @@ def read_tables(
 
     Raises:
         ImportError: if pyarrow is not installed.
-        ValueError: if a column is missing.
+        ValueError: if a column is missing, or the table comes through a pipe.
         RuntimeError: if the file is damaged.
     """
+    if source.is_stream:
+        raise ValueError(f"--input {source.path}: a table is read from a file, not a pipe.")
     try:
         import pyarrow
         from pyarrow import ipc

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
@@ -21,13 +21,19 @@ from mcore_data.indexed.index_format import idx_path, token_dtype
 from mcore_data.indexed.manifest import manifest_path, write_manifest
 from mcore_data.indexed.output_lock import naming_full_disks, only_writer, refuse_finished
 from mcore_data.indexed.writer import IndexedWriter
-from mcore_data.preprocessing.blocks import STDIN, Block, Source, describe
+from mcore_data.preprocessing.blocks import Block, Source, describe
 from mcore_data.preprocessing.encoding import EncodedBlock, Encoder
 from mcore_data.preprocessing.journal import Journal, open_journal, write_journal
 from mcore_data.preprocessing.records import BadRecordError
 from mcore_data.preprocessing.reference_process import ReferenceProcess
 from mcore_data.preprocessing.sentences import Splitter, build_splitter
-from mcore_data.preprocessing.sources import count_lines, digest, fingerprint, read_blocks
+from mcore_data.preprocessing.sources import (
+    count_lines,
+    digest,
+    fingerprint,
+    read_blocks,
+    refuse_changed,
+)
 from mcore_data.preprocessing.workers import START_METHOD, encode_all
 from mcore_data.tokenizers.building import Tokenizer, build_tokenizer
 
@@ -229,7 +235,7 @@ class _Run:
         """Encode what is left of the inputs and append it."""
         sizes = [source.num_bytes for source in self.sources]
         before = [0, *itertools.accumulate(sizes)]
-        total = 0 if any(source.path == STDIN for source in self.sources) else before[-1]
+        total = 0 if any(source.is_stream for source in self.sources) else before[-1]
         start = Progress(self.journal.done_bytes, total, 0, 0, 0)
         start = replace(start, num_tokens=sum(self.journal.num_tokens.values()))
         results = encode_all(
@@ -250,7 +256,8 @@ class _Run:
                         unsaved, saved_at = "", time.monotonic()
                     self._tell(start)
                     if 0 < self.config.max_documents <= self.journal.num_documents:
-                        return
+                        break
+            refuse_changed(self.sources[: self.journal.source + 1])
         finally:
             if unsaved:  # as of the last whole block, even if one is half appended
                 write_journal(self.journal_path, unsaved)
@@ -302,6 +309,7 @@ class _Run:
         if not result.bad:
             return
         source = self.sources[self.journal.source]
+        refuse_changed([source])
         before = self.journal.records
         if source.start:
             before += count_lines(source.path, source.start)
@@ -379,7 +387,7 @@ def _facts(
         },
         "bad_records": {"skipped": journal.num_bad_records, "first": journal.bad_records},
         "inputs": [
-            {name: value for name, value in asdict(source).items() if name != "stamp"}
+            {name: getattr(source, name) for name in ("path", "kind", "size", "start", "stop")}
             for source in sources
         ],
     }
