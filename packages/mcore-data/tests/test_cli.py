@@ -78,7 +78,8 @@ def test_preprocess_merge_inspect_verify_and_index(book, tmp_path):
     assert IndexedDataset(merged).num_documents == 8
     Path(f"{merged}.manifest.json").unlink()
     again = ("--output-prefix", merged, "--overwrite")
-    assert data("merge", "--input", tmp_path / "parts", *again).returncode == 0
+    parts = [tmp_path / "parts" / f"{name}_text_document" for name in ("a", "b")]
+    assert data("merge", "--input", *parts, *again).returncode == 0  # by prefixes
     done = data("inspect", merged, "--tokenizer", book / "tokenizer", "--samples", 1)
     assert "num documents: 8" in done.stdout
     assert "checks: index, pointers and sizes fit, to the manifest too; encoded" in done.stdout

@@ -78,11 +78,12 @@ def _time_workers(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
     return 0
 
 
-def merge(input: Path, output_prefix: str, overwrite: bool = False) -> int:
-    """Join all .bin/.idx pairs of a folder, by name, into one.
+def merge(input: tuple[str, ...], output_prefix: str, overwrite: bool = False) -> int:
+    """Join .bin/.idx pairs into one.
 
     Args:
-        input: folder of pairs of one dtype.
+        input: folders, of which all pairs are taken by name, or prefixes of pairs; joined in
+            the order given.
         output_prefix: the pair to write, without .bin or .idx.
         overwrite: replace a finished pair that other files have made; it stays until the new
             one is whole. The same command again always may.
@@ -90,7 +91,8 @@ def merge(input: Path, output_prefix: str, overwrite: bool = False) -> int:
     from mcore_data.indexed.inspection import find_pairs
     from mcore_data.indexed.merging import merge_pairs
 
-    prefixes = [p for p in find_pairs(input) if Path(p) != Path(output_prefix)]
+    found = [prefix for word in input for prefix in find_pairs(word)]
+    prefixes = [p for p in found if Path(p) != Path(output_prefix)]
     merged = merge_pairs(prefixes, output_prefix, overwrite=overwrite)
     print(
         f"{output_prefix}.bin/.idx: {len(prefixes)} pairs, {merged.num_documents:,} documents, "

@@ -137,6 +137,15 @@ def test_full_validation_takes_every_sample_once_whatever_its_dataset_weighs(pai
     assert len(tokens_of(valid)) == 2 * each * 9
 
 
+def test_weights_give_nothing_to_a_split_of_no_samples(pair):
+    config = DataConfig(data_path=with_weights(pair, ("3", "1")), split="8,1,1")
+    train, *others = build_gpt_datasets(
+        config, None, sequence_length=4, seed=1, num_samples=(20, 0, 0)
+    )
+    assert len(train) >= 20
+    assert others == [None, None]
+
+
 def test_weights_without_a_size_are_refused(pair):
     with pytest.raises(ValueError, match="need a number of samples"):
         build(data_path=("3", pair[0], "1", pair[1]), split="1")

@@ -63,7 +63,8 @@ def build_gpt_datasets(
         tokenizer: gives the end of document; may be None if no option needs it.
         sequence_length: tokens in a sample.
         seed: of the shuffles.
-        num_samples: samples wanted of each; 0 means one epoch.
+        num_samples: samples wanted of each; 0 means one epoch, and of datasets with weights,
+            where another split has a number, nothing.
         fim: whether and how the training documents are rewritten.
         samples_before: samples that a run uses before a step, for a mixture that changes at
             steps.
@@ -119,7 +120,7 @@ def build_gpt_datasets(
     split = config.split or _DEFAULT_SPLIT
     return tuple(
         _build_blend(
-            _of_split(blend, i, config),
+            _of_split(blend, i, config, num_samples),
             config,
             builds[i],
             _Share(split, i, wanted, may_be_empty=not config.split and SPLITS[i] == "test"),
@@ -222,11 +223,8 @@ def _build_own(
     for i, words in enumerate(words_of):
         apart = i == SPLITS.index("valid") and config.multiple_validation_sets
         share = _Share("1", 0, num_samples[i])
-        found.append(
-            _build_blend(_of_split(parse_blend(words), i, config), config, builds[i], share)
-            if words and not apart
-            else None
-        )
+        blend = _of_split(parse_blend(words), i, config, num_samples) if words else None
+        found.append(None if apart else _build_blend(blend, config, builds[i], share))
     return tuple(found)
 
 
@@ -295,10 +293,10 @@ class _Share:
 
 
 def _build_blend(
-    blend: Blend, config: DataConfig, build: Any, share: _Share
+    blend: Blend | None, config: DataConfig, build: Any, share: _Share
 ) -> GPTDataset | PackedDataset | OrderedBlend | None:
     """One split of one dataset or of several mixed."""
-    if build is None or split_bounds(share.split, 1)[share.number] is None:
+    if blend is None or build is None or split_bounds(share.split, 1)[share.number] is None:
         return None
     wanted = share.num_samples
     if len(blend.prefixes) == 1:
@@ -331,10 +329,17 @@ def _build_blend(
     return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
 
 
-def _of_split(blend: Blend, number: int, config: DataConfig) -> Blend:
-    """What of a blend counts in a split: weights do not where all is scored."""
-    is_whole = config.full_validation and SPLITS[number] == "valid"
-    return replace(blend, weights=None) if is_whole else blend
+def _of_split(
+    blend: Blend, number: int, config: DataConfig, num_samples: Sequence[int]
+) -> Blend | None:
+    """What a split takes of a blend; None where weights have no number of samples to share.
+
+    Full validation scores every dataset whole, whatever its weight.
+    """
+    if config.full_validation and SPLITS[number] == "valid":
+        return replace(blend, weights=None)
+    is_unused = blend.weights is not None and any(num_samples) and not num_samples[number]
+    return None if is_unused and len(blend.prefixes) > 1 else blend
 
 
 def _build_each(

@@ -65,19 +65,23 @@ def length_histogram(dataset: IndexedDataset) -> list[str]:
     ]
 
 
-def find_pairs(folder: str | Path) -> list[str]:
-    """List the prefixes of all complete pairs in a folder, by name.
+def find_pairs(name: str | Path) -> list[str]:
+    """List the prefixes of all complete pairs in a folder, by name, or the one prefix given.
 
     Raises:
         FileNotFoundError: if there is none, or the folder does not exist.
         ValueError: if one file of a pair is missing.
     """
-    folder = Path(folder)
+    folder = Path(name)
     stems = {
         path.with_suffix("") for kind in ("bin", "idx") for path in folder.glob(f"*.{kind}")
     }
+    if not folder.is_dir() and (bin_path(name).is_file() or idx_path(name).is_file()):
+        stems = {folder}
     if not stems:
-        raise FileNotFoundError(f"{folder} holds no .bin/.idx pair.")
+        raise FileNotFoundError(
+            f"{name} holds no .bin/.idx pair, and is not the prefix of one."
+        )
     for stem in sorted(stems):
         for path in (bin_path(stem), idx_path(stem)):
             if not path.is_file():
