@@ -21,6 +21,16 @@ other default is Megatron's.
 | flag | ours | Megatron's | what it is |
 | --- | --- | --- | --- |
 """
+_TAIL = """
+Tokenizer types that give other ids than Megatron-Core's, in some or all of its versions:
+
+- `Llama2Tokenizer` starts every text with BOS, as Llama 2 was trained; Megatron-Core's adds
+  none, as our `SentencePieceTokenizer`.
+- `NullTokenizer` of `--vocab-size N` has N + 1 ids and ends documents with N; Megatron-Core's
+  ends them with N or N - 1.
+- `BertWordPieceLowerCase` and `BertWordPieceCase` give the ids of the words alone, and the
+  dataset adds [CLS] and [SEP]; Megatron-Core's add both to every text already.
+"""
 _SENTENCE = re.compile(r"\s*Megatron's default: (?P<value>[^.]+(?:\.\d+)?)\.")
 
 
@@ -37,7 +47,7 @@ def render() -> str:
                     lines.append(
                         f"| `{flag}` | `{field.default}` | {said['value']} | {what} |\n"
                     )
-    return _HEAD + "".join(sorted(lines))
+    return _HEAD + "".join(sorted(lines)) + _TAIL
 
 
 if __name__ == "__main__":

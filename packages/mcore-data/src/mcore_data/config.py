@@ -31,7 +31,9 @@ class TokenizerConfig:
 
     tokenizer_type: TokenizerType = "HuggingFaceTokenizer"
     """Kind of tokenizer, by Megatron's names. SFTTokenizer is a Hugging Face folder whose chat
-    template counts, for prepare-chats; MultimodalTokenizer one with a token for an image."""
+    template counts, for prepare-chats; MultimodalTokenizer one with a token for an image. Left
+    out, --vocab-file with --merge-file is GPT2BPETokenizer, and a SentencePiece model is known
+    by its content."""
     tokenizer_model: str = ""
     """Model file or folder: a Hugging Face folder, a tokenizer.json, a SentencePiece model,
     or mergeable ranks for TikTokenizer."""

@@ -1,6 +1,9 @@
 import json
+import re
+import shutil
 import sys
 from base64 import b64encode
+from dataclasses import replace
 
 import pytest
 import sentencepiece
@@ -8,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
+from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.engines.building import build_engine
-from mcore_data.tokenizers.building import load_tokenizer
+from mcore_data.preprocessing.tokenizing import build_tools
+from mcore_data.tokenizers.building import build_tokenizer, load_tokenizer
 from mcore_data.tokenizers.multimodal import TAGS
 
 BERT_VOCAB = [
@@ -233,6 +238,36 @@ def test_roles_come_from_the_config_of_a_hugging_face_folder(bpe_folder, tmp_pat
 def test_a_missing_option_is_named(kind, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(kind)
+
+
+def test_the_default_type_reads_what_the_files_are(
+    gpt2_files, sentencepiece_model, ranks, tmp_path
+):
+    vocab_file, merge_file = (str(gpt2_files / name) for name in ("vocab.json", "merges.txt"))
+    gpt2 = build_tokenizer(TokenizerConfig(vocab_file=vocab_file, merge_file=merge_file))
+    assert gpt2.fingerprint() == load_tokenizer(gpt2_files).fingerprint()
+    plain = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=sentencepiece_model)
+    assert plain.encode("the") == load_tokenizer(sentencepiece_model).encode("the")
+    assert plain.encode("the")[0] != plain.bos
+    model = shutil.copy(sentencepiece_model, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    for path in (model, tmp_path):  # as Llama 2's folder without its tokenizer.json
+        tokenizer = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=path)
+        assert tokenizer.encode("the") == [plain.bos, *plain.encode("the")]
+    with pytest.raises(ValueError, match=r"Use --tokenizer-type TikTokenizer \(of Llama 3"):
+        load_tokenizer("HuggingFaceTokenizer", tokenizer_model=ranks)
+
+
+def test_an_end_of_document_that_is_missing_is_given_as_the_message_says(ranks, tmp_path):
+    config = TokenizerConfig(
+        tokenizer_type="TikTokenizer", tokenizer_model=str(ranks), tiktoken_num_special_tokens=0
+    )
+    job = PreprocessConfig(input=("-",), output_prefix=str(tmp_path / "out"), append_eod=True)
+    with pytest.raises(ValueError, match=r"--tokenizer-special-tokens '(.*)' '(.*)'") as error:
+        build_tools(job, config)
+    names = tuple(re.findall(r"<\|\w+\|>", str(error.value)))
+    tools = build_tools(job, replace(config, tokenizer_special_tokens=names))
+    assert tools.encoder.eod == tools.tokenizer.token_id("<|end_of_text|>") == 256 + 3 + 1
 
 
 def test_missing_or_foreign_files_are_named(tmp_path):

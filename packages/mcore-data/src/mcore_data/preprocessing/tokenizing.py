@@ -35,7 +35,7 @@ from mcore_data.preprocessing.sources import (
     refuse_changed,
 )
 from mcore_data.preprocessing.workers import START_METHOD, encode_all
-from mcore_data.tokenizers.building import Tokenizer, build_tokenizer
+from mcore_data.tokenizers.building import Tokenizer, build_tokenizer, how_to_end_documents
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
     if config.append_eod and tokenizer.eod is None:
         raise ValueError(
             f"--append-eod: {tokenizer_config.tokenizer_type} knows no end-of-document token. "
-            "Add it to the tokenizer's files as eos_token."
+            f"{how_to_end_documents(tokenizer_config)}"
         )
     reference = _reference_beside(config, tokenizer)
     engine = build_engine(tokenizer, config.engine, reference)

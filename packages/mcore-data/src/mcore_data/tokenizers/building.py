@@ -6,12 +6,21 @@ Every tokenizer can ``save`` itself into a folder, so a checkpoint carries it, a
 """
 
 import json
+import logging
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from mcore_data.config import TOKENIZER_TYPES, TokenizerConfig
 
+log = logging.getLogger(__name__)
+
+# The first message of a SentencePiece model is a piece, and in it the first field its text.
+_SENTENCEPIECE_START = re.compile(rb"\n[^{]\n", re.DOTALL)
+# A JSON list of ranks, or base64 and a number.
+_RANKS_START = re.compile(rb"\s*\[|[A-Za-z0-9+/]+=* 0\s")
 MARKER = "mcore_tokenizer.json"
 
 
@@ -121,6 +130,9 @@ def load_tokenizer(
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that a config names; errors as ``load_tokenizer``."""
     kind = config.tokenizer_type
+    if kind == "HuggingFaceTokenizer":
+        config = _as_files_say(config)
+        kind = config.tokenizer_type
     if kind in ("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer"):
         return _build_plain(config)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
@@ -134,6 +146,52 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     raise ValueError(
         f"--tokenizer-type {kind} is unknown. Use one of {', '.join(TOKENIZER_TYPES)}."
     )
+
+
+def _as_files_say(config: TokenizerConfig) -> TokenizerConfig:
+    """The type of the given files, where the default type stands beside files of another.
+
+    Raises:
+        ValueError: if the file holds mergeable ranks, whose pattern only the user knows.
+    """
+    if config.vocab_file and config.merge_file and not config.tokenizer_model:
+        return replace(config, tokenizer_type="GPT2BPETokenizer")
+    path = Path(config.tokenizer_model)
+    file = path / "tokenizer.model" if path.is_dir() else path
+    if (path.is_dir() and (path / "tokenizer.json").is_file()) or not file.is_file():
+        return config
+    with file.open("rb") as opened:
+        start = opened.read(64)
+    if _SENTENCEPIECE_START.match(start):
+        roles = file.parent / "tokenizer_config.json"
+        fields = json.loads(roles.read_text(encoding="utf-8")) if roles.is_file() else {}
+        kind = "Llama2Tokenizer" if fields.get("add_bos_token") else "SentencePieceTokenizer"
+        log.info("%s is a SentencePiece model: read as --tokenizer-type %s", file, kind)
+        return replace(config, tokenizer_type=kind)
+    if _RANKS_START.match(start):
+        raise ValueError(
+            f"--tokenizer-model {file} holds mergeable ranks. Use --tokenizer-type "
+            "TikTokenizer (of Llama 3: with --tiktoken-pattern gpt4 and "
+            "--tiktoken-num-special-tokens 0)."
+        )
+    return config
+
+
+def how_to_end_documents(config: TokenizerConfig) -> str:
+    """What gives a tokenizer that has none an end of document, as advice to users."""
+    kind = config.tokenizer_type
+    if kind == "TikTokenizer":
+        return (
+            "Name it by --tokenizer-special-tokens; of Llama 3: --tokenizer-special-tokens "
+            "'<|begin_of_text|>' '<|end_of_text|>'."
+        )
+    if kind == "GPT2BPETokenizer":
+        return "Add it by --tokenizer-special-tokens '<|endoftext|>'."
+    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        return "The model was trained without one (eos_id): use a model that has it."
+    if kind.startswith("Bert"):
+        return "Its vocab.txt must hold [SEP]."
+    return "Name it as eos_token in the tokenizer_config.json beside it."
 
 
 def _build_plain(config: TokenizerConfig) -> Tokenizer:
@@ -203,10 +261,6 @@ def _detect(path: Path) -> TokenizerConfig:
                 fields[name] = str(folder / fields[name])
         fields["tokenizer_special_tokens"] = tuple(fields.get("tokenizer_special_tokens", ()))
         return TokenizerConfig(**fields)
-    if path.name.endswith(".model"):
-        return TokenizerConfig(
-            tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path)
-        )
     if path.is_file() or (folder / "tokenizer.json").is_file():
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -216,10 +270,7 @@ def _detect(path: Path) -> TokenizerConfig:
             merge_file=str(folder / "merges.txt"),
         )
     if (folder / "tokenizer.model").is_file():
-        return TokenizerConfig(
-            tokenizer_type="SentencePieceTokenizer",
-            tokenizer_model=str(folder / "tokenizer.model"),
-        )
+        return TokenizerConfig(tokenizer_model=str(folder / "tokenizer.model"))
     if (folder / "vocab.txt").is_file():
         return TokenizerConfig(
             tokenizer_type="BertWordPieceLowerCase", vocab_file=str(folder / "vocab.txt")
