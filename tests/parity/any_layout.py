@@ -49,6 +49,19 @@ BASE: Draw = {
 PP2: Draw = {"pipeline_model_parallel_size": 2}
 NO_EXPERTS: Draw = {}
 BALANCED: Draw = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 0.05}
+BIASED: Draw = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none",
+}
+SINKHORN: Draw = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_router_load_balancing_type": "sinkhorn",
+}
+INSTANCES: Draw = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
 
 OPTIONS: tuple[tuple[Draw, ...], ...] = (
     tuple({"tensor_model_parallel_size": n} for n in (1, 2, 4)),
@@ -86,13 +99,12 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
             "moe_layer_freq": "2",
             "moe_token_dispatcher_type": "allgather",
         },
-        {
-            "num_experts": 4,
-            "moe_ffn_hidden_size": 8,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_load_balancing_type": "none",
-        },
+        BIASED,
+        BIASED | {"context_parallel_size": 2},
+        SINKHORN,
+        SINKHORN | {"context_parallel_size": 2},
+        SINKHORN | {"expert_model_parallel_size": 2, "moe_router_topk": 1},
+        BALANCED | {"expert_model_parallel_size": 2} | INSTANCES,
     ),
     (
         {},
@@ -104,7 +116,7 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
             "overlap_param_gather": True,
             "ddp_bucket_size": 3000,
         },
-        {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+        INSTANCES,
     ),
     ({}, {"use_tp_pp_dp_mapping": True}, {"rank_order": "dp-pp-tp-cp-ep"}),
     (
@@ -117,7 +129,13 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp_act")},
     ),
     ({}, {"untie_embeddings_and_output_weights": True}),
-    ({}, {"num_query_groups": 2}, {"num_query_groups": 1}),
+    (
+        {},
+        {"num_query_groups": 2},
+        {"num_query_groups": 1},
+        {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 8},
+        {"num_attention_heads": 12, "num_query_groups": 6, "kv_channels": 8},
+    ),
     (
         {},
         {"add_bias_linear": True, "normalization": "LayerNorm"},
@@ -130,6 +148,7 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
         {"reset_position_ids": True},
         {"reset_position_ids": True, "reset_attention_mask": True},
         {"window_size": (5, 0)},
+        {"window_size": (5, 0), "window_attn_skip_freq": 2},
     ),
     ({"micro_batch_size": 1}, {"micro_batch_size": 2}),
 )
@@ -248,17 +267,24 @@ def check(cases: list[Draw], world_size: int, *, check_shapes: bool = False) -> 
     Raises:
         AssertionError: with that line and what is off.
     """
-    try:
-        options = {"timeout_s": 600.0, "check_shapes": check_shapes}
-        found = run_ranks(failures_of, world_size, cases, **options)[0]
-    except RuntimeError:
-        found = [what_fails(case, world_size, check_shapes) for case in cases]
+    found = all_failures(cases, world_size, check_shapes=check_shapes)
     for case, wrong in zip(cases, found, strict=True):
         if wrong:
             fails = partial(what_fails, world_size=world_size, check_shapes=check_shapes)
             least = shrink(case, fails, world_size)
             lines = "\n  ".join(fails(least))
             raise AssertionError(f"{command_line(least, world_size)}\n  {lines}")
+
+
+def all_failures(
+    cases: list[Draw], world_size: int, *, check_shapes: bool = False
+) -> list[list[str]]:
+    """Hold draws to one rank in one world; if one raises, each in a world of its own."""
+    try:
+        options = {"timeout_s": 600.0, "check_shapes": check_shapes}
+        return run_ranks(failures_of, world_size, cases, **options)[0]
+    except RuntimeError:
+        return [what_fails(case, world_size, check_shapes) for case in cases]
 
 
 def what_fails(draw: Draw, world_size: int, check_shapes: bool) -> list[str]:

@@ -95,35 +95,43 @@ def test_stacked_experts_in_a_parameter_are_filled_by_their_own_names_and_paddin
     assert not parameter[:, 5].any()
 
 
+LAYOUTS = [
+    ParallelConfig(
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+    ),
+    ParallelConfig(context_parallel_size=2, pipeline_model_parallel_size=2),
+]
+
+
 def masks(prob):
-    """Which elements of ones each stream drops, twice in a row."""
-    ctx = ParallelContext.build(
-        ParallelConfig(
-            tensor_model_parallel_size=2,
-            expert_model_parallel_size=2,
-            expert_tensor_parallel_size=1,
-        )
-    )
-    streams = RngStreams(7, ctx)
-    found = {}
-    for name in RngStreams.NAMES:
-        dropout = StreamDropout(prob, streams, name)
-        found[name] = [dropout(torch.ones(64)) for _ in range(2)]
-    return found, (ctx.tp.rank, ctx.dp.rank)
+    """Which elements of ones each stream drops, twice in a row, under each layout."""
+    answers = []
+    for config in LAYOUTS:
+        ctx = ParallelContext.build(config)
+        streams = RngStreams(7, ctx)
+        found = {}
+        for name in RngStreams.NAMES:
+            dropout = StreamDropout(prob, streams, name)
+            found[name] = [dropout(torch.ones(64)) for _ in range(2)]
+        answers.append((found, ctx.tp.rank, (ctx.cp.rank, ctx.dp.rank, ctx.pp.rank)))
+    return answers
 
 
 def test_replicated_masks_agree_over_tensor_ranks_and_all_others_differ():
-    answers = run_ranks(masks, 4, 0.5)
-    for name in RngStreams.NAMES:
-        for found, place in answers:
-            first, second = found[name]
-            assert not torch.equal(first, second)
-            assert set(first.tolist()) == {0.0, 2.0}
-            for other, other_place in answers:
-                if place == other_place:
-                    continue
-                same = name == "replicated" and place[1] == other_place[1]
-                assert torch.equal(first, other[name][0]) == same
+    ranks = run_ranks(masks, 4, 0.5)
+    for answers in zip(*ranks, strict=True):  # those of one layout, by rank
+        for name in RngStreams.NAMES:
+            for found, tp_rank, place in answers:
+                first, second = found[name]
+                assert not torch.equal(first, second)
+                assert set(first.tolist()) == {0.0, 2.0}
+                for other, other_tp_rank, other_place in answers:
+                    if (tp_rank, place) == (other_tp_rank, other_place):
+                        continue
+                    same = name == "replicated" and place == other_place
+                    assert torch.equal(first, other[name][0]) == same
 
 
 def test_forks_leave_the_default_generator_alone_and_continue_their_stream():
