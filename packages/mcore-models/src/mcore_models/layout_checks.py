@@ -4,7 +4,7 @@ All problems are found at once, each with the flag and what it may be, so that e
 refuses alike and no collective is left waiting. No torch here.
 """
 
-from mcore_models.config import TransformerConfig, divisors
+from mcore_models.config import TransformerConfig, divisors, window
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.logical_tensors import ffn_size, num_kv_heads
@@ -162,6 +162,18 @@ def too_long(seq_length: int, limit: int) -> str:
         f"a sequence of {seq_length} tokens is longer than --max-position-embeddings {limit}: "
         f"use --seq-length {limit} or less, or a model with more positions."
     )
+
+
+def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int) -> str:
+    """Say how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
+    if parallel.cp_comm_type:
+        return parallel.cp_comm_type
+    return "all_gather" if has_window_or_dropout(config, layer) else "p2p"
+
+
+def has_window_or_dropout(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer attends in a way that cannot be cut into blocks."""
+    return window(config, layer) >= 0 or config.attention_dropout > 0
 
 
 def _listed(values: list[int]) -> str:

@@ -74,7 +74,7 @@ def verify(words: Sequence[str]) -> int:
 
     own = words[1:] if words[:1] == ["gpt"] else words
     config = parse(own, "mcore-train verify gpt", VerifiedConfig)
-    from mcore_train.layout_check.small_run import smallest_world
+    from mcore_train.layout_check.small_run_degrees import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
     if config.run.device == "cuda" and not is_launched():

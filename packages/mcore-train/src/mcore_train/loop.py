@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -58,7 +58,7 @@ def train(
     last = until or run.plan.train_iters
     started_s = time.monotonic()
     batches = train_batches(run)
-    interval = _Interval(run)
+    interval = Interval(run)
     collector = StillCollector(config.run.manual_gc_interval)
     checkpoints = Checkpoints(run, reporter)
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
@@ -66,7 +66,7 @@ def train(
     recorder = run.recorder or nullcontext()
     with recorder, checkpoints, StopRequest(run.ctx) as stop, collector:
         while run.iteration < last:
-            result = _one_step(run, batches, checkpoints.hold)
+            result = one_step(run, batches, checkpoints.hold)
             interval.add(result)
             gradients.add(run.iteration, result.grad_norm)
             collector.after_step(run.iteration)
@@ -138,9 +138,16 @@ def _tell(run: Run, reporter: Reporter, kind: str, score: Score) -> None:
     reporter.record(kind, run.iteration, numbers)
 
 
-def _one_step(
-    run: Run, batches: Iterator[list[MicroBatch]], before_update: Callable[[], None]
+def one_step(
+    run: Run, batches: Iterator[Sequence[MicroBatch]], before_update: Callable[[], None]
 ) -> StepResult:
+    """Train on the next batch, at the place in schedule and data where the run stands.
+
+    Args:
+        run: changed in place: weights, optimizer, and how far it has come.
+        batches: this rank's micro-batches of one step after another.
+        before_update: see ``train_step``.
+    """
     schedule = run.plan.schedule
     size = run.plan.ramp.size_at(run.consumed_train_samples)
     if not run.stretches or run.stretches[-1].batch_size != size:
@@ -171,10 +178,15 @@ def _is_out_of_time(run: Run, started_s: float) -> bool:
     return 0 < run.plan.config.run.exit_duration_in_mins <= minutes
 
 
-class _Interval:
-    """Sums over the steps since the last report, kept on the device until it is due."""
+class Interval:
+    """Sums over the steps since the last report, kept on the device until it is due.
+
+    Attributes:
+        is_first: whether the steps so far belong to the first report.
+    """
 
     def __init__(self, run: Run) -> None:
+        """Begin an interval where the run stands; no communication."""
         self.run = run
         self.is_first = False
         self._num_reports = 0

@@ -67,14 +67,32 @@ def test_the_command_ends_as_the_certificate_says(tmp_path, caplog, error, code)
     assert "2 ranks: tp2" in caplog.text
 
 
-@pytest.mark.parametrize("backend", ["fused", "flash4"])
-def test_what_only_a_gpu_has_does_not_keep_a_run_from_being_verified(backend):
-    on_gpus = {"attention_backend": backend, "nccl_communicator_config_path": "absent.toml"}
-    small = {"num_layers": 1, "global_batch_size": 2}
-    twin = build_twin(resolve(compose(FLAGS | on_gpus | small), 2), 2)
+FULL = {
+    "attention_backend": "flash4",  # which only a GPU has
+    "nccl_communicator_config_path": "absent.toml",
+    "num_layers": 1,
+    "hidden_size": 256,
+    "use_distributed_optimizer": True,
+    "tensor_model_parallel_size": 1,
+    "hidden_dropout": 0.1,
+    "rampup_batch_size": (4, 4, 8),
+    "train_iters": 0,
+    "train_samples": 80,
+    "eval_interval": 5,
+}
+
+
+def test_a_run_with_a_ramp_validation_and_dropout_is_certified():
+    twin = build_twin(resolve(compose(FLAGS | FULL), 2), 2)
     certificate, _ = run_ranks(verify_on_rank, 2, twin)
     assert certificate.passed
-    assert any("GPU kernels" in note for note in certificate.unchecked)
+    checked = {line.what for line in certificate.lines}
+    assert checked >= {"log: loss", "log: global_batch_size", "validation: loss"}
+    assert checked >= {"random numbers of ranks", "continued run with dropout or noise"}
+    unchecked = "\n".join(certificate.unchecked)
+    assert "GPU kernels" in unchecked
+    assert "vectors" not in unchecked
+    assert "rampup" not in unchecked
 
 
 def test_flags_that_cannot_run_are_refused_before_any_rank_starts(capsys):

@@ -18,8 +18,8 @@ from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.rope import ROTARY_KERNEL, RotaryTables, rotate
+from mcore_models.layout_checks import cp_comm_type, has_window_or_dropout
 from mcore_models.protocol import KVCache
-from mcore_parallel.config import ParallelConfig
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
@@ -198,15 +198,3 @@ class Attention(nn.Module):
             and not torch.compiler.is_compiling()
             and works(ROTARY_KERNEL, qkv.device, qkv.dtype, head_dim(config))
         )
-
-
-def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int) -> str:
-    """Say how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
-    if parallel.cp_comm_type:
-        return parallel.cp_comm_type
-    return "all_gather" if has_window_or_dropout(config, layer) else "p2p"
-
-
-def has_window_or_dropout(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer attends in a way that cannot be cut into blocks."""
-    return window(config, layer) >= 0 or config.attention_dropout > 0

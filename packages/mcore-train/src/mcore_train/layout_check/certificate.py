@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import isnan
+from math import isnan, nan
 
 import torch
 from torch import Tensor
@@ -80,6 +80,14 @@ def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]
             vanishing(oracle.gradients),
         ),
     ]
+    for what, found, expected in (
+        ("log", trial.reported, oracle.reported),
+        ("validation", trial.validation, oracle.validation),
+    ):
+        lines += [
+            _number(f"{what}: {name}", [found.get(name, nan)], [number], tolerance)
+            for name, number in expected.items()
+        ]
     if trial.saved:
         lines.append(_bitwise("continued run", trial.resumed != trial.final))
     return lines

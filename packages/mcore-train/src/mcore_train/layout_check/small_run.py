@@ -8,13 +8,10 @@ counts shrink until eight ranks train it on two CPU cores in seconds. Pure: no t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd, lcm
 
 from mcore_data.config import DataConfig, TokenizerConfig
-from mcore_models.config import RecomputeConfig
+from mcore_models.config import RecomputeConfig, TransformerConfig, window
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
-from mcore_parallel.layout import build_grids
-from mcore_parallel.logical_tensors import moe_layers
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
     BatchConfig,
@@ -26,20 +23,24 @@ from mcore_train.config import (
     SaveConfig,
     ScheduleConfig,
 )
+from mcore_train.layout_check.path_signature import differences, layer_kinds
+from mcore_train.layout_check.small_run_degrees import describe_layout, shrink_layout
 from mcore_train.layout_check.small_run_sizes import (
-    is_global_loss,
     seq_length,
     shrink_experts,
     shrink_model,
+    shrink_skip_freq,
     vocab_size,
 )
-from mcore_train.resolution import Plan
+from mcore_train.resolution import Plan, resolve
 
 NUM_STEPS = 3
 CLIP_GRAD = 0.05
 """Below the norm of any twin's gradient, so that clipping is seen."""
 LR = 1e-2
 """Large enough for every weight to move in three steps."""
+SLOT_MULTIPLE = 64
+"""Elements to whose multiples the place of a tensor in its bucket is rounded up."""
 MOST_LAYERS = 8
 """Layers of a twin, unless there are more stages."""
 
@@ -49,26 +50,12 @@ class Twin:
     """A run small enough to compute twice, and in what it differs from the real one."""
 
     config: TrainConfig
+    noisy: TrainConfig | None
+    """The same with dropout, router jitter and dropped tokens, which differ between layouts by
+    design; None where the real run has none of them."""
     world_size: int
     notes: tuple[str, ...]
     """What therefore is not checked, one line each."""
-
-
-def smallest_world(config: TrainConfig) -> int:
-    """Return the fewest ranks of the layout with two or more data ranks and all instances."""
-    parallel = config.parallelism
-    dense = (
-        parallel.tensor_model_parallel_size
-        * parallel.context_parallel_size
-        * parallel.pipeline_model_parallel_size
-    )
-    expert = (
-        (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
-        * parallel.expert_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-    )
-    instances = parallel.num_distributed_optimizer_instances
-    return lcm(dense * lcm(2, instances), expert * instances)
 
 
 def build_twin(plan: Plan, max_ranks: int) -> Twin:
@@ -82,10 +69,11 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
         ValueError: if the layout needs more ranks than that with all its axes split.
     """
     config = plan.config
-    parallel, world_size = _shrink_layout(config.parallelism, plan.world_size, max_ranks)
+    parallel, world_size = shrink_layout(config.parallelism, plan.world_size, max_ranks)
     num_stages, layers = _keep_layers(plan, parallel)
     num_layers = sum(map(len, layers))
-    model = shrink_model(plan, parallel, num_layers)
+    shards = _num_shards(config, parallel, world_size)
+    model = shrink_model(plan, parallel, num_layers, shards)
     twin = replace(
         config,
         model=model,
@@ -95,7 +83,7 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
         schedule=ScheduleConfig(),
         recomputation=_shrink_recompute(config.recomputation, num_layers // num_stages),
         parallelism=parallel,
-        data_parallelism=_shrink_buckets(config.data_parallelism),
+        data_parallelism=_shrink_buckets(config, model, shards),
         pipeline=_shrink_pipeline(plan, parallel, layers),
         tokenizer=TokenizerConfig(vocab_size=vocab_size(plan, model, parallel)),
         data=DataConfig(
@@ -104,8 +92,9 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
             dataloader_inter_document_masking=config.data.dataloader_inter_document_masking,
+            full_validation=config.data.full_validation,
         ),
-        evaluation=EvalConfig(),
+        evaluation=_shrink_evaluation(config.evaluation),
         saving=SaveConfig(),
         loading=LoadConfig(),
         logging=LogConfig(),
@@ -117,91 +106,21 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
         ),
         launch=LaunchConfig(),
     )
+    small = resolve(twin, world_size)
     return Twin(
-        config=twin, world_size=world_size, notes=tuple(_notes(plan, parallel, world_size))
+        config=twin,
+        noisy=_add_noise(twin, config),
+        world_size=world_size,
+        notes=tuple(_notes(plan, small)),
     )
-
-
-def _shrink_layout(
-    parallel: ParallelConfig, world_size: int, max_ranks: int
-) -> tuple[ParallelConfig, int]:
-    """Halve degrees, data ranks first, until the world fits; what splits goes on splitting."""
-    tp, cp, pp = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    )
-    degrees = {"dp": world_size // (tp * cp * pp), "cp": cp, "tp": tp, "pp": pp}
-    while (world := _product(degrees)) > max_ranks:
-        name = next((n for n in degrees if degrees[n] > 2 and n == "dp"), "")
-        name = name or max(degrees, key=lambda n: degrees[n])
-        least = _least_factor(degrees[name])
-        if degrees[name] // least < 2:
-            raise ValueError(
-                f"the layout splits over {_product(degrees)} ranks at least, two on each axis: "
-                f"give --max-ranks {world}."
-            )
-        degrees[name] //= least
-    shrunk = replace(
-        parallel,
-        tensor_model_parallel_size=degrees["tp"],
-        context_parallel_size=degrees["cp"],
-        pipeline_model_parallel_size=degrees["pp"],
-        nccl_communicator_config_path="",  # changes when numbers come, not which
-    )
-    return _shrink_experts(shrunk, parallel, world, world_size), world
-
-
-def _shrink_experts(
-    shrunk: ParallelConfig, before: ParallelConfig, world: int, world_size: int
-) -> ParallelConfig:
-    """Choose degrees of experts and optimizer instances that the smaller world has room for.
-
-    Where only one of the two can split, experts do. Under orders of ranks that do not end in
-    pp, only some degrees give dense and expert layers the same pipelines.
-    """
-    tp, outside = (
-        shrunk.tensor_model_parallel_size,
-        world // shrunk.pipeline_model_parallel_size,
-    )
-    given = before.expert_tensor_parallel_size
-    kept = tp if given == before.tensor_model_parallel_size else gcd(given, outside)
-    expert_tp = kept if given else 0
-    room = outside // (expert_tp or tp)
-    data_ranks = outside // tp
-    instances = gcd(before.num_distributed_optimizer_instances, data_ranks, room)
-    ep = before.expert_model_parallel_size
-    for wanted in (gcd(ep, room // instances), gcd(ep, room), *range(room, 1, -1)):
-        if room % wanted or (wanted == 1) != (ep == 1):
-            continue
-        fitting = replace(
-            shrunk,
-            expert_tensor_parallel_size=expert_tp,
-            expert_model_parallel_size=wanted,
-            num_distributed_optimizer_instances=gcd(instances, room // wanted),
-        )
-        if _is_layout(fitting, world):
-            return fitting
-    raise ValueError(
-        f"no layout of {world} ranks splits experts as this one does: give --max-ranks "
-        f"{world_size}."
-    )
-
-
-def _is_layout(parallel: ParallelConfig, world_size: int) -> bool:
-    try:
-        build_grids(parallel, world_size)
-    except ValueError:
-        return False
-    return True
 
 
 def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[int]]]:
     """Choose which of the real layers stay, stage by stage: one or two of each stage.
 
-    A second layer is of the other kind (experts or none) where the stage has both.
+    Those that stay show the kinds that the stage has; one stage alone keeps one of each kind.
     """
-    kinds = moe_layers(plan.config.experts, plan.config.model.num_layers)
+    kinds = layer_kinds(plan.config)
     stages = plan.stages
     num_stages = parallel.pipeline_model_parallel_size * (
         plan.config.pipeline.num_virtual_stages_per_pipeline_rank
@@ -209,21 +128,44 @@ def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[i
     if num_stages != len(stages):
         stages = stages[: num_stages - 1] + stages[-1:]
     most = max(1, min(2, MOST_LAYERS // num_stages))
+    if num_stages == 1:
+        most = max(most, len(set(kinds)))
     counts = {len(stage.layers) for stage in stages if stage.layers}
-    kept = []
+    kept: list[list[int]] = []
     for stage in stages:
-        own = list(stage.layers)
-        first = own[:1]
-        second = [i for i in own[1:] if kinds[i] != kinds[own[0]]][:1] or own[1:2]
-        has_two = len(own) > min(counts) if len(counts) > 1 else most == 2
-        kept.append(first + (second if has_two else []))
+        count = most
+        if len(counts) > 1:
+            count = 2 if len(stage.layers) > min(counts) else 1
+        kept.append(_choose_layers(plan, list(stage.layers), count, sum(map(len, kept))))
     return num_stages, kept
+
+
+def _choose_layers(plan: Plan, layers: list[int], count: int, position: int) -> list[int]:
+    """Choose layers that have a window where the small run has one, of kinds not seen yet."""
+    kinds, chosen = layer_kinds(plan.config), []
+    model = plan.config.model
+    small = replace(model, window_attn_skip_freq=shrink_skip_freq(model))
+    while len(chosen) < min(count, len(layers)):
+        is_windowed = window(small, position + len(chosen)) >= 0
+        seen = {kinds[layer] for layer in chosen}
+        chosen.append(
+            min(
+                (layer for layer in layers if layer not in chosen),
+                key=lambda layer: (
+                    (window(model, layer) >= 0) != is_windowed,
+                    kinds[layer] in seen,
+                    layer,
+                ),
+            )
+        )
+    return chosen
 
 
 def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> BatchConfig:
     pp, before = parallel.pipeline_model_parallel_size, plan.config.parallelism
     number = plan.num_microbatches
     group = _group_size(plan, parallel)
+    is_ramp = bool(plan.config.batch.rampup_batch_size)
     if pp == 1:
         kept = min(number, 2)
     elif group:
@@ -236,11 +178,16 @@ def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> Batc
     data_ranks = world_size // (
         parallel.tensor_model_parallel_size * parallel.context_parallel_size * pp
     )
+    size = micro * data_ranks * kept
+    common = {"micro_batch_size": micro, "seq_length": seq_length(plan, parallel)}
+    if not is_ramp:
+        return BatchConfig(**common, global_batch_size=size, train_iters=NUM_STEPS)
+    # One step of the first size, the others of twice that.
     return BatchConfig(
-        micro_batch_size=micro,
-        global_batch_size=micro * data_ranks * kept,
-        seq_length=seq_length(parallel),
-        train_iters=NUM_STEPS,
+        **common,
+        global_batch_size=2 * size,
+        rampup_batch_size=(size, size, size),
+        train_samples=size + (NUM_STEPS - 1) * 2 * size,
     )
 
 
@@ -292,66 +239,84 @@ def _shrink_recompute(recompute: RecomputeConfig, layers_per_stage: int) -> Reco
     return replace(recompute, recompute_num_layers=count)
 
 
-def _shrink_buckets(config: DataParallelConfig) -> DataParallelConfig:
-    """Make several buckets where the real run has several."""
-    has_many = (
-        config.ddp_bucket_size or config.overlap_grad_reduce or config.overlap_param_gather
+def _num_shards(config: TrainConfig, parallel: ParallelConfig, world_size: int) -> int:
+    """Count the ranks that share one instance of the optimizer; 1: each rank has it whole."""
+    if not config.data_parallelism.use_distributed_optimizer:
+        return 1
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return world_size // model_ranks // parallel.num_distributed_optimizer_instances
+
+
+def _shrink_buckets(
+    config: TrainConfig, model: TransformerConfig, shards: int
+) -> DataParallelConfig:
+    """Make several buckets where the real run has several, and shard borders in vectors.
+
+    Under sequence parallelism vectors have buckets of their own: a border falls into the
+    middle one of three. Elsewhere each gets a bucket.
+    """
+    own = config.data_parallelism
+    has_many = own.ddp_bucket_size or own.overlap_grad_reduce or own.overlap_param_gather
+    size = 2000 if has_many else 0
+    if shards > 1 and config.parallelism.sequence_parallel:
+        slot = -(-model.hidden_size // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        size = 2 * slot + 1
+    elif shards > 1:
+        size = model.hidden_size
+    return replace(own, ddp_bucket_size=size)
+
+
+def _shrink_evaluation(evaluation: EvalConfig) -> EvalConfig:
+    if not evaluation.eval_interval:
+        return EvalConfig()
+    return EvalConfig(eval_interval=1, eval_iters=1)
+
+
+def _add_noise(twin: TrainConfig, config: TrainConfig) -> TrainConfig | None:
+    """Put back what layouts by design do not compute alike."""
+    model, experts = config.model, config.experts
+    is_dropping = experts.num_experts and experts.moe_expert_capacity_factor
+    is_noisy = experts.num_experts and experts.moe_input_jitter_eps
+    if not (model.hidden_dropout or model.attention_dropout or is_dropping or is_noisy):
+        return None
+    noisy_model = replace(
+        twin.model,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
     )
-    return replace(config, ddp_bucket_size=2000 if has_many else 0)
+    noisy_experts = replace(
+        twin.experts,
+        moe_input_jitter_eps=experts.moe_input_jitter_eps,
+        moe_expert_capacity_factor=experts.moe_expert_capacity_factor,
+        moe_pad_expert_input_to_capacity=experts.moe_pad_expert_input_to_capacity,
+    )
+    return replace(twin, model=noisy_model, experts=noisy_experts)
 
 
-def _notes(plan: Plan, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    """Say what the twin leaves out."""
-    config = plan.config
+BY_DESIGN = {
+    "--hidden-dropout": "dropout: its numbers, as masks differ between layouts by design "
+    "(which ranks share a mask, and that a continued run goes on with it, is checked)",
+    "--attention-dropout": "dropout of attention weights: its numbers, likewise",
+    "--moe-expert-capacity-factor": "dropping of tokens over capacity: it depends on the ranks "
+    "by design",
+    "--moe-input-jitter-eps": "router jitter: its numbers, as they are random on each rank",
+    "--moe-router-load-balancing-type": "the global balancing loss: what it has seen of a step "
+    "before a micro-batch depends on the data ranks by design, so aux_loss stands in",
+}
+"""Differences that a small run cannot do without, and why."""
+
+
+def _notes(plan: Plan, small: Plan) -> Iterator[str]:
+    """Say what the small run leaves out."""
+    before, parallel = plan.config.parallelism, small.config.parallelism
     yield "sizes: the twin is small; overflow, memory and speed at full size"
     yield "your data, tokenizer and learning-rate schedule: made-up rows, a constant rate"
-    if world_size != plan.world_size or parallel != config.parallelism:
+    if small.world_size != plan.world_size or parallel != before:
         yield (
-            f"degrees: {describe_layout(config.parallelism, plan.world_size)} shrank to "
-            f"{describe_layout(parallel, world_size)}"
+            f"degrees: {describe_layout(before, plan.world_size)} shrank to "
+            f"{describe_layout(parallel, small.world_size)}"
         )
-    if parallel.pipeline_model_parallel_size != config.parallelism.pipeline_model_parallel_size:
+    if parallel.pipeline_model_parallel_size != before.pipeline_model_parallel_size:
         yield "the real split of layers: stages in the middle were left out"
-    if config.model.hidden_dropout or config.model.attention_dropout:
-        yield "dropout: its masks differ between layouts by design, so it is off"
-    if config.experts.num_experts and config.experts.moe_expert_capacity_factor:
-        yield "dropping of tokens over capacity: it depends on the ranks by design"
-    if config.experts.num_experts and is_global_loss(config.experts):
-        yield (
-            "the global balancing loss: what it has seen of a step before a micro-batch "
-            "depends on the data ranks by design, so aux_loss stands in"
-        )
-    if config.experts.num_experts and config.experts.moe_input_jitter_eps:
-        yield "router jitter: it is random on each rank, so it is off"
-
-
-def describe_layout(parallel: ParallelConfig, world_size: int) -> str:
-    """Name the degrees above 1: ``8 ranks: tp2 pp2 dp2 sp``."""
-    tp, cp, pp = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    )
-    degrees = {
-        "tp": tp,
-        "cp": cp,
-        "pp": pp,
-        "dp": world_size // (tp * cp * pp),
-        "ep": parallel.expert_model_parallel_size,
-        "etp": parallel.expert_tensor_parallel_size,
-        "instances": parallel.num_distributed_optimizer_instances,
-    }
-    words = [f"{name}{n}" for name, n in degrees.items() if n > 1]
-    words += ["sp"] if parallel.sequence_parallel else []
-    return f"{world_size} ranks: {' '.join(words) or 'one after the other'}"
-
-
-def _product(degrees: dict[str, int]) -> int:
-    total = 1
-    for degree in degrees.values():
-        total *= degree
-    return total
-
-
-def _least_factor(number: int) -> int:
-    return next((f for f in range(2, number + 1) if number % f == 0), 1)
+    for what, (way, small_way) in differences(plan, small).items():
+        yield BY_DESIGN.get(what) or f"{what}: {way} in the run, {small_way} in the small run"

@@ -5,13 +5,18 @@ tensor ranks, experts by expert ranks, vocabulary rows by both padding and tenso
 """
 
 from dataclasses import replace
-from math import gcd, lcm
 
 from mcore_models.config import TransformerConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.logical_tensors import moe_layers, num_kv_heads
 from mcore_train.composition import TrainConfig
+from mcore_train.layout_check.path_signature import (
+    cuts_vectors,
+    head_relations,
+    vector_length,
+    vocabulary_rows,
+)
 from mcore_train.resolution import Plan
 
 HEAD_DIM = 8
@@ -19,58 +24,115 @@ LEAST_SEQ_LENGTH = 16
 LEAST_VOCAB_SIZE = 48
 
 
-def shrink_model(plan: Plan, parallel: ParallelConfig, num_layers: int) -> TransformerConfig:
-    """Shrink the model for a twin's layout; ``num_layers`` of its layers stay."""
-    model, before = plan.config.model, plan.config.parallelism
-    old_tp, tp = before.tensor_model_parallel_size, parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads, num_kv_heads(model)
-    per_group = min(2, heads // groups)
-    if groups >= old_tp:
-        kept = tp * min(2, groups // old_tp)
-    else:
-        kept = max(1, tp * groups // old_tp)
-        per_group = lcm(per_group, tp // kept)
-    # All-to-all context parallelism hands whole heads to context ranks.
-    cp = parallel.context_parallel_size
-    if (heads // old_tp) % before.context_parallel_size == 0:
-        per_group = lcm(per_group, tp * cp // gcd(tp * cp, kept))
-    if groups >= old_tp and (groups // old_tp) % before.context_parallel_size == 0:
-        kept = lcm(kept, tp * cp)
-        per_group = min(2, heads // groups)
-    length = seq_length(parallel)
-    own_head_dim = model.kv_channels and model.kv_channels * heads != model.hidden_size
-    window = model.window_size
+def shrink_model(
+    plan: Plan, parallel: ParallelConfig, num_layers: int, shards: int
+) -> TransformerConfig:
+    """Shrink the model for a twin's layout.
+
+    Args:
+        plan: of the real run.
+        parallel: of the twin.
+        num_layers: that stay.
+        shards: of the twin's distributed optimizer; 1 without it.
+    """
+    model = plan.config.model
+    heads, groups = _shrink_heads(plan, parallel)
+    length = seq_length(plan, parallel)
+    own_head_dim = model.kv_channels and model.kv_channels * model.num_attention_heads != (
+        model.hidden_size
+    )
+    channels = HEAD_DIM
+    if shards > 1 and cuts_vectors(plan):
+        channels = HEAD_DIM * -(-(vector_length(shards) + 1) // (HEAD_DIM * heads))
     return replace(
         model,
         num_layers=num_layers,
-        num_attention_heads=kept * per_group,
-        num_query_groups=kept if model.num_query_groups else 0,
-        kv_channels=HEAD_DIM if model.kv_channels else 0,
-        hidden_size=kept * per_group * HEAD_DIM + (16 if own_head_dim else 0),
-        ffn_hidden_size=12 * tp,
+        num_attention_heads=heads,
+        num_query_groups=groups if model.num_query_groups else 0,
+        kv_channels=channels if model.kv_channels else 0,
+        hidden_size=heads * channels + (16 if own_head_dim else 0),
+        ffn_hidden_size=12 * parallel.tensor_model_parallel_size,
         max_position_embeddings=length if model.max_position_embeddings else 0,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        window_size=(min(window[0], length // 2 - 1), window[1]),
+        window_size=_shrink_window(plan, length),
+        window_attn_skip_freq=shrink_skip_freq(model),
         init_method_std=0.1,
         embedding_init_method_std=0.0,
-        make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
+        make_vocab_size_divisible_by=_vocab_multiple(plan, parallel),
     )
 
 
-def seq_length(parallel: ParallelConfig) -> int:
-    """Return the shortest sequence that the layout can cut evenly."""
+def _shrink_heads(plan: Plan, parallel: ParallelConfig) -> tuple[int, int]:
+    """Choose the fewest heads and key/value heads that divide as the real ones do."""
+    model, before = plan.config.model, plan.config.parallelism
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    wanted = head_relations(model.num_attention_heads, num_kv_heads(model), before)
+    candidates = sorted(
+        (kept * per_group, kept)
+        for kept in range(1, 4 * tp * cp + 1)
+        for per_group in range(1, tp * cp + 2)
+        if kept * per_group % tp == 0 and (kept % tp == 0 or tp % kept == 0)
+    )
+
+    def unlike(heads: int, groups: int) -> tuple[bool, int]:
+        ways = head_relations(heads, groups, parallel)
+        missed = [way for way in wanted if ways.get(way) != wanted[way]]
+        return "query heads over context ranks" in missed, len(missed)
+
+    return min(candidates, key=lambda pair: (*unlike(*pair), *pair))
+
+
+def _shrink_window(plan: Plan, length: int) -> tuple[int, int]:
+    model, parallel = plan.config.model, plan.config.parallelism
+    before, after = model.window_size
+    is_dropped = model.attention_dropout > 0 and parallel.context_parallel_size > 1
+    if before < 0 and is_dropped and parallel.cp_comm_type != "a2a":
+        # Without dropout, a window that hides nothing takes dropout's way over context ranks.
+        return length, after
+    return min(before, length // 2 - 1), after
+
+
+def shrink_skip_freq(model: TransformerConfig) -> int:
+    """Let every second layer see all tokens where some do and some do not."""
+    freq = model.window_attn_skip_freq
+    return 0 if freq > model.num_layers else min(freq, 2)
+
+
+def seq_length(plan: Plan, parallel: ParallelConfig) -> int:
+    """Return the shortest sequence that the layout can cut evenly.
+
+    A chunk of a context rank has room for two borders of documents inside.
+    """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     cuts = tp * cp * (2 if cp > 1 else 1)
-    return -(-LEAST_SEQ_LENGTH // cuts) * cuts
+    least = max(LEAST_SEQ_LENGTH, 8 * cp if has_documents(plan.config) else 0)
+    return -(-least // cuts) * cuts
+
+
+def has_documents(config: TrainConfig) -> bool:
+    """Whether documents of a row do not see each other."""
+    data = config.data
+    return data.reset_attention_mask or data.dataloader_inter_document_masking
+
+
+def _vocab_multiple(plan: Plan, parallel: ParallelConfig) -> int:
+    """Choose --make-vocab-size-divisible-by: a whole share where a rank has padding alone."""
+    tp = parallel.tensor_model_parallel_size
+    if tp > 1 and "all padding" in vocabulary_rows(plan):
+        return 8 * -(-LEAST_VOCAB_SIZE // (8 * (tp - 1)))
+    return min(plan.config.model.make_vocab_size_divisible_by, 8)
 
 
 def vocab_size(plan: Plan, model: TransformerConfig, parallel: ParallelConfig) -> int:
-    """Choose a small vocabulary, padded exactly if the real one is."""
-    multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
-    rows = -(-LEAST_VOCAB_SIZE // multiple) * multiple
-    is_padded = plan.padded_vocab_size != plan.vocab_size
-    return rows - min(3, multiple - 1) if is_padded else rows
+    """Choose a small vocabulary, whose padding lies on as many kinds of ranks as the real."""
+    tp, multiple = parallel.tensor_model_parallel_size, model.make_vocab_size_divisible_by
+    rows = vocabulary_rows(plan)
+    padding = 3 if "partly padding" in rows else 0
+    if "all padding" in rows and tp > 1:
+        return (tp - 1) * multiple - padding
+    rows = -(-LEAST_VOCAB_SIZE // (multiple * tp)) * multiple * tp
+    return rows - min(padding, multiple * tp - 1)
 
 
 def shrink_experts(

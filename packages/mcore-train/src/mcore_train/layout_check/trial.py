@@ -22,14 +22,14 @@ from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Piece, Shard, named_parameters, named_shards
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import Datasets, Run, assemble
-from mcore_train.batches import train_batches
+from mcore_train.batches import train_batches, valid_batches
 from mcore_train.checkpoints.resuming import load_run, model_shards, optimizer_shards, save_run
 from mcore_train.config import LoadConfig, SaveConfig
-from mcore_train.evaluation import forward_pass
+from mcore_train.evaluation import evaluate, forward_pass
+from mcore_train.loop import Interval, one_step
 from mcore_train.losses import MicroBatch, place
-from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.resolution import Plan
-from mcore_train.step import backward, train_step
+from mcore_train.step import backward
 
 VECTOR_STD = 0.2
 """Spread of what is added to biases and norm weights, whose initial values hide faults."""
@@ -52,6 +52,12 @@ class Trial:
     updates: dict[str, Tensor]
     """Weights after the step that is saved minus weights before."""
     initial: dict[str, Tensor]
+    reported: dict[str, float] = field(default_factory=dict)
+    """What the log says of all steps, by name."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """Loss and tokens after the last step; empty where the run does not validate."""
+    cuts_vectors: bool = False
+    """Whether a border of optimizer shards lies in a vector."""
     saved: str = ""
     """Fingerprint of weights and optimizer as saved; empty where nothing was."""
     final: str = ""
@@ -74,8 +80,8 @@ class Rows:
     masked: range = field(default_factory=lambda: range(0))
     """Places in a step's batch whose rows count nothing."""
     is_packed: bool = False
-    """Whether the two documents of a row do not see each other; their positions begin anew
-    where the plan asks for it."""
+    """Whether the documents of a row do not see each other; their positions begin anew where
+    the plan asks for it."""
 
     def __len__(self) -> int:
         return self.global_batch_size * self.num_steps
@@ -87,15 +93,24 @@ class Rows:
         mask = (place < S - 3 * (sample % 4)) & ((5 * place + sample) % 7 != 0)
         if sample % self.global_batch_size in self.masked:
             mask[:] = False
-        begin = 3 + 2 * (sample % 3)
+        borders = self.borders(sample)
         row = {
             "tokens": text[:-1],
             "labels": text[1:],
             "loss_mask": mask.astype(np.float32),
-            "position_ids": np.where(place < begin, place, place - begin),
+            "position_ids": np.concatenate([np.arange(n) for n in np.diff(borders)]),
         }
-        borders = {"cu_seqlens": np.array([0, begin, S], np.int32)}
-        return row | borders if self.is_packed else row
+        packed = {"cu_seqlens": np.array(borders, np.int32)}
+        return row | packed if self.is_packed else row
+
+    def borders(self, sample: int) -> list[int]:
+        """List where the documents of a row begin, five in 16 tokens, filled up with its end.
+
+        Two borders lie inside the last chunk that a context rank holds.
+        """
+        S, begin = self.seq_length, 3 + 2 * (sample % 3)
+        inner = sorted({b for b in (begin, begin + 2, S - 3, S - 2) if 0 < b < S})
+        return [0, *inner] + [S] * (5 - len(inner))
 
 
 def rows_of(plan: Plan) -> Rows:
@@ -115,7 +130,7 @@ def rows_of(plan: Plan) -> Rows:
 
 def build_run(plan: Plan, ctx: ParallelContext, rows: Rows, *, dtype: torch.dtype) -> Run:
     """Assemble a run on this rank, with nothing at a value that would hide a fault."""
-    run = assemble(plan, ctx, datasets=Datasets(train=rows), dtype=dtype)
+    run = assemble(plan, ctx, datasets=Datasets(train=rows, valid=rows), dtype=dtype)
     for chunk in run.chunks:
         for named in named_parameters(chunk):
             if all(len(part.shape) == 1 for part in named.layout.parts):
@@ -168,14 +183,17 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     gradients = gather_logical(run.data_parallel.grad_shards(), ctx.world)
     norm = float(run.optimizer.grad_norm())
     aux_loss = sum_over(losses.aux_loss, ctx)
-    told = [train_one(run, first)]
-    told += [train_one(run, next(batches)) for _ in range(saved_step - 1)]
+    interval = Interval(run)
+    told = [train_one(run, first, interval)]
+    told += [train_one(run, next(batches), interval) for _ in range(saved_step - 1)]
     after = whole_weights(run)
     saved = ""
     if folder is not None:
         saved = fingerprint(run)
         save_run(run)
-    told += [train_one(run, next(batches)) for _ in range(plan.train_iters - saved_step)]
+    told += [
+        train_one(run, next(batches), interval) for _ in range(plan.train_iters - saved_step)
+    ]
     return Trial(
         losses=told,
         aux_loss=aux_loss,
@@ -184,6 +202,9 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
         gradients=gradients,
         updates={name: after[name] - initial[name] for name in after},
         initial=initial,
+        reported=_reported(interval),
+        validation=_validation(run),
+        cuts_vectors=_cuts_vectors(run),
         saved=saved,
         final=fingerprint(run) if folder is not None else "",
     )
@@ -204,15 +225,42 @@ def _continue(
     return fingerprint(run)
 
 
-def train_one(run: Run, batches: Sequence[MicroBatch]) -> float:
-    """Train one step; return the mean token loss over the whole step, equal on all ranks."""
-    schedule, samples = run.plan.schedule, run.schedule_samples
-    result = train_step(
-        run, batches, learning_rate(schedule, samples), weight_decay(schedule, samples)
-    )
-    run.iteration += 1
-    run.consumed_train_samples += run.plan.global_batch_size
-    run.schedule_samples += run.plan.global_batch_size
+def _reported(interval: Interval) -> dict[str, float]:
+    report = interval.report()
+    names = ("loss", "aux_loss", "grad_norm", "global_batch_size", "consumed_train_samples")
+    return {name: float(getattr(report, name)) for name in names}
+
+
+def _validation(run: Run) -> dict[str, float]:
+    if not run.plan.config.evaluation.eval_interval:
+        return {}
+    score = evaluate(run, *valid_batches(run, run.datasets.valid))
+    return {"loss": score.loss, "tokens": float(score.num_tokens)}
+
+
+def _cuts_vectors(run: Run) -> bool:
+    cuts = [
+        owned.stop - owned.first < owned.named.parameter.numel()
+        for bucket in run.data_parallel.buckets
+        for owned in bucket.owned_ranges()
+        if all(len(part.shape) == 1 for part in owned.named.layout.parts)
+    ]
+    return bool(sum_over(torch.tensor(any(cuts)), run.ctx))
+
+
+def train_one(
+    run: Run, batches: Sequence[MicroBatch], interval: Interval | None = None
+) -> float:
+    """Train one step; return the mean token loss over the whole step, equal on all ranks.
+
+    Args:
+        run: changed in place.
+        batches: this rank's micro-batches.
+        interval: that the step is reported in.
+    """
+    result = one_step(run, iter([batches]), lambda: None)
+    if interval is not None:
+        interval.add(result)
     # Tensor ranks hold equal shares.
     return sum_over(result.loss, run.ctx) / run.ctx.tp.size
 

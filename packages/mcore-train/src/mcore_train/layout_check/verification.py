@@ -29,8 +29,12 @@ from mcore_train.layout_check.certificate import (
     compare_rounded,
     draw,
 )
-from mcore_train.layout_check.small_run import Twin, build_twin, describe_layout, smallest_world
+from mcore_train.layout_check.noise import noise_faults
+from mcore_train.layout_check.path_signature import cuts_vectors
+from mcore_train.layout_check.small_run import Twin, build_twin
+from mcore_train.layout_check.small_run_degrees import describe_layout, smallest_world
 from mcore_train.layout_check.trial import (
+    Rows,
     Trial,
     build_run,
     fingerprint,
@@ -188,13 +192,14 @@ def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Cert
     plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
     exact = run_trial(exact_plan, ctx, rows, folder=folder, saved_step=saved_step)
     rounded = run_trial(replace(plan, train_iters=1), ctx, rows, dtype=dtype)
+    noise = _try_noise(twin, ctx, rows, folder / "noisy")
     is_first = ctx.global_rank == 0
     certificate = None
     if is_first:
         log.info("the layout is done after %.0f s; now one rank", time.monotonic() - started_s)
         oracle_plan, single = alone(exact_plan), ParallelContext.single(ctx.device)
         oracle = run_trial(oracle_plan, single, rows, saved_step=saved_step)
-        lines = compare(exact, oracle, EXACT)
+        lines = [*compare(exact, oracle, EXACT), *noise]
         lines.append(_reread(exact, oracle_plan, single, folder))
         lone = run_trial(replace(alone(plan), train_iters=1), single, rows, dtype=dtype)
         lines += _in_own_format(
@@ -204,11 +209,35 @@ def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Cert
             layout=describe_layout_of(twin),
             dtype=f"float64 and {plan.dtype}",
             lines=tuple(lines),
-            unchecked=(*twin.notes, *_of_device(ctx.device)),
+            unchecked=(*twin.notes, *_of_shards(exact, plan), *_of_device(ctx.device)),
             seconds=time.monotonic() - started_s,
         )
     _of_first("", ctx)  # The folder must outlive the reading of it.
     return certificate
+
+
+def _try_noise(twin: Twin, ctx: ParallelContext, rows: Rows, folder: Path) -> list[Line]:
+    """Check what noise promises under any layout: who shares it, and that it is continued."""
+    if twin.noisy is None:
+        return []
+    plan = _in_float64(resolve(twin.noisy, twin.world_size))
+    faults = noise_faults(build_run(plan, ctx, rows, dtype=torch.float64))
+    trial = run_trial(plan, ctx, rows, folder=folder, saved_step=plan.train_iters - 1)
+    worst = faults[0] if faults else ""
+    return [
+        _exact_line("random numbers of ranks", bool(faults), worst),
+        _exact_line("continued run with dropout or noise", trial.resumed != trial.final),
+    ]
+
+
+def _exact_line(what: str, differs: bool, worst: str = "") -> Line:
+    return Line(what=what, tensor="", worst=worst, error=float(differs), tolerance=0.0)
+
+
+def _of_shards(exact: Trial, plan: Plan) -> tuple[str, ...]:
+    if exact.cuts_vectors or not cuts_vectors(plan):
+        return ()
+    return ("vectors cut by shard borders: none is in the small run",)
 
 
 def _in_float64(plan: Plan) -> Plan:
@@ -228,13 +257,7 @@ def _reread(exact: Trial, plan: Plan, single: ParallelContext, folder: Path) -> 
     """Load the layout's checkpoint on one rank: every bit of weights and optimizer."""
     run = build_run(plan, single, rows_of(plan), dtype=torch.float64)
     load_folder(run, folder)
-    return Line(
-        what="checkpoint on one rank",
-        tensor="",
-        worst="",
-        error=float(fingerprint(run) != exact.saved),
-        tolerance=0.0,
-    )
+    return _exact_line("checkpoint on one rank", fingerprint(run) != exact.saved)
 
 
 def _in_own_format(name: str, lines: list[Line]) -> list[Line]:

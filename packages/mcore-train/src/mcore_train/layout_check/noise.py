@@ -1,0 +1,85 @@
+"""Which ranks share random numbers: dropout masks and streams of a layout, held to the rule.
+
+Tensor ranks that hold the same activations drop the same elements; every other pair of ranks
+draws other numbers. Masks differ between layouts by design, so this rule is what can be
+compared.
+"""
+
+from hashlib import sha256
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_train.assembly import Run
+from mcore_train.batches import train_batches
+from mcore_train.evaluation import forward_pass
+
+NUM_DRAWS = 64
+"""Numbers of each stream that are compared."""
+
+
+def noise_faults(run: Run) -> list[str]:
+    """Draw from every stream and every dropout layer, and compare over all ranks.
+
+    Two all-gathers over the world, and one forward pass if the model drops anything; all ranks
+    call it together. The run's streams go on.
+
+    Returns:
+        What two ranks share and must not, or do not share and must; equal on all ranks.
+    """
+    ctx = run.ctx
+    drawn = {name: _draw(run.streams, name) for name in RngStreams.NAMES}
+    drawn |= _masks(run)
+    is_cut = run.plan.config.parallelism.sequence_parallel
+    own = {
+        "drawn": drawn,
+        "place": [ctx.cp.rank, ctx.dp.rank, ctx.pp.rank],
+        "rank": ctx.global_rank,
+    }
+    ranks: list[dict[str, Any]] = gather_json(own, ctx.world)
+    faults = []
+    for one, other in combinations(ranks, 2):
+        for name in one["drawn"].keys() & other["drawn"].keys():
+            is_whole = name == "replicated" or (name not in RngStreams.NAMES and not is_cut)
+            must_share = is_whole and one["place"] == other["place"]
+            if (one["drawn"][name] == other["drawn"][name]) != must_share:
+                verb = "must drop alike" if must_share else "drop alike"
+                faults.append(f"{name}: ranks {one['rank']} and {other['rank']} {verb}")
+    return sorted(faults)
+
+
+def _draw(streams: RngStreams, name: str) -> str:
+    with streams.fork(name):
+        return _digest(torch.rand(NUM_DRAWS, device=streams.device) < 0.5)
+
+
+def _masks(run: Run) -> dict[str, str]:
+    """Return a digest of the first mask of every dropout layer that is on, by its name."""
+    masks: dict[str, str] = {}
+    handles = []
+
+    def watch(name: str, layer: nn.Module) -> None:
+        def keep(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+            masks.setdefault(name, _digest(output == 0))
+
+        handles.append(layer.register_forward_hook(keep))
+
+    for number, chunk in enumerate(run.chunks):
+        for name, layer in chunk.named_modules():
+            if isinstance(layer, StreamDropout) and layer.prob:
+                watch(f"dropout {number} {name}", layer)
+    if not handles:
+        return {}
+    with torch.no_grad():
+        forward_pass(run, next(train_batches(run)), lambda *_: None)
+    for handle in handles:
+        handle.remove()
+    return masks
+
+
+def _digest(bits: Tensor) -> str:
+    return sha256(bits.flatten().cpu().numpy().tobytes()).hexdigest()

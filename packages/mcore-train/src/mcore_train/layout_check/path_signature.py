@@ -1,0 +1,311 @@
+"""What selects a way through the code: one pure function of a plan, in words.
+
+Two runs with equal signatures pass the same branches: switches that are on, numbers of ranks
+that are one, two or more, and which numbers divide which. ``mcore-train verify`` compares the
+signature of the real run with that of the small run and says every difference. Pure: no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from math import lcm
+from typing import Any
+
+from mcore_models.config import window
+from mcore_models.layout_checks import cp_comm_type, has_window_or_dropout
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.logical_tensors import head_dim, moe_layers, num_kv_heads
+from mcore_train.composition import TrainConfig
+from mcore_train.resolution import Plan
+
+HEAD_CHUNK_TOKENS = 4096
+"""Tokens of a rank's micro-batch above which the head makes its logits piece by piece."""
+TILE_ROWS, TILE_COLUMNS = 64, 512
+"""Shape of the tiles in which initial weights are drawn."""
+BUCKET_MULTIPLE = 128
+"""Elements to whose multiples the end of a bucket is rounded up."""
+
+_PARTS = (
+    "model",
+    "experts",
+    "parallelism",
+    "data_parallelism",
+    "pipeline",
+    "recomputation",
+    "precision",
+    "optimizer",
+    "adam",
+)
+"""Parts of a config whose switches change what a step computes."""
+_SPELLED_BELOW = {
+    "moe_layer_freq",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "nccl_communicator_config_path",
+    "weight_decay_incr_style",
+}
+"""Switches that say the same in several ways; what they amount to is compared instead."""
+_FEATURES = (
+    ("model", "hidden_dropout"),
+    ("model", "attention_dropout"),
+    ("optimizer", "weight_decay"),
+    ("optimizer", "clip_grad"),
+    ("experts", "moe_aux_loss_coeff"),
+    ("experts", "moe_z_loss_coeff"),
+    ("experts", "moe_input_jitter_eps"),
+    ("experts", "moe_expert_capacity_factor"),
+    ("experts", "moe_router_topk_scaling_factor"),
+    ("experts", "moe_router_num_groups"),
+    ("experts", "moe_shared_expert_intermediate_size"),
+    ("evaluation", "eval_interval"),
+)
+"""Numbers that switch something on."""
+
+
+def path_signature(plan: Plan) -> dict[str, str]:
+    """Describe the ways through the code that a plan takes.
+
+    Returns:
+        What is decided, in words, to how. Two plans with the same table take the same ways.
+    """
+    return {
+        **dict(_switches(plan.config)),
+        **dict(_degrees(plan)),
+        **dict(_heads(plan)),
+        **dict(_layers(plan)),
+        **dict(_microbatches(plan)),
+        **dict(_experts(plan)),
+        **dict(_optimizer(plan)),
+        **dict(_sizes(plan)),
+        "vocabulary rows of tensor ranks": vocabulary_rows(plan),
+    }
+
+
+def differences(real: Plan, small: Plan) -> dict[str, tuple[str, str]]:
+    """Say where a small run takes another way than the real one: what, and both ways."""
+    ways, small_ways = path_signature(real), path_signature(small)
+    return {
+        what: (way, small_ways.get(what, "off"))
+        for what, way in ways.items()
+        if small_ways.get(what, "off") != way
+    }
+
+
+def _switches(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    for part in _PARTS:
+        owner = getattr(config, part)
+        if part == "experts" and not owner.num_experts:
+            continue
+        for field in fields(owner):
+            value = getattr(owner, field.name)
+            if field.name in _SPELLED_BELOW:
+                continue
+            if isinstance(value, bool):
+                yield _flag(field.name), "on" if value else "off"
+            elif isinstance(value, str) or _is_words(value):
+                yield _flag(field.name), " ".join([value] if isinstance(value, str) else value)
+    for part, name in _FEATURES:
+        yield _flag(name), "on" if getattr(getattr(config, part), name) else "off"
+    yield "--rampup-batch-size", "on" if config.batch.rampup_batch_size else "off"
+
+
+def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:
+    parallel = plan.config.parallelism
+    degrees = {
+        "tensor ranks": parallel.tensor_model_parallel_size,
+        "context ranks": parallel.context_parallel_size,
+        "pipeline ranks": parallel.pipeline_model_parallel_size,
+        "data ranks": plan.data_parallel_size,
+        "expert ranks": parallel.expert_model_parallel_size,
+        "optimizer instances": parallel.num_distributed_optimizer_instances,
+    }
+    for name, degree in degrees.items():
+        yield name, _few(degree)
+
+
+def head_relations(num_heads: int, num_groups: int, parallel: ParallelConfig) -> dict[str, str]:
+    """Say how heads and key/value heads divide over tensor and context ranks.
+
+    Args:
+        num_heads: query heads, N.
+        num_groups: key/value heads, G.
+        parallel: the degrees.
+    """
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    on_rank = max(1, num_groups // tp)
+    ways = {
+        "query heads of a key/value head": "one" if num_heads == num_groups else "several",
+        "key/value heads of a tensor rank": _one(on_rank),
+    }
+    if num_groups < tp:
+        ways["key/value heads of a tensor rank"] = (
+            "one for all ranks" if num_groups == 1 else "one for some ranks"
+        )
+    if cp > 1:
+        ways["query heads over context ranks"] = (
+            "divide" if num_heads % (tp * cp) == 0 else "do not divide"
+        )
+        if on_rank % cp == 0:
+            ways["key/value heads over context ranks"] = "divide"
+        elif on_rank == 1:
+            ways["key/value heads over context ranks"] = "one for all"
+        elif cp % on_rank == 0:
+            ways["key/value heads over context ranks"] = "each for several"
+        else:
+            ways["key/value heads over context ranks"] = "neither divides the other"
+    return ways
+
+
+def _heads(plan: Plan) -> Iterator[tuple[str, str]]:
+    model = plan.config.model
+    groups = num_kv_heads(model)
+    yield from head_relations(
+        model.num_attention_heads, groups, plan.config.parallelism
+    ).items()
+    has_own_width = head_dim(model) * model.num_attention_heads != model.hidden_size
+    yield "width of all heads", "its own" if has_own_width else "--hidden-size"
+
+
+def layer_kinds(config: TrainConfig) -> list[tuple[str, str]]:
+    """Name the way of attention and the kind of feed-forward of every layer, in order."""
+    num_layers = config.model.num_layers
+    return [
+        (_attention(config, layer), "experts" if has_experts else "dense")
+        for layer, has_experts in enumerate(moe_layers(config.experts, num_layers))
+    ]
+
+
+def _attention(config: TrainConfig, layer: int) -> str:
+    has_window = window(config.model, layer) >= 0
+    if config.parallelism.context_parallel_size == 1:
+        return "window" if has_window else "all tokens"
+    kind = cp_comm_type(config.model, config.parallelism, layer)
+    if kind == "a2a":
+        return "exchanged heads, window" if has_window else "exchanged heads"
+    if kind == "p2p":
+        return "ring"
+    is_whole = has_window_or_dropout(config.model, layer)
+    return "gathered keys" if is_whole else "gathered keys in blocks"
+
+
+def _layers(plan: Plan) -> Iterator[tuple[str, str]]:
+    kinds = layer_kinds(plan.config)
+    yield "kinds of layers", "; ".join(sorted({", ".join(kind) for kind in kinds}))
+    counts = [len(stage.layers) for stage in plan.stages]
+    if len(counts) == 1:
+        return
+    yield "layers of pipeline stages", "even" if len(set(counts)) == 1 else "uneven"
+    yield "pipeline stages without layers", "some" if 0 in counts else "none"
+
+
+def _microbatches(plan: Plan) -> Iterator[tuple[str, str]]:
+    number, pp = plan.num_microbatches, plan.config.parallelism.pipeline_model_parallel_size
+    if pp == 1:
+        yield "micro-batches", "one" if number == 1 else "several"
+    elif number % pp == 0:
+        rounds = number // pp
+        yield (
+            "micro-batches",
+            "as many as stages" if rounds == 1 else "several times the stages",
+        )
+    else:
+        yield "micro-batches", "fewer than stages" if number < pp else "no multiple of stages"
+    yield "rows of a micro-batch", _one(plan.config.batch.micro_batch_size)
+
+
+def _experts(plan: Plan) -> Iterator[tuple[str, str]]:
+    experts, parallel = plan.config.experts, plan.config.parallelism
+    if not experts.num_experts:
+        return
+    tp = parallel.tensor_model_parallel_size
+    expert_tp = parallel.expert_tensor_parallel_size or tp
+    per_rank = experts.num_experts // parallel.expert_model_parallel_size
+    topk = experts.moe_router_topk
+    copies = expert_data_ranks(plan)
+    instances = parallel.num_distributed_optimizer_instances
+    yield "experts of a rank", _one(per_rank)
+    yield "experts of a token", "all" if topk == experts.num_experts else _one(topk)
+    yield "groups of experts for a token", _one(experts.moe_router_group_topk)
+    yield (
+        "tensor ranks of experts",
+        "as of dense layers" if expert_tp == tp else "fewer" if expert_tp < tp else "more",
+    )
+    yield "split of an expert", _one(expert_tp)
+    yield "ranks that hold the same experts", _one(copies)
+    if plan.config.data_parallelism.use_distributed_optimizer:
+        yield "shards of an expert's optimizer", _one(copies // instances)
+
+
+def _optimizer(plan: Plan) -> Iterator[tuple[str, str]]:
+    config = plan.config
+    if not config.data_parallelism.use_distributed_optimizer:
+        return
+    shards = optimizer_shards(plan)
+    yield "shards of the optimizer", _one(shards)
+    yield "vectors", "cut by shard borders" if cuts_vectors(plan) else "whole"
+
+
+def _sizes(plan: Plan) -> Iterator[tuple[str, str]]:
+    config = plan.config
+    tokens = config.batch.micro_batch_size * config.batch.seq_length
+    tokens //= config.parallelism.context_parallel_size
+    yield "logits of a micro-batch", "whole" if tokens <= HEAD_CHUNK_TOKENS else "in pieces"
+    is_wide = config.model.hidden_size > TILE_COLUMNS or plan.vocab_size > TILE_ROWS
+    yield "tiles of an initial weight", "several" if is_wide else "one"
+
+
+def vocabulary_rows(plan: Plan) -> str:
+    """Say whether tensor ranks have full, partly padded and wholly padded shares."""
+    tp = plan.config.parallelism.tensor_model_parallel_size
+    share = plan.padded_vocab_size // tp
+    rows = [min(max(plan.vocab_size - rank * share, 0), share) for rank in range(tp)]
+    kinds = {
+        "full": any(n == share for n in rows),
+        "partly padding": any(0 < n < share for n in rows),
+        "all padding": 0 in rows,
+    }
+    return ", ".join(kind for kind, is_there in kinds.items() if is_there)
+
+
+def expert_data_ranks(plan: Plan) -> int:
+    """Count the ranks that hold the same part of the same experts."""
+    parallel = plan.config.parallelism
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    split = expert_tp * parallel.expert_model_parallel_size
+    return plan.world_size // (split * parallel.pipeline_model_parallel_size)
+
+
+def optimizer_shards(plan: Plan) -> int:
+    """Count the ranks that share one instance of the optimizer; 1: each has it whole."""
+    if not plan.config.data_parallelism.use_distributed_optimizer:
+        return 1
+    parallel = plan.config.parallelism
+    sharing = plan.data_parallel_size * parallel.context_parallel_size
+    return sharing // parallel.num_distributed_optimizer_instances
+
+
+def cuts_vectors(plan: Plan) -> bool:
+    """Whether borders of optimizer shards can lie in vectors of the residual stream."""
+    shards = optimizer_shards(plan)
+    return shards > 1 and plan.config.model.hidden_size > vector_length(shards)
+
+
+def vector_length(shards: int) -> int:
+    """Return the elements up to which a vector that has a bucket of its own is never cut."""
+    return lcm(BUCKET_MULTIPLE, shards) // shards
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(v, str) for v in value)
+
+
+def _few(number: int) -> str:
+    return str(number) if number <= 2 else "more than 2"
+
+
+def _one(number: int) -> str:
+    return "none" if number == 0 else "one" if number == 1 else "several"
+
+
+def _flag(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")

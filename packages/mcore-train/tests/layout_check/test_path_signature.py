@@ -1,0 +1,116 @@
+"""Ways through the code, in words; a small run takes those of the real one or says so."""
+
+import pytest
+
+from mcore_parallel import rng
+from mcore_parallel.data_parallel import buckets
+from mcore_parallel.tensor_parallel import linear_cross_entropy
+from mcore_train.composition import compose
+from mcore_train.layout_check import path_signature
+from mcore_train.layout_check.path_signature import differences, head_relations
+from mcore_train.layout_check.small_run import SLOT_MULTIPLE, build_twin
+from mcore_train.layout_check.trial import rows_of
+from mcore_train.resolution import resolve
+
+REAL = {
+    "num_layers": 8,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "seq_length": 4096,
+    "vocab_size": 50304,
+    "mock_data": True,
+    "train_iters": 1000,
+    "lr": 3e-4,
+    "global_batch_size": 16,
+}
+SIZES = {"tiles of an initial weight"}
+TP4 = {"tensor_model_parallel_size": 4}
+CP2 = {"context_parallel_size": 2}
+SIX = {"num_attention_heads": 6, "num_query_groups": 3}
+WINDOW = {"window_size": (512, 0), "window_attn_skip_freq": 4}
+EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 2}
+FLAGS = {
+    "six heads of three groups": (CP2 | SIX | {"cp_comm_type": "a2a"}, 2),
+    "groups that go to several ranks": ({"num_query_groups": 2, "context_parallel_size": 4}, 4),
+    "windows and full layers": (CP2 | WINDOW, 2),
+    "windows, full layers and experts": (
+        WINDOW | EXPERTS | {"moe_layer_freq": "[1]*3+[0]*2+[1]*3"},
+        4,
+    ),
+    "a rank of padding alone": (TP4 | {"vocab_size": 257}, 4),
+    "padding on one rank": (TP4 | {"vocab_size": 50257}, 4),
+    "cut vectors": ({"use_distributed_optimizer": True}, 4),
+    "dropped attention weights": (CP2, 2),
+    "sinkhorn": (CP2 | EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, 4),
+    "instances": (
+        EXPERTS | {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+        8,
+    ),
+    "a ramp and validation": (
+        {
+            "rampup_batch_size": (8, 8, 64),
+            "train_iters": 0,
+            "train_samples": 640,
+            "eval_interval": 10,
+            "pipeline_model_parallel_size": 2,
+        },
+        4,
+    ),
+}
+
+
+def plans(flags, world_size, max_ranks=8):
+    plan = resolve(compose(REAL | flags), world_size)
+    twin = build_twin(plan, max_ranks)
+    return plan, resolve(twin.config, twin.world_size), twin
+
+
+@pytest.mark.parametrize("name", list(FLAGS))
+def test_a_small_run_takes_the_ways_of_the_real_one(name):
+    plan, small, twin = plans(*FLAGS[name])
+    assert set(differences(plan, small)) <= SIZES
+    assert not any("in the small run" in note for note in twin.notes if "tiles" not in note)
+
+
+def test_a_way_that_a_smaller_layout_cannot_take_is_said():
+    flags = {"context_parallel_size": 4, "num_query_groups": 2}
+    _, small, twin = plans(flags, 8, 4)
+    assert small.config.parallelism.context_parallel_size == 2
+    way = "each for several in the run"
+    assert any(
+        note.startswith("key/value heads over context ranks: " + way) for note in twin.notes
+    )
+    assert "context ranks: more than 2 in the run, 2 in the small run" in twin.notes
+
+
+def test_dropped_attention_weights_take_the_same_way_over_context_ranks():
+    plan, small, _ = plans(CP2 | {"attention_dropout": 0.1}, 2)
+    assert set(differences(plan, small)) <= SIZES | {"--attention-dropout"}
+    assert small.config.model.window_size[0] >= small.config.batch.seq_length
+
+
+def test_rows_pack_three_documents_or_more_with_two_borders_in_a_chunk():
+    _, small, _ = plans(CP2 | {"dataloader_inter_document_masking": True, **CP2}, 2)
+    rows = rows_of(small)
+    borders = rows[0]["cu_seqlens"].tolist()
+    chunk = small.config.batch.seq_length // 4
+    assert len(borders) > 3
+    assert sum(1 for b in borders if 3 * chunk < b < 4 * chunk) == 2
+
+
+def test_heads_divide_over_tensor_and_context_ranks_in_words():
+    parallel = compose(REAL | CP2).parallelism
+    assert head_relations(6, 3, parallel) == {
+        "query heads of a key/value head": "several",
+        "key/value heads of a tensor rank": "several",
+        "query heads over context ranks": "divide",
+        "key/value heads over context ranks": "neither divides the other",
+    }
+
+
+def test_the_numbers_that_change_a_way_are_those_of_the_code():
+    assert path_signature.HEAD_CHUNK_TOKENS == linear_cross_entropy.CHUNK_TOKENS
+    assert path_signature.TILE_COLUMNS == rng.TILE_COLUMNS
+    assert path_signature.TILE_ROWS * rng.TILE_COLUMNS == rng.TILE_ELEMENTS
+    assert path_signature.BUCKET_MULTIPLE == buckets.END_MULTIPLE
+    assert SLOT_MULTIPLE == buckets.ALIGNMENT
