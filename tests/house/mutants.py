@@ -55,6 +55,16 @@ def is_seen(row: Row, output: str) -> bool:
 
 def run_with(row: Row, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the row's test on sources that have the bug; the working tree is not touched."""
+    options = ["-x", "-q", "-p", "no:cacheprovider"]
+    return _run_planted(row, folder, "pytest", *options, killer_of(row))
+
+
+def verify_with(row: Row, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``mcore-train verify gpt`` with the row's flags on sources that have the bug."""
+    return _run_planted(row, folder, "mcore_train", "verify", "gpt", *row["verify"].split())
+
+
+def _run_planted(row: Row, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     for package in PACKAGES:
         shutil.copytree(
             ROOT / f"packages/mcore-{package}/src",
@@ -64,7 +74,7 @@ def run_with(row: Row, folder: Path) -> subprocess.CompletedProcess[str]:
         )
     (folder / row["file"]).write_text(planted(row))
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", killer_of(row)],
+        [sys.executable, "-m", *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,

@@ -16,7 +16,8 @@ A2A = {"cp_comm_type": "a2a"}
 SIX_HEADS = {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 8}
 # Buckets of one tensor, 128 elements or more: a border of two shards is at 64.
 CUT_VECTORS = {"use_distributed_optimizer": True, "ddp_bucket_size": 1, "hidden_size": 80}
-EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8, "expert_model_parallel_size": 2}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8}
+SPLIT = {"expert_model_parallel_size": 2}
 CASES = {
     "head_norms_tp2": (2, TP2 | {"qk_layernorm": True}),
     "documents_pp2": (2, PP2 | {"reset_position_ids": True}),
@@ -33,6 +34,7 @@ CASES = {
     "window_and_ring_cp2": (2, CP2 | {"window_size": (5, 0), "window_attn_skip_freq": 2}),
     "cut_vectors_dp2": (2, CUT_VECTORS),
     "experts_instances_dp4": (4, EXPERTS | INSTANCES),
+    "split_experts_instances_dp4": (4, EXPERTS | SPLIT | INSTANCES),
 }
 
 

@@ -16,6 +16,7 @@ from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
+from mcore_train.layout_check.trial import Rows
 from mcore_train.loop import train, validate
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve
@@ -294,6 +295,16 @@ def test_a_validation_says_the_same_under_every_layout():
         for loss, num_tokens in found:
             assert loss == pytest.approx(oracle.loss, rel=1e-5)
             assert num_tokens == oracle.num_tokens
+
+
+def test_a_validation_counts_no_masked_token():
+    rows = Rows(
+        seq_length=8, vocab_size=40, global_batch_size=4, num_steps=2, masked=range(2, 4)
+    )
+    run = build(eval_interval=2)
+    run.datasets = replace(run.datasets, valid=rows)
+    score = validate(run, Reporter(None))
+    assert score.num_tokens == sum(rows[i]["loss_mask"].sum() for i in range(8))
 
 
 def validate_in_layouts():

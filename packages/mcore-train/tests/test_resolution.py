@@ -139,6 +139,13 @@ def test_a_ramp_of_many_sizes_is_resolved_without_building_their_schedules():
         plan(16, rampup_batch_size=(8, 8, 100_000), **many)
 
 
+def test_a_ramp_counts_the_micro_batches_of_one_data_rank():
+    length = {"train_iters": 0, "train_samples": 80}
+    found = plan(2, rampup_batch_size=(4, 4, 8), global_batch_size=8, **length)
+    assert [found.num_microbatches_at(consumed) for consumed in (0, 4, 8)] == [2, 2, 4]
+    assert found.num_microbatches == 4
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
     with pytest.raises(ConflictError, match="smaller than the tokenizer's 120"):
         plan(tokenizer_vocab_size=120)
