@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mcore_ckpt.conversion.inspection import differences
 from mcore_ckpt.storage.paths import complete_steps, resolve_folder
+from mcore_moe.stats import routers
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
@@ -278,6 +279,51 @@ def test_a_report_says_the_same_under_every_layout():
     for losses in run_ranks(report_in_layouts, 2):
         for found in losses:
             assert found == pytest.approx(oracle, rel=1e-5)
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "moe_layer_freq": "[0,1,1]",
+    "num_layers": 3,
+    "moe_ffn_hidden_size": 8,
+    "train_iters": 3,
+}
+
+
+def test_reports_say_by_layer_what_routers_did_under_every_layout():
+    run = build(**EXPERTS)
+    chosen = {}
+
+    def keep(router, _, routing_and_aux):
+        routing, _ = routing_and_aux
+        chosen.setdefault(router, []).append(routing.ids.flatten().bincount(minlength=4))
+
+    for module in routers(run.chunks[0]).values():
+        module.register_forward_hook(keep)
+    _, (first, *_, last) = collect(run)
+    for layer, passes in zip((1, 2), chosen.values(), strict=True):
+        steps = torch.stack(passes).view(3, 2, 4).sum(1)  # two micro-batches a step
+        busiest = (4 * steps.amax(1) / steps.sum(1)).float()
+        idle = (steps == 0).sum(1).float()
+        assert first.experts[f"imbalance/layer_{layer}"] == pytest.approx(busiest[0].item())
+        assert last.experts[f"idle_experts/layer_{layer}"] == pytest.approx(idle[2:].mean())
+    assert len(first.experts) == 4
+    assert first.expert_imbalance == max(first.experts[f"imbalance/layer_{n}"] for n in (1, 2))
+    for found in run_ranks(report_experts_in_layouts, 2):
+        for reports in found:
+            assert reports[0] == pytest.approx(first.experts)
+            assert reports[-1] == pytest.approx(last.experts)
+
+
+def report_experts_in_layouts():
+    layouts = [
+        {"pipeline_model_parallel_layout": "Ett|tL", "pipeline_model_parallel_size": 2},
+        {"expert_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ]
+    return [
+        [r.experts for r in collect(build(2, **EXPERTS, **changes))[1]] for changes in layouts
+    ]
 
 
 def report_in_layouts():

@@ -11,6 +11,7 @@ from torch import Tensor
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.logical_tensors import moe_layers
 from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
@@ -203,6 +204,7 @@ class Interval:
         self._first_sample = self.run.consumed_train_samples
         self._sums: Tensor | None = None
         self._norm: Tensor | None = None
+        self._balance: Tensor | None = None
         self._started_s = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
@@ -212,6 +214,9 @@ class Interval:
         losses = torch.stack((result.loss, result.aux_loss)).double()
         self._sums = losses if self._sums is None else self._sums + losses
         self._norm = result.grad_norm
+        if result.balance is not None:
+            before = self._balance
+            self._balance = result.balance if before is None else before + result.balance
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -229,6 +234,7 @@ class Interval:
         assert self._norm is not None
         loss, aux_loss = self._reduced()
         grad_norm = self._norm.item()
+        experts = self._experts()
         elapsed_s = time.perf_counter() - self._started_s
         step_s = elapsed_s / self._num_steps
         samples = run.consumed_train_samples - self._first_sample
@@ -257,7 +263,24 @@ class Interval:
             aux_loss=aux_loss,
             grad_norm=grad_norm,
             peak_gib=peak_gib,
+            expert_imbalance=max(
+                (x for name, x in experts.items() if name.startswith("imbalance")), default=0.0
+            ),
+            experts=experts,
         )
+
+    def _experts(self) -> dict[str, float]:
+        """Average what routers did over the steps, by layer; stages hold different layers."""
+        if self._balance is None:
+            return {}
+        means = all_reduce(self._balance / self._num_steps, self.run.ctx.pp).tolist()
+        has_experts = moe_layers(self.run.plan.config.experts, len(means))
+        return {
+            f"{name}/layer_{layer}": value
+            for layer, values in enumerate(means)
+            if has_experts[layer]
+            for name, value in zip(("imbalance", "idle_experts"), values, strict=True)
+        }
 
     def _reduced(self) -> tuple[float, float]:
         """Average over steps, sum over ranks: those of a tensor axis share the loss."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.stats import finish_step
+from mcore_moe.stats import RouterStats, finish_step
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import StageFunction, StageOutput, run_schedule
 from mcore_train.assembly import Run
@@ -27,6 +28,9 @@ class StepResult:
     """This rank's part of what experts add to the loss: the sum over the world is it."""
     grad_norm: Float[Tensor, ""]
     """Of all gradients, before clipping; equal on all ranks."""
+    balance: Float[Tensor, "L 2"] | None = None
+    """How this rank's layers shared tokens out among experts: rows of the busiest expert over
+    the mean, and experts without any; 0 for layers of other stages and without experts."""
 
 
 def train_step(
@@ -52,10 +56,21 @@ def train_step(
     if before_update is not None:
         before_update()
     run.optimizer.step(lr, weight_decay, scale)
-    if run.plan.config.experts.num_experts:
-        for chunk in run.chunks:
-            finish_step(chunk, run.ctx.axis("tp", "cp", "dp"))
-    return StepResult(losses.loss, losses.aux_loss, norm)
+    balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
+    return StepResult(losses.loss, losses.aux_loss, norm, balance)
+
+
+def _finish_routers(run: Run) -> Float[Tensor, "L 2"]:
+    """Close the step for the routers of this rank; return what they did, by layer."""
+    stats: dict[str, RouterStats] = {}
+    for chunk in run.chunks:
+        stats |= finish_step(chunk, run.ctx.axis("tp", "cp", "dp"))
+    balance = torch.zeros(run.plan.config.model.num_layers, 2, device=run.ctx.device)
+    for name, router in stats.items():  # blocks.3.moe.router
+        counts = router.counts
+        busiest = counts.max() * counts.numel() / counts.sum().clamp(min=1)
+        balance[int(name.split(".")[1])] = torch.stack((busiest, (counts == 0).sum()))
+    return balance
 
 
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:

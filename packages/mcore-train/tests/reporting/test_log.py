@@ -73,8 +73,14 @@ def test_a_line_reads_as_megatrons():
 
 def test_what_is_not_known_is_left_out():
     line = report(mfu=0.0).line()
-    assert not any(word in line for word in ("MFU", "load_balancing_loss", "memory"))
-    full = report(aux_loss=0.01, peak_gib=70.0).line()
+    assert not any(word in line for word in ("MFU", "load_balancing", "imbalance", "memory"))
+    full = report(
+        aux_loss=0.01,
+        peak_gib=70.0,
+        expert_imbalance=1.5,
+        experts={"imbalance/layer_0": 1.5},
+    ).line()
+    assert "expert imbalance: 1.50 | " in full
     assert "load_balancing_loss: 1.000000E-02" in full
     assert "memory (GiB): 70.0" in full
 
@@ -83,16 +89,19 @@ def test_metrics_are_json_lines_with_stable_keys_and_are_appended(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     for iteration in (1, 2):
         with Reporter(Console(file=io.StringIO()), metrics_file=path) as reporter:
-            reporter.report(report(iteration=iteration))
+            experts = {"imbalance/layer_1": 1.5} if iteration == 2 else {}
+            reporter.report(report(iteration=iteration, experts=experts))
             reporter.record("valid", iteration, {"loss": 3.0})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(x["kind"], x["iteration"]) for x in lines] == [
         ("train", 1),
         ("valid", 1),
         ("train", 2),
+        ("experts", 2),
         ("valid", 2),
     ]
-    assert set(lines[0]) == {"kind", *report().numbers()}
+    assert set(lines[0]) == set(lines[2]) == {"kind", *report().numbers()}
+    assert lines[3] == {"kind": "experts", "imbalance/layer_1": 1.5, "iteration": 2}
 
 
 def test_a_rank_that_does_not_report_writes_nothing(tmp_path):

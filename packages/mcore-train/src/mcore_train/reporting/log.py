@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,6 +76,12 @@ class StepReport:
     """Of the last step, before clipping."""
     peak_gib: float
     """Highest memory taken on this device; 0 on a CPU."""
+    expert_imbalance: float = 0.0
+    """Rows of the busiest expert over the mean, in the layer where that is most; 1 is even, 0
+    without experts."""
+    experts: Mapping[str, float] = field(default_factory=dict)
+    """By layer of experts: ``imbalance/layer_3`` as above, ``idle_experts/layer_3`` those that
+    got no token."""
 
     def line(self) -> str:
         """Write the report as one line in Megatron's form."""
@@ -91,14 +97,15 @@ class StepReport:
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
             f"load_balancing_loss: {self.aux_loss:.6E}" if self.aux_loss else "",
+            f"expert imbalance: {self.expert_imbalance:.2f}" if self.experts else "",
             f"grad norm: {self.grad_norm:.3f}",
             f"memory (GiB): {self.peak_gib:.1f}" if self.peak_gib else "",
         ]
         return " " + " | ".join(part for part in parts if part) + " |"
 
     def numbers(self) -> dict[str, float | int]:
-        """Return the report as a flat table with stable keys."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Return the report as a flat table with stable keys, without what is by layer."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "experts"}
 
 
 class Reporter:
@@ -175,6 +182,8 @@ class Reporter:
             log.info("%s", report.line())
         self.advance(report.iteration, report.train_iters, f"loss {report.loss:.3f}")
         self.record("train", report.iteration, report.numbers())
+        if report.experts:
+            self.record("experts", report.iteration, report.experts)
 
     def record(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
         """Write numbers to the files alone.
