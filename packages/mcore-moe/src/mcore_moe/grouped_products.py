@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.tensor_parallel.grad_accumulation import tell_ready
 
 
@@ -28,6 +29,7 @@ def sequential_linear(
         weight: of all experts of this rank.
         counts: rows of each; their sum is R.
     """
+    x, weight = cast_factor(x), cast_factor(weight)
     parts = x.split(counts.tolist())
     return torch.cat([F.linear(rows, w) for rows, w in zip(parts, weight, strict=True)])
 
@@ -40,6 +42,7 @@ def grouped_linear(
     Same arguments as ``sequential_linear``, which also computes what the kernel cannot:
     see ``has_grouped_kernel``.
     """
+    x, weight = cast_factor(x), cast_factor(weight)
     if not has_grouped_kernel(x, weight):
         return sequential_linear(x, weight, counts)
     if x.shape[0] == 0:
@@ -107,9 +110,10 @@ class _DeferredLinear(torch.autograd.Function):
         counts: Tensor,
         linear: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, counts)
         # Saved tensors may come back as copies; queue and main_grad sit on the original.
         ctx.parameter, ctx.linear = weight, linear
+        x, weight = cast_factor(x), cast_factor(weight)
+        ctx.save_for_backward(x, weight, counts)
         return linear(x, weight, counts)
 
     @staticmethod
@@ -126,7 +130,7 @@ class _DeferredLinear(torch.autograd.Function):
 
 def _add_weight_gradient(parameter: Any, grad: Tensor, x: Tensor, counts: Tensor) -> None:
     """Add the gradient of stacked weights to ``main_grad``, and say so."""
-    if has_grouped_kernel(x, parameter) and x.shape[0]:
+    if x.shape[0] and has_grouped_kernel(x, parameter):
         offsets = counts.cumsum(0).to(torch.int32)
         parameter.main_grad.add_(F.grouped_mm(grad.t(), x, offs=offsets))
     else:

@@ -16,6 +16,7 @@ from mcore_moe.dispatching import build_dispatcher
 from mcore_moe.experts import Experts
 from mcore_moe.router import Router
 from mcore_moe.shared import SharedExpert
+from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.recomputing import recompute
@@ -161,7 +162,7 @@ class MoELayer(nn.Module):
         own_mask = mask if mask is None else mask[begin:end]
 
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
-        sent = self.dispatcher.dispatch(own, routing)
+        sent = self.dispatcher.dispatch(cast_factor(own), routing)
         rows = self.experts(sent.rows, sent.probs, sent.counts)
         y = self.dispatcher.combine(rows, sent.handle)
 

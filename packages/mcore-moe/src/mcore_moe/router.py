@@ -23,6 +23,7 @@ from mcore_moe.balance import (
     z_loss,
 )
 from mcore_moe.config import MoEConfig
+from mcore_parallel.autocasting import without_autocast
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, reset_weight_
@@ -216,6 +217,12 @@ class Router(nn.Module):
         Returns:
             The routing, and this rank's share of all losses times their coefficients.
         """
+        with without_autocast(x.device):
+            return self._route(x, sequences, num_sequences, mask)
+
+    def _route(
+        self, x: Tensor, sequences: Tensor | None, num_sequences: int, mask: Tensor | None
+    ) -> tuple[Routing, Tensor]:
         logits = self._logits(x)
         if self.config.moe_router_load_balancing_type == "sinkhorn":
             routing = self._assign(logits)

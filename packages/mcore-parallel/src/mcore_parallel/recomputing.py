@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from mcore_parallel.autocasting import same_autocast
 from mcore_parallel.collectives import all_gather, own_slice
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams
@@ -134,6 +135,7 @@ class _Between:
         self.producer, self.x, self.replay = producer, x.detach(), replay or nullcontext()
         self.num_savers = self.num_served = 0
         self.made: Tensor | None = None
+        self.autocast = same_autocast(x.device)
 
     def look_at(self, y: Tensor) -> None:
         """Learn what the tensor is told by, without holding it."""
@@ -157,7 +159,7 @@ class _Between:
         """Return the tensor; the last of those that saved it lets it go."""
         made = self.made
         if made is None:
-            with torch.no_grad(), self.replay:
+            with torch.no_grad(), self.autocast, self.replay:
                 made = self.producer(self.x)
             assert made.shape == self.shape
             assert made.stride() == self.stride

@@ -65,7 +65,8 @@ class RMSNorm(nn.Module):
         if _has_kernel(x):
             return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
         weight = self.weight + 1 if self.zero_centered else self.weight
-        return F.rms_norm(x, weight.shape, weight, self.epsilon)
+        wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.epsilon).to(x.dtype)
 
     def add_and_norm(
         self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
@@ -110,7 +111,9 @@ class LayerNorm(nn.Module):
         if _has_kernel(x):
             return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
         weight = self.weight + 1 if self.zero_centered else self.weight
-        return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
+        wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
+        normed = F.layer_norm(x.to(wide), weight.shape, weight, self.bias, self.epsilon)
+        return normed.to(x.dtype)
 
     def add_and_norm(
         self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]

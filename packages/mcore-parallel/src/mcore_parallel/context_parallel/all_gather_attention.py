@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.autocasting import without_autocast
 from mcore_parallel.collectives import (
     start_all_gather,
     start_reduce_scatter,
@@ -61,7 +62,8 @@ def gathered_attention(
             documents' rows, or if keys and values do not fit the queries.
     """
     check_own_tokens(q, k, v, axis, documents)
-    return _GatheredAttention.apply(q, k, v, axis, attention, documents)
+    with without_autocast(q.device):
+        return _GatheredAttention.apply(q, k, v, axis, attention, documents)
 
 
 class _GatheredAttention(torch.autograd.Function):

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.autocasting import without_autocast
 from mcore_parallel.collectives import start_shift, wait
 from mcore_parallel.context_parallel.block_attention import (
     Block,
@@ -61,7 +62,8 @@ def ring_attention(
             documents' rows, or if keys and values do not fit the queries.
     """
     check_own_tokens(q, k, v, axis, documents)
-    return _RingAttention.apply(q, k, v, axis, attention, documents)
+    with without_autocast(q.device):
+        return _RingAttention.apply(q, k, v, axis, attention, documents)
 
 
 class _RingAttention(torch.autograd.Function):

@@ -250,7 +250,7 @@ class RowParallelLinear(nn.Module):
         gradient of the bias is then that of this rank's tokens, a partial sum.
         """
         y = row_parallel(x, self.weight, self.axis, self.sequence_parallel, self.overlap)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def deferrable_weights(self) -> list[nn.Parameter]:
         """Return what a ``WeightQueue`` may serve."""

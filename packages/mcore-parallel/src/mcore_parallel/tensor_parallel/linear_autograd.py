@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -98,9 +99,11 @@ class _ColumnParallel(torch.autograd.Function):
         overlap: bool,
     ) -> Tensor:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        ctx.save_for_backward(x, weight)
         # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
         ctx.parameter = None if main_grad_of(weight) is None else weight
+        x, weight = cast_factor(x), cast_factor(weight)
+        bias = None if bias is None else cast_factor(bias)
+        ctx.save_for_backward(x, weight)
         if overlap:
             return gathered_product(x, weight.t(), axis, bias)[0]
         gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
@@ -142,8 +145,9 @@ class _OverlappedRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        ctx.save_for_backward(x, weight)
         ctx.parameter = None if main_grad_of(weight) is None else weight
+        x, weight = cast_factor(x), cast_factor(weight)
+        ctx.save_for_backward(x, weight)
         return scattered_product(x, weight.t(), axis)
 
     @staticmethod

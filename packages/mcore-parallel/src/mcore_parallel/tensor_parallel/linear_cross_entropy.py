@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_parallel.autocasting import cast_factor, without_autocast
 from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
@@ -80,9 +81,19 @@ def head_loss(
         rows, weight = rows.detach(), weight.detach()
     flat_labels = labels.t().reshape(-1)
     flat_weights = weights.t().reshape(-1)
-    total, losses = _HeadLoss.apply(
-        rows, weight, flat_labels, flat_weights, vocab_size, axis, label_smoothing, chunk_tokens
-    )
+    rows, matrix = cast_factor(rows), cast_factor(weight.detach())
+    with without_autocast(rows.device):
+        total, losses = _HeadLoss.apply(
+            rows,
+            weight,
+            matrix,
+            flat_labels,
+            flat_weights,
+            vocab_size,
+            axis,
+            label_smoothing,
+            chunk_tokens,
+        )
     return total, losses.view(labels.t().shape).t()
 
 
@@ -92,6 +103,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        matrix: Tensor,
         labels: Tensor,
         weights: Tensor,
         vocab_size: int,
@@ -99,6 +111,7 @@ class _HeadLoss(torch.autograd.Function):
         label_smoothing: float,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
+        # The matrix is the weight, or its cast under autocast.
         wide = torch.promote_types(x.dtype, torch.float32)
         weights = weights.to(wide)
         first = axis.rank * weight.shape[0]
@@ -113,7 +126,7 @@ class _HeadLoss(torch.autograd.Function):
         stats, gradient_ = _passes(x)
         for begin in range(0, x.shape[0], chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            logits = x[part] @ weight.t()
+            logits = x[part] @ matrix.t()
             peak, total, target, plain = stats(
                 logits, labels[part], width, first, label_smoothing > 0.0
             )
@@ -134,7 +147,7 @@ class _HeadLoss(torch.autograd.Function):
                     label_smoothing,
                     vocab_size,
                 )
-                torch.mm(logits, weight, out=dx[part])
+                torch.mm(logits, matrix, out=dx[part])
                 accumulate_product(dw, logits.t(), x[part], overwrite=is_new)
                 is_new = False
         if is_new:  # no token came
@@ -154,7 +167,7 @@ class _HeadLoss(torch.autograd.Function):
         if not dw:
             tell_ready(ctx.weight)
         own = dw[0].to(ctx.weight.dtype) if dw else None
-        return dx, own, None, None, None, None, None, None
+        return dx, own, None, None, None, None, None, None, None
 
 
 def _passes(x: Tensor) -> tuple[Any, Any]:
