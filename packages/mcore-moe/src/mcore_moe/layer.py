@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatching import build_dispatcher
 from mcore_moe.experts import Experts
+from mcore_moe.over_ranks import check_same
 from mcore_moe.router import Router
 from mcore_moe.shared import SharedExpert
 from mcore_parallel.autocasting import cast_factor
@@ -133,6 +135,8 @@ class MoELayer(nn.Module):
             else None
         )
         self.dispatcher = build_dispatcher(config, ep, expert_tp)
+        self.peers = (cp_tp, ep)
+        self._is_compared = False
 
     def forward(
         self,
@@ -142,7 +146,8 @@ class MoELayer(nn.Module):
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, ""]]:
         """Send each token through its experts.
 
-        Exchanges tokens over ``ep`` and ``expert_tp``, counts over ``cp_tp`` in training.
+        Exchanges tokens over ``ep`` and ``expert_tp``, counts over ``cp_tp`` in training. The
+        first call compares the routers of these ranks, except in compiled code.
 
         Args:
             x: this rank's tokens; whole and equal over ``tp`` unless sequence parallel.
@@ -155,7 +160,11 @@ class MoELayer(nn.Module):
             The output, cut like x, and this rank's share of the auxiliary losses times their
             coefficients: summed over ``cp_tp`` it is the loss of the micro-batch, so its
             gradients are summed over these ranks like any other. 0 in eval mode.
+
+        Raises:
+            ValueError: on all ranks, if they hold different routers.
         """
+        self._check_routers()
         begin, end = self._own_tokens(x.shape[0])
         own = copy_to(x, self.tp)[begin:end] if self.splits_tokens else x
         sequences = torch.arange(begin, end, device=x.device) % num_sequences
@@ -172,6 +181,16 @@ class MoELayer(nn.Module):
             again = self.recompute_shared and self.training
             y = y + (recompute(self.shared, x) if again else self.shared(x))
         return y, aux
+
+    def _check_routers(self) -> None:
+        """Compare the routers of ranks that exchange tokens, once: they must be equal."""
+        if self._is_compared or torch.compiler.is_compiling():
+            return
+        self._is_compared = True
+        weight = self.router.weight
+        if not isinstance(weight, DTensor):  # sharded by itself, so made alike
+            for axis in self.peers:
+                check_same({"the router": weight}, axis)
 
     def _own_tokens(self, num_tokens: int) -> tuple[int, int]:
         """Return the range of tokens that this rank routes; shares differ by one at most."""

@@ -20,6 +20,7 @@ from mcore_models.layers.rope import RotaryTables
 from mcore_models.protocol import KVCache
 from mcore_moe.config import MoEConfig
 from mcore_moe.layer import MoELayer
+from mcore_moe.over_ranks import moe_axes
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.logical_tensors import ffn_size, is_gated, moe_layers
 from mcore_parallel.mesh import SINGLE, ParallelContext
@@ -101,11 +102,7 @@ class TransformerBlock(nn.Module):
                 config.hidden_size,
                 ffn_size(config),
                 moe,
-                tp=ctx.tp,
-                cp_tp=ctx.axis("cp", "tp"),
-                dp_cp_tp=ctx.axis("dp", "cp", "tp"),
-                ep=ctx.ep,
-                expert_tp=ctx.expert_tp,
+                **moe_axes(ctx),
                 streams=streams,
                 recompute_activation="moe_act" in self.recomputed,
                 recompute_shared="shared_experts" in self.recomputed,

@@ -1,0 +1,113 @@
+"""Experts over ranks in a model of one's own: axes, what DDP leaves alone, gradients.
+
+``mcore_parallel.DataParallel`` needs none of this: it reads from the layers which gradients
+are summed over which ranks. torch's DDP and FSDP2 take every parameter for a replica, and an
+expert is none: the ranks of ``ep`` hold different ones, each of which has seen the tokens of
+all of them.
+"""
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from mcore_moe.router import Router
+from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.digests import digest
+from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.sharding import named_parameters
+
+
+class MoEAxes(TypedDict):
+    """Arguments of ``MoELayer``, which says what each is."""
+
+    tp: Axis
+    cp_tp: Axis
+    dp_cp_tp: Axis
+    ep: Axis
+    expert_tp: Axis
+
+
+def moe_axes(ctx: ParallelContext) -> MoEAxes:
+    """Return the axes that ``MoELayer`` takes, by argument name; no communication."""
+    return {
+        "tp": ctx.tp,
+        "cp_tp": ctx.axis("cp", "tp"),
+        "dp_cp_tp": ctx.axis("dp", "cp", "tp"),
+        "ep": ctx.ep,
+        "expert_tp": ctx.expert_tp,
+    }
+
+
+def rank_local_names(model: nn.Module) -> list[str]:
+    """List the parameters and buffers of expert layers that DDP and FSDP2 must leave alone.
+
+    These are the experts, and the counts and biases that ``finish_step`` keeps. DDP would
+    average experts that are not the same, and overwrite counts by those of rank 0.
+    """
+    names = [n.name for n in named_parameters(model) if n.layout.data == "expert"]
+    for path, module in model.named_modules():
+        if isinstance(module, Router):
+            own = ["step_counts", "step_scored_counts"]
+            own += [] if module.expert_bias is None else ["expert_bias"]
+            names += [f"{path}.{name}" if path else name for name in own]
+    return names
+
+
+def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
+    """Bring the experts' gradients to DDP's scale, in place; call it after backward.
+
+    An expert's gradient on a rank is a sum over the tokens of all ranks of ``ep``. It is summed
+    over the ranks that hold the same expert too (``ctx.expert_dp``, one all-reduce a tensor)
+    and divided by the number of ranks over which DDP averages (``ctx.dp_cp``): it is then the
+    gradient of the mean of the ranks' losses, as all others are.
+
+    Args:
+        model: unwrapped or wrapped.
+        ctx: of which the layers have their axes; ``tp`` of one rank. Under tensor parallelism
+            other gradients are parts of sums too: use ``mcore_parallel.DataParallel``.
+
+    Raises:
+        ValueError: under tensor parallelism; on all ranks, the first time, if ranks that
+            should hold the same expert do not: they were seeded apart.
+    """
+    if ctx.tp.size > 1:
+        raise ValueError(
+            f"expert gradients under --tensor-model-parallel-size {ctx.tp.size} need "
+            "mcore_parallel.DataParallel, which also sums what tensor ranks hold in part."
+        )
+    for named in named_parameters(model):
+        if named.layout.data != "expert" or named.parameter.grad is None:
+            continue
+        _compare_once(named.parameter, ctx.expert_dp, named.name)
+        partial = named.layout.parts[0].partial
+        total = all_reduce(all_reduce(named.parameter.grad, partial), ctx.expert_dp)
+        named.parameter.grad.copy_(total / ctx.dp_cp.size)
+
+
+def check_same(tensors: Mapping[str, Tensor], axis: Axis) -> None:
+    """Compare tensors over an axis by digests; one all-gather, and waits for the device.
+
+    Raises:
+        ValueError: on all ranks, naming what differs and where.
+    """
+    if axis.size == 1 or not tensors:
+        return
+    own = torch.stack([digest(x) for x in tensors.values()])
+    for name, found in zip(
+        tensors, all_gather(own.unsqueeze(1), axis, dim=1).tolist(), strict=True
+    ):
+        others = [rank for rank, number in enumerate(found) if number != found[0]]
+        if others:
+            raise ValueError(
+                f"{name} of ranks {others} of axis {axis.name} is not that of its rank 0: "
+                "these ranks were seeded apart. Give all ranks one torch.manual_seed before "
+                "the layers are made, or call reset_parameters(seed=...) on them."
+            )
+
+
+def _compare_once(parameter: nn.Parameter, axis: Axis, name: str) -> None:
+    if axis.size > 1 and not getattr(parameter, "is_compared", False):
+        parameter.is_compared = True  # pyrefly: ignore
+        check_same({name: parameter}, axis)
