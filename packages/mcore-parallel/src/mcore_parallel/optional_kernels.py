@@ -54,7 +54,7 @@ def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool
 
     Args:
         kernel: to try.
-        device: with an index if it is a GPU.
+        device: of the tensors; a GPU without an index is the current one.
         kind: handed to the trial; what else the kernel is compiled for.
     """
     return not failure_of(kernel, device, *kind)
@@ -62,11 +62,11 @@ def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool
 
 def failure_of(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:
     """Say why a kernel must not be chosen; empty: it may. See ``works``."""
-    key = kernel, device, kind
+    key = kernel, _with_index(device), kind
     if key not in _FAILURES:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "it was not tried before a CUDA graph was recorded"
-        failure = _FAILURES[key] = _try(kernel, device, kind)
+        failure = _FAILURES[key] = _try(*key)
         if failure:
             log.warning("%s cannot be used here, torch does without: %s", kernel.name, failure)
     return _FAILURES[key]
@@ -84,9 +84,10 @@ def agree_on_kernels(
 
     Args:
         wanted: kernels and kinds, the same on all ranks.
-        device: of this rank, with an index if it is a GPU.
+        device: of this rank.
         axis: ranks that are to choose alike; all of them call it.
     """
+    device = _with_index(device)
     failed = [bool(failure_of(kernel, device, *kind)) for kernel, kind in wanted]
     counts = all_reduce(torch.tensor(failed, dtype=torch.int32, device=device), axis)
     for (kernel, kind), count in zip(wanted, counts.tolist(), strict=True):
@@ -94,6 +95,12 @@ def agree_on_kernels(
             failure = f"it failed on {count} of {axis.size} ranks"
             _FAILURES[kernel, device, kind] = failure
             log.warning("%s is not used, torch does without: %s", kernel.name, failure)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
