@@ -13,10 +13,10 @@ from mcore_data.engines.building import (
     ReferenceEngine,
     build_engine,
     differing_probe,
-    special_ids,
 )
 from mcore_data.engines.character_check import border_vocabulary
 from mcore_data.engines.gigatoken import GigatokenEngine
+from mcore_data.engines.protocol import special_ids
 from mcore_data.engines.sentencepiece import SentencePieceEngine, _fields
 from mcore_data.engines.wordpiece import WordEngine
 from mcore_data.tokenizers.building import load_tokenizer

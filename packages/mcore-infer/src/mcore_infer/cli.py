@@ -13,7 +13,7 @@ from mcore_parallel.command_line import parse
 from mcore_parallel.entry_point import run_program
 
 if TYPE_CHECKING:
-    from mcore_data.tokenizers.building import Tokenizer
+    from mcore_data.tokenizers.protocol import Tokenizer
     from mcore_infer.loading import LoadedModel
     from mcore_models.gpt import GPT
 

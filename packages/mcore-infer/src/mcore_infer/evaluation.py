@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.gpt import GPT
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis

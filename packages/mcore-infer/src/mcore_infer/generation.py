@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.cache import StaticCache
 from mcore_infer.config import SamplingConfig
 from mcore_infer.sampling import log_probs_of, sample

@@ -12,7 +12,8 @@ import torch
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import Index, read_index
 from mcore_ckpt.storage.paths import resolve_folder
-from mcore_data.tokenizers.building import Tokenizer, load_tokenizer
+from mcore_data.tokenizers.building import load_tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.description import ModelDescription
 from mcore_models.gpt import GPT
 from mcore_parallel.mesh import ParallelContext

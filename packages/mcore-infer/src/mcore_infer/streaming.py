@@ -4,7 +4,7 @@ A token may hold a part of a character, and decoders may join a token to its nei
 text is decoded anew from a safe place and given out only when it ends in whole characters.
 """
 
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 _INCOMPLETE = "\ufffd"
 

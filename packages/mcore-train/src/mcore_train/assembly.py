@@ -11,7 +11,7 @@ import torch
 from mcore_data.datasets.from_flags import build_gpt_datasets, build_valid_sets
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.manifest import is_of_other_tokenizer
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch, describe_sources
 from mcore_data.tracing.tracing import prefixes
 from mcore_models.gpt import GPT

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mcore_data.config import DataConfig
-from mcore_data.tokenizers.building import Tokenizer, build_tokenizer
+from mcore_data.tokenizers.building import build_tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.layout_checks import layout_problems
 from mcore_parallel.layout import build_grids
 from mcore_parallel.logical_tensors import moe_layers

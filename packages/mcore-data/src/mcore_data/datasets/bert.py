@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mcore_data.datasets.masking import MaskingOptions, choose_spans, word_continuations
 from mcore_data.datasets.sentence_map import SentenceMapSpec, build_sentence_map
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 _MASKED = 0.8  # of the hidden tokens; half of the others become random ids
 _NO_LABEL = -1

@@ -17,7 +17,7 @@ from mcore_data.indexed.index_format import token_dtype
 from mcore_data.indexed.output_lock import make_folder
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

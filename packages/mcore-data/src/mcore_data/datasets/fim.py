@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.config import FIMConfig
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 _BROKEN = "\ufffd"
 

@@ -27,7 +27,7 @@ from mcore_data.datasets.splitting import NUM_SPLITS, split_bounds
 from mcore_data.indexed.index_format import idx_path
 from mcore_data.indexed.object_store import is_remote
 from mcore_data.indexed.reader import IndexedDataset
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 _GEOMETRIC_PROB = 0.2  # SpanBERT's
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mcore_data.datasets.bert import Sentences
 from mcore_data.datasets.masking import MaskingOptions, choose_spans, word_continuations
 from mcore_data.datasets.sentence_map import SentenceMapSpec, build_sentence_map
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 _T5_MASKING = MaskingOptions(max_ngram=10, geometric=True)
 

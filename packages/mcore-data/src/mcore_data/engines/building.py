@@ -8,14 +8,15 @@ file of its own.
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.config import EngineName
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.engines.protocol import Engine, Reference
 from mcore_data.tokenizers.plain import ByteTokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 log = logging.getLogger(__name__)
@@ -43,19 +44,6 @@ PROBES = (
 """Where encoders are known to differ: white space, marks, scripts, new characters, lengths."""
 
 
-class Engine(Protocol):
-    """Encodes texts exactly as its tokenizer does, special tokens around them included."""
-
-    @property
-    def name(self) -> str:
-        """Name and version, for the manifest."""
-        ...
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text."""
-        ...
-
-
 class ReferenceEngine:
     """The tokenizer itself.
 
@@ -80,20 +68,6 @@ class ByteEngine:
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """UTF-8 bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-
-class Reference(Protocol):
-    """What an engine is held to: a tokenizer, or one that encodes in another process."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; ``add_special_tokens`` keeps what the tokenizer adds around it."""
-        ...
-
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Ids of many texts."""
-        ...
 
 
 def build_engine(
@@ -146,31 +120,6 @@ def differing_probe(
         if ids.tolist() != expected:
             return text
     return None
-
-
-def special_ids(tokenizer: Reference) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer puts before and behind every text.
-
-    Raises:
-        ValueError: if what it adds is not of that form.
-    """
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start], whole[start + len(bare) :]
-    raise ValueError("the tokenizer adds more than ids before and behind a text.")
-
-
-def surrounded(
-    ids: list[NDArray[np.integer]],
-    before: NDArray[np.uint32],
-    behind: NDArray[np.uint32],
-) -> list[NDArray[np.integer]]:
-    """Put the ids of ``special_ids`` before and behind those of each text."""
-    if not len(before) and not len(behind):
-        return ids
-    return [np.concatenate((before, each, behind)) for each in ids]
 
 
 def _special_probes(tokenizer: Tokenizer) -> list[str]:

@@ -17,11 +17,11 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from mcore_data.engines.building import Reference, special_ids, surrounded
 from mcore_data.engines.character_check import CharacterCheck, Encode, border_vocabulary
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.engines.protocol import Reference, special_ids, surrounded
 from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.multimodal import MultimodalTokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 FORGET_AFTER = 1 << 30

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.engines.building import special_ids, surrounded
+from mcore_data.engines.protocol import special_ids, surrounded
 from mcore_data.engines.word_cache import MAX_WORDS, WordTable, encode_in_batches, padded
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 # Numbers of fields in sentencepiece_model.proto.

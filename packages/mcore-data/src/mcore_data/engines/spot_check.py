@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.engines.building import Reference
+from mcore_data.engines.protocol import Reference
 
 SAMPLE_SHARE = 1 / 1024
 LONGEST_SAMPLED = 1 << 20

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.engines.building import special_ids, surrounded
+from mcore_data.engines.protocol import special_ids, surrounded
 from mcore_data.engines.word_cache import MAX_WORDS, WordTable, encode_in_batches, padded
-from mcore_data.tokenizers.building import Tokenizer
 from mcore_data.tokenizers.hf import HFTokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 _WHITE, _WORD, _ALONE = 0, 1, 2
 # First bytes of U+4000 to U+9FFF; with the first of them, U+4E00 is where the Chinese begin.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.engines.building import Engine
+from mcore_data.engines.protocol import Engine
 from mcore_data.engines.spot_check import Checked, Verifier
 from mcore_data.preprocessing.blocks import Block, describe
 from mcore_data.preprocessing.records import BadRecord, Text

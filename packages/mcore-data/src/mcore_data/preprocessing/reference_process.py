@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mcore_data.preprocessing.workers import started
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 
 
 class ReferenceProcess:

@@ -35,7 +35,8 @@ from mcore_data.preprocessing.sources import (
     refuse_changed,
 )
 from mcore_data.preprocessing.workers import START_METHOD, encode_all
-from mcore_data.tokenizers.building import Tokenizer, build_tokenizer, how_to_end_documents
+from mcore_data.tokenizers.building import build_tokenizer, how_to_end_documents
+from mcore_data.tokenizers.protocol import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from mcore_data.config import TOKENIZER_TYPES, TokenizerConfig
+from mcore_data.tokenizers.protocol import MARKER, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -21,58 +21,6 @@ log = logging.getLogger(__name__)
 _SENTENCEPIECE_START = re.compile(rb"\n[^{]\n", re.DOTALL)
 # A JSON list of ranks, or base64 and a number.
 _RANKS_START = re.compile(rb"\s*\[|[A-Za-z0-9+/]+=* 0\s")
-MARKER = "mcore_tokenizer.json"
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What the rest of the house needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids run from 0 to vocab_size - 1."""
-        ...
-
-    @property
-    def eod(self) -> int | None:
-        """Id that ends a document."""
-        ...
-
-    @property
-    def bos(self) -> int | None:
-        """Id that starts a sequence."""
-        ...
-
-    @property
-    def pad(self) -> int | None:
-        """Id that fills short sequences."""
-        ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; ``add_special_tokens`` keeps what the tokenizer adds around it."""
-        ...
-
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Ids of many texts."""
-        ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of ids."""
-        ...
-
-    def token_id(self, token: str) -> int | None:
-        """Id of one token by its name, None if there is none."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Hash of everything that decides which ids a text gets."""
-        ...
-
-    def save(self, folder: str | Path) -> None:
-        """Write files from which ``load_tokenizer(folder)`` builds an equal tokenizer."""
-        ...
 
 
 def load_tokenizer(

@@ -12,8 +12,8 @@ from typing import Any
 
 import tokenizers
 
-from mcore_data.tokenizers.building import MARKER
 from mcore_data.tokenizers.hf import HFTokenizer, open_hf_tokenizer
+from mcore_data.tokenizers.protocol import MARKER
 
 IMAGE = "<image>"
 TAGS = {

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_data.tokenizers.building import MARKER
+from mcore_data.tokenizers.protocol import MARKER
 
 
 class NullTokenizer:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from mcore_data.tokenizers.building import MARKER
+from mcore_data.tokenizers.protocol import MARKER
 
 
 class SentencePieceTokenizer:

@@ -17,7 +17,7 @@ import numpy as np
 from mcore_data.config import DataConfig, FIMConfig
 from mcore_data.datasets.from_flags import build_gpt_datasets
 from mcore_data.loading.sampler import CyclicSampler
-from mcore_data.tokenizers.building import Tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.tracing import prefixes
 
 PLAN_FILE = "data_plan.json"

@@ -9,7 +9,8 @@ import numpy as np
 
 from mcore_data.indexed.index_format import bin_path
 from mcore_data.loading.sampler import CyclicSampler
-from mcore_data.tokenizers.building import Tokenizer, load_tokenizer
+from mcore_data.tokenizers.building import load_tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import (
     DataPlan,
     batch_size_of,
