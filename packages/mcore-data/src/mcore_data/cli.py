@@ -261,7 +261,7 @@ def train_tokenizer(
 
 
 def _progress(title: str, log_interval: int) -> Any:
-    """Draw a bar on a terminal, print a line now and then elsewhere or if asked to."""
+    """Draw a bar on a terminal, print a line now and then elsewhere and with --log-interval."""
     from mcore_data.preprocessing.progress import Bar, Lines
 
     if sys.stderr.isatty() and not log_interval:

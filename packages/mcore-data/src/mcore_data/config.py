@@ -294,7 +294,7 @@ class FIMConfig:
     """Token that fills what a rewritten sample is short of."""
 
     def __post_init__(self) -> None:
-        """Check the shares, and that nothing is asked in vain."""
+        """Check the shares, and refuse options without effect."""
         for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must lie in 0 to 1.")

@@ -49,7 +49,7 @@ class EpochsDataset:
         return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
 
     def epoch(self, number: int) -> Any:
-        """The dataset of one epoch; the last two asked for are kept."""
+        """The dataset of one epoch; the last two used are kept."""
         number = int(number)
         if number not in self._epochs:
             recent = dict(list(self._epochs.items())[-1:])

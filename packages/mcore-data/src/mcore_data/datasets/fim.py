@@ -3,7 +3,7 @@
 A rewritten document is ``PRE prefix SUF suffix MID middle`` or, in suffix-prefix-middle
 order, ``PRE SUF suffix MID prefix middle``. The two cuts fall between characters, so the
 text is decoded, cut and encoded again. Chance is drawn from the sample's own generator:
-a sample is the same in whatever order samples are asked for (Megatron draws from one stream,
+a sample is the same in whatever order samples are read (Megatron draws from one stream,
 so there it depends on that order).
 
 Reference:

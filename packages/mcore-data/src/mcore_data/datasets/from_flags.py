@@ -289,7 +289,7 @@ class _Share:
     number: int
     num_samples: int
     may_be_empty: bool = False
-    """Whether nobody asked for this part: little data have none for it."""
+    """Whether the part comes from the default split: a small dataset has no document for it."""
 
 
 def _build_blend(
@@ -321,8 +321,8 @@ def _build_blend(
         replace(share, num_samples=max(1, math.ceil(target * surplus))) for target in targets
     ]
     datasets = _build_each(blend, config, build, shares)
-    # Each is asked for a sample: None is one without any, in a part that may be empty. The
-    # others are not scored in its place, for the weights would not be those of the blend.
+    # At least one sample of each is requested: None is one without any, in a part that may
+    # be empty. The others do not replace it: the weights would not be those of the blend.
     if None in datasets:
         return None
     # pyrefly: ignore[bad-argument-type]

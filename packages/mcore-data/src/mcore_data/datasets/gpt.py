@@ -156,7 +156,7 @@ class GPTDataset:
         self.index = load_sample_index(lengths, ids, spec, cache_folder)
 
     def __len__(self) -> int:
-        """Samples that can be asked for."""
+        """Number of samples."""
         return len(self.index.shuffle)
 
     def __getitem__(self, sample: int | None) -> dict[str, NDArray[Any]]:
@@ -230,9 +230,9 @@ class GPTDataset:
         rows = self.index.samples[:, 0]
         first = np.maximum(np.searchsorted(rows, line, side="left") - 1, 0)
         last = np.searchsorted(rows, line, side="right")
-        asked = [row for a, b in zip(first, last, strict=True) for row in range(a, b)]
-        asked = [row for row in dict.fromkeys(asked) if row < len(self.index.shuffle)]
-        samples = np.argsort(self.index.shuffle)[np.array(asked, np.int64)].tolist()
+        rows = [row for a, b in zip(first, last, strict=True) for row in range(a, b)]
+        rows = [row for row in dict.fromkeys(rows) if row < len(self.index.shuffle)]
+        samples = np.argsort(self.index.shuffle)[np.array(rows, np.int64)].tolist()
         return [
             sample
             for sample in samples

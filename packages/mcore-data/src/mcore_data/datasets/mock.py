@@ -101,7 +101,7 @@ class MockGPTDataset(GPTDataset):
         self.num_samples = num_samples
 
     def __len__(self) -> int:
-        """Exactly the samples asked for."""
+        """The number of samples requested."""
         return self.num_samples
 
 

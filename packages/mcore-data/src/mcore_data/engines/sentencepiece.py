@@ -4,7 +4,7 @@ A merge joins two neighbours to a piece of the vocabulary. Two characters that n
 side by side are therefore never joined, and text may be cut between them: its ids are those
 of the parts, one after the other. Models split by script and by digits when they are trained,
 so the parts are short, and ``word_table.py`` has their ids. New ones are encoded by
-the model itself, told not to put a blank in front.
+the model itself, with its blank in front switched off.
 """
 
 import re

@@ -75,9 +75,9 @@ def merge_pairs(
 
 def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None:
     """Refuse to replace a pair, but by one of the same files, as far as manifests tell."""
-    told = all(pair["files"] for pair in merged_from)
+    have_manifests = all(pair["files"] for pair in merged_from)
     if bin_path(prefix).is_file() and not (
-        told and read_manifest(prefix).get("merged_from") == merged_from
+        have_manifests and read_manifest(prefix).get("merged_from") == merged_from
     ):
         raise ValueError(
             f"{bin_path(prefix)} exists, and was not joined from these pairs as they are, or "

@@ -1,7 +1,7 @@
 """Token files in an object store (``s3://``, ``gs://``, ...), read by ranges through fsspec.
 
 The small ``.idx`` is copied once into a local folder and mapped; of the ``.bin`` only the
-blocks that samples touch are asked for, and the last ones are kept in memory.
+only blocks that samples touch are requested, and the last ones are kept in memory.
 """
 
 import hashlib

@@ -106,12 +106,12 @@ def refuse_finished(prefixes: Iterable[Path], work: str) -> None:
 
 
 def _lock(path: Path, file: BinaryIO) -> bool:
-    """Lock a file if nobody else has; whether it is locked, or there are no locks here."""
+    """Lock a file; True if it is locked now, or this file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
         return True
-    # One that its holder took away in between locks nobody out.
+    # A lock file that its holder removed in between protects nothing.
     return path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino

@@ -179,7 +179,7 @@ class IndexedWriter:
         """Compose the index and give both files their final names, the index last.
 
         Returns:
-            SHA-256 of the ``.bin`` if it was asked for, else nothing.
+            SHA-256 of the ``.bin`` if the writer was made with ``checksum``, else nothing.
         """
         num_borders = self._files["borders"].tell() // 8
         self._close()

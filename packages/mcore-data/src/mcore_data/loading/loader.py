@@ -47,7 +47,7 @@ def build_loader(
         dataloader_type: ``single`` goes through the dataset once, ``cyclic`` for ever in new
             permutations, ``full`` once to the last sample: what the last micro-batches are
             short of is filled up with samples that count nothing, and ``len`` is known.
-        num_workers: processes that prepare batches; 0 prepares them when asked. They ignore
+        num_workers: processes that prepare batches; 0 prepares them in this one. They ignore
             SIGTERM and SIGINT, which a terminal or a batch system sends to every process of a
             job, and end with the process that reads the batches.
         seed: of the permutations of ``cyclic``.

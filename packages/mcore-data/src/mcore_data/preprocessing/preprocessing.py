@@ -38,7 +38,7 @@ def preprocess(
 
     Raises:
         FileNotFoundError: if an input or a tokenizer file is missing.
-        ValueError: if ``append_eod`` is asked of a tokenizer that has no such token, or an
+        ValueError: if ``append_eod`` is set and the tokenizer has no such token, or an
             engine cannot do the tokenizer; if the outputs cannot be written, are being
             written, or were made by other work and are not to be overwritten.
         ImportError: if an input or engine needs an extra that is not installed.

@@ -32,7 +32,7 @@ _HEAD_BYTES = 1 << 17
 
 
 class BadRecordError(ValueError):
-    """A record of the input is not what was asked for."""
+    """A record of the input cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)

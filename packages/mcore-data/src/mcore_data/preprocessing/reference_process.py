@@ -1,8 +1,8 @@
-"""A tokenizer that encodes in a process of its own, so that nobody waits until it is open.
+"""A tokenizer that encodes in a separate process, which opens it while others work.
 
-The library's tokenizer of a large vocabulary takes half a second to build and is asked for a
+The library's tokenizer of a large vocabulary takes half a second to build and encodes a
 thousandth of the texts. Meanwhile the engine is opened here and workers begin; all of them
-may ask, one at a time, through a pipe that forks inherit.
+may send it texts, one at a time, through a pipe that forks inherit.
 """
 
 import signal
@@ -68,7 +68,7 @@ class ReferenceProcess:
 
 
 def _serve(tokenizer: Tokenizer, pipe: Connection, other: Connection) -> None:
-    """Encode what comes until everybody who may ask is gone."""
+    """Encode what comes until every sender has closed its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
     other.close()
     tokenizer.encode("")  # opens it
@@ -80,7 +80,7 @@ def _serve(tokenizer: Tokenizer, pipe: Connection, other: Connection) -> None:
         answer: Any
         try:
             answer = tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        except Exception as error:  # noqa: BLE001 - raised where it was asked
+        except Exception as error:  # noqa: BLE001 - raised in the caller
             error.add_note("in the reference tokenizer's process:\n" + traceback.format_exc())
             answer = error
         try:

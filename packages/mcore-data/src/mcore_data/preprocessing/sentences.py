@@ -46,7 +46,7 @@ def build_splitter(
         keep_newlines: leave the line ends that follow a sentence at its end.
 
     Raises:
-        ImportError: if punkt is asked for and NLTK is not installed.
+        ImportError: if punkt is chosen and NLTK is not installed.
         FileNotFoundError: if punkt's data for the language is nowhere NLTK looks.
     """
     if kind != "rules":

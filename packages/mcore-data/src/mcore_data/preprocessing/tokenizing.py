@@ -141,10 +141,10 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
 def _reference_beside(
     config: PreprocessConfig, tokenizer: Tokenizer
 ) -> ReferenceProcess | None:
-    """A process for the tokenizer, if it takes long to open and is asked for little."""
-    asks_little = config.engine != "reference" and config.verify != "full"
+    """A process for the tokenizer, if it takes long to open and encodes few texts."""
+    encodes_few = config.engine != "reference" and config.verify != "full"
     opens_late = getattr(tokenizer, "opens_late", False)
-    if not (asks_little and opens_late and config.workers > 1 and START_METHOD == "fork"):
+    if not (encodes_few and opens_late and config.workers > 1 and START_METHOD == "fork"):
         return None
     tokenizer.fingerprint()  # what both need of it is there before the fork
     return ReferenceProcess(tokenizer)
@@ -169,7 +169,7 @@ def _preprocess_alone(
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """``preprocess_sources``, while nobody else writes its outputs."""
+    """``preprocess_sources``, under the lock of its outputs."""
     prefixes = output_prefixes(config)
     journal_path = Path(f"{config.output_prefix}.journal.json")
     work = work_of(config, sources, tools)

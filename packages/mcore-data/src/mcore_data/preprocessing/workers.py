@@ -53,7 +53,7 @@ def encode_all(
 ) -> Generator[tuple[Task, EncodedBlock], None, None]:
     """Encode blocks in worker processes, in order; at most four for each are in memory.
 
-    The tokens of a result are valid until the next one is asked for.
+    The tokens of a result are valid until the next result is taken.
 
     Args:
         encoder: what the workers do; handed over by the fork, or pickled.

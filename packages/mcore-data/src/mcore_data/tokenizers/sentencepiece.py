@@ -21,7 +21,7 @@ class SentencePieceTokenizer:
 
     Raises:
         ImportError: if ``sentencepiece`` is not installed.
-        ValueError: if the file is no such model, or lacks a BOS that is asked for.
+        ValueError: if the file is no such model, or ``add_bos`` is set and it has no BOS.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """``data_plan.json``: all that decides which tokens a run's steps read, kept in checkpoints.
 
 From it alone the run's datasets are built again, on any host that has the files, and every
-sample of every step is told (``explaining``). It holds options, seed and counts, a
+sample of every step can be found (``explaining``). It holds options, seed and counts, a
 fingerprint of every source, and the batch sizes that the run has had.
 """
 
@@ -49,7 +49,7 @@ class DataPlan:
         fim: fill-in-the-middle options.
         sequence_length: tokens of a sample.
         seed: of all orders.
-        num_samples: samples asked of train, valid and test.
+        num_samples: samples requested of train, valid and test.
         stretches: batch sizes, from the first step on; the last one goes on.
         iteration: steps done when this was written.
         consumed_samples: samples used until then.

@@ -116,8 +116,8 @@ class RunData:
         """
         known = [name for name in self._stored if not prefix or _same(name, prefix)]
         if len(known) != 1:
-            asked = f", not {prefix}" if prefix else ": give one by --prefix"
-            raise ValueError(f"the run reads {', '.join(self._stored)}{asked}.")
+            hint = f", not {prefix}" if prefix else ": give one by --prefix"
+            raise ValueError(f"the run reads {', '.join(self._stored)}{hint}.")
         stored = self._stored[known[0]]
         sequences = _sequences_of(stored, document)
         found = []
@@ -190,5 +190,5 @@ def _sequences_of(stored: Any, document: int) -> range:
     return range(int(borders[document]), int(borders[document + 1]))
 
 
-def _same(stored: str, asked: str) -> bool:
-    return stored == asked or (bool(asked) and Path(stored).resolve() == Path(asked).resolve())
+def _same(stored: str, given: str) -> bool:
+    return stored == given or (bool(given) and Path(stored).resolve() == Path(given).resolve())
