@@ -360,7 +360,10 @@ class VerifyConfig:
     """How ``mcore-train verify`` checks a layout."""
 
     certificate: str = ""
-    """File for the result as JSON; empty: only the table is printed."""
+    """File for the result as JSON, also of a verification that stops early; empty: only the
+    table is printed."""
+    quiet: bool = False
+    """Print only what failed and the verdict."""
     max_ranks: int = 8
     """Ranks of the small twin; larger degrees are halved until it fits."""
 

@@ -118,3 +118,14 @@ def test_nothing_compared_is_nothing_proven():
     assert not certificate([]).passed
     line = Line(what="loss", tensor="", worst="", error=0.0, tolerance=0.0)
     assert certificate([line]).passed
+    assert not replace(certificate([line]), stopped="rank 1 died").passed
+
+
+def test_the_quiet_form_names_what_failed_and_the_verdict():
+    good = Line(what="loss", tensor="", worst="", error=0.0, tolerance=0.0)
+    bad = Line(what="logits", tensor="rows", worst="rows.1", error=1.0, tolerance=1e-10)
+    found = certificate([good, bad])
+    assert "not checked here:" in draw(found)
+    row, verdict = draw(found, quiet=True).splitlines()
+    assert row.split() == ["logits", "rows", "1.0e+00", "1.0e-10", "FAILED", "rows.1"]
+    assert "is WRONG" in verdict

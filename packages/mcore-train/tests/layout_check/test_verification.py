@@ -100,3 +100,16 @@ def test_flags_that_cannot_run_are_refused_before_any_rank_starts(capsys):
     flags = "--mock-data --vocab-size 64 --seq-length 16 --tensor-model-parallel-size 2"
     assert main([*words.split(), *flags.split()]) == 2
     assert "--num-attention-heads 3 cannot be split" in capsys.readouterr().err
+
+
+def test_a_verification_that_stops_early_says_so_in_its_certificate(capsys, tmp_path):
+    file = tmp_path / "verify.json"
+    file.write_text('{"passed": true}')
+    words = "verify gpt --num-layers 2 --hidden-size 36 --num-attention-heads 3 --mock-data"
+    flags = "--vocab-size 64 --seq-length 16 --tensor-model-parallel-size 2 --certificate"
+    assert main([*words.split(), *flags.split(), str(file)]) == 2
+    table = json.loads(file.read_text())
+    assert not table["passed"]
+    assert "--num-attention-heads 3 cannot be split" in table["stopped"]
+    hint = "This holds for 4 ranks, the fewest of this layout: give the run's own number by"
+    assert hint in capsys.readouterr().err

@@ -1,13 +1,15 @@
 import io
 import json
 import logging
+import os
+import signal
 import sys
 
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcore_train.reporting.log import Reporter, StepReport, set_up
+from mcore_train.reporting.log import LineHandler, Reporter, StepReport, set_up
 
 
 def report(**changes):
@@ -143,3 +145,17 @@ def test_a_rank_that_does_not_report_needs_no_tensorboard(tmp_path, monkeypatch)
     with Reporter(None, tensorboard_folder=tmp_path / "tensorboard") as reporter:
         reporter.report(report())
     assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_reader_of_the_log_that_is_gone_ends_the_run_as_sigterm_does(capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    with os.fdopen(writing, "w") as pipe, open(os.devnull, "w") as nowhere:
+        line = logging.LogRecord("run", logging.INFO, "", 0, "loss 2.5", (), None)
+        LineHandler(pipe).handle(line)
+        os.dup2(nowhere.fileno(), writing)  # what is left in the buffer has a place to go
+    signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
+    assert capfd.readouterr().err == ""

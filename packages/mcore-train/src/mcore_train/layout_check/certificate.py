@@ -54,11 +54,13 @@ class Certificate:
     lines: tuple[Line, ...]
     unchecked: tuple[str, ...]
     seconds: float
+    stopped: str = ""
+    """Why the comparison did not come to its end; empty if it did."""
 
     @property
     def passed(self) -> bool:
-        """Whether every line passed, and there are any."""
-        return bool(self.lines) and all(line.passed for line in self.lines)
+        """Whether it came to its end, every line passed, and there are any."""
+        return not self.stopped and bool(self.lines) and all(line.passed for line in self.lines)
 
     def to_json(self) -> str:
         """Write the certificate as JSON, errors and tolerances as numbers."""
@@ -174,8 +176,13 @@ def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> s
     return next(names, "")
 
 
-def draw(certificate: Certificate) -> str:
-    """Draw the table: one row a tensor class, failures marked, and what was not checked."""
+def draw(certificate: Certificate, *, quiet: bool = False) -> str:
+    """Draw the table: one row a tensor class, failures marked, and what was not checked.
+
+    Args:
+        certificate: of a comparison.
+        quiet: leave out what passed, and what was not checked.
+    """
     rows = [("what", "tensors", "worst error", "tolerance", "")]
     for line in certificate.lines:
         exact = line.tolerance == 0
@@ -193,15 +200,15 @@ def draw(certificate: Certificate) -> str:
         "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
         for row in rows
     ]
+    if quiet:
+        table = [line for line in table if "FAILED" in line]
     verdict = "computes what one rank computes" if certificate.passed else "is WRONG"
     layout = f"{certificate.layout}, {certificate.dtype}"
+    unchecked = ["", "not checked here:", *(f"  - {n}" for n in certificate.unchecked), ""]
     return "\n".join(
         [
             *(row.rstrip() for row in table),
-            "",
-            "not checked here:",
-            *(f"  - {note}" for note in certificate.unchecked),
-            "",
+            *([] if quiet else unchecked),
             f"This layout ({layout}) {verdict} ({certificate.seconds:.0f} s).",
         ]
     )

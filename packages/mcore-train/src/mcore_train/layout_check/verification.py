@@ -57,6 +57,9 @@ TIMEOUT_S = 600.0
 def run_verification(config: VerifiedConfig) -> int:
     """Verify what a command line describes; print the table and write the certificate.
 
+    From the start until the end the certificate says that it did not come to its end, and
+    after an error which one.
+
     Returns:
         0 if everything agrees, 1 if not.
 
@@ -66,32 +69,62 @@ def run_verification(config: VerifiedConfig) -> int:
     world = launcher.read_environment()
     is_first = world.rank == 0
     set_up(is_first)
-    if is_first and config.verification.certificate:
-        check_file("--certificate", config.verification.certificate)
-    own = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
-    if world.is_launched:
-        certificate = verify_in_world(
-            build_twin(_plan(own, world.world_size), world.world_size)
-        )
-    else:
-        plan = _plan(own, own.launch.nproc or smallest_world(own))
-        certificate = verify_here(build_twin(plan, config.verification.max_ranks))
+    file = config.verification.certificate if is_first else ""
+    if file:
+        check_file("--certificate", file)
+    _write(_stopped("it was ended"), file)
+    try:
+        certificate = _certify(config)
+    except Exception as error:
+        _write(_stopped(str(error) or type(error).__name__), file)
+        raise
     if certificate is None:
         return 0
-    return conclude(certificate, config.verification.certificate)
+    return conclude(certificate, file, quiet=config.verification.quiet)
 
 
-def conclude(certificate: Certificate, file: str = "") -> int:
-    """Print a certificate and write it as JSON, if a file is named.
+def _certify(config: VerifiedConfig) -> Certificate | None:
+    """Verify on a launcher's ranks, or on ranks of this host; only rank 0 gets a result."""
+    world, quiet = launcher.read_environment(), config.verification.quiet
+    own = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
+    if world.is_launched:
+        twin = build_twin(_plan(own, world.world_size), world.world_size)
+        return verify_in_world(twin, quiet=quiet)
+    world_size = own.launch.nproc or smallest_world(own)
+    try:
+        plan = _plan(own, world_size)
+    except ValueError as error:
+        if own.launch.nproc:
+            raise
+        raise ValueError(
+            f"{error}\nThis holds for {world_size} ranks, the fewest of this layout: give the "
+            "run's own number by --nproc."
+        ) from error
+    return verify_here(build_twin(plan, config.verification.max_ranks), quiet=quiet)
+
+
+def conclude(certificate: Certificate, file: str = "", *, quiet: bool = False) -> int:
+    """Print a certificate, in full or only what failed, and write it as JSON into a file.
 
     Returns:
         What the command exits with: 0 if everything agrees, else 1.
     """
-    log.info("%s", draw(certificate))
+    _write(certificate, file)
+    log.info("%s", draw(certificate, quiet=quiet))
+    return 0 if certificate.passed else 1
+
+
+def _write(certificate: Certificate, file: str) -> None:
     if file:
         Path(file).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(certificate.to_json())
-    return 0 if certificate.passed else 1
+
+
+def _stopped(why: str) -> Certificate:
+    """Return the certificate of a comparison that did not come to its end."""
+    return Certificate(
+        layout="", dtype="", lines=(), unchecked=("everything",), seconds=0.0, stopped=why
+    )
 
 
 def _plan(config: TrainConfig, world_size: int) -> Plan:
@@ -104,24 +137,26 @@ def _plan(config: TrainConfig, world_size: int) -> Plan:
     return plan_of(config, world_size)
 
 
-def verify_here(twin: Twin) -> Certificate:
+def verify_here(twin: Twin, *, quiet: bool = False) -> Certificate:
     """Start the twin's ranks on this host's CPU and compare.
 
     Args:
         twin: of ``build_twin``.
+        quiet: log no progress.
 
     Raises:
         RuntimeError: if a rank raises or dies, with its traceback.
     """
-    log.info("%s, on this host's processors", describe_layout_of(twin))
+    if not quiet:
+        log.info("%s, on this host's processors", describe_layout_of(twin))
     ranks = Pool(check_shapes=False)
     try:
-        return ranks.run(verify_on_rank, twin.world_size, (twin,), TIMEOUT_S)[0]
+        return ranks.run(verify_on_rank, twin.world_size, (twin, quiet), TIMEOUT_S)[0]
     finally:
         ranks.stop()
 
 
-def verify_in_world(twin: Twin) -> Certificate | None:
+def verify_in_world(twin: Twin, *, quiet: bool = False) -> Certificate | None:
     """Compare on the ranks that a launcher started on this host; only rank 0 returns a result.
 
     Raises:
@@ -133,19 +168,23 @@ def verify_in_world(twin: Twin) -> Certificate | None:
             f"the twin has {twin.world_size} ranks and the launcher started "
             f"{world.world_size}: start {twin.world_size}, or raise --max-ranks."
         )
+    set_up(world.rank == 0 and not quiet)
     log.info("%s, as launched", describe_layout_of(twin))
     plan = resolve(twin.config, twin.world_size)
-    with joined_world(plan) as ctx:
-        return _verify(twin, plan, ctx)
+    try:
+        with joined_world(plan) as ctx:
+            return _verify(twin, plan, ctx)
+    finally:
+        set_up(world.rank == 0)
 
 
-def verify_on_rank(twin: Twin) -> Certificate | None:
+def verify_on_rank(twin: Twin, quiet: bool = False) -> Certificate | None:
     """Compare on one rank of a gloo world; only rank 0 returns a certificate."""
     plan = resolve(twin.config, twin.world_size)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         ctx = ParallelContext.build(twin.config.parallelism)
-        set_up(ctx.global_rank == 0)
+        set_up(ctx.global_rank == 0 and not quiet)
         try:
             return _verify(twin, plan, ctx)
         finally:

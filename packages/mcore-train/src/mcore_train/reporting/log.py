@@ -7,6 +7,7 @@ stands below the lines.
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -29,6 +30,23 @@ log = logging.getLogger(__name__)
 ROOT = "mcore_train"
 
 
+class LineHandler(logging.StreamHandler):
+    """Writes lines until their reader, such as ``head``, has seen enough.
+
+    A run then ends as it does after SIGTERM: it saves first. What handles no SIGTERM goes on
+    without lines.
+    """
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
+        """Stop writing if the reader is gone; print other errors as logging does."""
+        if not isinstance(sys.exception(), BrokenPipeError):
+            super().handleError(record)
+            return
+        logging.getLogger().removeHandler(self)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)
+
+
 def set_up(is_reporter: bool) -> Console:
     """Send log records to standard output, once; ranks that do not report only warn.
 
@@ -39,7 +57,7 @@ def set_up(is_reporter: bool) -> Console:
         The console on which progress may be shown too.
     """
     console = Console(soft_wrap=True, highlight=False)
-    handler: logging.Handler = logging.StreamHandler(sys.stdout if is_reporter else sys.stderr)
+    handler: logging.Handler = LineHandler(sys.stdout if is_reporter else sys.stderr)
     if is_reporter and console.is_terminal:
         handler = RichHandler(
             console=console, show_time=False, show_level=False, show_path=False, markup=False
