@@ -1,7 +1,7 @@
 """Options that contradict each other, or have no effect, in a world of any size.
 
 Schedules and recomputation, kernels, graphs and deterministic bits, reports and files. Pure,
-like ``resolution``, which asks for these lines beside its own.
+like ``resolution``, which adds these lines to its own.
 """
 
 from collections.abc import Iterator

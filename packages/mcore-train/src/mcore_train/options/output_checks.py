@@ -1,6 +1,6 @@
-"""Whether what a command is to write can be written: asked before anything is started.
+"""Checks, before anything starts, that a command can write its outputs.
 
-Pure standard library, so that the process that starts ranks asks too, and once.
+Standard library only, so that the process that starts ranks runs them too, and once.
 """
 
 import os

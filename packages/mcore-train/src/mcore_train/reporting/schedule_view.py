@@ -55,7 +55,7 @@ class ScheduleConfig:
 
 
 def draw_schedule(config: ScheduleConfig) -> str:
-    """Draw a schedule as text and, if asked for, into an SVG file.
+    """Draw a schedule as text and, with ``--output``, into an SVG file.
 
     Raises:
         ValueError: if the schedule does not take so many ranks and micro-batches, the layers
