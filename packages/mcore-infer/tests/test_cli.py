@@ -43,6 +43,7 @@ def test_evaluate_prints_bits_per_byte(run_folder, tmp_path, capsys):
         (["generate", "--load", "RUN", "--ckpt-step", "3"], "Complete steps there: 7"),
         (["evaluate", "--load", "RUN", "--input", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "RUN", "--temprature", "1"], "--temperature"),
+        (["evaluate", "--load", "RUN", "--input", "RUN"], "is a folder: give text files"),
         (["write"], "The commands are generate, evaluate"),
     ],
 )

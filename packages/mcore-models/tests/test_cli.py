@@ -48,6 +48,7 @@ def test_count_takes_flags_alone(capsys):
     [
         ("counts", "unknown command counts: did you mean count?"),
         ("count --preset nope", "no preset is called nope"),
+        ("count --preset tiny --world-size 0", "--world-size and --micro-batch-size must be"),
         ("count --preset tiny --num-layer 3", "did you mean --num-layers?"),
         (
             "count --preset tiny --tensor-model-parallel-size 3",

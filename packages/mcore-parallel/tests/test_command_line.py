@@ -162,6 +162,7 @@ def test_a_function_takes_words_without_flags_and_describes_its_arguments(capsys
             ["--moe-topk", "--topk-groups"],
             "did you mean --moe-topk or --topk-groups?",
         ),
+        ("--rank", ["--ranks", "--stages-per-rank"], "did you mean --ranks?"),
         ("--temprature", ["--temperature", "--top-k"], "did you mean --temperature?"),
     ],
 )

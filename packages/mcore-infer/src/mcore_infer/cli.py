@@ -55,7 +55,9 @@ def exit_code(error: BaseException) -> int:
     """Return 2 for bad input, 1 for files or devices that failed, 0 for a program's fault."""
     if isinstance(error, (ValueError, FileNotFoundError)):
         return 2
-    return int(isinstance(error, RuntimeError) and _is_outside(error))
+    return int(
+        isinstance(error, OSError) or (isinstance(error, RuntimeError) and _is_outside(error))
+    )
 
 
 def _is_outside(error: RuntimeError) -> bool:
@@ -111,7 +113,7 @@ def evaluate(
         overlapping_eval: New tokens of each window; 0: half the context.
         micro_batch_size: Windows in one forward pass.
     """
-    texts = [file.read_text(encoding="utf-8") for file in input]
+    texts = [_read_text(file) for file in input]
     with _opened(model) as (loaded, tokenizer, is_first):
         from mcore_infer.evaluation import score_texts
 
@@ -131,6 +133,15 @@ def evaluate(
                 f"{score.num_bytes} bytes"
             )
     return 0
+
+
+def _read_text(file: Path) -> str:
+    if file.is_dir():
+        raise ValueError(f"--input {file} is a folder: give text files.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--input {file} is no text in UTF-8 ({error.reason}).") from None
 
 
 def _write_one(

@@ -157,6 +157,8 @@ def build_report(config: CountConfig) -> dict[str, int | float]:
     )
     if model.vocab_size < 1:
         raise ValueError("--vocab-size is needed: the number of token ids.")
+    if options.world_size < 1 or options.micro_batch_size < 1:
+        raise ValueError("--world-size and --micro-batch-size must be 1 or more.")
     limit = config.model.max_position_embeddings
     seq_length = options.seq_length or min(4096, limit or 4096)
     check_layout(model.config, parallel, model.moe, seq_length)

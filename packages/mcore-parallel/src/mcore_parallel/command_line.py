@@ -23,6 +23,8 @@ NUMBERS = {int: "a whole number", float: "a number"}
 HELP_COLUMN = 34
 LIKENESS = 0.72
 """Share of common letters from which on a name is offered for an unknown one."""
+TYPO = 0.85
+"""Share from which on it is offered before names that have all words of the unknown one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,13 @@ def unknown(name: str, known: Iterable[str], kind: str = "option") -> str:
     """Say that a name is unknown, and which known one is nearest, if one is near."""
     known = sorted(known)
     parts = set(re.findall(r"[^-_ ]+", name))
-    near = [word for word in known if parts <= set(re.findall(r"[^-_ ]+", word))]
-    if not 1 <= len(near) <= 4:
-        bare = {word.lstrip("-"): word for word in known}
+    longer = [word for word in known if parts <= set(re.findall(r"[^-_ ]+", word))]
+    bare = {word.lstrip("-"): word for word in known}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=TYPO)
+    if not close and not 1 <= len(longer) <= 4:
         cutoff = LIKENESS if len(name) > 5 else 0.6
-        near = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=cutoff)
-        near = [bare[word] for word in near]
+        close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=cutoff)
+    near = [bare[word] for word in close] or (longer if len(longer) <= 4 else [])
     return f"unknown {kind} {name}" + (f": did you mean {_and(near, 'or')}?" if near else ".")
 
 

@@ -26,7 +26,7 @@ def exit_code(error: BaseException) -> int:
     """Return 2 for bad input, 1 for files or devices that failed, 0 for a program's fault."""
     if isinstance(error, (ValueError, FileNotFoundError)):
         return 2
-    if isinstance(error, FloatingPointError):
+    if isinstance(error, (FloatingPointError, OSError)):
         return 1
     return int(isinstance(error, RuntimeError) and is_of_machines(error))
 
@@ -44,7 +44,7 @@ def gpt(words: Sequence[str]) -> int:
         from mcore_train.options.output_checks import check_destinations
         from mcore_train.resolution import plan_of
 
-        plan_of(config, config.launch.nproc)  # What is wrong is told once, and at once.
+        plan_of(config, config.launch.nproc)  # Reports what is wrong once, before ranks start.
         check_destinations(config)
         return start_ranks("gpt", words, config.launch.nproc)
     from mcore_train.running import run_gpt
@@ -60,7 +60,9 @@ def quickstart(words: Sequence[str]) -> int:
     if config.tour.nproc:
         from mcore_train.quickstart.plan import plan_of_tour
 
-        plan_of_tour(config, config.tour.nproc)  # What is wrong is told once, and at once.
+        plan_of_tour(
+            config, config.tour.nproc
+        )  # Reports what is wrong once, before ranks start.
         return start_ranks("quickstart", words, config.tour.nproc)
     from mcore_train.quickstart.tour import run_quickstart
 

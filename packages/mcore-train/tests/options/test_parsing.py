@@ -76,6 +76,22 @@ def test_a_recipe_flag_without_a_file_is_refused():
         parse(["--recipe", "--lr", "1"])
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'num_layers = "two"', r"x\.toml: --num-layers 'two' must be a whole number"),
+        (b"lr = 'high'", r"x\.toml: --lr 'high' must be a number"),
+        (b"\xff\xfe", r"x\.toml: no valid TOML: it is not UTF-8"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path, content, message):
+    (tmp_path / "x.toml").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        parse([*SHAPE, "--recipe", str(tmp_path / "x.toml")])
+    with pytest.raises(ValueError, match="is a folder: give a TOML file"):
+        parse([*SHAPE, "--recipe", str(tmp_path)])
+
+
 PIPELINE = ["--num-layers", "16", "--pipeline-model-parallel-size", "4", *SHAPE[2:]]
 
 

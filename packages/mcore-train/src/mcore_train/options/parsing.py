@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from mcore_parallel.command_line import HELP_FLAGS
+from mcore_parallel.command_line import HELP_FLAGS, options_of, read_words
 from mcore_parallel.command_line import parse as parse_options
 from mcore_train.checkpoints.origin import checkpoint_fields
 from mcore_train.composition import TrainConfig, field_types, flag_names
@@ -64,7 +64,7 @@ def parse(
     words, layers_per_stage = _take_all(words, LAYERS_PER_STAGE)
     fields: dict[str, Value] = {}
     for recipe in recipes:
-        fields |= read_recipe(Path(recipe), field_types(config_type))
+        fields |= _checked_recipe(recipe, config_type)
     load = _last_value(words, "--load") or str(fields.get("load", ""))
     step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
     if not step.isdecimal():
@@ -78,6 +78,16 @@ def parse(
     if recipes:
         args += ["--recipe", *recipes]
     return parse_options(config_type, program, args)
+
+
+def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Value]:
+    """Read a recipe; a value of the wrong type is named with its file."""
+    fields = read_recipe(Path(recipe), field_types(config_type))
+    try:
+        read_words(options_of(config_type), to_flags(fields))
+    except ValueError as error:
+        raise ValueError(f"{recipe}: {error}") from None
+    return fields
 
 
 def _stages(args: list[str], layers_per_stage: str) -> str:

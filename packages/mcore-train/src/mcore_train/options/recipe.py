@@ -27,8 +27,12 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
             the file and the field.
         FileNotFoundError: if there is no such file.
     """
+    if path.is_dir():
+        raise ValueError(f"--recipe {path} is a folder: give a TOML file.")
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no valid TOML: it is not UTF-8 ({error.reason}).") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {_plain(str(error), path)}") from None
     fields: dict[str, Value] = {}
