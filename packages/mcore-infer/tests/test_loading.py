@@ -1,12 +1,12 @@
-import json
-
 import pytest
 import torch
 
+from mcore_ckpt import mcore_to_hf, save
 from mcore_infer import load_model
 from mcore_infer.generation import next_logits
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.sharding import named_shards
 from mcore_parallel.testing.ranks import run_ranks
 
 TOKENS = torch.tensor([[5, 6, 7, 200], [1, 2, 3, 4]])
@@ -54,15 +54,16 @@ def test_no_checkpoint_is_an_error(tmp_path):
         load_model(tmp_path / "nothing", ParallelContext.single())
 
 
-def test_a_checkpoint_that_names_no_model_is_an_error(loaded, tmp_path):
-    index = json.loads((loaded.folder / "index.json").read_text())
-    index["extra"] = {}
-    for file in loaded.folder.iterdir():
-        if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "index.json").write_text(json.dumps(index))
+def test_a_checkpoint_that_names_no_model_is_an_error(model, tmp_path):
+    step = save(tmp_path, 1, named_shards(model), world=SINGLE)
     with pytest.raises(ValueError, match="does not say which model"):
-        load_model(tmp_path, ParallelContext.single())
+        load_model(step, ParallelContext.single())
+
+
+def test_a_hugging_face_folder_answers_as_the_run_it_came_from(run_folder, loaded, tmp_path):
+    mcore_to_hf(run_folder, tmp_path / "hf")
+    again = load_model(tmp_path / "hf", ParallelContext.single())
+    assert torch.equal(next_logits(again.model, TOKENS), next_logits(loaded.model, TOKENS))
 
 
 def refused(folder, fields):

@@ -16,7 +16,7 @@ _ROOMS: dict[str, str] = {
     "Index": "storage.index",
     "LocalConfig": "config",
     "LocalSaver": "save_load.local_saving",
-    "PlanCache": "save_load.saving",
+    "PlanCache": "save_load.plan_cache",
     "Report": "conversion.conversion",
     "RetentionConfig": "config",
     "StrictnessConfig": "config",

@@ -9,7 +9,8 @@ import torch
 from mcore_ckpt.save_load import replica_checks
 from mcore_ckpt.save_load.async_saving import AsyncSaver
 from mcore_ckpt.save_load.loading import read_tensor
-from mcore_ckpt.save_load.saving import PlanCache, save
+from mcore_ckpt.save_load.plan_cache import PlanCache
+from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.paths import complete_steps, latest_step, resolve_folder
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext

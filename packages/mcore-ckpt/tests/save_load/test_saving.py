@@ -19,7 +19,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from mcore_ckpt.save_load.loading import load, read_tensor
-from mcore_ckpt.save_load.saving import PlanCache, claims_of, save
+from mcore_ckpt.save_load.plan_cache import PlanCache
+from mcore_ckpt.save_load.saving import claims_of, save
 from mcore_ckpt.storage.files import memory
 from mcore_ckpt.storage.folder_lock import LOCK, FolderLock
 from mcore_ckpt.storage.index import read_index

@@ -30,6 +30,7 @@ from mcore_ckpt.storage.outputs import (
     fresh_step,
 )
 from mcore_ckpt.storage.paths import RELEASE, commit
+from mcore_ckpt.storage.sealing import sealed
 from mcore_ckpt.storage.stores import as_path, is_store
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
@@ -257,7 +258,7 @@ def _write_native(
         index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
         print_ = prove(source, target, index) if prove else ""
-        commit(target, output, step, index.to_bytes())
+        commit(target, output, step, sealed(index, target))
     return source.hf.get("model_type") or source.description["family"], print_
 
 

@@ -25,6 +25,7 @@ from mcore_ckpt.mapping.row_streams import (
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, read_index
 from mcore_ckpt.storage.paths import is_complete, latest_step, resolve_folder, step_folder
+from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.shard_plans import name_problems
 from mcore_ckpt.storage.stores import as_path
 
@@ -206,7 +207,7 @@ def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path, int, int]:
-    """Read every byte and compare checksums.
+    """Read every byte of a step, small files too, and compare checksums and digests.
 
     Args:
         folder: a run or step folder.
@@ -216,11 +217,12 @@ def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path
         The step folder, how many tensors it holds and of how many bytes.
 
     Raises:
-        CheckpointError: naming the first tensor that is damaged.
+        CheckpointError: naming the first tensor or file that is damaged.
         ValueError: if there is no checkpoint.
     """
     step = native_step(folder)
     index = read_index(step)
+    check_files(step, index)
     with Reader(step) as reader:
         source = Source(reader, index.tensors)
         sizes = {name: entry.num_bytes for name, entry in index.tensors.items()}

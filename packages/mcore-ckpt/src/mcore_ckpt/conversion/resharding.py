@@ -30,6 +30,7 @@ from mcore_ckpt.storage.files import DTYPES, Item, Reader, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import INDEX, RELEASE, commit, copy_durably
+from mcore_ckpt.storage.sealing import check_files, sealed
 from mcore_ckpt.storage.shard_plans import listed, name_problems
 from mcore_ckpt.storage.stores import as_path
 
@@ -50,13 +51,14 @@ def write_whole(
     for number, mine in enumerate(_spread(items, num_files)):
         path = folder / f"rank_{number:05d}.safetensors"
         mine.sort(key=lambda item: -DTYPE_BYTES[item.dtype])
-        for item, one in zip(mine, write_file(path, mine), strict=True):
+        written = write_file(path, mine)
+        for item, one in zip(mine, written.sections, strict=True):
             zeros = (0,) * len(item.shape)
             chunk = Chunk(path.name, one.offset, zeros, item.shape, one.checksums)
             # A tensor without elements needs no chunk.
             chunks = (chunk,) if item.num_bytes else ()
             tensors[item.name] = TensorEntry(item.shape, item.dtype, chunks)
-        files[path.name] = path.stat().st_size
+        files[path.name] = written.entry
     return Index(tensors, extra, files)
 
 
@@ -91,6 +93,7 @@ def reshard(
     check_place(output, step)
     check_run_folder(output)
     index = read_index(step)
+    check_files(step, index)
     number = _step_of(step)
     with Reader(step) as reader, ThreadPoolExecutor(1) as reading:
         tensors = Source(reader, index.tensors)
@@ -105,7 +108,7 @@ def reshard(
             watched = with_progress(items, on_progress)
             new = write_whole(target, watched, index.extra, num_files)
             _copy_small_files(step, target, index)
-            return commit(target, output, number, new.to_bytes())
+            return commit(target, output, number, sealed(new, target))
 
 
 def average(
@@ -138,6 +141,8 @@ def average(
     check_place(output, *steps)
     check_run_folder(output)
     indices = [read_index(step) for step in steps]
+    for step, index in zip(steps, indices, strict=True):
+        check_files(step, index)
     weights = [
         {n: e for n, e in index.tensors.items() if n.startswith("model.")} for index in indices
     ]
@@ -164,7 +169,7 @@ def average(
         with fresh_step(output, RELEASE) as target:
             new = write_whole(target, with_progress(items, on_progress), extra)
             _copy_small_files(steps[0], target, indices[0])
-            return commit(target, output, RELEASE, new.to_bytes())
+            return commit(target, output, RELEASE, sealed(new, target))
 
 
 def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:

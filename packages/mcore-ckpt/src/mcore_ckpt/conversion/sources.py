@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.shape_check import check_shapes
-from mcore_ckpt.families import family_for, family_of, stored_model
+from mcore_ckpt.families import family_of, stored_model, table_for
 from mcore_ckpt.families.fields import CARRIED
 from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.dcp import METADATA, DcpFolder, read_dcp_folder
@@ -36,6 +36,7 @@ from mcore_ckpt.mapping.views import Cast, Dequantized, Resized, Turned
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import Index, read_index
 from mcore_ckpt.storage.paths import latest_step, resolve_folder, step_folder
+from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.stores import as_path
 
 FORMATS = ("hf", "mcore", "megatron", "dcp")
@@ -137,6 +138,7 @@ def _open_hf(path: Path, asked: Asked) -> Iterator[Opened]:
 def _open_mcore(path: Path, asked: Asked) -> Iterator[Opened]:
     step = resolve_folder(path)
     index = read_index(step)
+    check_files(step, index)
     description = describe_native(step, index)
     tensors = {
         name.removeprefix(PREFIX): entry
@@ -346,10 +348,6 @@ def native_table(names: Iterable[str]) -> Table:
     return Table(tuple(Rule(name, name) for name in names), 0)
 
 
-def _hf_table(description: dict[str, Any]) -> Table:
-    return family_of(family_for(description)).table(description)
-
-
 def _common_state(step: Path, folder: DcpFolder) -> tuple[dict[str, Any], Path]:
     """Read what Megatron stores once: arguments, iteration. Its file, else its object.
 
@@ -385,7 +383,7 @@ def _megatron_step(path: Path) -> Path:
 def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str]:
     """Find whose names a directory has, and what stands before them all."""
     names = set(folder.tensors)
-    for make in (_hf_table, torchtitan.table):
+    for make in (table_for, torchtitan.table):
         try:
             table = make(description)
         except ValueError:

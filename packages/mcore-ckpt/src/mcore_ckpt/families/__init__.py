@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from mcore_ckpt.mapping.rules import Table
 from mcore_ckpt.storage.index import TensorEntry
 
 MODEL_TYPES = (
@@ -105,3 +106,12 @@ def family_for(description: dict[str, Any]) -> str:
         else:
             return model_type
     raise ValueError(f"no Hugging Face family can say this model: {''.join(reasons)}")
+
+
+def table_for(description: dict[str, Any]) -> Table:
+    """List the weights of a model of ours as the first family names them that can say it.
+
+    Raises:
+        ValueError: if none can.
+    """
+    return family_of(family_for(description)).table(description)

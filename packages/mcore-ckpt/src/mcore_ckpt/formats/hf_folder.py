@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage.files import Item, read_header, write_file
+from mcore_ckpt.storage.files import Item, write_file
+from mcore_ckpt.storage.headers import read_header
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import write_durably
 

@@ -25,6 +25,7 @@ from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.attachments import Beside
 from mcore_ckpt.save_load.hf_saving import HFView
+from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import (
     agreed,
     any_rank,
@@ -33,7 +34,7 @@ from mcore_ckpt.save_load.rank_agreement import (
     pack,
     unpack,
 )
-from mcore_ckpt.save_load.saving import KEEP_ALL, Begun, PlanCache, begin, commit_step, write
+from mcore_ckpt.save_load.saving import KEEP_ALL, Begun, begin, commit_step, write
 from mcore_ckpt.save_load.staging import Copies, Staging
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import step_folder

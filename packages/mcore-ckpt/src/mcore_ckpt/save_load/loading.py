@@ -25,6 +25,7 @@ from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
 from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.storage.paths import INDEX, resolve_folder
+from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.shard_plans import (
     Claim,
     Shared,
@@ -70,7 +71,7 @@ def load(
             this rank must ask for everything.
         strictness: what to do about names, shapes and dtypes that differ; each kind is an
             error that lists them all, unless told otherwise.
-        checksums: check the bytes that are read.
+        checksums: check the bytes that are read, and all small files of the step.
         cast: convert dtypes that differ, whatever ``strictness`` says of them.
         ignore: beginnings of names in the checkpoint that nobody need ask for, such as
             ``optimizer.``.
@@ -88,6 +89,8 @@ def load(
     with agreed(world):
         folder = resolve_folder(folder)
         index = read_index(folder)
+        if checksums:
+            check_files(folder, index, world.rank, world.size)
         wanted = claims_of(shards)
         fingerprint = zlib.crc32((folder / INDEX).read_bytes())
     told = gather_json([fingerprint, list(wanted)], world)

@@ -30,6 +30,7 @@ from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, slabs_of, write_file
 from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.storage.paths import INDEX, is_complete, remove, write_durably
+from mcore_ckpt.storage.sealing import check_files, sealed
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 
@@ -281,7 +282,8 @@ class _Files:
 
     def read(self, iteration: int, rank: int) -> _State:
         folder = self.where(iteration, rank)
-        index = read_index(folder, is_whole=False)
+        index = read_index(folder)
+        check_files(folder, index)
         kinds = {name: str(dtype) for name, dtype in DTYPES.items()}
         keys, tensors = [], []
         with Reader(folder) as reader:
@@ -311,7 +313,9 @@ def _write(folder: Path, state: _State) -> None:
     ]
     written = write_file(folder / _FILE, items)
     chunks: dict[str, tuple[TensorEntry, list[Chunk]]] = {}
-    for (name, shape, dtype, offsets, lengths), place in zip(state.keys, written, strict=True):
+    for (name, shape, dtype, offsets, lengths), place in zip(
+        state.keys, written.sections, strict=True
+    ):
         entry = TensorEntry(tuple(shape), names[dtype], ())
         chunk = Chunk(_FILE, place.offset, tuple(offsets), tuple(lengths), place.checksums)
         chunks.setdefault(name, (entry, []))[1].append(chunk)
@@ -319,8 +323,8 @@ def _write(folder: Path, state: _State) -> None:
         name: TensorEntry(entry.shape, entry.dtype, tuple(mine))
         for name, (entry, mine) in chunks.items()
     }
-    files = {_FILE: (folder / _FILE).stat().st_size}
-    write_durably(folder / INDEX, Index(tensors, state.extra, files).to_bytes())
+    index = Index(tensors, state.extra, {_FILE: written.entry})
+    write_durably(folder / INDEX, sealed(index, folder))
 
 
 def _manager(files: _Files, config: LocalConfig) -> Any:

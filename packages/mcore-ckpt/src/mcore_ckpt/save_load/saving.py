@@ -8,8 +8,6 @@ moment leaves the last checkpoint as it was. Ranks talk JSON over tensor collect
 ``write`` makes a rank's files and talks to nobody, ``commit_step`` runs on rank 0 alone.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +23,14 @@ from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.attachments import Beside
 from mcore_ckpt.save_load.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
+from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
-from mcore_ckpt.save_load.replica_checks import compare_replicas
 from mcore_ckpt.save_load.retention import prune
 from mcore_ckpt.save_load.tensor_exchange import travel_device
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import DTYPE_NAMES, Item, slabs_of, write_file
 from mcore_ckpt.storage.folder_lock import FolderLock
-from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, Index, TensorEntry
+from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, FileEntry, Index, TensorEntry
 from mcore_ckpt.storage.paths import (
     commit,
     copy_durably,
@@ -40,7 +38,8 @@ from mcore_ckpt.storage.paths import (
     step_folder,
     write_durably,
 )
-from mcore_ckpt.storage.shard_plans import Claim, Entry, Write, plan_writes
+from mcore_ckpt.storage.sealing import sealed
+from mcore_ckpt.storage.shard_plans import Claim, Entry, Write
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Piece, Shard
@@ -49,55 +48,6 @@ log = logging.getLogger(__name__)
 
 KEEP_ALL = RetentionConfig()
 """No step is ever deleted."""
-
-
-class PlanCache:
-    """The last plan of a world that saves again and again, used while it fits.
-
-    Ranks then tell each other a hash of what they hold, and plan only if one has changed.
-    What several ranks hold is compared once a plan: at its first save, which takes the longer
-    by one look at all of it, and at no later one.
-    """
-
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        self._keys: list[str] = []
-        self._plan: tuple[list[dict[str, Claim]], list[list[Write]]] = ([], [])
-        self._is_compared = False
-
-    def compare(self, shards: Mapping[str, Shard], world: Axis) -> None:
-        """Compare the boxes that several ranks hold, if the plan is new.
-
-        Communicates over ``world`` then.
-
-        Args:
-            shards: of which ``plan`` was made last.
-            world: the ranks that planned.
-
-        Raises:
-            ValueError: as ``compare_replicas``, on all ranks.
-        """
-        if not self._is_compared:
-            compare_replicas(self._plan[0], shards, world)
-            self._is_compared = True
-
-    def plan(
-        self, claims: Mapping[str, Claim], world: Axis
-    ) -> tuple[list[dict[str, Claim]], list[list[Write]]]:
-        """Return what every rank holds and writes; communicates over ``world``.
-
-        Raises:
-            ValueError: as ``plan_writes``, on all ranks.
-        """
-        table = {name: claim.to_json() for name, claim in claims.items()}
-        text = json.dumps(table, separators=(",", ":"))
-        keys = gather_json(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), world)
-        if keys != self._keys:
-            told = gather_json(table, world)
-            every = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in told]
-            self._plan = (every, plan_writes(every))
-            self._keys, self._is_compared = keys, False
-        return self._plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +204,7 @@ def write(begun: Begun, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
     Returns:
         The files' sizes and chunks as JSON, for ``commit_step``.
     """
-    files: dict[str, int] = {}
+    files: dict[str, list[Any]] = {}
     rows: list[list[Any]] = []
     rest = iter(memory)
     for name, entries in begun.outputs.items():
@@ -269,12 +219,12 @@ def write(begun: Begun, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
                 Item(entry.key, entry.dtype, entry.shape, partial(_slabs, mine), sections)
             )
         written = write_file(path, items)
+        files[name] = [written.entry.num_bytes, written.entry.digest]
         sections_of_file = [one for entry in entries for one in entry.sections]
         rows += [
             [name, one.name, *one.box, place.offset, place.checksums]
-            for one, place in zip(sections_of_file, written, strict=True)
+            for one, place in zip(sections_of_file, written.sections, strict=True)
         ]
-        files[name] = path.stat().st_size
     return {"files": files, "chunks": rows}
 
 
@@ -303,7 +253,7 @@ def commit_step(
         write_durably(begun.folder / name, content)
     if begun.hf_files:
         put_tokenizer_at_root(begun.folder)
-    final = commit(begun.folder, begun.run_folder, begun.step, index.to_bytes())
+    final = commit(begun.folder, begun.run_folder, begun.step, sealed(index, begun.folder))
     log.info("saved step %s to %s", begun.step, final)
     if retention != KEEP_ALL:
         prune(begun.run_folder, retention)
@@ -383,17 +333,17 @@ def _index(
     told: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
 ) -> Index:
-    files: dict[str, int] = {}
+    files: dict[str, FileEntry] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for mine in claims for name in mine}
     for rank, answer in enumerate(told):
-        for name, size in answer["files"].items():
+        for name, (size, header) in answer["files"].items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != size:
                 raise CheckpointError(
                     f"rank {rank} wrote {size} bytes to {path}, which rank 0 does not see: the "
                     "folder to save to must be shared by all hosts."
                 )
-            files[name] = size
+            files[name] = FileEntry(size, header)
         for file, tensor, offsets, lengths, offset, checksums in answer["chunks"]:
             chunks[tensor].append(
                 Chunk(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))

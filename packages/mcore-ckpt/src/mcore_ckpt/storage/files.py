@@ -28,7 +28,14 @@ from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError, write_error
 from mcore_ckpt.storage.boxes import Box, shifted, small_spans, span, strides
-from mcore_ckpt.storage.index import BLOCK_BYTES, DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.storage.index import (
+    BLOCK_BYTES,
+    DTYPE_BYTES,
+    Chunk,
+    FileEntry,
+    TensorEntry,
+    digest,
+)
 from mcore_ckpt.storage.stores import StorePath, is_store
 
 DTYPES: dict[str, torch.dtype] = {
@@ -54,11 +61,10 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 """Safetensors' name of each dtype that it can write."""
 
+_ALIGNMENT = 64
+
 SLAB_BYTES = 4 * BLOCK_BYTES
 """Most bytes that are copied aside at once, for tensors that are not contiguous on the CPU."""
-
-_MAX_HEADER_BYTES = 100_000_000
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,16 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file that is written and durable."""
+
+    entry: FileEntry
+    """Its size and the digest of its header."""
+    sections: list[Written]
+    """One an item, of an item with sections one a section, in file order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """Where a tensor, or a section of one, went and what its bytes sum to."""
 
@@ -95,16 +111,13 @@ class Written:
 
 def write_file(
     path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None = None
-) -> list[Written]:
+) -> WrittenFile:
     """Write a safetensors file and make it durable.
 
     Args:
         path: the file; it must not exist.
         items: in file order; items of wide dtypes first keep every item aligned.
         metadata: strings for the header.
-
-    Returns:
-        One entry an item; of an item with sections, one a section.
 
     Raises:
         ValueError: if a name comes twice.
@@ -124,7 +137,8 @@ def write_file(
     except OSError as error:
         path.unlink(missing_ok=True)
         raise write_error(path, error) from error
-    return written
+    size = len(header) + sum(item.num_bytes for item in items)
+    return WrittenFile(FileEntry(size, digest(header)), written)
 
 
 def slabs_of(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[Tensor]:
@@ -290,38 +304,6 @@ class Reader:
                     f"{path} is damaged: {name} has not the checksum it was saved with "
                     f"(bytes from {chunk.offset + block * BLOCK_BYTES}). Load another step."
                 )
-
-
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Read what a safetensors file holds, each tensor as one chunk without checksums.
-
-    Raises:
-        CheckpointError: if it is no safetensors file or its data does not fit its header.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path} is no safetensors file: it has no header.")
-        try:
-            table = json.loads(file.read(length))
-            return {
-                name: _header_entry(path, row, 8 + length, size)
-                for name, row in table.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is no sound safetensors file: {error!r}") from None
-
-
-def _header_entry(path: Path, row: dict[str, Any], first: int, size: int) -> TensorEntry:
-    shape, (begin, end) = tuple(row["shape"]), row["data_offsets"]
-    entry = TensorEntry(
-        shape, row["dtype"], (Chunk(path.name, first + begin, (0,) * len(shape), shape),)
-    )
-    if end - begin != entry.num_bytes or begin < 0 or first + end > size:
-        raise ValueError("data does not fit the header")
-    return entry
 
 
 def _header(items: Sequence[Item], metadata: Mapping[str, str] | None) -> tuple[bytes, int]:

@@ -1,9 +1,11 @@
 """The index of a checkpoint: which box of which tensor stands where in which file.
 
 JSON, so that anyone can read it and nothing in it can run. Chunks carry a CRC32 for each
-block of bytes, so that a reader who needs a few rows checks only the blocks they lie in.
+block of bytes, so that a reader who needs a few rows checks only the blocks they lie in. The
+last line is the digest of all before it.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +20,13 @@ from mcore_ckpt.storage.stores import as_path
 FORMAT = "mcore"
 """Value of ``format`` in an index."""
 
-VERSION = 1
+VERSION = 2
 """Version of the index; readers refuse a newer one."""
 
 BLOCK_BYTES = 1 << 22
 """Bytes that share one checksum; the last block of a chunk is shorter."""
+
+_DIGEST = b',\n "digest": "'
 
 DTYPE_BYTES: dict[str, int] = {
     "F64": 8,
@@ -79,6 +83,16 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of a step."""
+
+    num_bytes: int
+    """Its size."""
+    digest: str
+    """Of its content; of a tensor file, whose data has checksums, of its header."""
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
     """Everything a checkpoint says about itself."""
 
@@ -86,34 +100,36 @@ class Index:
     """By name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """JSON that whoever saved wanted kept."""
-    files: Mapping[str, int] = field(default_factory=dict)
-    """Tensor files and their sizes in bytes."""
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    """Tensor files."""
+    beside: Mapping[str, FileEntry] = field(default_factory=dict)
+    """All other files of the step but the index, by their path within it."""
 
     def to_bytes(self) -> bytes:
         """Return the text of ``index.json``: a tensor a line, readable and diffable."""
         head = {"format": FORMAT, "version": VERSION, "block_bytes": BLOCK_BYTES}
-        head |= {"extra": dict(self.extra), "files": dict(self.files)}
+        head |= {"extra": dict(self.extra)}
+        for key, files in (("files", self.files), ("beside", self.beside)):
+            head[key] = {name: [one.num_bytes, one.digest] for name, one in files.items()}
         lines = json.dumps(head, indent=1)[:-2] + ',\n "tensors": {'
         rows = [
             f"\n  {json.dumps(name)}: " + json.dumps(_row(entry), separators=(",", ":"))
             for name, entry in sorted(self.tensors.items())
         ]
-        return f"{lines}{','.join(rows)}\n }}\n}}\n".encode()
+        return _sealed(f"{lines}{','.join(rows)}\n }}".encode())
 
 
-def read_index(folder: str | Path, *, is_whole: bool = True) -> Index:
-    """Read and check the index of a step folder.
+def digest(content: bytes) -> str:
+    """Return the BLAKE2b digest of some bytes, 16 bytes in hexadecimal."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
-    Args:
-        folder: the step.
-        is_whole: boxes must cover every tensor; else, as in one rank's local checkpoint, they
-            may cover a part of it.
+
+def read_index(folder: str | Path) -> Index:
+    """Read and check the index of a step folder; ``sealing.check_files`` checks the files.
 
     Raises:
-        ValueError: if there is none, it is no index of ours, or a newer version's.
-        CheckpointError: if it is damaged: not JSON, fields missing, a file that is absent or
-            has another size, a chunk that reaches beyond its file or tensor, elements or
-            checksums too few or too many.
+        ValueError: if there is none, it is no index of ours, or another version's.
+        CheckpointError: if it is damaged, or a tensor file is absent or has another size.
     """
     path = as_path(folder) / INDEX
     try:
@@ -128,16 +144,26 @@ def read_index(folder: str | Path, *, is_whole: bool = True) -> Index:
         raise ValueError(f"{path} is not an index of the {FORMAT} format.")
     if table.get("version") != VERSION or table.get("block_bytes") != BLOCK_BYTES:
         raise ValueError(
-            f"{path} has version {table.get('version')}: this program reads {VERSION}. "
-            "Update mcore-ckpt."
+            f"{path} has version {table.get('version')}: this program reads {VERSION}. Use the "
+            "mcore-ckpt that wrote it, or a newer one."
         )
+    if content != _sealed(content.rpartition(_DIGEST)[0]):
+        raise CheckpointError(f"{path} is damaged: its digest is that of other content.")
     try:
         tensors = {name: _entry(row) for name, row in table["tensors"].items()}
-        index = Index(tensors, dict(table["extra"]), table["files"])
-        _check_files(as_path(folder), index, is_whole)
+        files, beside = (
+            {name: FileEntry(*one) for name, one in table[key].items()}
+            for key in ("files", "beside")
+        )
+        index = Index(tensors, dict(table["extra"]), files, beside)
+        _check_files(as_path(folder), index)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from None
     return index
+
+
+def _sealed(content: bytes) -> bytes:
+    return content + _DIGEST + digest(content).encode() + b'"\n}\n'
 
 
 def _row(entry: TensorEntry) -> list[Any]:
@@ -157,49 +183,19 @@ def _entry(row: list[Any]) -> TensorEntry:
     )
 
 
-def _check_files(folder: Path, index: Index, is_whole: bool) -> None:
-    for name, size in index.files.items():
+def _check_files(folder: Path, index: Index) -> None:
+    for name in (*index.files, *index.beside):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{folder / INDEX} names {name}, outside its folder")
+    for name, entry in index.tensors.items():
+        if not {chunk.file for chunk in entry.chunks} <= index.files.keys():
+            raise CheckpointError(f"{folder / INDEX}: {name} is in a file it does not name")
+    for name, file in index.files.items():
         try:
             found = (folder / name).stat().st_size
         except FileNotFoundError:
             raise CheckpointError(f"{folder / name} is missing: the index names it") from None
-        if found != size:
-            raise CheckpointError(f"{folder / name} has {found} bytes, not the {size} written")
-    for name, entry in index.tensors.items():
-        _check_boxes(name, entry, is_whole)
-        item = DTYPE_BYTES[entry.dtype]
-        for chunk in entry.chunks:
-            size = prod(chunk.lengths) * item
-            end = chunk.offset + size
-            if chunk.offset < 0 or end > index.files[chunk.file]:
-                raise CheckpointError(
-                    f"{folder / INDEX}: {name} reaches beyond {chunk.file} "
-                    f"({end} of {index.files[chunk.file]} bytes)"
-                )
-            if len(chunk.checksums) != -(-size // BLOCK_BYTES):
-                raise ValueError(
-                    f"{name} has {len(chunk.checksums)} checksums for {size} bytes"
-                )
-
-
-def _check_boxes(name: str, entry: TensorEntry, is_whole: bool) -> None:
-    """Check that boxes have the tensor's dimensions, bounds and volume.
-
-    Overlaps take longer to find: who loads looks for them in what is wanted.
-    """
-    numbers = [*entry.shape]
-    for chunk in entry.chunks:
-        numbers += (chunk.offset, *chunk.offsets, *chunk.lengths)
-        if not len(chunk.offsets) == len(chunk.lengths) == len(entry.shape):
-            raise ValueError(f"{name} has a box without the {len(entry.shape)} dimensions")
-        for start, length, size in zip(chunk.offsets, chunk.lengths, entry.shape, strict=True):
-            if not 0 <= start <= start + length <= size or (is_whole and not length):
-                raise ValueError(f"{name} has a box outside {list(entry.shape)}")
-    if not all(type(number) is int for number in numbers):
-        raise ValueError(f"{name} has a size or a place that is no whole number")
-    volume, whole = sum(prod(chunk.lengths) for chunk in entry.chunks), prod(entry.shape)
-    fits = volume == whole if is_whole else volume <= whole
-    if min(entry.shape, default=0) < 0 or not fits:
-        raise ValueError(f"{name} of {list(entry.shape)} has {volume} elements in boxes")
+        if found != file.num_bytes:
+            raise CheckpointError(
+                f"{folder / name} has {found} bytes, not the {file.num_bytes} written"
+            )

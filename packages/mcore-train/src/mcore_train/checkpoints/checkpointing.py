@@ -16,8 +16,9 @@ from typing import Self
 from mcore_ckpt.save_load.async_saving import AsyncSaver
 from mcore_ckpt.save_load.hf_saving import hf_view
 from mcore_ckpt.save_load.local_saving import LocalSaver
+from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import agreed
-from mcore_ckpt.save_load.saving import PlanCache, save
+from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run

@@ -1,0 +1,71 @@
+"""Digests of a step: any byte that changes after a save is found by verify and by load.
+
+The index ends with the digest of all that stands before it. It holds the digest of each tensor
+file's header, of each small file beside them (config.json, recipe, tokenizer), and checksums of
+every block of tensor data: together they cover the step. Files that are added later are no part
+of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.storage.headers import read_header_bytes
+from mcore_ckpt.storage.index import FileEntry, Index, digest
+from mcore_ckpt.storage.paths import INDEX
+
+
+def sealed(index: Index, folder: Path) -> bytes:
+    """Return the content of ``index.json`` for a step whose other files are all written.
+
+    Args:
+        index: what the step holds; ``beside`` is filled in.
+        folder: of the step.
+    """
+    beside = {
+        str(path.relative_to(folder)): _entry(path)
+        for path in _files_below(folder)
+        if path.name != INDEX and str(path.relative_to(folder)) not in index.files
+    }
+    return replace(index, beside=dict(sorted(beside.items()))).to_bytes()
+
+
+def check_files(folder: Path, index: Index, part: int = 0, num_parts: int = 1) -> None:
+    """Compare headers of tensor files, and small files, with their digests in the index.
+
+    Args:
+        folder: of the step.
+        index: as it was read.
+        part: which share of the files to look at, so that ranks look at each file once.
+        num_parts: number of shares.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or not as it was saved.
+    """
+    whole = [(name, entry, False) for name, entry in index.beside.items()]
+    headers = [(name, entry, True) for name, entry in index.files.items()]
+    for name, entry, is_header in (whole + headers)[part::num_parts]:
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: the index names it.")
+        content = read_header_bytes(path) if is_header else path.read_bytes()
+        if digest(content) != entry.digest:
+            what = "the header of " if is_header else ""
+            raise CheckpointError(
+                f"{what}{path} is damaged: it is not as it was saved. Restore it, or load "
+                "another step."
+            )
+
+
+def _entry(path: Path) -> FileEntry:
+    content = path.read_bytes()
+    return FileEntry(len(content), digest(content))
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.is_file():
+            yield path
+        else:
+            yield from _files_below(path)
