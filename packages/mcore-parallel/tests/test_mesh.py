@@ -195,6 +195,15 @@ def test_without_a_world_a_context_is_one_rank_and_has_no_group():
         ctx.destroy()
 
 
+def test_a_rank_that_has_not_joined_its_launchers_world_is_told_to(monkeypatch):
+    launcher = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="WORLD_SIZE=2, but this process has joined no world"):
+        ParallelContext.build(ParallelConfig())
+    assert ParallelContext.single().world.size == 1
+
+
 def test_unknown_products_and_groups_of_one_rank_are_refused():
     ctx = ParallelContext.single()
     with pytest.raises(KeyError, match="no axis"):

@@ -26,6 +26,7 @@ _ROOMS: dict[str, str] = {
     "hf_view": "save_load.hf_saving",
     "latest_step": "storage.paths",
     "load": "save_load.loading",
+    "load_torch": "save_load.torch_models",
     "mcore_to_hf": "conversion.conversion",
     "prune": "save_load.retention",
     "read_index": "storage.index",
@@ -33,8 +34,9 @@ _ROOMS: dict[str, str] = {
     "reshard": "conversion.resharding",
     "resolve_folder": "storage.paths",
     "save": "save_load.saving",
+    "save_torch": "save_load.torch_models",
     "step_folder": "storage.paths",
-    "torch_model_shards": "save_load.dtensors",
+    "torch_model_shards": "save_load.torch_models",
 }
 
 __all__ = list(_ROOMS)

@@ -56,6 +56,7 @@ _ROOMS: dict[str, str] = {
     "gather_partial_from": "collectives",
     "gathered_attention": "context_parallel.all_gather_attention",
     "head_loss": "tensor_parallel.linear_cross_entropy",
+    "initialize": "launch.launcher",
     "interleaved": "pipeline_parallel.schedule",
     "named_parameters": "sharding",
     "named_shards": "sharding",

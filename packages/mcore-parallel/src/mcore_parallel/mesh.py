@@ -144,11 +144,18 @@ class ParallelContext:
                 world's store, so that those that disagree are named (see ``agreeing``).
 
         Raises:
-            ValueError: if the degrees do not fit the world, or the settings of nccl cannot be
-                read, which all ranks read for themselves; before any group is made.
+            ValueError: if the degrees do not fit the world, the settings of nccl cannot be
+                read (all ranks read them for themselves), or a launcher has started several
+                ranks and this one has not joined them; before any group is made.
         """
         device = torch.device(device)
         ready = dist.is_initialized()
+        if not ready and (size := launcher.read_environment().world_size) > 1:
+            raise ValueError(
+                f"WORLD_SIZE={size}, but this process has joined no world: call "
+                "mcore_parallel.initialize() or torch.distributed.init_process_group() before "
+                "ParallelContext.build. ParallelContext.single() describes one rank alone."
+            )
         world_size = dist.get_world_size() if ready else 1
         global_rank = dist.get_rank() if ready else 0
         dense, expert = build_grids(config, world_size)

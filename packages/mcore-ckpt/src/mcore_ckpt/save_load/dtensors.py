@@ -1,4 +1,4 @@
-"""Torch's own sharded tensors as shards: models under ``fully_shard``, and their optimizers.
+"""Torch's own sharded tensors as shards.
 
 A DTensor is one box a rank. Under FSDP2 a parameter is cut along dimension 0, like
 ``torch.chunk``; with tensor parallelism beside it the tensor ranks cut first, which torch
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -44,42 +44,6 @@ def tensor_shards(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Sha
             shape = tuple(tensor.shape)
             piece = Piece((0,) * tensor.dim(), shape, tensor.detach())
             shards[prefix + name] = Shard(shape, tensor.dtype, (piece,))
-    return shards
-
-
-def torch_model_shards(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Shard]:
-    """Describe a model, ``model.<name>``, and its optimizer, ``optimizer.<kind>.<name>``.
-
-    Args:
-        model: with or without ``fully_shard``.
-        optimizer: over parameters of the model; its state must exist, so make one step (with
-            zero gradients, say) before loading into it. Its groups (learning rates) are not
-            described: they are the caller's to keep.
-
-    Raises:
-        ValueError: if the optimizer holds no state yet, state of parameters that are not the
-            model's, or state that is no tensor.
-    """
-    shards = tensor_shards(model.state_dict(), "model.")
-    if optimizer is None:
-        return shards
-    if not optimizer.state:
-        raise ValueError(
-            "the optimizer holds no state to save or to load into: make one step first, or "
-            "leave it out if it is of a kind that never holds any."
-        )
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        if parameter not in names:
-            raise ValueError(
-                f"the optimizer holds state of a parameter of shape {list(parameter.shape)} "
-                "that is not the model's, and that would be lost: give a model that has all."
-            )
-        for kind, value in state.items():
-            if value is not None:
-                shards |= tensor_shards({names[parameter]: value}, f"optimizer.{kind}.")
     return shards
 
 

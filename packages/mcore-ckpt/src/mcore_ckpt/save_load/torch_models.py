@@ -1,0 +1,301 @@
+"""Save and load any torch model with its optimizer, under ``fully_shard`` or not, in one call.
+
+Tensors are shards as everywhere. What else an optimizer keeps (numbers, lists, dictionaries,
+its groups with their learning rates) is JSON in the index. Loading makes the optimizer's state
+as it was saved, so a new optimizer needs no step first.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.save_load.dtensors import tensor_shards
+from mcore_ckpt.save_load.loading import load
+from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_ckpt.save_load.saving import KEEP_ALL, save
+from mcore_ckpt.storage.files import DTYPES
+from mcore_ckpt.storage.index import Index, read_index
+from mcore_ckpt.storage.paths import resolve_folder
+from mcore_parallel.mesh import Axis
+from mcore_parallel.sharding import Shard
+
+_KEPT = "torch_optimizer"
+"""Entry of ``extra`` for what of an optimizer is no tensor."""
+
+
+def save_torch(
+    run_folder: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    world: Axis,
+    extra: Mapping[str, Any] | None = None,
+    retention: RetentionConfig = KEEP_ALL,
+) -> Path:
+    """Save a torch model and its optimizer as one step; returns when it is durable.
+
+    Communicates over ``world``: all ranks call it. Tensors are named ``model.<name>`` and
+    ``optimizer.<kind>.<name>``.
+
+    Args:
+        run_folder: one folder for all ranks.
+        step: iteration.
+        model: with or without ``fully_shard``; buffers are saved too.
+        optimizer: over parameters of the model: its state and its groups.
+        world: the ranks that hold the model, ``ParallelContext.build(...).world``.
+        extra: JSON of the caller's.
+        retention: which older steps are deleted.
+
+    Raises:
+        ValueError: if the optimizer keeps something that is no tensor, number, string, list or
+            dictionary, or state of a parameter that is not the model's; and as ``save``.
+        CheckpointError: as ``save``.
+    """
+    with agreed(world):
+        shards = tensor_shards(model.state_dict(), "model.")
+        more = dict(extra or {})
+        if _KEPT in more:
+            raise ValueError(f"extra has an entry {_KEPT}, a word of save_torch: rename it.")
+        if optimizer is not None:
+            tensors: dict[str, Tensor] = {}
+            more[_KEPT] = _described(model, optimizer, tensors)
+            shards |= tensor_shards(tensors)
+    return save(run_folder, step, shards, world=world, extra=more, retention=retention)
+
+
+def load_torch(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    world: Axis,
+) -> dict[str, Any]:
+    """Load what ``save_torch`` saved, on any number of ranks and under any sharding.
+
+    Communicates over ``world``. Weights are written in place; the optimizer's state and groups
+    are replaced. After an error both may be partly loaded.
+
+    Args:
+        folder: a run folder for its latest step, or a step folder.
+        model: of the same parameters.
+        optimizer: of the same kind, new or used; None: its state in the checkpoint is left.
+        world: the ranks that load together.
+
+    Returns:
+        ``extra`` as it was given to ``save_torch``.
+
+    Raises:
+        ValueError: if the checkpoint holds no optimizer, or other parameters or groups; and as
+            ``load``.
+        CheckpointError: as ``load``.
+    """
+    with agreed(world):
+        shards = tensor_shards(model.state_dict(), "model.")
+        if optimizer is not None:
+            tensors: dict[str, Tensor] = {}
+            _restore(model, optimizer, read_index(resolve_folder(folder)), tensors)
+            shards |= tensor_shards(tensors)
+    ignore = () if optimizer is not None else ("optimizer.",)
+    extra = dict(load(folder, shards, world=world, ignore=ignore))
+    extra.pop(_KEPT, None)
+    return extra
+
+
+def torch_model_shards(
+    model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, Shard]:
+    """Describe a model, ``model.<name>``, and the tensors of its optimizer, for ``save``.
+
+    For those who save in the background or beside other tensors; ``save_torch`` also keeps
+    numbers and groups.
+
+    Args:
+        model: with or without ``fully_shard``.
+        optimizer: its state must exist, so make one step (with zero gradients, say) before
+            loading into it. Its groups (learning rates) are the caller's to keep.
+
+    Raises:
+        ValueError: if the optimizer holds no state yet, state of parameters that are not the
+            model's, or state that is no tensor.
+    """
+    shards = tensor_shards(model.state_dict(), "model.")
+    if optimizer is None:
+        return shards
+    if not optimizer.state:
+        raise ValueError(
+            "the optimizer holds no state to save or to load into: make one step first, or "
+            "leave it out if it is of a kind that never holds any."
+        )
+    for name, state in _states(model, optimizer):
+        for kind, value in state.items():
+            if value is not None:
+                shards |= tensor_shards({name: value}, f"optimizer.{kind}.")
+    return shards
+
+
+def _states(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        if parameter not in names:
+            raise ValueError(
+                f"the optimizer holds state of a parameter of shape {list(parameter.shape)} "
+                "that is not the model's, and that would be lost: give a model that has all."
+            )
+        yield names[parameter], state
+
+
+def _described(
+    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return an optimizer as JSON; tensors are named in it and put into ``tensors``."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state = {
+        name: {
+            kind: _packed(value, f"optimizer.{kind}", name, tensors)
+            for kind, value in mine.items()
+        }
+        for name, mine in _states(model, optimizer)
+    }
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {
+            key: _packed(value, f"optimizer.group_{number}", key, tensors)
+            for key, value in group.items()
+            if key != "params"
+        }
+        members = [names.get(parameter, "") for parameter in group["params"]]
+        groups.append({"params": members, "options": options})
+    return {"state": state, "groups": groups}
+
+
+def _packed(value: Any, path: str, name: str, tensors: dict[str, Tensor]) -> list[Any]:
+    """Return a value as JSON: its kind, and what it is made of."""
+    if isinstance(value, Tensor):
+        if f"{path}.{name}" in tensors:
+            raise ValueError(f"the optimizer holds two tensors that are called {path}.{name}.")
+        tensors[f"{path}.{name}"] = value
+        return ["tensor", f"{path}.{name}"]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["value", value]
+    if isinstance(value, (list, tuple)):
+        items = [_packed(one, f"{path}.{n}", name, tensors) for n, one in enumerate(value)]
+        return ["tuple" if isinstance(value, tuple) else "list", items]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        items = {
+            key: _packed(one, f"{path}.{key}", name, tensors) for key, one in value.items()
+        }
+        return ["dict", items]
+    raise ValueError(
+        f"{path} of {name} is a {type(value).__name__}, which no checkpoint holds: tensors, "
+        "numbers, strings, lists and dictionaries of string keys are saved."
+    )
+
+
+def _restore(
+    model: nn.Module, optimizer: Optimizer, index: Index, tensors: dict[str, Tensor]
+) -> None:
+    """Give an optimizer the numbers of a checkpoint, and tensors to be filled from it.
+
+    Raises:
+        ValueError: if the checkpoint holds no optimizer, or that of other parameters.
+    """
+    kept = index.extra.get(_KEPT)
+    if kept is None:
+        raise ValueError(
+            "the checkpoint holds no optimizer that save_torch saved: load without one."
+        )
+    parameters = dict(model.named_parameters())
+    names = {parameter: name for name, parameter in parameters.items()}
+    groups = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
+    if groups != (there := [group["params"] for group in kept["groups"]]):
+        raise ValueError(
+            f"the optimizer has groups of {[len(g) for g in groups]} parameters, the "
+            f"checkpoint of {[len(g) for g in there]}, or their names differ: build it as the "
+            "run did that saved it."
+        )
+    for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
+        for key, value in saved["options"].items():
+            group[key] = _unpacked(value, group.get(key), None, index, tensors)
+    by_parameter = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for name, saved in kept["state"].items():
+        parameter = parameters[name]
+        group = by_parameter[parameter]
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        before = optimizer.state.get(parameter, {})
+        steps = parameter.device if on_device else torch.device("cpu")
+        optimizer.state[parameter] = {
+            kind: _unpacked(value, before.get(kind), (parameter, steps), index, tensors)
+            for kind, value in saved.items()
+        }
+
+
+def _unpacked(
+    packed: list[Any],
+    before: Any,
+    place: tuple[Tensor, torch.device] | None,
+    index: Index,
+    tensors: dict[str, Tensor],
+) -> Any:
+    """Return a value from what ``_packed`` made; its tensors are still to be filled.
+
+    Args:
+        packed: of a value.
+        before: what stands in its place now; a tensor that fits is filled where it is.
+        place: the parameter that the value belongs to, and the device of its count of steps;
+            None: the value is a group's.
+        index: of the step.
+        tensors: gets each tensor by its name in the checkpoint.
+    """
+    kind, content = packed
+    if kind == "value":
+        return content
+    if kind == "dict":
+        old = before if isinstance(before, dict) else {}
+        return {
+            key: _unpacked(one, old.get(key), place, index, tensors)
+            for key, one in content.items()
+        }
+    if kind in ("list", "tuple"):
+        olds = list(before) if isinstance(before, (list, tuple)) else []
+        olds += [None] * (len(content) - len(olds))
+        items = [
+            _unpacked(one, old, place, index, tensors)
+            for one, old in zip(content, olds, strict=False)
+        ]
+        return items if kind == "list" else tuple(items)
+    entry = index.tensors[content]
+    dtype = DTYPES[entry.dtype]
+    is_alike = isinstance(before, Tensor) and before.dtype == dtype
+    if not is_alike or tuple(before.shape) != entry.shape:
+        before = _empty(content, entry.shape, dtype, place)
+    tensors[content] = before
+    return before
+
+
+def _empty(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    place: tuple[Tensor, torch.device] | None,
+) -> Tensor:
+    if place is None:
+        return torch.zeros(shape, dtype=dtype)
+    parameter, steps = place
+    if not shape:
+        device = steps if name.startswith("optimizer.step.") else parameter.device
+        return torch.zeros((), dtype=dtype, device=device)
+    if tuple(parameter.shape) == shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{name} has another shape than its sharded parameter: make one step with the "
+            "optimizer first, so that it is there as the optimizer shards it."
+        )
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
