@@ -356,7 +356,7 @@ WRONG = {
         None,
         f"{IN}/far/below --vocab-size {10**15}",
         1,
-        "needs 96000000.0 GB",
+        "needs 9.6e+04 TB",
     ),
     "names that are not known, far below": (
         None,

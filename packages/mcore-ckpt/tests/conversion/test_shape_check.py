@@ -115,3 +115,8 @@ def test_a_width_that_no_one_gave_is_the_one_the_model_derives(hidden, gate, wid
     weight = TensorEntry((width, hidden), "F32", ())
     check_shapes(description, {f"blocks.0.mlp.fc1{'.gate' if gate else ''}.weight": weight})
     assert to_arguments(description, 9)["ffn_hidden_size"] == width
+
+
+def test_more_dense_layers_than_there_are_is_said_by_its_own_field():
+    with pytest.raises(ValueError, match="first_k_dense_replace=3: it must be from 0 to num_h"):
+        described("deepseek_v2", first_k_dense_replace=3)

@@ -29,12 +29,15 @@ def test_the_newest_and_the_multiples_stay(tmp_path):
 
 def test_all_stay_by_default_but_garbage_goes(tmp_path):
     save_step(tmp_path, 1)
+    stale = tmp_path / f".{TRACKER}.4711"  # of a process that was killed before the rename
+    stale.write_text("1")
     for step in (2, 9):
         step_folder(tmp_path, step).mkdir()
         (step_folder(tmp_path, step) / "rank_00000.safetensors").write_bytes(b"half")
     save_step(tmp_path, 5)
     assert prune(tmp_path, RetentionConfig()) == []
     assert complete_steps(tmp_path) == [1, 5]
+    assert not stale.exists()
     assert not step_folder(tmp_path, 2).exists()
     # Newer than the latest: someone may be writing it.
     assert step_folder(tmp_path, 9).exists()

@@ -105,6 +105,11 @@ def read(fields: Fields, family: str) -> dict[str, Any]:
     ours["untie_embeddings_and_output_weights"] = not tied
     dense = fields.take("first_k_dense_replace", 0)
     count = ours["num_layers"]
+    if not 0 <= dense <= count:
+        raise ValueError(
+            f"config.json has first_k_dense_replace={dense}: it must be from 0 to "
+            f"num_hidden_layers, {count}."
+        )
     width = fields.take("moe_intermediate_size")
     shared = fields.take("n_shared_experts", 0)
     moe = {

@@ -85,9 +85,17 @@ def check_room(output: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(_standing(output.resolve())).free
     if num_bytes > free:
         raise CheckpointError(
-            f"--output {output} needs {num_bytes / 1e9:.1f} GB, and its disk has "
-            f"{free / 1e9:.1f} GB free: make room, or give a folder on another disk."
+            f"--output {output} needs {_size(num_bytes)}, and its disk has {_size(free)} free: "
+            "make room, or give a folder on another disk."
         )
+
+
+def _size(num_bytes: int) -> str:
+    """Write a size with three digits and its unit."""
+    size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
 
 
 @contextmanager

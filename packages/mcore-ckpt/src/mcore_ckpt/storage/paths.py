@@ -202,6 +202,9 @@ def _clean(run_folder: Path) -> None:
         is_half = f".{kind}" == _INCOMING and not is_complete(aside)
         if is_old or is_half or _GARBAGE in aside.name:
             remove(aside)
+    # Pointers of saves that were killed before they took their name.
+    for pointer in run_folder.glob(f".{TRACKER}.*"):
+        pointer.unlink(missing_ok=True)
 
 
 def _repair(folder: Path) -> None:
