@@ -27,9 +27,9 @@ import torch
 from reporting import add_options, keep, versions
 from torch import Tensor
 
-from mcore_ckpt.conversion.sources import native_table
 from mcore_ckpt.families import llama
 from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.sources import native_table
 from mcore_ckpt.mapping.row_streams import Rows, slabs
 from mcore_ckpt.mapping.rules import expand
 from mcore_ckpt.mapping.views import Turned, their_items

@@ -16,9 +16,9 @@ from typing import Any
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
-from mcore_ckpt.conversion.sources import FORMATS, Asked, Opened, opened
 from mcore_ckpt.conversion.targets import WRITERS, Wanted, our_items, write_small_files
 from mcore_ckpt.formats.hf_folder import num_tokens
+from mcore_ckpt.formats.sources import FORMATS, Asked, Opened, opened
 from mcore_ckpt.mapping.row_streams import Progress, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.index import Index

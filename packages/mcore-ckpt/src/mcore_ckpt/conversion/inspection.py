@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.conversion.sources import Asked, opened
 from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.megatron.legacy import is_legacy
+from mcore_ckpt.formats.sources import Asked, opened
 from mcore_ckpt.mapping.row_streams import (
     Progress,
     Rows,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_ckpt.conversion.sources import PREFIX, Asked, Opened, opened
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.sources import PREFIX, Asked, Opened, opened
 from mcore_ckpt.mapping.optimizer_state import Part, native_name
 from mcore_ckpt.mapping.row_streams import (
     Progress,

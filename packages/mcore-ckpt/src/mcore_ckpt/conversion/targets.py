@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.conversion.sources import EXTRA, PREFIX, Opened, native_table
 from mcore_ckpt.families import family_for, family_of
 from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
+from mcore_ckpt.formats.sources import EXTRA, PREFIX, Opened, native_table
 from mcore_ckpt.mapping.optimizer_state import native_name
 from mcore_ckpt.mapping.rules import Table, expand, match_ours
 from mcore_ckpt.mapping.views import their_items
