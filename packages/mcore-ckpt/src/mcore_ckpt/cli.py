@@ -63,6 +63,7 @@ def convert(
     make_vocab_size_divisible_by: int = 128,
     transformer_impl: str = "transformer_engine",
     dcp_names: str = "mcore",
+    link: bool = False,
     optimizer: bool = False,
     experts_apart: bool = False,
     verify: bool = True,
@@ -84,6 +85,8 @@ def convert(
         make_vocab_size_divisible_by: Megatron's vocabulary is padded to a multiple of this.
         transformer_impl: Megatron's layers that will load it: transformer_engine or local.
         dcp_names: Names in a directory of PyTorch's: mcore, hf or torchtitan.
+        link: From hf to mcore, write no weights: the checkpoint's index points into the input's
+            files, which are linked into it.
         optimizer: Between mcore and megatron, take along the optimizer's state, how far the
             run is, its schedule and its place in the data, so that it goes on.
         experts_apart: With --optimizer to megatron: the run there will have
@@ -115,6 +118,7 @@ def convert(
         wanted=wanted,
         check=verify,
         optimizer=optimizer,
+        link=link,
     )
     report = run(source, input, target, output, options, on_progress=_progress())
     proof = "each used once, read back and equal" if report.is_proven else "not read back"

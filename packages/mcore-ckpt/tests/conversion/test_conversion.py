@@ -9,11 +9,14 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
-from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
+from mcore_ckpt.conversion.conversion import ConvertOptions, convert, hf_to_mcore, mcore_to_hf
+from mcore_ckpt.conversion.inspection import check, differences
 from mcore_ckpt.families import family_of
 from mcore_ckpt.families.fields import CARRIED, GENERATION_WORDS
-from mcore_ckpt.save_load.loading import read_tensor
+from mcore_ckpt.save_load.loading import load, read_tensor
+from mcore_ckpt.storage.files import narrowed
 from mcore_ckpt.storage.index import read_index
+from mcore_parallel.sharding import Piece, Shard
 
 ODD = {"hidden_size": 18, "num_hidden_layers": 3, "vocab_size": 37, "intermediate_size": 22}
 # transformers' grouped matrix products want rows of whole 16 bytes.
@@ -187,10 +190,27 @@ def assert_equal_bitwise(one, other):
         assert torch.equal(tensor, other[name]), name
 
 
+def assert_loads_as_converted(hf, step):
+    """Load a part of each tensor from the folder itself, cut along rows and columns."""
+    shards, wanted = {}, {}
+    for name in read_index(step).tensors:
+        whole = read_tensor(step, name)
+        offsets = tuple(min(1, size - 1) for size in whole.shape)
+        lengths = tuple(size - first for size, first in zip(whole.shape, offsets, strict=True))
+        part = torch.zeros(lengths, dtype=whole.dtype)
+        shards[name] = Shard(tuple(whole.shape), whole.dtype, (Piece(offsets, lengths, part),))
+        wanted[name] = narrowed(whole, (offsets, lengths))
+    extra = load(hf, shards)
+    assert extra["model"] == read_index(step).extra["model"]
+    for name, shard in shards.items():
+        assert torch.equal(shard.pieces[0].data, wanted[name]), name
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_family_survives_the_way_there_and_back_bitwise(tmp_path, name):
     make(tmp_path / "hf", name)
     there = hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    assert_loads_as_converted(tmp_path / "hf", tmp_path / "run" / "release")
     back = mcore_to_hf(tmp_path / "run", tmp_path / "again")
     assert there.is_proven
     assert back.family == name.split()[0].rstrip(",")
@@ -602,3 +622,38 @@ def test_the_command_compares_logits_when_asked(tmp_path, capsys):
     sides = (("hf", tmp_path / "hf"), ("hf", tmp_path / "other"))
     with pytest.raises(RuntimeError, match="logits of the two sides differ by"):
         compare_logits(*sides)
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama tied, llama3 scaling"])
+def test_a_linked_step_writes_no_weights_and_holds_them_all(tmp_path, name):
+    make(tmp_path / "hf", name, max_shard_size="8KB")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    report = convert(
+        "hf", tmp_path / "hf", "mcore", tmp_path / "linked", ConvertOptions(link=True)
+    )
+    assert report.num_bytes == 0
+    assert report.is_proven
+    assert differences(tmp_path / "run", tmp_path / "linked") == []
+    step, count, _ = check(tmp_path / "linked")
+    assert count == report.num_tensors
+    files = sorted(step.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f.name for f in sorted((tmp_path / "hf").glob("*.safetensors"))
+    ]
+    content = bytearray(files[0].read_bytes())
+    content[-1] ^= 1
+    files[0].unlink()
+    files[0].write_bytes(content)
+    with pytest.raises(RuntimeError, match="has not the checksum"):
+        check(tmp_path / "linked")
+
+
+def test_only_plain_weights_are_linked(tmp_path):
+    make(tmp_path / "hf", "gpt2")
+    with pytest.raises(ValueError, match="--link needs files that hold tensors as they are"):
+        convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", ConvertOptions(link=True))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="leave out --dtype"):
+        ConvertOptions(link=True, dtype="bf16")
+    with pytest.raises(ValueError, match="--link goes from hf to mcore"):
+        convert("mcore", tmp_path, "hf", tmp_path / "x", ConvertOptions(link=True))

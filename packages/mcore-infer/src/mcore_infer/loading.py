@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt.save_load.loading import load
-from mcore_ckpt.storage.index import Index, read_index
-from mcore_ckpt.storage.paths import resolve_folder
+from mcore_ckpt.save_load.loading import describe_checkpoint, load
+from mcore_ckpt.storage.index import Index
+from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.description import ModelDescription
@@ -47,7 +47,7 @@ def load_model(
     Communicates over ``ctx.world``: all its ranks call it.
 
     Args:
-        path: a run folder, or a step folder of one.
+        path: a run folder, a step folder of one, or a Hugging Face folder.
         ctx: the layout, without pipeline and context parallelism.
         step: which of a run folder's; 0: the latest.
         dtype: to compute in; None: bfloat16 on a GPU, else as it was saved but float32 for
@@ -61,7 +61,7 @@ def load_model(
     """
     check_context(ctx)
     folder = resolve_folder(path, step)
-    index = read_index(folder)
+    index = describe_checkpoint(folder)
     if "model" not in index.extra:
         raise ValueError(
             f"{folder} does not say which model it holds (no 'model' in its index): load a "
@@ -117,4 +117,8 @@ def _dtype_for(device: torch.device, index: Index) -> torch.dtype:
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer | None:
-    return load_tokenizer(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
+    if (folder / "tokenizer").is_dir():
+        return load_tokenizer(folder / "tokenizer")
+    names = ("tokenizer.json", "tokenizer.model")
+    is_there = is_hf_folder(folder) and any((folder / name).is_file() for name in names)
+    return load_tokenizer(folder) if is_there else None

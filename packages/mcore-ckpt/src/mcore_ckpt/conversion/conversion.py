@@ -6,7 +6,7 @@ conversion ends with its proof: the result is opened like any other input, turne
 what was read, and compared with it bit by bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.inspection import native_step
+from mcore_ckpt.conversion.linking import link_step
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
 from mcore_ckpt.conversion.targets import WRITERS, Wanted, our_items, write_small_files
@@ -81,6 +82,8 @@ class ConvertOptions:
     """Read the result back and compare."""
     optimizer: bool = False
     """Take the optimizer's state and the run's progress along; ``mcore`` and ``megatron``."""
+    link: bool = False
+    """Write no weights: the step's index points into the input's files; ``hf`` to ``mcore``."""
 
     def __post_init__(self) -> None:
         """Check what this object alone decides.
@@ -96,6 +99,10 @@ class ConvertOptions:
             raise ValueError(
                 f"--dtype {self.dtype} does not go with --optimizer: main weights and moments "
                 "belong to the weights as they are."
+            )
+        if self.link and (self.dtype or self.vocab_size):
+            raise ValueError(
+                "--link keeps weights as they are: leave out --dtype and --vocab-size."
             )
         if self.vocab_size < 0:
             raise ValueError(f"--vocab-size {self.vocab_size} must be 0 or more.")
@@ -126,26 +133,12 @@ def convert(
         CheckpointError: if files are damaged, the output is in the way, or the proof fails.
     """
     options = options or ConvertOptions()
-    for form in (source_format, target_format):
-        if form not in FORMATS:
-            raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
-        if options.optimizer and form not in STATE_FORMATS:
-            raise ValueError(
-                f"--optimizer goes between {' and '.join(STATE_FORMATS)}: a conversion with "
-                f"{form} is one of weights alone."
-            )
+    _check_formats(source_format, source, target_format, output, options)
     dtype = DTYPE_WORDS.get(options.dtype, "")
     asked = Asked(dtype, options.config, options.vocab_size, options.optimizer)
-    places = ((source_format, as_path(source)), (target_format, as_path(output)))
-    for form, place in places:
-        if form != "mcore" and is_store(place):
-            raise ValueError(
-                f"{place} lies in an object store, where only checkpoints of mcore are read "
-                f"and written: copy the {form} side to or from a disk."
-            )
-    output = places[1][1]
+    output = as_path(output)
     options.wanted.check(target_format)
-    check_place(output, places[0][1])
+    check_place(output, as_path(source))
     if target_format == "mcore":
         check_run_folder(output)
     if source_format == "mcore":
@@ -162,8 +155,14 @@ def convert(
         _check_tokens(found, options.vocab_size)
         print_ = ""
         if target_format == "mcore":
+
+            def write(target: Path, extra: Mapping[str, Any]) -> Index:
+                if options.link:
+                    return link_step(target, Path(source), found, extra, on_progress)
+                return write_whole(target, watch(our_items(found)), extra)
+
             prove = partial(proven_native, on_progress=on_progress) if options.check else None
-            word, print_ = _write_native(found, output, watch, prove)
+            word, print_ = _write_native(found, output, write, prove)
         else:
             with appearing(output) as folder:
                 word = WRITERS[target_format](folder, found, options.wanted, watch)
@@ -240,7 +239,7 @@ def mcore_to_hf(
 def _write_native(
     source: Opened,
     output: Path,
-    watch: Callable[[Sequence[Item]], list[Item]],
+    write: Callable[[Path, Mapping[str, Any]], Index],
     prove: Callable[[Opened, Path, Index], str] | None,
 ) -> tuple[str, str]:
     """Write a release of a run folder, or the step that an optimizer's state is of.
@@ -255,11 +254,44 @@ def _write_native(
         extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
         step = extra["iteration"]
     with fresh_step(output, step) as target:
-        index = write_whole(target, watch(our_items(source)), extra)
+        index = write(target, extra)
         write_small_files(target, source)
         print_ = prove(source, target, index) if prove else ""
         commit(target, output, step, sealed(index, target))
     return source.hf.get("model_type") or source.description["family"], print_
+
+
+def _check_formats(
+    source_format: str,
+    source: str | Path,
+    target_format: str,
+    output: str | Path,
+    options: ConvertOptions,
+) -> None:
+    """Refuse formats that are not known, and options that they do not go with.
+
+    Raises:
+        ValueError: with the flag to change.
+    """
+    for form in (source_format, target_format):
+        if form not in FORMATS:
+            raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
+        if options.optimizer and form not in STATE_FORMATS:
+            raise ValueError(
+                f"--optimizer goes between {' and '.join(STATE_FORMATS)}: a conversion with "
+                f"{form} is one of weights alone."
+            )
+    if options.link and (source_format, target_format) != ("hf", "mcore"):
+        raise ValueError("--link goes from hf to mcore: other formats have other files.")
+    if options.link and is_store(as_path(output)):
+        raise ValueError(f"--link needs an --output on the disk of the input, not {output}.")
+    places = ((source_format, as_path(source)), (target_format, as_path(output)))
+    for form, place in places:
+        if form != "mcore" and is_store(place):
+            raise ValueError(
+                f"{place} lies in an object store, where only checkpoints of mcore are read "
+                f"and written: copy the {form} side to or from a disk."
+            )
 
 
 def _check_config(source: Opened, folder: str | Path, config: str) -> None:

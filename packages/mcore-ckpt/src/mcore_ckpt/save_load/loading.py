@@ -8,8 +8,9 @@ difference listed; a fault on one rank is raised on all.
 import logging
 import socket
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +19,14 @@ from torch import Tensor
 
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.save_load.hf_loading import opened_hf
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_ckpt.save_load.saving import box_of, claims_of
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
 from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
-from mcore_ckpt.storage.paths import INDEX, resolve_folder
+from mcore_ckpt.storage.paths import HF_CONFIG, INDEX, is_complete, resolve_folder
 from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.shard_plans import (
     Claim,
@@ -65,7 +67,8 @@ def load(
     fails, all raise; pieces may then be partly filled.
 
     Args:
-        folder: a step folder, or a run folder for its latest step.
+        folder: a step folder, a run folder for its latest step, or a Hugging Face folder, whose
+            weights have the names ``model.<logical name>``.
         shards: logical name to pieces, which are written in place.
         world: the ranks that load together. What none of them asks for is an error: left out,
             this rank must ask for everything.
@@ -80,64 +83,136 @@ def load(
             the system's file cache is the faster road.
 
     Returns:
-        ``extra`` as it was saved.
+        ``extra`` as it was saved; of a Hugging Face folder the model's description.
 
     Raises:
         ValueError: if there is no checkpoint, or names, shapes or dtypes differ.
         CheckpointError: if files are missing, cut short or damaged.
     """
-    with agreed(world):
-        folder = resolve_folder(folder)
-        index = read_index(folder)
-        if checksums:
-            check_files(folder, index, world.rank, world.size)
-        wanted = claims_of(shards)
+    with ExitStack() as stack:
+        with agreed(world):
+            folder = resolve_folder(folder)
+            index, reader, fingerprint = stack.enter_context(
+                opened_checkpoint(folder, checksums=checksums)
+            )
+            if checksums:
+                check_files(folder, index, world.rank, world.size)
+            wanted = claims_of(shards)
+        gathered = gather_json([fingerprint, list(wanted)], world)
+        if any(other != fingerprint for other, _ in gathered):
+            raise CheckpointError(
+                f"ranks read different indices in {folder}: is it one shared folder?"
+            )
+        names = {name for _, mine in gathered for name in mine}
+        held = [n for n in index.tensors if n in names or not n.startswith(tuple(ignore))]
+        problems = name_problems(names, held)
+        with agreed(world):
+            skipped = _check_wanted(folder, index, wanted, problems, strictness, cast=cast)
+        taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
+        pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
+        device = travel_device(pieces, world)
+        shared: list[Shared] = []
+        if share == "always" or (share == "auto" and device.type != "cpu"):
+            shared = _plan_shared({name: wanted[name] for name in taken}, index, world)
+        from_others = {one.write for one in shared if world.rank in one.others}
+        with agreed(world):
+            _read(reader, taken, index.tensors, from_others)
+        _spread(shared, taken, world, device)
+        return index.extra
+
+
+@contextmanager
+def opened_checkpoint(
+    folder: Path, *, checksums: bool = True
+) -> Iterator[tuple[Index, Reader, int]]:
+    """Open a step of ours, or a Hugging Face folder as if it were one.
+
+    Args:
+        folder: from ``resolve_folder``.
+        checksums: whether blocks that are read are checked.
+
+    Returns:
+        The index, a reader of its chunks, and a number that is equal on ranks which see the
+        same folder.
+
+    Raises:
+        ValueError: as ``read_index``, or if no family here can say the folder's model.
+        CheckpointError: if files are missing or damaged.
+    """
+    if is_complete(folder):
         fingerprint = zlib.crc32((folder / INDEX).read_bytes())
-    told = gather_json([fingerprint, list(wanted)], world)
-    if any(other != fingerprint for other, _ in told):
-        raise CheckpointError(
-            f"ranks read different indices in {folder}: is it one shared folder?"
-        )
-    names = {name for _, mine in told for name in mine}
-    held = [n for n in index.tensors if n in names or not n.startswith(tuple(ignore))]
-    missing, unasked = name_problems(names, held)
+        index = read_index(folder)
+        with Reader(folder, checksums=checksums) as reader:
+            yield index, reader, fingerprint
+        return
+    with opened_hf(folder) as (index, reader):
+        yield index, reader, zlib.crc32((folder / HF_CONFIG).read_bytes())
+
+
+def describe_checkpoint(folder: str | Path) -> Index:
+    """Return the index of a step, or what it would be for a Hugging Face folder.
+
+    Args:
+        folder: a run folder, a step folder, or a Hugging Face folder.
+
+    Raises:
+        ValueError: if there is no checkpoint.
+        CheckpointError: if files are missing or damaged.
+    """
+    with opened_checkpoint(resolve_folder(folder)) as (index, _, _):
+        return index
+
+
+def _check_wanted(
+    folder: Path,
+    index: Index,
+    wanted: Mapping[str, Claim],
+    names: tuple[list[str], list[str]],
+    strictness: StrictnessConfig,
+    *,
+    cast: bool,
+) -> Mapping[str, str]:
+    """Compare what is wanted with what there is.
+
+    Returns:
+        The tensors to leave as they are, because of another shape.
+
+    Raises:
+        ValueError: listing every difference that ``strictness`` does not allow.
+    """
+    missing, unasked = names
     problems = [
         *_answer(strictness.on_missing, "missing in the checkpoint", missing),
         *_answer(strictness.on_unasked, "in the checkpoint, unasked for", unasked),
     ]
     ways = ["--dist-ckpt-strictness log_all"] * bool(problems)
     skipped: Mapping[str, str] = {}
-    with agreed(world):
-        found = load_differences(wanted, index.tensors)
-        problems += found.faults
-        if strictness.dist_ckpt_shape_mismatch == "skip":
-            skipped = found.shapes
-            _answer("log", "left as it is", list(skipped.values()))
-        else:
-            problems += found.shapes.values()
-            ways += ["--dist-ckpt-shape-mismatch skip"] * bool(found.shapes)
-        if strictness.dist_ckpt_dtype_mismatch == "cast" and not cast:
-            _answer("log", "cast", list(found.dtypes.values()))
-        elif not cast:
-            problems += found.dtypes.values()
-            ways += ["--dist-ckpt-dtype-mismatch cast"] * bool(found.dtypes)
-        if problems:
-            raise ValueError(f"cannot load {folder}: {listed(problems)}{_advice(ways)}")
-    taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
-    pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
-    device = travel_device(pieces, world)
-    if share == "never" or world.size == 1 or (share == "auto" and device.type == "cpu"):
-        shared = []
+    found = load_differences(wanted, index.tensors)
+    problems += found.faults
+    if strictness.dist_ckpt_shape_mismatch == "skip":
+        skipped = found.shapes
+        _answer("log", "left as it is", list(skipped.values()))
     else:
-        table = {name: wanted[name].to_json() for name in taken}
-        every = gather_json([socket.gethostname(), table], world)
-        claims = [{n: Claim.from_json(v) for n, v in mine.items()} for _, mine in every]
-        shared = plan_sharing(claims, [host for host, _ in every], index.tensors.keys())
-    from_others = {one.write for one in shared if world.rank in one.others}
-    with agreed(world):
-        _read(folder, taken, index.tensors, from_others, checksums=checksums)
-    _spread(shared, taken, world, device)
-    return index.extra
+        problems += found.shapes.values()
+        ways += ["--dist-ckpt-shape-mismatch skip"] * bool(found.shapes)
+    if strictness.dist_ckpt_dtype_mismatch == "cast" and not cast:
+        _answer("log", "cast", list(found.dtypes.values()))
+    elif not cast:
+        problems += found.dtypes.values()
+        ways += ["--dist-ckpt-dtype-mismatch cast"] * bool(found.dtypes)
+    if problems:
+        raise ValueError(f"cannot load {folder}: {listed(problems)}{_advice(ways)}")
+    return skipped
+
+
+def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list[Shared]:
+    """Choose the boxes that one rank of a host reads for others; all-gathers over ``world``."""
+    if world.size == 1:
+        return []
+    table = {name: claim.to_json() for name, claim in wanted.items()}
+    every = gather_json([socket.gethostname(), table], world)
+    claims = [{n: Claim.from_json(v) for n, v in mine.items()} for _, mine in every]
+    return plan_sharing(claims, [host for host, _ in every], index.tensors.keys())
 
 
 def _spread(
@@ -202,34 +277,31 @@ def read_tensor(
 
 
 def _read(
-    folder: Path,
+    reader: Reader,
     shards: Mapping[str, Shard],
     tensors: Mapping[str, TensorEntry],
     from_others: Collection[Write],
-    *,
-    checksums: bool,
 ) -> None:
-    with Reader(folder, checksums=checksums) as reader:
-        jobs: list[tuple[str, Chunk, Box, Piece]] = []
-        for name, shard in shards.items():
-            entry = tensors[name]
-            for piece in shard.pieces:
-                if 0 in piece.lengths or Write(name, box_of(piece)) in from_others:
-                    continue
-                reads = plan_reads(entry, box_of(piece))
-                jobs += [(name, entry.chunks[read.chunk], read.box, piece) for read in reads]
+    jobs: list[tuple[str, Chunk, Box, Piece]] = []
+    for name, shard in shards.items():
+        entry = tensors[name]
+        for piece in shard.pieces:
+            if 0 in piece.lengths or Write(name, box_of(piece)) in from_others:
+                continue
+            reads = plan_reads(entry, box_of(piece))
+            jobs += [(name, entry.chunks[read.chunk], read.box, piece) for read in reads]
 
-        def read_one(name: str, chunk: Chunk, box: Box, piece: Piece) -> None:
-            target = narrowed(piece.data.detach(), shifted(box, piece.offsets))
-            reader.read(name, tensors[name], chunk, box, target)
+    def read_one(name: str, chunk: Chunk, box: Box, piece: Piece) -> None:
+        target = narrowed(piece.data.detach(), shifted(box, piece.offsets))
+        reader.read(name, tensors[name], chunk, box, target)
 
-        # In file order, which disks and their read-ahead like best.
-        jobs.sort(key=lambda job: (job[1].file, job[1].offset))
-        with ThreadPoolExecutor(READERS) as pool:
-            waiting = [pool.submit(read_one, *job) for job in jobs]
-            try:
-                for one in waiting:
-                    one.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    # In file order, which disks and their read-ahead like best.
+    jobs.sort(key=lambda job: (job[1].file, job[1].offset))
+    with ThreadPoolExecutor(READERS) as pool:
+        waiting = [pool.submit(read_one, *job) for job in jobs]
+        try:
+            for one in waiting:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -18,6 +18,9 @@ from mcore_ckpt.storage.stores import StorePath, as_path, is_store
 INDEX = "index.json"
 """Name of the file that makes a folder a checkpoint."""
 
+HF_CONFIG = "config.json"
+"""Name of the file that makes a folder without an index a Hugging Face folder."""
+
 TRACKER = "latest_checkpointed_iteration.txt"
 """Name of the pointer to the newest step of a run folder."""
 
@@ -47,6 +50,13 @@ def step_folder(run_folder: str | Path, step: int | str) -> Path:
 def is_complete(folder: str | Path) -> bool:
     """Whether a folder holds a checkpoint that was saved to its end."""
     return (as_path(folder) / INDEX).is_file()
+
+
+def is_hf_folder(folder: str | Path) -> bool:
+    """Whether a folder holds a Hugging Face model and no checkpoint of ours."""
+    path = as_path(folder)
+    marks = (path / name for name in (INDEX, TRACKER))
+    return (path / HF_CONFIG).is_file() and not any(mark.is_file() for mark in marks)
 
 
 def latest_step(run_folder: str | Path) -> int | str | None:
@@ -83,17 +93,17 @@ def complete_steps(run_folder: str | Path) -> list[int]:
 
 
 def resolve_folder(path: str | Path, step: int = 0) -> Path:
-    """Find the checkpoint that a user means by a run folder or a step folder.
+    """Find the checkpoint that a user means by a run folder, a step folder or a model folder.
 
     Args:
-        path: either of the two.
+        path: one of the three; a Hugging Face folder is its own checkpoint.
         step: which of a run folder's; 0: the one that the pointer names.
 
     Raises:
         ValueError: if there is none; says what is there instead.
     """
     path = as_path(path)
-    if is_complete(path):
+    if is_complete(path) or is_hf_folder(path):
         return path
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: give a run folder or a step folder.")

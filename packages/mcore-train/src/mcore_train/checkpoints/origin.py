@@ -5,14 +5,18 @@ is loaded.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from mcore_ckpt.storage.index import read_index
-from mcore_ckpt.storage.paths import is_complete, latest_step, resolve_folder
+from mcore_ckpt.storage.paths import is_complete, is_hf_folder, latest_step, resolve_folder
 from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_train.composition import TrainConfig
 from mcore_train.options.recipe import Value
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+"""Files by which a Hugging Face folder shows that it has a tokenizer."""
 
 
 def find_checkpoint(load: str, step: int = 0) -> Path | None:
@@ -28,16 +32,29 @@ def find_checkpoint(load: str, step: int = 0) -> Path | None:
     if folder.is_file():
         raise ValueError(f"--load {load} is a file: give a run folder or a step folder.")
     nothing_yet = not folder.is_dir() or latest_step(folder) is None
-    if nothing_yet and not step and not is_complete(folder):
+    if nothing_yet and not step and not is_complete(folder) and not is_hf_folder(folder):
         return None
     return resolve_folder(folder, step)
+
+
+def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
+    """Return what a checkpoint says beside its tensors: the model, and how far a run was.
+
+    Args:
+        folder: from ``find_checkpoint``; of a Hugging Face folder, the model alone is known.
+    """
+    if is_hf_folder(folder):
+        from mcore_ckpt.save_load.loading import describe_checkpoint  # imports torch
+
+        return describe_checkpoint(folder).extra
+    return read_index(folder).extra
 
 
 def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:
     """Read the model's own options out of a checkpoint's index, as a flat table.
 
     Args:
-        load: run folder or step folder.
+        load: run folder, step folder or Hugging Face folder.
         step: step in a run folder; 0: the latest.
 
     Returns:
@@ -50,7 +67,9 @@ def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:
     folder = find_checkpoint(load, step)
     if folder is None:
         return {}
-    table = model_fields(read_index(folder).extra.get("model", {}))
+    table = model_fields(checkpoint_extra(folder).get("model", {}))
+    if is_hf_folder(folder) and any((folder / name).is_file() for name in TOKENIZERS):
+        table["tokenizer_model"] = str(folder)
     # A tokenizer in an object store is no folder that a tokenizer library opens.
     if (folder / "tokenizer").is_dir() and not is_store(folder):
         table["tokenizer_model"] = str(folder / "tokenizer")

@@ -32,7 +32,7 @@ from mcore_data.tracing.data_plan import (
 from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Piece, Shard, named_shards
 from mcore_train.assembly import Run, num_samples_of
-from mcore_train.checkpoints.origin import find_checkpoint
+from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
 from mcore_train.lr_schedule import Schedule, reconcile
 from mcore_train.options.recipe import told_options, write_recipe
 from mcore_train.resolution import Plan
@@ -122,7 +122,7 @@ def load_run(run: Run) -> bool:
         if options.load:
             log.warning("no checkpoint in %s: starting from nothing", options.load)
         return False
-    extra = read_index(folder).extra
+    extra = checkpoint_extra(folder)
     _check_model(extra["model"], run.plan, folder)
     if options.finetune or "iteration" not in extra:
         _load_weights(run, folder)

@@ -1,0 +1,92 @@
+"""Hugging Face folders as checkpoints that load where they are, without a conversion.
+
+Where a foreign tensor holds ours as ranges of its rows, an index points straight into its file,
+and ranks read the rows they need as from a step of ours. What is transposed, interleaved or
+quantized there is read by rows through the same views that a conversion uses.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from torch import Tensor
+
+from mcore_ckpt.formats.sources import PREFIX, Opened, opened
+from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.storage.boxes import Box
+from mcore_ckpt.storage.files import Reader, narrowed
+from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, Index, TensorEntry
+
+_VIEW = ""
+"""Stands for the file of a tensor whose bytes are not in a file as they are."""
+
+
+@contextmanager
+def opened_hf(folder: Path) -> Iterator[tuple[Index, Reader]]:
+    """Open a Hugging Face folder as an index of our tensors and a reader of their boxes.
+
+    Args:
+        folder: with config.json and safetensors files.
+
+    Raises:
+        ValueError: if it holds a model that no family here can say, or pickles.
+        CheckpointError: if files are damaged or contradict each other.
+    """
+    with opened("hf", folder) as found, ViewReader(folder, found.ours) as reader:
+        tensors = {PREFIX + name: entry for name, entry in pointers(found).items()}
+        yield Index(tensors, {"model": found.description, "hf": found.hf}), reader
+
+
+def pointers(found: Opened) -> dict[str, TensorEntry]:
+    """List our tensors, each as one chunk of the foreign file that holds it.
+
+    Args:
+        found: opened without a cast or another vocabulary.
+
+    Returns:
+        By logical name. The file of a chunk is empty where no file holds the tensor's bytes in
+        order.
+    """
+    entries = {}
+    for link in found.links:
+        theirs = found.theirs.entries[link.theirs]
+        is_there = link.is_plain and len(theirs.chunks) == 1
+        for name, (first, _) in zip(link.ours, link.rows(theirs.shape), strict=True):
+            entry = found.ours.entries[name]
+            zeros = (0,) * len(entry.shape)
+            chunk = Chunk(_VIEW, 0, zeros, entry.shape)
+            if is_there:
+                row_bytes = prod(theirs.shape[1:]) * DTYPE_BYTES[theirs.dtype]
+                place = theirs.chunks[0]
+                chunk = replace(chunk, file=place.file, offset=place.offset + first * row_bytes)
+            entries[name] = replace(entry, chunks=(chunk,) if prod(entry.shape) else ())
+    return entries
+
+
+class ViewReader(Reader):
+    """Reads boxes from files where they lie there, else through a view of rows."""
+
+    def __init__(self, folder: Path, view: Rows) -> None:
+        """Open nothing yet.
+
+        Args:
+            folder: of the files.
+            view: our tensors, by logical name.
+        """
+        super().__init__(folder)
+        self._view = view
+
+    def read(
+        self, name: str, entry: TensorEntry, chunk: Chunk, box: Box, target: Tensor
+    ) -> None:
+        """Read a region of a tensor; see ``Reader.read``."""
+        if chunk.file != _VIEW:
+            super().read(name, entry, chunk, box, target)
+            return
+        (begin, *_), (count, *_) = (box[0] or (0,)), (box[1] or (1,))
+        with self._opening:  # views keep what they have turned, and are not for many threads
+            rows = self._view.rows(name.removeprefix(PREFIX), begin, begin + count)
+        whole_rows = ((0, *box[0][1:]), box[1]) if box[0] else ((), ())
+        target.copy_(narrowed(rows, whole_rows))
