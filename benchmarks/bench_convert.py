@@ -32,7 +32,7 @@ from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.sources import native_table
 from mcore_ckpt.mapping.row_streams import Rows, slabs
 from mcore_ckpt.mapping.rules import expand
-from mcore_ckpt.mapping.views import Turned, their_items
+from mcore_ckpt.mapping.views import RenamedRows, their_items
 from mcore_ckpt.storage.files import Item, memory
 from mcore_ckpt.storage.index import TensorEntry
 
@@ -121,7 +121,7 @@ def from_memory(config: dict, _: Path) -> dict:
     theirs = Generated(shapes_of(config))
     description = llama.to_ours({"model_type": "llama", **config})
     links = expand(llama.table(description))
-    turned: Rows = Turned(links, theirs)
+    turned: Rows = RenamedRows(links, theirs)
     ours = Generated({name: entry.shape for name, entry in turned.entries.items()})
     row: dict[str, float] = {}
     for name, items in {

@@ -101,9 +101,9 @@ def convert(
         target = explain_redirection(source, target)
     from mcore_ckpt.conversion.conversion import ConvertOptions
     from mcore_ckpt.conversion.conversion import convert as run
-    from mcore_ckpt.conversion.targets import Wanted
+    from mcore_ckpt.conversion.targets import WriteOptions
 
-    wanted = Wanted(
+    wanted = WriteOptions(
         max_shard_bytes=parse_size(max_shard_size),
         model_type=model_type,
         dcp_names=dcp_names,

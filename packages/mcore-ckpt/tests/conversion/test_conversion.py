@@ -577,13 +577,13 @@ def test_an_output_in_the_way_is_refused_and_left_as_it_was(tmp_path):
 
 def test_the_proof_sees_a_byte_that_went_wrong(tmp_path, monkeypatch):
     make(tmp_path / "hf", "llama")
-    from mcore_ckpt.mapping.views import Turned
+    from mcore_ckpt.mapping.views import RenamedRows
 
     def wrong(self, name, begin, stop):
         return right(self, name, begin, stop) + (name == "blocks.2.mlp.fc1.up.weight")
 
-    right = Turned.rows
-    monkeypatch.setattr(Turned, "rows", wrong)
+    right = RenamedRows.rows
+    monkeypatch.setattr(RenamedRows, "rows", wrong)
     with pytest.raises(RuntimeError, match=r"proof failed: model.layers.2.mlp.up_proj.weight"):
         hf_to_mcore(tmp_path / "hf", tmp_path / "run")
     assert not (tmp_path / "run" / "release" / "index.json").exists()

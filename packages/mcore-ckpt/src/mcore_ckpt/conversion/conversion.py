@@ -17,9 +17,9 @@ from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.linking import link_step
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
-from mcore_ckpt.conversion.targets import WRITERS, Wanted, our_items, write_small_files
+from mcore_ckpt.conversion.targets import WRITERS, WriteOptions, our_items, write_small_files
 from mcore_ckpt.formats.hf_folder import num_tokens
-from mcore_ckpt.formats.sources import FORMATS, Asked, Opened, opened
+from mcore_ckpt.formats.sources import FORMATS, OpenCheckpoint, ReadOptions, opened
 from mcore_ckpt.mapping.row_streams import Progress, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.index import Index
@@ -76,7 +76,7 @@ class ConvertOptions:
     """config.json of the model, for inputs that do not say which they are."""
     vocab_size: int = 0
     """Rows of vocabulary to keep, or to fill up to with zeros; 0: as in the source."""
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: WriteOptions = field(default_factory=WriteOptions)
     """How the output is written."""
     check: bool = True
     """Read the result back and compare."""
@@ -135,7 +135,7 @@ def convert(
     options = options or ConvertOptions()
     _check_formats(source_format, source, target_format, output, options)
     dtype = DTYPE_WORDS.get(options.dtype, "")
-    asked = Asked(dtype, options.config, options.vocab_size, options.optimizer)
+    asked = ReadOptions(dtype, options.config, options.vocab_size, options.optimizer)
     output = as_path(output)
     options.wanted.check(target_format)
     check_place(output, as_path(source))
@@ -231,16 +231,16 @@ def mcore_to_hf(
         ValueError: if the family cannot say the model, or the output is in the way.
         CheckpointError: if files are damaged, or the proof fails.
     """
-    wanted = Wanted(max_shard_bytes=max_shard_bytes, model_type=model_type)
+    wanted = WriteOptions(max_shard_bytes=max_shard_bytes, model_type=model_type)
     options = ConvertOptions(dtype=dtype, check=check, wanted=wanted)
     return convert("mcore", source, "hf", output, options, on_progress=on_progress)
 
 
 def _write_native(
-    source: Opened,
+    source: OpenCheckpoint,
     output: Path,
     write: Callable[[Path, Mapping[str, Any]], Index],
-    prove: Callable[[Opened, Path, Index], str] | None,
+    prove: Callable[[OpenCheckpoint, Path, Index], str] | None,
 ) -> tuple[str, str]:
     """Write a release of a run folder, or the step that an optimizer's state is of.
 
@@ -294,7 +294,7 @@ def _check_formats(
             )
 
 
-def _check_config(source: Opened, folder: str | Path, config: str) -> None:
+def _check_config(source: OpenCheckpoint, folder: str | Path, config: str) -> None:
     """Refuse a model's config where the input says itself which model it is.
 
     Raises:
@@ -307,7 +307,7 @@ def _check_config(source: Opened, folder: str | Path, config: str) -> None:
         )
 
 
-def _check_tokens(source: Opened, vocab_size: int) -> None:
+def _check_tokens(source: OpenCheckpoint, vocab_size: int) -> None:
     """Refuse to cut rows off that the tokenizer has ids of.
 
     Raises:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.formats.sources import PREFIX, Opened
+from mcore_ckpt.formats.sources import PREFIX, OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import Progress, Source, named_with_progress, slabs
 from mcore_ckpt.save_load.hf_loading import pointers
 from mcore_ckpt.storage.files import Checksums, Reader, memory
@@ -21,7 +21,7 @@ from mcore_ckpt.storage.index import FileEntry, Index, TensorEntry, digest
 def link_step(
     folder: Path,
     source: Path,
-    found: Opened,
+    found: OpenCheckpoint,
     extra: Mapping[str, Any],
     on_progress: Progress | None = None,
 ) -> Index:

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.sources import PREFIX, Asked, Opened, opened
+from mcore_ckpt.formats.sources import PREFIX, OpenCheckpoint, ReadOptions, opened
 from mcore_ckpt.mapping.optimizer_state import Part, native_name
 from mcore_ckpt.mapping.row_streams import (
     Progress,
@@ -48,7 +48,9 @@ def fingerprint(tensors: Rows, on_progress: Progress | None = None) -> str:
     return total.hexdigest()[:32]
 
 
-def prove(source: Opened | Part, again: Rows, on_progress: Progress | None = None) -> None:
+def prove(
+    source: OpenCheckpoint | Part, again: Rows, on_progress: Progress | None = None
+) -> None:
     """Turn tensors that were written and read back into the source's, and compare.
 
     Args:
@@ -80,7 +82,9 @@ def prove(source: Opened | Part, again: Rows, on_progress: Progress | None = Non
         _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
 
 
-def proven(source: Opened, form: str, folder: Path, on_progress: Progress | None = None) -> str:
+def proven(
+    source: OpenCheckpoint, form: str, folder: Path, on_progress: Progress | None = None
+) -> str:
     """Open what was written as if it were an input, compare, and return its fingerprint.
 
     Raises:
@@ -88,7 +92,7 @@ def proven(source: Opened, form: str, folder: Path, on_progress: Progress | None
     """
     has_state = source.state is not None
     size = source.description["vocab_size"] if form == "megatron" else 0
-    with opened(form, folder, Asked(vocab_size=size, optimizer=has_state)) as again:
+    with opened(form, folder, ReadOptions(vocab_size=size, optimizer=has_state)) as again:
         prove(source, again.ours, on_progress)
         if source.state is not None and again.state is not None:
             for kind, part in source.state.parts.items():
@@ -97,7 +101,7 @@ def proven(source: Opened, form: str, folder: Path, on_progress: Progress | None
 
 
 def proven_native(
-    source: Opened, folder: Path, index: Index, on_progress: Progress | None = None
+    source: OpenCheckpoint, folder: Path, index: Index, on_progress: Progress | None = None
 ) -> str:
     """Compare what was written of ours, before its index makes it a step; return the same.
 

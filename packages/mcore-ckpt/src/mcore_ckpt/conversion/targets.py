@@ -12,9 +12,9 @@ from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
-from mcore_ckpt.formats.sources import EXTRA, PREFIX, Opened, native_table
+from mcore_ckpt.formats.sources import EXTRA, PREFIX, OpenCheckpoint
 from mcore_ckpt.mapping.optimizer_state import native_name
-from mcore_ckpt.mapping.rules import Table, expand, match_ours
+from mcore_ckpt.mapping.rules import Table, expand, match_ours, native_table
 from mcore_ckpt.mapping.views import their_items
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.paths import RELEASE, TRACKER, step_folder, write_durably
@@ -37,7 +37,7 @@ _FLAGS = {"max_shard_bytes": "max_shard_size"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WriteOptions:
     """What a user says about an output."""
 
     max_shard_bytes: int = 5_000_000_000
@@ -72,7 +72,7 @@ class Wanted:
                 )
 
 
-def our_items(source: Opened) -> list[Item]:
+def our_items(source: OpenCheckpoint) -> list[Item]:
     """List a checkpoint's tensors under our names, ready to be written."""
     items = [
         replace(item, name=PREFIX + item.name)
@@ -86,7 +86,7 @@ def our_items(source: Opened) -> list[Item]:
     return items
 
 
-def model_type_of(source: Opened, wanted: str = "") -> str:
+def model_type_of(source: OpenCheckpoint, wanted: str = "") -> str:
     """Return the Hugging Face family to write.
 
     Raises:
@@ -95,7 +95,7 @@ def model_type_of(source: Opened, wanted: str = "") -> str:
     return wanted or source.hf.get("model_type") or family_for(source.description)
 
 
-def write_hf(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+def write_hf(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: Watch) -> str:
     """Write a Hugging Face folder; return its ``model_type``."""
     model_type = model_type_of(source, wanted.model_type)
     family = family_of(model_type)
@@ -120,7 +120,7 @@ def write_hf(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
     return model_type
 
 
-def write_dcp(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+def write_dcp(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: Watch) -> str:
     """Write a directory of torch.distributed.checkpoint; return whose names it has.
 
     Raises:
@@ -146,7 +146,9 @@ def write_dcp(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str
     return wanted.dcp_names
 
 
-def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -> str:
+def write_megatron(
+    folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: Watch
+) -> str:
     """Write a run folder that megatron-core loads; return ``torch_dist``.
 
     Without an optimizer's state it is a release, with it the step that the run is at.
@@ -201,7 +203,7 @@ def write_megatron(folder: Path, source: Opened, wanted: Wanted, watch: Watch) -
     return "torch_dist"
 
 
-def write_small_files(folder: Path, source: Opened) -> None:
+def write_small_files(folder: Path, source: OpenCheckpoint) -> None:
     """Write the tokenizer and the generation config that go along."""
     for name, content in source.tokenizer.items():
         (folder / "tokenizer").mkdir(exist_ok=True)
@@ -210,7 +212,7 @@ def write_small_files(folder: Path, source: Opened) -> None:
         write_durably(folder / name, content)
 
 
-WRITERS: Mapping[str, Callable[[Path, Opened, Wanted, Watch], str]] = {
+WRITERS: Mapping[str, Callable[[Path, OpenCheckpoint, WriteOptions, Watch], str]] = {
     "hf": write_hf,
     "dcp": write_dcp,
     "megatron": write_megatron,
@@ -218,13 +220,13 @@ WRITERS: Mapping[str, Callable[[Path, Opened, Wanted, Watch], str]] = {
 """Writers of folders that appear whole; ours has its own way."""
 
 
-def _items(table: Table, source: Opened) -> list[Item]:
+def _items(table: Table, source: OpenCheckpoint) -> list[Item]:
     links = expand(table)
     match_ours(links, source.ours.entries)
     return their_items(links, source.ours)
 
 
-def _extra(source: Opened) -> str:
+def _extra(source: OpenCheckpoint) -> str:
     return json.dumps({"model": source.description, "hf": source.hf})
 
 

@@ -4,7 +4,7 @@ Nothing is read but what says where things are; tensors come by rows when they a
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,14 +25,14 @@ from mcore_ckpt.mapping.optimizer_state import OptimizerState, read_native
 from mcore_ckpt.mapping.row_streams import Rows, Source, compare_copy
 from mcore_ckpt.mapping.rules import (
     Link,
-    Rule,
     Table,
     expand,
     match_theirs,
+    native_table,
     split_index,
     unstacked,
 )
-from mcore_ckpt.mapping.views import Cast, Dequantized, Resized, Turned
+from mcore_ckpt.mapping.views import Cast, Dequantized, RenamedRows, Resized
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import Index, read_index
 from mcore_ckpt.storage.paths import latest_step, resolve_folder, step_folder
@@ -56,7 +56,7 @@ _STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state",
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReadOptions:
     """What a user says about an input that the input does not say itself."""
 
     dtype: str = ""
@@ -70,7 +70,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenCheckpoint:
     """A checkpoint whose tensors can be read."""
 
     description: dict[str, Any]
@@ -92,11 +92,13 @@ class Opened:
     state: OptimizerState | None = None
     """The optimizer's, if it was asked for."""
     took_config: bool = False
-    """Whether the model is the one that ``Asked.config`` names: the input did not say."""
+    """Whether the model is the one that ``ReadOptions.config`` names: the input did not say."""
 
 
 @contextmanager
-def opened(form: str, path: str | Path, asked: Asked | None = None) -> Iterator[Opened]:
+def opened(
+    form: str, path: str | Path, asked: ReadOptions | None = None
+) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of a format; its files are closed at the end.
 
     Args:
@@ -109,12 +111,12 @@ def opened(form: str, path: str | Path, asked: Asked | None = None) -> Iterator[
         CheckpointError: if files are damaged, or hold a pickle that asks for unknown names.
     """
     read = {"hf": _open_hf, "mcore": _open_mcore, "dcp": _open_dcp, "megatron": _open_megatron}
-    with read[form](as_path(path), asked or Asked()) as found:
+    with read[form](as_path(path), asked or ReadOptions()) as found:
         yield found
 
 
 @contextmanager
-def _open_hf(path: Path, asked: Asked) -> Iterator[Opened]:
+def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
     config = dict(folder.config)
     block = _fp8_block(config)
@@ -135,7 +137,7 @@ def _open_hf(path: Path, asked: Asked) -> Iterator[Opened]:
 
 
 @contextmanager
-def _open_mcore(path: Path, asked: Asked) -> Iterator[Opened]:
+def _open_mcore(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     step = resolve_folder(path)
     index = read_index(step)
     check_files(step, index)
@@ -150,7 +152,7 @@ def _open_mcore(path: Path, asked: Asked) -> Iterator[Opened]:
     links = [Link((name,), name) for name in tensors]
     with Reader(step) as reader:
         theirs = _cast(Source(reader, tensors), asked)
-        found = Opened(
+        found = OpenCheckpoint(
             *_described(description, links, theirs, asked),
             hf=dict(index.extra.get("hf", {})),
             tokenizer=tokenizer,
@@ -163,7 +165,7 @@ def _open_mcore(path: Path, asked: Asked) -> Iterator[Opened]:
 
 
 @contextmanager
-def _open_dcp(path: Path, asked: Asked) -> Iterator[Opened]:
+def _open_dcp(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     folder = read_dcp_folder(path)
     extra = _our_extra(folder)
     if extra is None and not asked.config:
@@ -198,7 +200,7 @@ def _open_dcp(path: Path, asked: Asked) -> Iterator[Opened]:
 
 
 @contextmanager
-def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
+def _open_megatron(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     step = _megatron_step(path)
     tokenizer, _ = small_files(step / "tokenizer")
     _, generation = small_files(step)
@@ -235,13 +237,15 @@ def _open_megatron(path: Path, asked: Asked) -> Iterator[Opened]:
     with Reader(step) as reader:
         found = _link(table, Source(reader, entries), description, asked, **more, **small)
         if asked.optimizer:
-            both = (found.theirs, Turned(found.links, found.theirs))
+            both = (found.theirs, RenamedRows(found.links, found.theirs))
             state = read_megatron(folder, reader, table, both, common, common_file)
             found = _with_state(found, state, asked)
         yield found
 
 
-def _with_state(found: Opened, state: OptimizerState, asked: Asked) -> Opened:
+def _with_state(
+    found: OpenCheckpoint, state: OptimizerState, asked: ReadOptions
+) -> OpenCheckpoint:
     """Add an optimizer's state, its rows of vocabulary resized like the weights'."""
     sizes = dict.fromkeys(_PADDED, asked.vocab_size) if asked.vocab_size else {}
     parts = {
@@ -253,7 +257,7 @@ def _with_state(found: Opened, state: OptimizerState, asked: Asked) -> Opened:
 
 
 def _megatron_description(
-    step: Path, common: Mapping[str, Any], padded: int, asked: Asked
+    step: Path, common: Mapping[str, Any], padded: int, asked: ReadOptions
 ) -> dict[str, Any]:
     if asked.config:
         return _asked_description(asked.config)
@@ -283,19 +287,19 @@ def describe_native(step: Path, index: Index) -> dict[str, Any]:
 
 
 def _link(
-    table: Table, theirs: Rows, description: dict[str, Any], asked: Asked, **more: Any
-) -> Opened:
+    table: Table, theirs: Rows, description: dict[str, Any], asked: ReadOptions, **more: Any
+) -> OpenCheckpoint:
     """Match tensors with a table; every tensor must be used, and once."""
     links = expand(table)
     for name in match_theirs(table, links, theirs.entries):
         compare_copy(theirs, name, table.copies[name])
-    return Opened(*_described(description, links, _cast(theirs, asked), asked), **more)
+    return OpenCheckpoint(*_described(description, links, _cast(theirs, asked), asked), **more)
 
 
 def _described(
-    description: dict[str, Any], links: Sequence[Link], theirs: Rows, asked: Asked
+    description: dict[str, Any], links: Sequence[Link], theirs: Rows, asked: ReadOptions
 ) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
-    ours: Rows = Turned(links, theirs)
+    ours: Rows = RenamedRows(links, theirs)
     check_shapes(description, ours.entries)
     if asked.vocab_size and asked.vocab_size != description["vocab_size"]:
         ours = Resized(ours, dict.fromkeys(_PADDED, asked.vocab_size))
@@ -303,7 +307,7 @@ def _described(
     return description, links, theirs, ours
 
 
-def _cast(theirs: Rows, asked: Asked) -> Rows:
+def _cast(theirs: Rows, asked: ReadOptions) -> Rows:
     return Cast(theirs, asked.dtype) if asked.dtype else theirs
 
 
@@ -341,11 +345,6 @@ def _our_extra(folder: DcpFolder) -> dict[str, Any] | None:
         return None
     text = folder.read_object(EXTRA)
     return json.loads(text) if isinstance(text, str) else None
-
-
-def native_table(names: Iterable[str]) -> Table:
-    """Make a table of names that are ours already."""
-    return Table(tuple(Rule(name, name) for name in names), 0)
 
 
 def _common_state(step: Path, folder: DcpFolder) -> tuple[dict[str, Any], Path]:

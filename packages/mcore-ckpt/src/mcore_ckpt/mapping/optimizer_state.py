@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_ckpt.mapping.row_streams import Rows, Source, row_groups, same_bits
 from mcore_ckpt.mapping.rules import Link
-from mcore_ckpt.mapping.views import Turned
+from mcore_ckpt.mapping.views import RenamedRows
 from mcore_ckpt.storage.files import DTYPES, Reader
 from mcore_ckpt.storage.index import Index, TensorEntry
 from mcore_ckpt.storage.shard_plans import listed, name_problems
@@ -114,7 +114,7 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
 
 def turned(links: list[Link], theirs: Rows) -> Part:
     """Turn one kind of foreign state as its weights are turned."""
-    return Part(tuple(links), theirs, Turned(links, theirs))
+    return Part(tuple(links), theirs, RenamedRows(links, theirs))
 
 
 def check_parts(parts: Mapping[str, Part], weights: Rows) -> None:

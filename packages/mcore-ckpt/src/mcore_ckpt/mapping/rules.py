@@ -60,6 +60,11 @@ class Table:
     """Foreign names that may be present as equal copies of another (a tied head)."""
 
 
+def native_table(names: Iterable[str]) -> Table:
+    """Make a table of names that are ours already."""
+    return Table(tuple(Rule(name, name) for name in names), 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """A rule with its numbers filled in."""

@@ -20,7 +20,7 @@ from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry
 _FP8 = "F8_E4M3"
 
 
-class Turned:
+class RenamedRows:
     """Our tensors, read out of foreign ones as links say."""
 
     def __init__(self, links: Sequence[Link], theirs: Rows) -> None:

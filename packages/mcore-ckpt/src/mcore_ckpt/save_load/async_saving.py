@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.save_load.attachments import Beside
+from mcore_ckpt.save_load.attachments import Attachments
 from mcore_ckpt.save_load.hf_saving import HFView
 from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import (
@@ -34,7 +34,7 @@ from mcore_ckpt.save_load.rank_agreement import (
     pack,
     unpack,
 )
-from mcore_ckpt.save_load.saving import KEEP_ALL, Begun, begin, commit_step, write
+from mcore_ckpt.save_load.saving import KEEP_ALL, PlannedSave, begin, commit_step, write
 from mcore_ckpt.save_load.staging import Copies, Staging
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import step_folder
@@ -98,7 +98,7 @@ class _Job:
 class _Pending:
     """A save that is under way."""
 
-    begun: Begun
+    begun: PlannedSave
     copies: Copies
     job: _Job
     tries_left: int
@@ -201,7 +201,7 @@ class AsyncSaver:
             log.error("%s; training goes on", self.last_failure)
             return False
         self._hanging = None
-        beside = Beside(extra=extra or {}, files=files or {}, folders=folders or {})
+        beside = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
         lock = FolderLock(run_folder)
         try:
             begun = begin(
@@ -355,7 +355,7 @@ class AsyncSaver:
             self._lock = None
 
 
-def _write_job(begun: Begun, copies: Copies) -> _Job:
+def _write_job(begun: PlannedSave, copies: Copies) -> _Job:
     """Finish the copies and write this rank's files, in a thread."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

@@ -17,7 +17,7 @@ _OURS = re.compile(rf"{re.escape(INDEX)}|(rank_|model).*\.safetensors(\.index\.j
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class Attachments:
     """What goes along; rank 0's counts."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Beside:
     folders: Mapping[str, Path] = field(default_factory=dict)
     """Folders to copy by name, such as ``tokenizer``."""
 
-    def kept(self) -> "Beside":
+    def kept(self) -> "Attachments":
         """Return it as it is now, whatever the caller's objects become.
 
         Raises:
@@ -49,4 +49,4 @@ class Beside:
         for name, folder in self.folders.items():
             if not Path(folder).is_dir():
                 raise ValueError(f"{folder}, to go along as {name}, is no folder.")
-        return Beside(extra=extra, files=dict(self.files), folders=dict(self.folders))
+        return Attachments(extra=extra, files=dict(self.files), folders=dict(self.folders))

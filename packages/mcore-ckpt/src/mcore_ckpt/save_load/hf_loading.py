@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_ckpt.formats.sources import PREFIX, Opened, opened
+from mcore_ckpt.formats.sources import PREFIX, OpenCheckpoint, opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import Reader, narrowed
@@ -39,7 +39,7 @@ def opened_hf(folder: Path) -> Iterator[tuple[Index, Reader]]:
         yield Index(tensors, {"model": found.description, "hf": found.hf}), reader
 
 
-def pointers(found: Opened) -> dict[str, TensorEntry]:
+def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:
     """List our tensors, each as one chunk of the foreign file that holds it.
 
     Args:

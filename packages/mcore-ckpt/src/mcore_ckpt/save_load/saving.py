@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.save_load.attachments import Beside
+from mcore_ckpt.save_load.attachments import Attachments
 from mcore_ckpt.save_load.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
 from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
@@ -51,7 +51,7 @@ KEEP_ALL = RetentionConfig()
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PlannedSave:
     """A save that is planned, and whose empty folder is there."""
 
     run_folder: Path
@@ -70,7 +70,7 @@ class Begun:
     """The memory of each section of each entry, in order."""
     hf_files: Mapping[str, bytes]
     """What makes the step a Hugging Face folder, beside its weights; empty: it is none."""
-    beside: Beside
+    beside: Attachments
     """What goes along."""
 
 
@@ -120,7 +120,7 @@ def save(
             do not see one folder.
     """
     lock = FolderLock(run_folder)
-    beside = Beside(extra=extra or {}, files=files or {}, folders=folders or {})
+    beside = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
     try:
         begun = begin(
             run_folder,
@@ -153,10 +153,10 @@ def begin(
     *,
     world: Axis,
     replace: bool,
-    beside: Beside,
+    beside: Attachments,
     hf: HFView | None = None,
     plans: PlanCache | None = None,
-) -> Begun:
+) -> PlannedSave:
     """Plan a save and make its folder; the first part of ``save``, with its arguments.
 
     Communicates over ``world``; rank 0 takes ``lock``, which the caller releases.
@@ -165,7 +165,7 @@ def begin(
     with agreed(world):
         final = step_folder(run_folder, step)
         mine = claims_of(shards)
-        beside = beside.kept() if world.rank == 0 else Beside()
+        beside = beside.kept() if world.rank == 0 else Attachments()
     plans = plans or PlanCache()
     claims, writes = plans.plan(mine, world)
     plans.compare(shards, world)
@@ -191,10 +191,12 @@ def begin(
         hf_files = hf_plan.small_files(hf.config)
         if hf_plan.names[world.rank]:
             outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
-    return Begun(run_folder, step, folder, lock, claims, outputs, memory, hf_files, beside)
+    return PlannedSave(
+        run_folder, step, folder, lock, claims, outputs, memory, hf_files, beside
+    )
 
 
-def write(begun: Begun, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
+def write(begun: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
     """Write this rank's files; talks to nobody, so that a thread may do it.
 
     Args:
@@ -229,7 +231,7 @@ def write(begun: Begun, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
 
 
 def commit_step(
-    begun: Begun,
+    begun: PlannedSave,
     told: Sequence[Mapping[str, Any]],
     retention: RetentionConfig = KEEP_ALL,
 ) -> Path:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.conversion.conversion import ConvertOptions, convert
-from mcore_ckpt.conversion.targets import Wanted
+from mcore_ckpt.conversion.targets import WriteOptions
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.storage.index import read_index
 from mcore_parallel.mesh import ParallelContext
@@ -100,7 +100,7 @@ def test_a_run_goes_on_with_its_optimizer_from_megatron_core_and_back_there(tmp_
     save_file(tensors, local / "rows.safetensors")
     theirs = peer("save", tmp_path / "theirs", local)
     with_state = ConvertOptions(optimizer=True)
-    back = ConvertOptions(optimizer=True, wanted=Wanted(transformer_impl="local"))
+    back = ConvertOptions(optimizer=True, wanted=WriteOptions(transformer_impl="local"))
     for kind, tolerance in TAKEN.items():
         ours = tmp_path / "ours" / kind
         report = convert("megatron", tmp_path / "theirs" / kind, "mcore", ours, with_state)
@@ -146,7 +146,7 @@ def test_buckets_of_every_layout_come_in_and_go_back_to_megatron_core_bitwise(tm
         else:
             with pytest.raises(ValueError, match="displaces it"):
                 convert("megatron", there / kind / "named", "mcore", named, options)
-        wanted = Wanted(transformer_impl="local", experts_apart="ep2" in kind)
+        wanted = WriteOptions(transformer_impl="local", experts_apart="ep2" in kind)
         back = ConvertOptions(optimizer=True, wanted=wanted)
         convert("mcore", ours, "megatron", tmp_path / "back" / kind, back)
     peer("load", tmp_path / "back", local, program)
