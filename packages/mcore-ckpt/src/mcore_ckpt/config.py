@@ -66,7 +66,7 @@ class StrictnessConfig:
 
     @property
     def on_unasked(self) -> Literal["raise", "log", "ignore"]:
-        """What to do about tensors of the checkpoint that nobody wants."""
+        """What to do about tensors of the checkpoint that are not loaded."""
         if self.dist_ckpt_strictness == "raise_all":
             return "raise"
         return "log" if self.dist_ckpt_strictness == "log_all" else "ignore"

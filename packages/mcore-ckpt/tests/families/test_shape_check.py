@@ -95,7 +95,7 @@ def test_each_size_in_a_config_is_held_against_the_weights(name):
         # Twice, so that what must divide still divides.
         other = described(name, **{key: 2 * CONFIGS[name][key]})
         known = {n: e for n, e in entries.items() if expected_shape(n, shapes_of(other))}
-        with pytest.raises(ValueError, match="not the sizes that the config says"):
+        with pytest.raises(ValueError, match=r"weight shapes do not match config\.json"):
             check_shapes(other, known)
 
 

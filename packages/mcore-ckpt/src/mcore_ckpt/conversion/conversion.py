@@ -125,7 +125,7 @@ def convert(
         target_format: one of the same.
         output: folder to make; a run folder of ours may exist and gets a release.
         options: what else is asked.
-        on_progress: told about each slab written, then, from the beginning, about each tensor
+        on_progress: called for each slab written, then, from the beginning, about each tensor
             read back.
 
     Raises:
@@ -195,7 +195,7 @@ def hf_to_mcore(
         output: run folder to make, or to add the release to.
         dtype: one of ``DTYPE_WORDS`` to cast to; empty: as in the source.
         check: read the result back and compare.
-        on_progress: told about each slab written.
+        on_progress: called for each slab written.
 
     Raises:
         ValueError: if the source cannot be represented; names what.
@@ -225,7 +225,7 @@ def mcore_to_hf(
         model_type: family to write; empty: the one that the checkpoint came from, or the
             first that can say the model.
         check: read the result back and compare.
-        on_progress: told about each slab written.
+        on_progress: called for each slab written.
 
     Raises:
         ValueError: if the family cannot say the model, or the output is in the way.
@@ -250,7 +250,7 @@ def _write_native(
     extra: dict[str, Any] = {"model": source.description, "hf": source.hf}
     step: int | str = RELEASE
     if source.state is not None:
-        # No layout is this one's, so that nobody takes random streams for their own.
+        # No layout is this one's, so that no run takes random streams for its own.
         extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
         step = extra["iteration"]
     with fresh_step(output, step) as target:

@@ -211,7 +211,7 @@ def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path
 
     Args:
         folder: a run or step folder.
-        on_progress: told about each tensor.
+        on_progress: called for each tensor.
 
     Returns:
         The step folder, how many tensors it holds and of how many bytes.
@@ -246,7 +246,7 @@ def differences(
         one: a run or step folder, or a folder of another format.
         other: the other.
         config: config.json of the model, for those that do not say which they are.
-        on_progress: told about each tensor that both hold.
+        on_progress: called for each tensor that both hold.
 
     Returns:
         One sentence a tensor that is missing in one or differs; empty if they are equal.

@@ -32,7 +32,7 @@ def link_step(
         source: the Hugging Face folder.
         found: the same, opened without a cast or another vocabulary.
         extra: JSON for the index.
-        on_progress: told about each tensor that is summed.
+        on_progress: called for each tensor that is summed.
 
     Raises:
         ValueError: if a tensor does not stand in the files as we hold it.

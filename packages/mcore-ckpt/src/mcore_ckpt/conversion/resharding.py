@@ -75,7 +75,7 @@ def reshard(
         source: run folder (its latest step) or step folder.
         output: another run folder; gets the step under its own name.
         num_files: how many files to spread the tensors over.
-        on_progress: told about each slab written.
+        on_progress: called for each slab written.
 
     Returns:
         The new step's folder.
@@ -122,7 +122,7 @@ def average(
     Args:
         sources: run or step folders of one model.
         output: run folder that gets the release.
-        on_progress: told about each slab written.
+        on_progress: called for each slab written.
 
     Returns:
         The release's folder.

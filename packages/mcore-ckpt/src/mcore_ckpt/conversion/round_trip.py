@@ -29,7 +29,7 @@ def fingerprint(tensors: Rows, on_progress: Progress | None = None) -> str:
 
     Args:
         tensors: read, unless their blocks' sums are known.
-        on_progress: told about each tensor.
+        on_progress: called for each tensor.
     """
     total = hashlib.sha256()
     sizes = {name: tensors.entries[name].num_bytes for name in sorted(tensors.entries)}
@@ -56,7 +56,7 @@ def prove(
     Args:
         source: what was converted.
         again: what was written, under our names.
-        on_progress: told about each tensor of the source.
+        on_progress: called for each tensor of the source.
 
     Raises:
         CheckpointError: naming the first tensor that differs.

@@ -157,7 +157,7 @@ class Fields:
             )
 
     def finish(self) -> None:
-        """Refuse fields that nobody asked for.
+        """Refuse fields that were not read.
 
         Raises:
             ValueError: naming them.

@@ -1,7 +1,7 @@
 """The sizes that a model's description gives its weights, held against those in the files.
 
 A config.json that belongs to other weights can list the very same names. Taken as it is, it
-would make a checkpoint that nobody can load, or one that loads and computes nonsense.
+would make a checkpoint that cannot be loaded, or one that loads and computes nonsense.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,7 @@ def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEnt
             problems.append(f"{name}: {list(entry.shape)} there, {list(shape)} by the config")
     if problems:
         raise ValueError(
-            "the weights have not the sizes that the config says; is it another model's? "
-            f"{listed(problems)}"
+            f"weight shapes do not match config.json; is it another model's? {listed(problems)}"
         )
 
 

@@ -1,7 +1,7 @@
 """Save while training goes on: copy aside, write in a thread, commit at a later step.
 
 ``AsyncSaver.save`` plans, begins to copy what this rank must write to host memory and
-returns; threads copy on, write, and on rank 0 commit. They talk to nobody: ``poll``, called
+returns; threads copy on, write, and on rank 0 commit. They do not communicate: ``poll``, called
 once a step on all ranks, is where ranks find that all files are durable. Until the index is
 written the checkpoint does not exist.
 
@@ -236,7 +236,7 @@ class AsyncSaver:
     def hold(self) -> None:
         """Let what changes the saved tensors next wait for their copies; call it before.
 
-        Talks to nobody. With GPU tensors it returns at once: the current stream waits.
+        No communication. With GPU tensors it returns at once: the current stream waits.
         """
         if self._pending is not None:
             self._pending.copies.hold()
@@ -262,7 +262,7 @@ class AsyncSaver:
         return done
 
     def close(self) -> None:
-        """Give up a save that is still under way: its step never existed. Talks to nobody.
+        """Give up a save that is still under way: its step never existed. No communication.
 
         For a job that ends by an error; one that ends well calls ``wait`` first.
         """

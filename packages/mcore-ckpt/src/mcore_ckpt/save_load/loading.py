@@ -76,7 +76,7 @@ def load(
             error that lists them all, unless told otherwise.
         checksums: check the bytes that are read, and all small files of the step.
         cast: convert dtypes that differ, whatever ``strictness`` says of them.
-        ignore: beginnings of names in the checkpoint that nobody need ask for, such as
+        ignore: beginnings of names in the checkpoint that need not be loaded, such as
             ``optimizer.``.
         share: whether a box that several ranks of a host want is read by one of them and
             travels over ``world`` to the others. auto: if tensors are on a GPU; on the CPU

@@ -2,10 +2,10 @@
 
 Every rank says what it holds, all compute the same plan, each writes one safetensors file.
 When all files are durable, rank 0 writes the index and then moves the pointer: a kill at any
-moment leaves the last checkpoint as it was. Ranks talk JSON over tensor collectives.
+moment leaves the last checkpoint as it was. Ranks exchange JSON over tensor collectives.
 
 ``save`` is three parts, which a save in the background takes one by one: ``begin`` plans,
-``write`` makes a rank's files and talks to nobody, ``commit_step`` runs on rank 0 alone.
+``write`` makes a rank's files without communication, ``commit_step`` runs on rank 0 alone.
 """
 
 import logging
@@ -197,7 +197,7 @@ def begin(
 
 
 def write(begun: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
-    """Write this rank's files; talks to nobody, so that a thread may do it.
+    """Write this rank's files; no communication, so that a thread may do it.
 
     Args:
         begun: what ``begin`` gave.

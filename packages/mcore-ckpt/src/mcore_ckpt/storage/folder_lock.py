@@ -83,7 +83,11 @@ class FolderLock:
         """
         holder = self._holder()
         if holder is None or not self._is_mine(holder):
-            who = "nobody" if holder is None else f"process {holder['pid']} on {holder['host']}"
+            who = (
+                "no process"
+                if holder is None
+                else f"process {holder['pid']} on {holder['host']}"
+            )
             raise CheckpointError(
                 f"the lock of {self._path.parent} was lost: {who} holds it now. Was this "
                 "process stopped for minutes?"
