@@ -70,7 +70,7 @@ else
 fi
 LOGGING_ARGS=(--log-interval 10)
 if [ -n "${CHECKPOINT_PATH:-}" ]; then
-    LOGGING_ARGS+=(--save "$CHECKPOINT_PATH" --save-interval 500 --tensorboard)
+    LOGGING_ARGS+=(--save "$CHECKPOINT_PATH" --auto-resume --save-interval 500 --tensorboard)
 fi
 
 "$LAUNCH" "${DISTRIBUTED_ARGS[@]}" -m mcore_train gpt \

@@ -1,10 +1,14 @@
 """A world is joined with the same options on every rank, or not at all."""
 
+import json
+
 import pytest
 import torch.distributed as dist
 
+from mcore_ckpt.storage.paths import complete_steps
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.cli import main
 from mcore_train.composition import compose
 from mcore_train.resolution import resolve
 from mcore_train.running import check_same_options, joined_world
@@ -40,3 +44,25 @@ def test_a_graph_is_refused_where_there_is_no_gpu():
     refusal = pytest.raises(ValueError, match="--cuda-graph-impl full_iteration needs a GPU")
     with refusal, joined_world(plan):
         pass
+
+
+def test_a_second_run_on_a_folder_is_refused_continues_the_first_or_takes_its_place(
+    tmp_path, capfd
+):
+    shape = [f"--{n.replace('_', '-')}={v}" for n, v in {**MODEL, "seq_length": 8}.items()]
+    words = ["gpt", *shape, "--mock-data", "--vocab-size=64", "--num-workers=0", "--lr=0.1"]
+    words += ["--lr-decay-style=constant", "--device=cpu", "--save", str(tmp_path)]
+    assert main([*words, "--train-iters=2"]) == 0
+    assert main([*words, "--train-iters=2"]) == 2
+    assert "holds step 2 of an earlier run" in capfd.readouterr().err
+    resumed = [word for word in words if word not in shape] + ["--seq-length=8"]
+    assert main([*resumed, "--train-iters=3", "--auto-resume"]) == 0
+    assert "continuing at iteration 2" in capfd.readouterr().out
+    assert (complete_steps(tmp_path), seen(tmp_path)) == ([2, 3], [1, 2, 3])
+    assert main([*words, "--train-iters=2", "--overwrite"]) == 0
+    assert (complete_steps(tmp_path), seen(tmp_path)) == ([2], [1, 2])
+
+
+def seen(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [line["iteration"] for line in map(json.loads, lines) if line["kind"] == "train"]

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.config import RetentionConfig
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.retention import dispensable, prune
 from mcore_ckpt.save_load.saving import save
-from mcore_ckpt.storage.paths import TRACKER, complete_steps, step_folder
+from mcore_ckpt.storage.paths import TRACKER, complete_steps, remove_steps, step_folder
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 
@@ -25,6 +26,20 @@ def test_the_newest_and_the_multiples_stay(tmp_path):
     assert prune(tmp_path, config) == [10, 25]
     assert complete_steps(tmp_path) == [20, 30, 40]
     assert not step_folder(tmp_path, 10).exists()
+
+
+def test_a_run_folder_is_emptied_of_its_steps_and_keeps_what_else_it_holds(tmp_path):
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    (tmp_path / "notes.txt").write_text("mine")
+    foreign = step_folder(tmp_path, 3) / "mp_rank_00"
+    foreign.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="a checkpoint of another program"):
+        remove_steps(tmp_path)
+    assert complete_steps(tmp_path) == [1, 2]
+    foreign.rmdir()
+    remove_steps(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_all_stay_by_default_but_garbage_goes(tmp_path):

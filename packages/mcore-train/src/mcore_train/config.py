@@ -215,7 +215,10 @@ class SaveConfig:
 
     save: str = ""
     """Run folder for checkpoints, metrics and TensorBoard, or a URL such as s3://bucket/run
-    for checkpoints alone; empty: nothing is written."""
+    for checkpoints alone; empty: nothing is written. A folder that holds an earlier run is
+    refused, unless this run continues it or --overwrite is given."""
+    overwrite: bool = False
+    """Delete the checkpoints and numbers of an earlier run in --save, and begin anew."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end."""
     save_optim: bool = True
@@ -237,7 +240,7 @@ class SaveConfig:
         """
         _check_at_least(self, 0, "save_interval")
         if not self.save:
-            for name in ("save_interval", "save_hf", "async_save"):
+            for name in ("overwrite", "save_interval", "save_hf", "async_save"):
                 if getattr(self, name):
                     raise ValueError(f"{flag(name)} has no effect without --save DIR.")
         if self.async_save_timeout_minutes <= 0:
@@ -251,6 +254,9 @@ class LoadConfig:
     load: str = ""
     """Run folder or step folder to continue from; it brings the model's shape with it. A
     folder without a checkpoint starts from nothing."""
+    auto_resume: bool = False
+    """Continue from the newest checkpoint in --save, if there is one; else start as the other
+    options say. So one command starts a run and continues it."""
     ckpt_step: int = 0
     """Step to load from a run folder; 0: the latest."""
     finetune: bool = False

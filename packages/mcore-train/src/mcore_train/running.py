@@ -14,12 +14,14 @@ from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
+from mcore_train.checkpoints.checkpointing import clear_run_folder
+from mcore_train.checkpoints.origin import start_of
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
 from mcore_train.loop import train
 from mcore_train.options.output_checks import check_destinations
-from mcore_train.reporting.log import Reporter, set_up
+from mcore_train.reporting.log import METRICS, TENSORBOARD, Reporter, set_up
 from mcore_train.resolution import Plan, plan_of
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,10 @@ def run_gpt(config: TrainConfig) -> int:
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)
         if load_run(run):
-            log.info("continuing at iteration %d from %s", run.iteration, config.loading.load)
+            load = start_of(config).load
+            log.info("continuing at iteration %d from %s", run.iteration, load)
+        if config.saving.overwrite:
+            clear_run_folder(config.saving.save, ctx)
         with reporter_of(plan, console if world.rank == 0 else None) as reporter:
             train(run, reporter)
     return 0
@@ -105,10 +110,10 @@ def reporter_of(plan: Plan, console: Console | None, *, with_lines: bool = True)
     """
     save, options = plan.config.saving.save, plan.config.logging
     on_disk = str(as_path(save)) if save and not is_store(as_path(save)) else ""
-    metrics = options.metrics_file or (f"{on_disk}/metrics.jsonl" if on_disk else "")
+    metrics = options.metrics_file or (f"{on_disk}/{METRICS}" if on_disk else "")
     return Reporter(
         console,
         metrics_file=Path(metrics) if metrics else None,
-        tensorboard_folder=Path(save) / "tensorboard" if options.tensorboard else None,
+        tensorboard_folder=Path(save) / TENSORBOARD if options.tensorboard else None,
         with_lines=with_lines,
     )

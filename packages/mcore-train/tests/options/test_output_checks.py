@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 
 from mcore_parallel.testing.ranks import run_command
@@ -39,6 +41,49 @@ def test_what_is_in_the_way_is_named_with_its_flag(tmp_path, file, changes, told
     config = compose(model | {name: f"{tmp_path}/{path}" for name, path in changes.items()})
     with pytest.raises(ValueError, match=told):
         check_destinations(config)
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """A run folder whose newest step is 2."""
+    step = tmp_path / "earlier" / "iter_0000002"
+    step.mkdir(parents=True)
+    (step / "index.json").write_text("{}")
+    (step.parent / "latest_checkpointed_iteration.txt").write_text("2")
+    return step.parent
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "--save .* holds step 2 of an earlier run.*--load .*--auto-resume.*--overwrite"),
+        ({"load": "other"}, "this one would begin anew"),
+        ({"load": "earlier", "finetune": True}, "this one would begin anew"),
+        ({"load": "earlier", "overwrite": True}, "--overwrite would delete the run"),
+        ({"auto_resume": True, "overwrite": True}, "--overwrite would delete the run"),
+        ({"load": "earlier"}, ""),
+        ({"load": "earlier/iter_0000002"}, ""),
+        ({"auto_resume": True}, ""),
+        ({"auto_resume": True, "load": "other", "finetune": True}, ""),
+        ({"overwrite": True}, ""),
+        ({"load": "other", "overwrite": True}, ""),
+    ],
+)
+def test_a_folder_of_an_earlier_run_is_continued_or_deleted_on_purpose(earlier, changes, told):
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    if "load" in changes:
+        changes = {**changes, "load": str(earlier.parent / changes["load"])}
+    config = compose(model | {"save": str(earlier)} | changes)
+    with pytest.raises(ValueError, match=told) if told else nullcontext():
+        check_destinations(config)
+
+
+def test_a_release_in_the_folder_of_a_run_may_be_trained_there(earlier):
+    (earlier / "latest_checkpointed_iteration.txt").write_text("release")
+    (earlier / "iter_0000002").rename(earlier / "release")
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    start = {"save": str(earlier), "load": str(earlier), "finetune": True}
+    check_destinations(compose(model | start))
 
 
 def test_a_url_of_a_disk_is_looked_at_like_a_folder(file):

@@ -236,6 +236,22 @@ def _repair(folder: Path) -> None:
     remove(replaced)
 
 
+def remove_steps(run_folder: str | Path) -> None:
+    """Delete every step of a run folder, and first the pointer; one rank, lock held.
+
+    Raises:
+        CheckpointError: before anything is deleted, if a step is not ours.
+    """
+    run_folder = as_path(run_folder)
+    names = ("iter_*", RELEASE, f"{RELEASE}.*")
+    folders = [folder for name in names for folder in run_folder.glob(name)]
+    for folder in folders:
+        _check_ours(folder)
+    (run_folder / TRACKER).unlink(missing_ok=True)
+    for folder in folders:
+        remove(folder)
+
+
 def remove(folder: Path) -> None:
     """Delete a step folder; its index first, so that no reader sees half of it."""
     (folder / INDEX).unlink(missing_ok=True)

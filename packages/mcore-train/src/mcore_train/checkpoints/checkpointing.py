@@ -7,6 +7,7 @@ cannot, it is written in the foreground, and an error there ends the run as one.
 """
 
 import logging
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,9 @@ from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import agreed
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.folder_lock import FolderLock
+from mcore_ckpt.storage.paths import latest_step, remove_steps
+from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
 from mcore_train.checkpoints.resuming import (
@@ -29,7 +33,7 @@ from mcore_train.checkpoints.resuming import (
     take_snapshot,
 )
 from mcore_train.guards.nan_guard import NonFiniteError
-from mcore_train.reporting.log import Reporter
+from mcore_train.reporting.log import METRICS, TENSORBOARD, Reporter
 
 log = logging.getLogger(__name__)
 
@@ -219,3 +223,19 @@ class Checkpoints:
         if self._state is None:
             self._state = state_shards(self._run)
         return take_snapshot(self._run, folder, self._state)
+
+
+def clear_run_folder(save: str, ctx: ParallelContext) -> None:
+    """Delete the steps and the numbers of an earlier run; all ranks call it together.
+
+    Raises:
+        RuntimeError: on all ranks, if another job writes there, or a step is not ours.
+    """
+    with agreed(ctx.world):
+        if ctx.global_rank != 0 or latest_step(save) is None:
+            return
+        with FolderLock(save):
+            remove_steps(save)
+            if not is_store(as_path(save)):
+                (as_path(save) / METRICS).unlink(missing_ok=True)
+                shutil.rmtree(as_path(save) / TENSORBOARD, ignore_errors=True)

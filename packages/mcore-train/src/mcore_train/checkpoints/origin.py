@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from mcore_ckpt.storage.index import read_index
-from mcore_ckpt.storage.paths import is_complete, is_hf_folder, latest_step, resolve_folder
+from mcore_ckpt.storage.paths import (
+    RELEASE,
+    is_complete,
+    is_hf_folder,
+    latest_step,
+    resolve_folder,
+)
 from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_train.composition import TrainConfig
+from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -48,6 +55,26 @@ def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
 
         return describe_checkpoint(folder).extra
     return read_index(folder).extra
+
+
+def start_of(config: TrainConfig) -> LoadConfig:
+    """Return what a run starts from: with ``--auto-resume`` from ``--save``, once it can."""
+    loading, save = config.loading, config.saving.save
+    if not loading.auto_resume or not save or find_checkpoint(save) is None:
+        return loading
+    return dataclasses.replace(loading, load=save, ckpt_step=0, finetune=False)
+
+
+def continues_saved_run(config: TrainConfig) -> bool:
+    """Whether a run starts from the one in ``--save``, and counts its steps on."""
+    loading = start_of(config)
+    if not loading.load:
+        return False
+    there, here = as_path(loading.load), as_path(config.saving.save)
+    if not is_store(here) and not is_store(there):
+        there, here = there.resolve(), here.resolve()
+    counts_anew = loading.finetune and latest_step(here) != RELEASE
+    return here in (there, there.parent) and not counts_anew
 
 
 def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:

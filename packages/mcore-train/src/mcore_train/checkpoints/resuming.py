@@ -32,7 +32,7 @@ from mcore_data.tracing.data_plan import (
 from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Piece, Shard, named_shards
 from mcore_train.assembly import Run, num_samples_of
-from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
+from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, start_of
 from mcore_train.lr_schedule import Schedule, reconcile
 from mcore_train.options.recipe import told_options, write_recipe
 from mcore_train.resolution import Plan
@@ -100,7 +100,9 @@ def save_run(run: Run) -> Path:
 
 
 def load_run(run: Run) -> bool:
-    """Continue from ``--load``, if it names a checkpoint; all ranks call it together.
+    """Continue from ``--load``, or with ``--auto-resume`` from ``--save``, if it can.
+
+    All ranks call it together.
 
     Args:
         run: as assembled; weights, optimizer, streams and counts are set in place.
@@ -112,7 +114,7 @@ def load_run(run: Run) -> bool:
         ValueError: if the checkpoint is of another model, if its schedule is not the flags',
             or if there is none and ``--exit-on-missing-checkpoint`` is given.
     """
-    options = run.plan.config.loading
+    options = start_of(run.plan.config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
     if _load_local(run, folder):
         return True
@@ -144,7 +146,7 @@ def _load_local(run: Run, folder: Path | None) -> bool:
         ValueError: if it is of another layout, model or schedule.
     """
     config = run.plan.config
-    options, local = config.loading, config.local_saving
+    options, local = start_of(config), config.local_saving
     if not local.non_persistent_local_ckpt_dir or not options.load or options.finetune:
         return False
     saver = LocalSaver(local, run.ctx.world)
@@ -242,12 +244,10 @@ def _continue_data(run: Run, plan_of_then: str) -> None:
                 f"run: after {then.consumed_samples} samples its sources would have given "
                 f"{gives}, but they gave {gave}. Change only phases that have not begun."
             )
-    elif _hashes(then) != _hashes(now):
+        return
+    before, after = ([each["lengths_hash"] for each in p.sources] for p in (then, now))
+    if before != after:
         log.warning("the training data are not those that the run has read until now")
-
-
-def _hashes(plan: DataPlan) -> list[str]:
-    return [each["lengths_hash"] for each in plan.sources]
 
 
 def _load_weights(run: Run, folder: Path) -> None:

@@ -62,6 +62,8 @@ def conflicts_of_options(config: TrainConfig) -> Iterator[str]:
         yield "--tensorboard has nowhere to write: give --save DIR."
     if config.logging.tensorboard and "://" in config.saving.save:
         yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
+    if config.loading.auto_resume and not config.saving.save:
+        yield "--auto-resume has no effect without --save DIR."
     if config.retention.save_retain_last and not config.saving.save:
         yield "--save-retain-last has no effect without --save DIR."
 

@@ -6,7 +6,9 @@ Standard library only, so that the process that starts ranks runs them too, and 
 import os
 from pathlib import Path
 
+from mcore_ckpt.storage.paths import RELEASE, latest_step
 from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_train.checkpoints.origin import continues_saved_run
 from mcore_train.composition import TrainConfig
 
 
@@ -23,8 +25,28 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
     save = config.saving.save
     if save and not is_store(as_path(save)):
         check_folder("--save", str(as_path(save)))
+    if save:
+        _check_earlier_run(config)
     if is_reporter and config.logging.metrics_file:
         check_file("--metrics-file", config.logging.metrics_file)
+
+
+def _check_earlier_run(config: TrainConfig) -> None:
+    """Refuse to begin anew in a folder that holds a run, and to delete what is continued."""
+    save, overwrite = config.saving.save, config.saving.overwrite
+    latest = latest_step(save)
+    is_continued = continues_saved_run(config)
+    if is_continued and overwrite:
+        raise ValueError(
+            f"--overwrite would delete the run in --save {save} that this one continues: leave "
+            "it out, or do not load from there."
+        )
+    if latest is not None and not is_continued and not overwrite:
+        raise ValueError(
+            f"--save {save} holds {latest if latest == RELEASE else f'step {latest}'} of an "
+            f"earlier run, and this one would begin anew over it: give --load {save} (or "
+            "--auto-resume) to continue it, another --save, or --overwrite to delete it."
+        )
 
 
 def check_folder(flag: str, path: str) -> None:

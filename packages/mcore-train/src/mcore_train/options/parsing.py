@@ -5,13 +5,13 @@ from left to right, then flags. ``megatron_flags`` knows the spellings that diff
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from mcore_parallel.command_line import HELP_FLAGS, options_of, read_words
 from mcore_parallel.command_line import parse as parse_options
-from mcore_train.checkpoints.origin import checkpoint_fields
+from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.options.megatron_flags import translate
 from mcore_train.options.recipe import Value, read_recipe, to_flags
@@ -71,6 +71,9 @@ def parse(
         raise ValueError(
             f"--ckpt-step {step} must be the number of a step: leave it out for the latest."
         )
+    save = _last_value(words, "--save") or str(fields.get("save", ""))
+    if save and _is_on(words, "--auto-resume", fields) and find_checkpoint(save) is not None:
+        load, step = save, "0"
     saved = checkpoint_fields(load, int(step)) if load else {}
     args = [*to_flags(saved), *to_flags(fields), *words]
     if layers_per_stage:
@@ -132,3 +135,10 @@ def _take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
 def _last_value(words: list[str], flag: str) -> str:
     places = [i for i, word in enumerate(words[:-1]) if word == flag]
     return words[places[-1] + 1] if places else ""
+
+
+def _is_on(words: list[str], switch: str, fields: Mapping[str, Value]) -> bool:
+    both = [word for word in words if word in (switch, switch.replace("--", "--no-", 1))]
+    if both:
+        return both[-1] == switch
+    return bool(fields.get(switch[2:].replace("-", "_"), False))

@@ -28,6 +28,9 @@ from rich.progress import (
 log = logging.getLogger(__name__)
 
 ROOT = "mcore_train"
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+"""Names in the folder of ``--save``."""
 
 
 class LineHandler(logging.StreamHandler):
