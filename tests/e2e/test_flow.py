@@ -1,12 +1,16 @@
 """The way through the house on a tiny model: text, tokens, training, Hugging Face, text."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
 from e2e.launched import run_as_torchrun_does
 
 from mcore_parallel.testing.ranks import run_command
+from mcore_train.cli import main
+from mcore_train.quickstart import tour as quickstart
 
 
 def run(module, *words):
@@ -111,15 +115,32 @@ def logits_agree(folder, corpus):
 
 
 TWO_RANKS = ["--nproc", 2, "--tensor-model-parallel-size", 2]
+TOUR = ["--steps", 24, "--num-words", 30, "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
-    "layout", [[], pytest.param(TWO_RANKS, marks=pytest.mark.parity_long)], ids=["one", "tp2"]
+    ("stopped_call", "number", "layout"),
+    [
+        pytest.param(1, signal.SIGINT, [], id="long"),
+        pytest.param(2, signal.SIGTERM, [], id="last", marks=pytest.mark.parity_long),
+        pytest.param(3, signal.SIGTERM, [], id="again", marks=pytest.mark.parity_long),
+        pytest.param(0, 0, TWO_RANKS, id="tp2", marks=pytest.mark.parity_long),
+    ],
 )
-def test_the_quickstart_in_short(tmp_path, layout):
+def test_the_quickstart_in_short_stopped_once_and_continued(
+    tmp_path, monkeypatch, capfd, stopped_call, number, layout
+):
     folder = tmp_path / "tour"
-    words = ["--steps", 24, "--num-words", 30, "--output", folder, "--device", "cpu"]
-    out = run("mcore_train", "quickstart", *words, *layout)
+    words = [str(word) for word in ["quickstart", *TOUR, "--output", folder]]
+    if stopped_call:
+        calls = stop_in(stopped_call, number, monkeypatch)
+        assert main(words) == 1
+        assert calls == [0, 14, 14][:stopped_call]
+        out = capfd.readouterr().out
+        assert "Tokenizer of 2048 tokens trained" in out
+        assert "The tour stops here. The same command continues it." in out
+    out = run("mcore_train", *words, *layout)
+    assert ("Tokenizer" in out) == (not stopped_call)
     assert "come out equal to the last bit" in out
     results = json.loads((folder / "quickstart.json").read_text())
     assert results["resumed_exactly"]
@@ -127,6 +148,26 @@ def test_the_quickstart_in_short(tmp_path, layout):
     assert results["bits_per_byte"] < 3.5
     assert len(results["text"].split()) == 30
     assert {p.name for p in (folder / "hf").iterdir()} >= {"config.json", "tokenizer.json"}
+    assert f"--output {folder}-tp2" in out
+
+
+def stop_in(stopped_call, number, monkeypatch):
+    """Send a signal after a step in one of the tour's calls of train; return their starts."""
+    train, starts, sent = quickstart.train, [], []
+
+    def stopped(run, reporter, **options):
+        starts.append(run.iteration)
+        if len(starts) == stopped_call:
+            monkeypatch.setattr(reporter, "advance", send_once)
+        return train(run, reporter, **options)
+
+    def send_once(*_):  # after a step, when training listens
+        if not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(quickstart, "train", stopped)
+    return starts
 
 
 def test_the_quickstart_clears_only_its_own_folder(tmp_path):

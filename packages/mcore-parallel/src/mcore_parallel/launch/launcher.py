@@ -255,6 +255,11 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
         _end(ranks)
 
 
+def is_under_uv_run() -> bool:
+    """Whether ``uv run`` started this process: commands to copy then begin with it."""
+    return "UV_RUN_RECURSION_DEPTH" in os.environ
+
+
 def num_cores() -> int:
     """Cores that this process may run on; all of the host's where nothing limits it (macOS)."""
     if not hasattr(os, "sched_getaffinity"):

@@ -11,7 +11,8 @@ class TourConfig:
     """The tour from a book's text to a paragraph."""
 
     output: str = "runs/quickstart"
-    """Folder for everything that the tour writes; what an earlier tour wrote there goes."""
+    """Folder for everything that the tour writes. A tour of the same options that was stopped
+    there continues; any other that is there is deleted."""
     steps: int = 1000
     """Training steps of 2048 tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

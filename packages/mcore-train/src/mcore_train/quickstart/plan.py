@@ -54,6 +54,7 @@ def train_config(options: QuickstartConfig, world_size: int) -> TrainConfig:
         "train_data_path": (str(paths.train),),
         "num_workers": 0,
         "save": str(output / "checkpoint"),
+        "auto_resume": True,
         "log_interval": max(1, tour.steps // 24),
         "seed": tour.seed,
         "device": tour.device,

@@ -3,7 +3,8 @@
 Trains a tokenizer and a small GPT on the shipped book, scores held-out chapters beside a
 byte 5-gram, continues from its own checkpoint, converts to a Hugging Face folder and
 writes. Every stage is what the commands do that it names at the end; under several ranks
-they all train and score, and the first writes.
+they all train and score, and the first writes. A tour that was stopped continues from its last
+checkpoint.
 """
 
 import json
@@ -11,7 +12,7 @@ import logging
 import shutil
 import textwrap
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from mcore_train.quickstart.ngram import ByteNGram
 from mcore_train.quickstart.options import QuickstartConfig
 from mcore_train.quickstart.plan import SEQ_LENGTH, VOCAB_SIZE, plan_of_tour
 from mcore_train.quickstart.writing import COPY_WORDS, originality, write
-from mcore_train.reporting.log import Reporter, StepReport, set_up
+from mcore_train.reporting.log import METRICS, Reporter, StepReport, set_up
 from mcore_train.resolution import Plan
 from mcore_train.running import joined_world, reporter_of
 
@@ -48,7 +49,8 @@ TEMPERATURE = 0.8
 RESUMED_STEPS = 10
 """Last steps that are done twice: in one go, and again from the checkpoint before them."""
 MARKER = "quickstart.json"
-"""Results of a tour; its presence says that a folder's contents are a tour's."""
+"""Options of a tour whose training can begin, then its results; its presence says that a
+folder's contents are a tour's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def run_quickstart(options: QuickstartConfig) -> int:
     """Do the whole tour on this process's place in the world.
 
     Returns:
-        0; 1 if it was asked to stop (SIGTERM, Ctrl-C) before training was done.
+        0; 1 if SIGTERM or Ctrl-C stopped it before training was done.
 
     Raises:
         ValueError: if the options contradict each other or the world.
@@ -77,21 +79,23 @@ def run_quickstart(options: QuickstartConfig) -> int:
     plan = plan_of_tour(options, world.world_size)
     with joined_world(plan) as ctx:
         if world.rank == 0:
-            _clear(output)
-            _prepare(book, output)
+            if _is_stopped_tour(output, options):
+                log.info("The tour in %s continues.\n", output)
+            else:
+                _clear(output)
+                _prepare(book, output)
+                _write_marker(output, {"options": asdict(options)})
         _meet(ctx)
         trained = _train(plan, ctx, console if world.rank == 0 else None)
         if trained is None:
-            log.info(
-                "The tour was asked to stop and ends here. The same command begins it anew."
-            )
+            log.info("The tour stops here. The same command continues it.")
             return 1
         score = _score(trained.run, output)
         if world.rank == 0:
             results = _report_score(score, book) | {"resumed_exactly": trained.is_exact}
             results |= _convert_and_write(options, book, trained.run)
             results |= {"minutes": (time.monotonic() - started_s) / 60}
-            (output / MARKER).write_text(json.dumps(results, indent=1) + "\n")
+            _write_marker(output, results)
             _say_goodbye(output, results)
         _meet(ctx)
     return 0
@@ -120,9 +124,8 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
     """Train to the end; then do the last steps again from the checkpoint before them.
 
     Returns:
-        None if somebody asked to stop before.
+        None if a signal stopped it before.
     """
-    reports: list[StepReport] = []
     run = assemble(plan, ctx)
     log.info(
         "A GPT of %.2f million parameters, %d steps of %d tokens, on %d x %s:",
@@ -133,9 +136,10 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
         ctx.device.type,
     )
     before = plan.train_iters - RESUMED_STEPS
+    if load_run(run):
+        log.info("  continuing after step %d", run.iteration)
 
-    def tell(report: StepReport) -> None:
-        reports.append(report)
+    def log_step(report: StepReport) -> None:
         log.info(
             "  step %5d   loss %.3f   %6.0f tokens/s",
             report.iteration,
@@ -145,10 +149,13 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
 
     with reporter_of(plan, console, with_lines=False) as reporter:
         for until in (before, plan.train_iters):
-            if not train(run, reporter, until=until, on_report=tell):
+            if run.iteration < until and not train(
+                run, reporter, until=until, on_report=log_step
+            ):
                 return None
-    log.info("\nLoss in nats per token, from the first step to the last:")
-    log.info("%s\n", draw([report.loss for report in reports]))
+    if ctx.global_rank == 0:
+        log.info("\nLoss in nats per token, from the first step to the last:")
+        log.info("%s\n", draw(_losses(Path(plan.config.saving.save) / METRICS)))
     again = _again(plan, ctx, before)
     if again is None:
         return None
@@ -160,6 +167,13 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
         "equal to the last bit" if is_exact else "DIFFERENT",
     )
     return Trained(run, is_exact)
+
+
+def _losses(metrics_file: Path) -> list[float]:
+    """Read the losses of all steps reported so far, also before a stop."""
+    lines = map(json.loads, metrics_file.read_text("utf-8").splitlines())
+    losses = {line["iteration"]: line["loss"] for line in lines if line["kind"] == "train"}
+    return [losses[step] for step in sorted(losses)]
 
 
 def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
@@ -220,6 +234,7 @@ def _report_score(score: Score, book: Book) -> dict[str, float]:
 def _convert_and_write(options: QuickstartConfig, book: Book, run: Run) -> dict[str, Any]:
     """Convert the last checkpoint and let it write; on one rank, whatever the layout was."""
     output, config = Path(options.tour.output), run.plan.config
+    shutil.rmtree(output / "hf", ignore_errors=True)  # of a tour stopped while it converted
     mcore_to_hf(config.saving.save, output / "hf")
     log.info("Converted to a Hugging Face folder: %s\n", output / "hf")
     loaded = load_model(config.saving.save, ParallelContext.single(run.ctx.device))
@@ -257,16 +272,35 @@ def _say_goodbye(output: Path, results: dict[str, Any]) -> None:
         results["ngram_bits_per_byte"],
     )
     run_folder, data = output / "checkpoint", token_files(output / "data")
-    log.info('  mcore-infer generate --load %s --prompt "In the beginning"', run_folder)
+    run = "uv run " if launcher.is_under_uv_run() else ""
+    log.info('  %smcore-infer generate --load %s --prompt "In the beginning"', run, run_folder)
     log.info(
-        "  mcore-train gpt --load %s --finetune --train-data-path %s --seq-length %d \\\n"
-        "    --micro-batch-size 8 --train-iters 200 --lr 1e-3",
+        "  %smcore-train gpt --load %s --finetune --train-data-path %s --seq-length %d \\\n"
+        "    --micro-batch-size 8 --train-iters 200 --lr 1e-3 --save %s",
+        run,
         run_folder,
         data.train,
         SEQ_LENGTH,
+        output / "finetuned",
     )
-    log.info("  mcore-train quickstart --nproc 2 --tensor-model-parallel-size 2")
-    log.info("  mcore-train gpt --help")
+    log.info(
+        "  %smcore-train quickstart --nproc 2 --tensor-model-parallel-size 2 --output %s",
+        run,
+        output.with_name(f"{output.name}-tp2"),
+    )
+    log.info("  %smcore-train gpt --help", run)
+
+
+def _is_stopped_tour(output: Path, options: QuickstartConfig) -> bool:
+    """Whether a tour of these options was stopped after its data were prepared."""
+    marker = output / MARKER
+    if not marker.is_file():
+        return False
+    return json.loads(marker.read_text("utf-8")).get("options") == asdict(options)
+
+
+def _write_marker(output: Path, content: dict[str, Any]) -> None:
+    (output / MARKER).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
 def _clear(output: Path) -> None:
@@ -282,7 +316,7 @@ def _clear(output: Path) -> None:
             )
         shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
-    (output / MARKER).write_text("{}\n")
+    _write_marker(output, {})
 
 
 def _meet(ctx: ParallelContext) -> None:
