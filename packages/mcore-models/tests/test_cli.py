@@ -36,6 +36,28 @@ def test_count_takes_a_preset_with_flags_over_it(capsys):
     assert report["rank_total_gib"] > report["rank_optimizer_gib"] > 0
 
 
+def test_count_takes_a_command_line_of_training_and_says_whether_it_fits(capsys, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[model]\nnum_layers = 16\n[precision]\nbf16 = true\n[run]\nseed = 2\n")
+    line = "--preset llama-3-8b --seq-length 8192 --lr 1e-4 --mock-data --nproc 8 "
+    line += "--tensor_model_parallel_size 2 --recompute-activations --gpu h100"
+    whole = ["count", *line.split(), "--recipe", str(recipe), "--num-layers=32"]
+    code, out, err = run(capsys, *whole)
+    told = dict(row.rsplit(maxsplit=1) for row in out.splitlines())
+    assert code == 0
+    assert err == "mcore-models: counting does not need --seed, --lr, --mock-data.\n"
+    assert told["parameters"] == "8,030,261,248"
+    assert told["fits"] == "no"
+    optimizer = float(told["rank_optimizer_gib"])
+    assert optimizer == pytest.approx(12 * 8_030_261_248 / 2 / 2**30, rel=1e-3)
+    sharded = [*whole, "--use-distributed-optimizer", "--json"]
+    report = json.loads(run(capsys, *sharded)[1])
+    assert report["rank_optimizer_gib"] * 4 == pytest.approx(optimizer, rel=1e-3)
+    assert report["fits"] == "yes"
+    near = str(report["rank_total_gib"] + 1)
+    assert json.loads(run(capsys, *sharded, "--gpu", near)[1])["fits"] == "barely"
+
+
 def test_count_takes_flags_alone(capsys):
     words = "count --num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 10"
     code, out, _ = run(capsys, *words.split())
@@ -62,6 +84,7 @@ def test_count_takes_flags_alone(capsys):
             "count --num-layers 2 --hidden-size 8 --num-attention-heads 2",
             "--vocab-size is needed",
         ),
+        ("count --preset tiny --gpu h10", "--gpu h10 is not known: use a100"),
         ("count --preset tiny --seq-length 512", "longer than --max-position-embeddings 256"),
     ],
 )

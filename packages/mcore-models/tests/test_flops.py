@@ -19,6 +19,7 @@ from mcore_models.gpt import GPT
 from mcore_models.presets import load_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
+from mcore_parallel.config import AdamConfig, DataParallelConfig, PipelineConfig
 from mcore_parallel.logical_tensors import tensor_shapes
 from mcore_parallel.tensor_parallel.embedding import padded_vocab
 
@@ -177,6 +178,7 @@ def test_every_axis_makes_a_rank_lighter():
 
     def on(world_size, **degrees):
         recomputing = degrees.pop("recomputing", RecomputeConfig())
+        sharded = degrees.pop("sharded", True)
         return rank_bytes(
             model.config,
             model.vocab_size,
@@ -185,6 +187,7 @@ def test_every_axis_makes_a_rank_lighter():
             seq_length=4096,
             moe=model.moe,
             recomputing=recomputing,
+            data_parallel=DataParallelConfig(use_distributed_optimizer=sharded),
         )
 
     whole = on(8)
@@ -192,6 +195,39 @@ def test_every_axis_makes_a_rank_lighter():
     assert on(8, expert_model_parallel_size=8).weights * 4 < whole.weights
     assert on(8, pipeline_model_parallel_size=8).weights * 7 < whole.weights
     assert whole.optimizer * 8 == pytest.approx(on(1).optimizer, rel=1e-6)
+    assert on(8, num_distributed_optimizer_instances=2).optimizer == pytest.approx(
+        2 * whole.optimizer, rel=1e-6
+    )
+    assert on(8, sharded=False) == on(1)
     assert on(8, context_parallel_size=8).activations * 7 < whole.activations
     full = RecomputeConfig(recompute_granularity="full")
     assert on(8, recomputing=full).activations * 5 < whole.activations
+
+
+def test_options_of_training_make_gradients_and_moments_narrower_and_pipelines_fuller():
+    model = load_preset("llama-3-8b")
+
+    def on(**options):
+        return rank_bytes(
+            model.config,
+            model.vocab_size,
+            ParallelConfig(pipeline_model_parallel_size=4),
+            world_size=4,
+            seq_length=4096,
+            **options,
+        )
+
+    plain = on()
+    moments = AdamConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    assert on(adam=moments).optimizer * 12 == plain.optimizer * 8
+    narrow = on(data_parallel=DataParallelConfig(grad_reduce_in_bf16=True))
+    assert narrow.gradients * 2 == plain.gradients
+    wide = on(weight_bytes=4)
+    assert (wide.weights, wide.optimizer) == (plain.weights * 2, plain.optimizer * 8 // 12)
+    # A full pipeline of 4 holds 4 micro-batches on its first rank; with two stages a rank,
+    # 2 x 3 + 4 + 1 halves; with fewer micro-batches in a step, these.
+    chunks = PipelineConfig(num_virtual_stages_per_pipeline_rank=2)
+    held = {"4": on(), "5.5": on(pipeline=chunks), "1": on(num_microbatches=1)}
+    for factor, found in held.items():
+        expected = float(factor) / 4 * plain.activations
+        assert found.activations == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,266 @@
+"""What ``mcore-models count`` reads and computes: a model and a run, in training's own flags.
+
+A command line of ``mcore-train gpt`` can be given as it is, recipes included: flags that
+change no size, such as ``--lr``, are named and left out. Loads no torch.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.description import ModelDescription
+from mcore_models.flops import (
+    flops_per_token,
+    num_active_parameters,
+    num_parameters,
+    rank_bytes,
+)
+from mcore_models.layout_checks import check_layout
+from mcore_models.presets import load_preset
+from mcore_moe.config import MoEConfig
+from mcore_parallel.command_line import (
+    HELP_FLAGS,
+    canonical,
+    is_flag,
+    options_of,
+    parse,
+    read_words,
+)
+from mcore_parallel.config import (
+    AdamConfig,
+    DataParallelConfig,
+    ParallelConfig,
+    PipelineConfig,
+)
+from mcore_parallel.layout import build_grids
+
+GPU_GIB = {
+    "a100": 79,
+    "a100-40gb": 39,
+    "b200": 178,
+    "h100": 79,
+    "h200": 139,
+    "l4": 22,
+    "l40s": 44,
+    "rtx-3090": 23,
+    "rtx-4090": 23,
+}
+"""Memory that a program sees, rounded down."""
+USABLE = 0.9
+"""Share of a GPU's memory that the estimate may take: buffers of up to 6 % of it (as measured,
+see ``rank_bytes``), CUDA, NCCL and fragmentation come on top."""
+_SAME = {
+    "--nproc": ("--world-size",),
+    "--recompute-activations": ("--recompute-granularity", "selective"),
+}
+"""Flags of training that are other flags here."""
+
+
+USUAL = (
+    *(
+        "preset",
+        "vocab_size",
+        "seq_length",
+        "micro_batch_size",
+        "bf16",
+        "world_size",
+        "gpu",
+        "json",
+    ),
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups"),
+    *("ffn_hidden_size", "max_position_embeddings", "num_experts", "moe_router_topk"),
+    *("moe_ffn_hidden_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "recompute_granularity"),
+    *("use_distributed_optimizer",),
+)
+"""What count --help shows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountOptions:
+    """What is counted, and for which run."""
+
+    preset: str = ""
+    """Begin from this preset; flags change it."""
+
+    vocab_size: int = 0
+    """Token ids of the model."""
+
+    seq_length: int = 0
+    """Tokens in a sequence; 0: 4096, or the model's positions if those are fewer."""
+
+    micro_batch_size: int = 1
+    """Sequences in one forward pass."""
+
+    global_batch_size: int = 0
+    """Sequences in one step over all ranks; 0: enough to fill the pipeline."""
+
+    world_size: int = 1
+    """Ranks that train it; --nproc says the same."""
+
+    bf16: bool = False
+    """Weights and activations in bfloat16; main weights and optimizer in float32."""
+
+    gpu: str = ""
+    """Say whether it fits: a GPU's name, such as h100, or its memory in GiB."""
+
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountConfig:
+    """What a model of this shape costs, in the flags of mcore-train gpt (--recipe FILE too)."""
+
+    model: TransformerConfig
+    options: CountOptions = field(default_factory=CountOptions)
+    experts: MoEConfig = field(default_factory=MoEConfig)
+    parallelism: ParallelConfig = field(default_factory=ParallelConfig)
+    data_parallelism: DataParallelConfig = field(default_factory=DataParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    recomputing: RecomputeConfig = field(default_factory=RecomputeConfig)
+
+
+def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
+    """Read flags, laid over recipes, laid over a preset.
+
+    Returns:
+        The options, and the flags of training that count nothing.
+
+    Raises:
+        ValueError: for an unknown preset, or a flag that is nearly one of ours.
+        FileNotFoundError: if there is no such recipe.
+        SystemExit: after help.
+    """
+    program, options = "mcore-models count", options_of(CountConfig)
+    if set(words) & set(HELP_FLAGS):
+        parse(CountConfig, program, words, usual=USUAL)
+    known = {option.flag for option in options}
+    known |= {f"--no-{option.flag[2:]}" for option in options if option.kind is bool}
+    groups = list(_groups(words))
+    recipes = [file for name, *files in groups if name == "--recipe" for file in files]
+    used, unused = [], []
+    for name, *values in (*_recipe_groups(recipes), *groups):
+        if name in known:
+            used += [name, *values]
+        elif near := difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.85):
+            raise ValueError(f"unknown option {name}: did you mean {near[0]}?")
+        elif name != "--recipe":
+            unused.append(name)
+    defaults: dict[str, Any] = {}
+    if name := read_words(options, used).get("preset", ""):
+        preset = load_preset(name)
+        defaults = {**asdict(preset.config), **asdict(preset.moe)}
+        defaults["vocab_size"] = preset.vocab_size
+    config = parse(CountConfig, program, used, usual=USUAL, defaults=defaults)
+    return config, list(dict.fromkeys(unused))
+
+
+def _groups(words: Sequence[str]) -> Iterator[list[str]]:
+    """Cut a command line into flags, spelled with dashes, each with its values."""
+    group: list[str] = []
+    for word in words:
+        if not is_flag(word):
+            group.append(word)
+            continue
+        if group:
+            yield group
+        name, equals, value = word.partition("=")
+        name = canonical(name)
+        group = [*_SAME.get(name, (name,)), *([value] if equals else [])]
+    if group:
+        yield group
+
+
+def _recipe_groups(files: Sequence[str]) -> Iterator[list[str]]:
+    """Spell the fields of TOML recipes as flags with their values."""
+    for file in files:
+        tables: Any = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        for name, value in _leaves(tables):
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                yield [f"--{flag}" if value else f"--no-{flag}"]
+            else:
+                yield [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def _leaves(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield name, value
+
+
+def build_report(config: CountConfig) -> dict[str, int | float | str]:
+    """Compute every number that ``count`` prints.
+
+    Raises:
+        ValueError: if the model does not fit the layout, or the GPU is not known.
+    """
+    options, parallel = config.options, config.parallelism
+    model = ModelDescription(
+        config=config.model, vocab_size=options.vocab_size, moe=config.experts
+    )
+    if model.vocab_size < 1:
+        raise ValueError("--vocab-size is needed: the number of token ids.")
+    if options.world_size < 1 or options.micro_batch_size < 1:
+        raise ValueError("--world-size and --micro-batch-size must be 1 or more.")
+    gpu_gib = _gpu_gib(options.gpu)
+    limit = config.model.max_position_embeddings
+    seq_length = options.seq_length or min(4096, limit or 4096)
+    check_layout(model.config, parallel, model.moe, seq_length)
+    build_grids(parallel, options.world_size)
+    divisor = model.config.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
+    padded = -(-model.vocab_size // divisor) * divisor
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    ranks *= parallel.pipeline_model_parallel_size
+    sequences = options.micro_batch_size * (options.world_size // ranks)
+    memory = rank_bytes(
+        model.config,
+        model.vocab_size,
+        parallel,
+        world_size=options.world_size,
+        seq_length=seq_length,
+        micro_batch_size=options.micro_batch_size,
+        num_microbatches=options.global_batch_size // sequences,
+        moe=model.moe,
+        recomputing=config.recomputing,
+        data_parallel=config.data_parallelism,
+        adam=config.adam,
+        pipeline=config.pipeline,
+        weight_bytes=2 if options.bf16 else 4,
+    )
+    report: dict[str, int | float | str] = {
+        "parameters": num_parameters(model.config, model.vocab_size, model.moe),
+        "active_parameters": num_active_parameters(model.config, model.vocab_size, model.moe),
+        "seq_length_tokens": seq_length,
+        "gflop_per_token": flops_per_token(model.config, padded, seq_length, model.moe) / 1e9,
+        **{f"rank_{name}_gib": value / 2**30 for name, value in asdict(memory).items()},
+        "rank_total_gib": memory.total / 2**30,
+    }
+    if gpu_gib:
+        report |= {"gpu_gib": gpu_gib, "fits": _verdict(memory.total / 2**30, gpu_gib)}
+    return report
+
+
+def _gpu_gib(name: str) -> float:
+    """Return a GPU's memory; 0.0 for no name."""
+    known = GPU_GIB.get(name.lower().replace("_", "-"))
+    try:
+        return float(known or name or 0)
+    except ValueError:
+        raise ValueError(
+            f"--gpu {name} is not known: use {', '.join(GPU_GIB)}, or its memory in GiB."
+        ) from None
+
+
+def _verdict(total_gib: float, gpu_gib: float) -> str:
+    if total_gib > gpu_gib:
+        return "no"
+    return "yes" if total_gib <= USABLE * gpu_gib else "barely"
