@@ -102,5 +102,5 @@ def test_sigterm_to_the_process_group_saves_the_step_that_is_under_way(
     words[words.index("--save-interval") + 1] = 100_000
     done = run_command("terminated", *words, "--save", run)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"asked to stop after iteration {latest_step(run)}" in done.stdout
+    assert f"stopping after iteration {latest_step(run)}" in done.stdout
     check(run)

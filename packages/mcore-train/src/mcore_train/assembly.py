@@ -183,7 +183,7 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
         FileNotFoundError: if a dataset does not exist.
     """
     config = plan.config
-    valid = num_samples_of(plan)[1]
+    valid = num_samples(plan)[1]
     data = config.data
     if data.dataloader_type == "external":
         raise ValueError(
@@ -200,7 +200,7 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
             data,
             tokenizer,
             **common,
-            num_samples=num_samples_of(plan),
+            num_samples=num_samples(plan),
             fim=config.fim,
             samples_before=plan.ramp.samples_before,
             only=("train", "valid", "test") if evaluates else ("train",),
@@ -208,10 +208,10 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
         if data.multiple_validation_sets and evaluates:
             valid_sets = build_valid_sets(data, tokenizer, **common, num_samples=valid)
     except CorruptDatasetError as error:
-        # Files that the user named: to be told as bad input, without a traceback.
+        # Files that the user named: reported as bad input, without a traceback.
         raise ValueError(str(error)) from error
     if tokenizer is not None:
-        _tell_of_other_tokenizers([*built, *valid_sets.values()], tokenizer)
+        _warn_of_other_tokenizers([*built, *valid_sets.values()], tokenizer)
     if built[0] is None:
         raise ValueError("there is no data to train on: check --split and --data-path.")
     if evaluates and built[1] is None and not valid_sets:
@@ -229,14 +229,14 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
     )
 
 
-def num_samples_of(plan: Plan) -> tuple[int, int, int]:
+def num_samples(plan: Plan) -> tuple[int, int, int]:
     """Count the samples of train, valid and test that a run takes."""
     options = plan.config.evaluation
-    asked = options.eval_iters * plan.global_batch_size if options.eval_interval else 0
-    return plan.train_samples, 0 if plan.config.data.full_validation else asked, asked
+    test = options.eval_iters * plan.global_batch_size if options.eval_interval else 0
+    return plan.train_samples, 0 if plan.config.data.full_validation else test, test
 
 
-def _tell_of_other_tokenizers(datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:
+def _warn_of_other_tokenizers(datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:
     """Warn of stored data whose ids mean other texts than the run's tokenizer says."""
     stored = {
         source.prefix
@@ -261,11 +261,11 @@ def _check_lengths(plan: Plan, train: Dataset, valid_sets: Mapping[str, Dataset]
     """Refuse data that would end within the run, as several without weights can.
 
     Raises:
-        ValueError: with what there is and what is asked for.
+        ValueError: with what there is and what the run takes.
     """
     if plan.config.data.dataloader_type == "cyclic":
         return
-    needed, valid, _ = num_samples_of(plan)
+    needed, valid, _ = num_samples(plan)
     if len(train) < needed:
         raise ValueError(
             f"the training data have {len(train)} samples, and the run takes {needed}: several "

@@ -58,9 +58,9 @@ def quickstart(words: Sequence[str]) -> int:
 
     config = parse_options(QuickstartConfig, "mcore-train quickstart", words)
     if config.tour.nproc:
-        from mcore_train.quickstart.plan import plan_of_tour
+        from mcore_train.quickstart.plan import build_tour_plan
 
-        plan_of_tour(
+        build_tour_plan(
             config, config.tour.nproc
         )  # Reports what is wrong once, before ranks start.
         return start_ranks("quickstart", words, config.tour.nproc)

@@ -61,7 +61,7 @@ class BackwardRecorder:
         return self._graph is not None
 
     def __call__(self, compute: Compute, batches: Sequence[MicroBatch]) -> StepLosses:
-        """Compute the gradients of a step; talks to the ranks that ``compute`` talks to.
+        """Compute the gradients of a step; communicates as ``compute`` does.
 
         Args:
             compute: always the same; called at first, and once while recording.

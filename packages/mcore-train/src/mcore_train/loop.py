@@ -16,7 +16,7 @@ from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.evaluation import Score, evaluate
-from mcore_train.guards.gc_control import StillCollector
+from mcore_train.guards.gc_control import GCControl
 from mcore_train.guards.nan_guard import FiniteGradients
 from mcore_train.guards.replica_guard import WeightCopies
 from mcore_train.guards.signals import StopRequest
@@ -38,7 +38,7 @@ def train(
     until: int = 0,
     on_report: OnReport | None = None,
 ) -> bool:
-    """Train to the end of the plan, or until somebody asks to stop.
+    """Train to the end of the plan, or until a signal or a time limit stops the run.
 
     Where a run validates and has test data, it is scored on them at the end of the plan.
 
@@ -60,7 +60,7 @@ def train(
     started_s = time.monotonic()
     batches = train_batches(run)
     interval = Interval(run)
-    collector = StillCollector(config.run.manual_gc_interval)
+    collector = GCControl(config.run.manual_gc_interval)
     checkpoints = Checkpoints(run, reporter)
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     copies = WeightCopies(run.data_parallel, run.iteration)
@@ -96,15 +96,15 @@ def train(
                 gradients.check()
                 with interval.paused():
                     checkpoints.save_locally()
-            is_asked = stop.poll(wish=_is_out_of_time(run, started_s))
-            if is_asked or _divides(config.run.exit_interval, run.iteration):
-                log.info("asked to stop after iteration %d", run.iteration)
+            is_stopped = stop.poll(wish=_is_out_of_time(run, started_s))
+            if is_stopped or _divides(config.run.exit_interval, run.iteration):
+                log.info("stopping after iteration %d", run.iteration)
                 break
         gradients.check()
         checkpoints.finish()
         is_tested = config.evaluation.eval_interval > 0 and run.datasets.test is not None
         if is_tested and run.iteration >= run.plan.train_iters:
-            _tell(run, reporter, "test", evaluate(run, *final_batches(run)))
+            _report_score(run, reporter, "test", evaluate(run, *final_batches(run)))
     return run.iteration >= last
 
 
@@ -120,12 +120,12 @@ def validate(run: Run, reporter: Reporter) -> Score:
     total = Score(0.0, 0)
     for name, dataset in (run.datasets.valid_sets or {"": run.datasets.valid}).items():
         score = evaluate(run, *valid_batches(run, dataset))
-        _tell(run, reporter, f"valid {name}".strip(), score)
+        _report_score(run, reporter, f"valid {name}".strip(), score)
         total = Score(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
     return total
 
 
-def _tell(run: Run, reporter: Reporter, kind: str, score: Score) -> None:
+def _report_score(run: Run, reporter: Reporter, kind: str, score: Score) -> None:
     split, _, name = kind.partition(" ")
     log.info(
         " %s loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |",

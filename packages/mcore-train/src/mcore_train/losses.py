@@ -49,7 +49,7 @@ class StepLosses:
 def place(
     batch: Mapping[str, Tensor], ctx: ParallelContext, *, has_own_positions: bool = False
 ) -> MicroBatch:
-    """Move a batch to this rank's device and keep its context rank's part; talks to nobody.
+    """Move a batch to this rank's device and keep its context rank's part; no communication.
 
     Args:
         batch: tokens, labels, loss_mask and, if they are used, position_ids, each [B, S];

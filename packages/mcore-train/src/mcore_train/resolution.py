@@ -20,7 +20,7 @@ from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
-from mcore_train.options.option_conflicts import conflicts_of_options, endless_numbers
+from mcore_train.options.option_conflicts import endless_numbers, find_option_conflicts
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -121,7 +121,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
         *_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
-        *conflicts_of_options(config),
+        *find_option_conflicts(config),
     ]
     pp = config.parallelism.pipeline_model_parallel_size
     stages = _attempt(lines, build_stages, config.pipeline, config.model.num_layers, pp)
@@ -185,7 +185,7 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
     if parallel.tp_comm_overlap and not parallel.sequence_parallel:
         yield (
             "--tp-comm-overlap has no effect without --sequence-parallel: nothing is gathered "
-            "or scattered around products."
+            "or scattered around GEMMs."
         )
 
 
@@ -266,10 +266,10 @@ def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def _vocabulary_conflicts(config: TrainConfig, tokenizer_vocab_size: int) -> Iterator[str]:
-    asked = _asked_vocab_size(config)
-    if asked and tokenizer_vocab_size > asked:
+    vocab_size = _vocab_size_flag(config)
+    if vocab_size and tokenizer_vocab_size > vocab_size:
         yield (
-            f"--vocab-size {asked} is smaller than the tokenizer's {tokenizer_vocab_size} "
+            f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer_vocab_size} "
             f"tokens: leave it out, or use at least {tokenizer_vocab_size}."
         )
     if not _vocab_size(config, tokenizer_vocab_size):
@@ -338,7 +338,7 @@ def _train_samples(config: TrainConfig, global_batch_size: int) -> int:
     return config.batch.train_samples or config.batch.train_iters * global_batch_size
 
 
-def _asked_vocab_size(config: TrainConfig) -> int:
+def _vocab_size_flag(config: TrainConfig) -> int:
     # A NullTokenizer of n ids has n + 1 tokens: its own size counts, not the flag.
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
     return 0 if is_null else config.tokenizer.vocab_size
@@ -346,7 +346,7 @@ def _asked_vocab_size(config: TrainConfig) -> int:
 
 def _vocab_size(config: TrainConfig, tokenizer_vocab_size: int) -> int:
     mock = config.data.mock_vocab_size if config.data.mock_data else 0
-    return _asked_vocab_size(config) or tokenizer_vocab_size or mock
+    return _vocab_size_flag(config) or tokenizer_vocab_size or mock
 
 
 def _multiples_around(number: int, multiple: int) -> list[str]:

@@ -47,7 +47,7 @@ def run_gpt(config: TrainConfig) -> int:
             log.info("continuing at iteration %d from %s", run.iteration, load)
         if config.saving.overwrite:
             clear_run_folder(config.saving.save, ctx)
-        with reporter_of(plan, console if world.rank == 0 else None) as reporter:
+        with build_reporter(plan, console if world.rank == 0 else None) as reporter:
             train(run, reporter)
     return 0
 
@@ -100,7 +100,7 @@ def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
             )
 
 
-def reporter_of(plan: Plan, console: Console | None, *, with_lines: bool = True) -> Reporter:
+def build_reporter(plan: Plan, console: Console | None, *, with_lines: bool = True) -> Reporter:
     """Build the reporter that the plan's flags ask for.
 
     Args:

@@ -1,6 +1,6 @@
 """One training step: forward and backward of all micro-batches, sums, clip, update.
 
-Nothing here waits for the device: what is reported stays a tensor until somebody reads it.
+Nothing here waits for the device: results stay tensors until they are read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -143,8 +143,8 @@ def hidden_shape(
 ) -> tuple[int, int, int]:
     """Shape of what stages send on: sequence, micro-batch and hidden size on this rank.
 
-    Read off the micro-batch itself, which every stage has: lengths may differ from one to
-    the next, and nobody needs to be told.
+    Read off the micro-batch itself, which every stage has, so that lengths may differ from
+    one micro-batch to the next without a message.
     """
     num_rows, length = batches[microbatch].tokens.shape
     if run.plan.config.parallelism.sequence_parallel:

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from mcore_train.guards.gc_control import StillCollector
+from mcore_train.guards.gc_control import GCControl
 
 
 class Loop:
@@ -23,7 +23,7 @@ class Loop:
 def test_garbage_is_collected_after_every_nth_step_and_not_else():
     Loop.count = 0
     counts = []
-    with StillCollector(3) as collector:
+    with GCControl(3) as collector:
         assert not gc.isenabled()
         for iteration in range(1, 7):
             Loop()
@@ -35,13 +35,13 @@ def test_garbage_is_collected_after_every_nth_step_and_not_else():
 
 
 def test_an_interval_of_none_leaves_the_collector_alone():
-    with StillCollector(0) as collector:
+    with GCControl(0) as collector:
         assert gc.isenabled()
         collector.after_step(5)
     assert gc.isenabled()
 
 
 def test_an_error_inside_starts_the_collector_again():
-    with pytest.raises(RuntimeError, match="stop"), StillCollector(1):
+    with pytest.raises(RuntimeError, match="stop"), GCControl(1):
         raise RuntimeError("stop")
     assert gc.isenabled()

@@ -5,7 +5,7 @@ import pytest
 from mcore_models.presets import load_preset, preset_names
 from mcore_train.composition import compose, field_types, flat
 from mcore_train.options.parsing import parse
-from mcore_train.options.recipe import read_recipe, to_flags, told_options, write_recipe
+from mcore_train.options.recipe import changed_options, read_recipe, to_flags, write_recipe
 
 RECIPES = sorted((Path(__file__).parents[4] / "recipes").rglob("*.toml"))
 
@@ -76,5 +76,5 @@ def test_a_run_can_be_repeated_from_the_recipe_that_it_keeps(tmp_path):
             "bf16": True,
         }
     )
-    path = write(tmp_path, write_recipe(told_options(config)))
+    path = write(tmp_path, write_recipe(changed_options(config)))
     assert flat(compose(read_recipe(path, field_types()))) == flat(config)

@@ -1,9 +1,9 @@
 """The run folder while a run trains: held against other jobs, saved to, kept small.
 
 ``Checkpoints`` hides from the loop whether a save is written at once or in the background.
-In the background, a save is told twice: when it is requested and when it is durable; one that
-fails is told and training goes on. Only the last step must come to disk: if the background
-cannot, it is written in the foreground, and an error there ends the run as one.
+A save in the background is logged when it is requested and when it is durable; if one fails,
+the error is logged and training goes on. Only the last step must reach the disk: if the
+background save fails, it is written in the foreground, and an error there ends the run.
 """
 
 import logging
@@ -52,7 +52,7 @@ class Checkpoints:
             reporter: gets a record of each request, and of each step that became durable.
 
         Raises:
-            ValueError: if ``--save-hf`` is asked for a model that no family can say, or
+            ValueError: if no family can describe the model of a ``--save-hf`` run, or
                 local checkpoints cannot be made here.
         """
         options = run.plan.config.saving
@@ -159,7 +159,7 @@ class Checkpoints:
             log.info("saves in the background hold %.2f GiB of host memory on this rank", gib)
 
     def save_locally(self) -> None:
-        """Save this step to the hosts' own disks; a failure is told, and training goes on."""
+        """Save this step to the hosts' own disks; a failure is logged, and training goes on."""
         if self._local is None:
             return
         what = self._snapshot()

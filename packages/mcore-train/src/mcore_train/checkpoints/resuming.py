@@ -31,10 +31,10 @@ from mcore_data.tracing.data_plan import (
 )
 from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Piece, Shard, named_shards
-from mcore_train.assembly import Run, num_samples_of
+from mcore_train.assembly import Run, num_samples
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, start_of
 from mcore_train.lr_schedule import Schedule, reconcile
-from mcore_train.options.recipe import told_options, write_recipe
+from mcore_train.options.recipe import changed_options, write_recipe
 from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def take_snapshot(
     Args:
         run: weights are read once gathers on their way are done.
         tokenizer_folder: holds the run's tokenizer; None on ranks that need not bring it.
-        state: what ``state_shards`` gave for this run, which takes long; None: asked here.
+        state: the result of ``state_shards``, which takes long; None: computed here.
     """
     run.data_parallel.wait_params()
     return Snapshot(
@@ -201,7 +201,7 @@ def data_plan(run: Run) -> DataPlan:
         fim=config.fim,
         sequence_length=config.batch.seq_length,
         seed=config.run.seed,
-        num_samples=num_samples_of(run.plan),
+        num_samples=num_samples(run.plan),
         stretches=tuple(run.stretches) or (Stretch(1, 0, size),),
         iteration=run.iteration,
         consumed_samples=run.consumed_train_samples,
@@ -212,14 +212,14 @@ def data_plan(run: Run) -> DataPlan:
 
 
 def _files(run: Run) -> dict[str, bytes]:
-    files = {"recipe.toml": write_recipe(told_options(run.plan.config)).encode()}
+    files = {"recipe.toml": write_recipe(changed_options(run.plan.config)).encode()}
     if run.datasets.sources:
         files[PLAN_FILE] = data_plan(run).to_json().encode()
     return files
 
 
 def _continue_data(run: Run, plan_of_then: str) -> None:
-    """Take over which batch sizes the run has had; tell of data that are others than then.
+    """Take over the batch sizes of earlier steps; warn if the data have changed.
 
     Raises:
         ValueError: if a changed mixture would repeat or lose samples, or counts in steps of
@@ -317,7 +317,7 @@ def _extra(run: Run) -> dict[str, Any]:
         "schedule": asdict(plan.schedule),
         "versions": {"mcore-train": __version__, "torch": torch.__version__},
         "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},
-        "recipe": told_options(plan.config),
+        "recipe": changed_options(plan.config),
     }
     if plan.config.saving.save_optim:
         extra["num_steps"] = run.optimizer.num_steps

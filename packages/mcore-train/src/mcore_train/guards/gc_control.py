@@ -1,4 +1,4 @@
-"""Python's garbage collector, held still during steps.
+"""When Python's garbage collector runs: on all ranks after the same steps.
 
 The collector runs when it has counted enough new objects, at another moment on each rank,
 and stops launches for tens of milliseconds: the other ranks wait in the next collective.
@@ -9,8 +9,8 @@ imported code) is set aside and never looked at again.
 import gc
 
 
-class StillCollector:
-    """Inside, nothing is collected but by ``after_step``; the end restores what was."""
+class GCControl:
+    """Inside, only ``after_step`` collects; leaving it restores Python's own collector."""
 
     def __init__(self, interval: int) -> None:
         """Change nothing yet.
@@ -21,7 +21,7 @@ class StillCollector:
         self.interval = interval
         self._was_enabled = False
 
-    def __enter__(self) -> "StillCollector":
+    def __enter__(self) -> "GCControl":
         """Set aside what is alive, and stop the collector."""
         if self.interval:
             self._was_enabled = gc.isenabled()

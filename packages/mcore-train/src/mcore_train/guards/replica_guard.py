@@ -14,7 +14,7 @@ class WeightCopies:
     """Compares the copies of a run's weights, and knows when they were equal last."""
 
     def __init__(self, data_parallel: DataParallel, iteration: int) -> None:
-        """Begin at a step whose copies are equal; talks to nobody.
+        """Begin at a step whose copies are equal; no communication.
 
         Args:
             data_parallel: whose weights they are.

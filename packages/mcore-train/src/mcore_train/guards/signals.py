@@ -1,8 +1,8 @@
-"""Ending a run cleanly: SIGTERM and SIGINT are remembered, and asked for between steps.
+"""Ending a run cleanly: SIGTERM and SIGINT are remembered and polled between steps.
 
 A signal may reach only some ranks, so whether to stop is agreed on by all of them, each
-step, without making the host wait for the device: an answer is read one step after it was
-asked for, when its reduction has long been computed.
+step, without making the host wait for the device: an answer is read one step after its
+reduction was started, when it has long been computed.
 """
 
 import signal
@@ -21,7 +21,7 @@ REPEATED_S = 1.0
 
 
 class StopRequest:
-    """Whether this process was asked to stop; a context manager that sets the handlers.
+    """Whether a signal has stopped this process; a context manager that sets the handlers.
 
     SIGTERM may come often: a batch system sends it to a process group, and launchers pass it
     on. A second SIGINT, of someone who will not wait, acts as it would have without us.
@@ -31,7 +31,7 @@ class StopRequest:
     """
 
     def __init__(self, ctx: ParallelContext) -> None:
-        """Ask for nothing yet; ``ctx.world`` has to agree."""
+        """Set no handler yet; ``ctx.world`` are the ranks that stop together."""
         self.ctx = ctx
         self.received: signal.Signals | None = None
         self._interrupted_s: float | None = None
@@ -39,7 +39,7 @@ class StopRequest:
         self._answer: _Answer | None = None
 
     def __enter__(self) -> Self:
-        """Take over the handlers."""
+        """Set the handlers."""
         self._before = {number: signal.signal(number, self._remember) for number in _HANDLED}
         return self
 
@@ -49,12 +49,12 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the handlers back."""
+        """Restore the handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def poll(self, *, wish: bool = False) -> bool:
-        """Say whether any rank asked to stop before the last poll; equal on all ranks.
+        """Return whether any rank had a reason to stop at the last poll; equal on all ranks.
 
         All-reduces one number over the world; every rank calls it once a step.
 

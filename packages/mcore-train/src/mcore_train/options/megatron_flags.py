@@ -128,7 +128,7 @@ INSTEAD: dict[str, str] = {
         "what collectives take."
     ),
     "--use-sharp": (
-        "switches are not asked for an axis alone; use nccl's own NCCL_COLLNET_ENABLE=1."
+        "switches cannot be used for one axis alone; use nccl's own NCCL_COLLNET_ENABLE=1."
     ),
     "--fake-process-group": (
         "use mcore-train verify, which runs the layout on this host's processors."

@@ -20,7 +20,7 @@ def endless_numbers(config: TrainConfig) -> list[str]:
     ]
 
 
-def conflicts_of_options(config: TrainConfig) -> Iterator[str]:
+def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name the options that contradict each other or have no effect, one line each."""
     if (
         config.pipeline.pipeline_schedule == "zb-h1"

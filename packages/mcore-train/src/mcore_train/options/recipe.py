@@ -59,7 +59,7 @@ def to_flags(fields: Mapping[str, Value]) -> list[str]:
     return words
 
 
-def told_options(config: object) -> dict[str, Value]:
+def changed_options(config: object) -> dict[str, Value]:
     """List the options of a config that differ from their defaults: the run's own recipe."""
     table: dict[str, Value] = {}
     for part in fields(config):  # pyrefly: ignore

@@ -13,7 +13,7 @@ def draw(values: Sequence[float], width: int = 64, height: int = 10, unit: str =
         values: at least one number; more than ``width`` are averaged in groups.
         width: columns of the curve.
         height: rows of the curve.
-        unit: told after the numbers at the side.
+        unit: written after the numbers at the side.
 
     Raises:
         ValueError: if there is nothing to draw.

@@ -13,7 +13,7 @@ SEQ_LENGTH = 256
 GLOBAL_BATCH_SIZE = 8
 
 
-def plan_of_tour(options: QuickstartConfig, world_size: int) -> Plan:
+def build_tour_plan(options: QuickstartConfig, world_size: int) -> Plan:
     """Derive what the tour trains on ``world_size`` ranks; loads no torch.
 
     Raises:

@@ -37,11 +37,11 @@ from mcore_train.quickstart.book import Book, prepare, read_book, token_files
 from mcore_train.quickstart.curve import draw
 from mcore_train.quickstart.ngram import ByteNGram
 from mcore_train.quickstart.options import QuickstartConfig
-from mcore_train.quickstart.plan import SEQ_LENGTH, VOCAB_SIZE, plan_of_tour
+from mcore_train.quickstart.plan import SEQ_LENGTH, VOCAB_SIZE, build_tour_plan
 from mcore_train.quickstart.writing import COPY_WORDS, originality, write
 from mcore_train.reporting.log import METRICS, Reporter, StepReport, set_up
 from mcore_train.resolution import Plan
-from mcore_train.running import joined_world, reporter_of
+from mcore_train.running import build_reporter, joined_world
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def run_quickstart(options: QuickstartConfig) -> int:
     console = set_up(world.rank == 0)
     output = Path(options.tour.output)
     book = read_book(options.tour.seed)
-    plan = plan_of_tour(options, world.world_size)
+    plan = build_tour_plan(options, world.world_size)
     with joined_world(plan) as ctx:
         if world.rank == 0:
             if _is_stopped_tour(output, options):
@@ -147,7 +147,7 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
             report.tokens_per_s,
         )
 
-    with reporter_of(plan, console, with_lines=False) as reporter:
+    with build_reporter(plan, console, with_lines=False) as reporter:
         for until in (before, plan.train_iters):
             if run.iteration < until and not train(
                 run, reporter, until=until, on_report=log_step

@@ -1,4 +1,4 @@
-"""What a run tells: a line for people and log files, the same numbers as JSON lines.
+"""What a run reports: a line for people and log files, the same numbers as JSON lines.
 
 Only the rank that reports opens files; the others log warnings alone. Lines follow
 Megatron's form, so that tools which read those read these. On a terminal a progress bar
@@ -184,15 +184,15 @@ class Reporter:
         if self._board is not None:
             self._board.close()
 
-    def advance(self, iteration: int, train_iters: int, told: str = "") -> None:
+    def advance(self, iteration: int, train_iters: int, status: str = "") -> None:
         """Move the progress bar; cheap, and needs no number from the device."""
         if self._progress is None:
             return
         if self._task is None:
-            self._task = self._progress.add_task("", total=train_iters, told="")
+            self._task = self._progress.add_task("", total=train_iters, status="")
         changes: dict[str, Any] = {"completed": iteration}
-        if told:
-            changes["told"] = told
+        if status:
+            changes["status"] = status
         self._progress.update(self._task, **changes)
 
     def report(self, report: StepReport) -> None:
@@ -210,7 +210,7 @@ class Reporter:
         """Write numbers to the files alone.
 
         Args:
-            kind: ``train``, ``valid`` or another word; tells lines of different keys apart.
+            kind: ``train``, ``valid`` or another word; lines of one kind have the same keys.
             iteration: steps done.
             numbers: stable keys, units in the keys.
         """
@@ -228,7 +228,7 @@ def _progress_bar(console: Console) -> Progress:
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[status]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
