@@ -11,7 +11,7 @@ from mcore_data.loading.loader import build_loader
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.assembly import Datasets, assemble
-from mcore_train.batches import BatchPlace
+from mcore_train.batches import BatchPlace, train_batches
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
 from mcore_train.loop import train, validate
@@ -68,6 +68,27 @@ def texts(tmp_path):
         with IndexedWriter(tmp_path / name, "uint16") as writer:
             writer.add_documents(np.arange(10 * count) % 40, np.full(count, 10))
     return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def what_each_stage_reads(texts, changes):
+    run = build(world_size=3, num_layers=3, data_path=texts[:1], **changes)
+    batch = next(train_batches(run))[0]
+    losses = losses_of(run)
+    parts = (batch.tokens, batch.labels, batch.loss_mask)
+    return [not part.is_meta for part in parts], {part.shape for part in parts}, losses
+
+
+def test_a_pipeline_stage_moves_to_its_device_only_what_it_reads(texts):
+    layout = {"pipeline_model_parallel_size": 3, "global_batch_size": 6}
+    found = run_ranks(what_each_stage_reads, 3, texts, layout)
+    assert [read for read, _, _ in found] == [
+        [True, False, False],
+        [False, False, False],
+        [False, True, True],
+    ]
+    assert all(shapes == {(2, 8)} for _, shapes, _ in found)
+    alone = build(num_layers=3, data_path=texts[:1], global_batch_size=6)
+    assert found[1][2] == pytest.approx(losses_of(alone), rel=1e-5)
 
 
 def test_a_run_on_batches_of_the_caller_continues_to_the_sample(tmp_path):

@@ -27,6 +27,11 @@ def test_batches_are_tensors_of_one_rank(dataset):
     assert batches[0]["tokens"][0].tolist() == dataset[4]["tokens"].tolist()
 
 
+def test_entries_that_nothing_reads_are_left_out(dataset):
+    batch = next(iter(build_loader(dataset, micro_batch_size=4, without=("position_ids",))))
+    assert batch.keys() == {"tokens", "labels", "loss_mask"}
+
+
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_a_run_continues_at_the_next_batch(dataset, kind):
     options = {"micro_batch_size": 2, "dataloader_type": kind}

@@ -87,6 +87,14 @@ class Run:
     """What ``actions_of`` and ``forward_actions_of`` have given, by kind and micro-batches:
     thousands of actions are not built in every step."""
 
+    @property
+    def read_entries(self) -> frozenset[str]:
+        """Entries of batches that this rank reads: a middle pipeline stage none."""
+        has_embedding = any(chunk.stage.has_embedding for chunk in self.chunks)
+        has_loss = any(chunk.stage.has_loss for chunk in self.chunks)
+        names = ("tokens",) * has_embedding + ("labels", "loss_mask") * has_loss
+        return frozenset(names)
+
     def actions_of(self, num_microbatches: int) -> Sequence[Action]:
         """This rank's part of the schedule of a step of so many micro-batches."""
         pipeline = self.plan.config.pipeline

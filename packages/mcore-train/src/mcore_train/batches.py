@@ -13,10 +13,9 @@ from torch import Tensor
 
 from mcore_data.loading.loader import build_loader
 from mcore_train.assembly import Dataset, Run
-from mcore_train.losses import MicroBatch, place
+from mcore_train.losses import ENTRIES, MicroBatch, place
 
 Batch = Mapping[str, Tensor]
-_NEEDED = ("tokens", "labels", "loss_mask")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +45,18 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
         ValueError: if external batches cannot continue there, or are not of the run's shape.
         RuntimeError: if the data end before the run does.
     """
-    own_positions = run.plan.config.data.reset_position_ids
     source = iter(_open(run, run.datasets.train, run.consumed_train_samples))
     while True:
         yield [
-            place(_next(source, run), run.ctx, has_own_positions=own_positions)
+            place_for(run, _next(source, run))
             for _ in range(run.plan.num_microbatches_at(run.consumed_train_samples))
         ]
+
+
+def place_for(run: Run, batch: Batch) -> MicroBatch:
+    """Move what this rank reads of a batch to its device; no communication."""
+    own = run.plan.config.data.reset_position_ids
+    return place(batch, run.ctx, has_own_positions=own, read=run.read_entries)
 
 
 def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
@@ -106,12 +110,17 @@ def _open(run: Run, dataset: Dataset, consumed_samples: int) -> Iterable[Batch]:
 
 def _share(run: Run) -> dict[str, Any]:
     """Say which part of the samples this rank has, and how it is read."""
-    config = run.plan.config
+    config, data = run.plan.config, run.plan.config.data
+    is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking or data.sft
+    read = {"tokens"} | run.read_entries
+    if data.reset_position_ids or is_packed or not run.datasets.sources:
+        read |= {"position_ids"}
     return {
+        "without": {*ENTRIES, "position_ids"} - read,
         "micro_batch_size": config.batch.micro_batch_size,
         "dp_rank": run.ctx.dp.rank,
         "dp_size": run.ctx.dp.size,
-        "num_workers": config.data.num_workers,
+        "num_workers": data.num_workers,
         "pin_memory": run.ctx.device.type == "cuda",
     }
 
@@ -153,7 +162,7 @@ def _check(batch: Batch, run: Run) -> None:
     """Hold a batch of the caller's to the shapes that the run was planned with."""
     options = run.plan.config.batch
     expected = (options.micro_batch_size, options.seq_length)
-    needed = [*_NEEDED]
+    needed = [*ENTRIES]
     if run.plan.config.data.reset_position_ids or "cu_seqlens" in batch:
         needed.append("position_ids")
     for name in needed:

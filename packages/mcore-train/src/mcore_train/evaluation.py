@@ -12,7 +12,8 @@ from mcore_models.gpt import GPT
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline_parallel.runner import StageFunction, StageOutput, run_schedule
 from mcore_train.assembly import Run
-from mcore_train.losses import MicroBatch, place
+from mcore_train.batches import place_for
+from mcore_train.losses import MicroBatch
 from mcore_train.step import hidden_shape
 
 
@@ -48,7 +49,6 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
         batches: micro-batches of this data rank.
         num_batches: how many to take, the same on all ranks; must not exceed what there is.
     """
-    own_positions = run.plan.config.data.reset_position_ids
     iterator = iter(batches)
     totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
     for chunk in run.chunks:
@@ -56,7 +56,7 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
     with torch.no_grad():
         for begin in range(0, num_batches, run.plan.num_microbatches):
             group = [
-                place(next(iterator), run.ctx, has_own_positions=own_positions)
+                place_for(run, next(iterator))
                 for _ in range(begin, min(begin + run.plan.num_microbatches, num_batches))
             ]
             _add_scores(run, group, totals)

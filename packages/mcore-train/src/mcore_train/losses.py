@@ -5,7 +5,7 @@ by the valid tokens of the whole step, over all micro-batches, data and context 
 count is taken before the first forward pass, so any split of a batch gives one gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +46,16 @@ class StepLosses:
         return copy
 
 
+ENTRIES = ("tokens", "labels", "loss_mask")
+"""What every batch has of each token."""
+
+
 def place(
-    batch: Mapping[str, Tensor], ctx: ParallelContext, *, has_own_positions: bool = False
+    batch: Mapping[str, Tensor],
+    ctx: ParallelContext,
+    *,
+    has_own_positions: bool = False,
+    read: Collection[str] = ENTRIES,
 ) -> MicroBatch:
     """Move a batch to this rank's device and keep its context rank's part; no communication.
 
@@ -58,6 +66,8 @@ def place(
         ctx: the layout.
         has_own_positions: whether rows count their positions themselves
             (``--reset-position-ids``).
+        read: entries that this rank's pipeline stages read, which the batch must have. Of the
+            others only the shape is kept, on the meta device.
     """
     documents = None
     if "cu_seqlens" in batch:
@@ -67,10 +77,11 @@ def place(
     def part(name: str) -> Tensor:
         return zigzag_split(batch[name].to(ctx.device, non_blocking=True), ctx.cp, 1)
 
+    shape = zigzag_split(batch["tokens"].to("meta"), ctx.cp, 1)
     return MicroBatch(
-        part("tokens"),
-        part("labels"),
-        part("loss_mask"),
+        part("tokens") if "tokens" in read else shape,
+        part("labels") if "labels" in read else shape,
+        part("loss_mask") if "loss_mask" in read else shape.float(),
         part("position_ids") if has_own_positions or documents is not None else None,
         documents,
     )

@@ -84,7 +84,10 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 
 def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     run.data_parallel.zero_grad()
-    num_valid = count_valid_tokens(batches, run.ctx)
+    # Ranks that sum the count are of one stage: all of them need it, or none does.
+    num_valid = torch.zeros((), dtype=torch.float64, device=run.ctx.device)
+    if "loss_mask" in run.read_entries:
+        num_valid = count_valid_tokens(batches, run.ctx)
     losses = StepLosses(run.ctx.device)
     with run.data_parallel.no_sync():
         run_schedule(

@@ -6,7 +6,7 @@ runs.
 """
 
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -33,6 +33,7 @@ def build_loader(
     num_workers: int = 0,
     seed: int = 1234,
     pin_memory: bool = False,
+    without: Collection[str] = (),
 ) -> Iterable[dict[str, torch.Tensor]]:
     """Micro-batches of one data-parallel rank, from a place in the data on.
 
@@ -52,6 +53,7 @@ def build_loader(
             job, and end with the process that reads the batches.
         seed: of the permutations of ``cyclic``.
         pin_memory: put batches where a GPU copies them from without waiting.
+        without: entries of samples that nothing reads: they are not copied into batches.
 
     Raises:
         ValueError: if nothing is left of the data, or sizes make no sense.
@@ -82,7 +84,7 @@ def build_loader(
         worker_init_fn=_ignore_signals,
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
-        collate_fn=_Collate(contiguous=pin_memory),  # pyrefly: ignore[bad-argument-type]
+        collate_fn=_Collate(pin_memory, frozenset(without)),  # pyrefly: ignore[bad-argument-type]
     )
     return _MicroBatches(loader, sampler, micro_batch_size)
 
@@ -155,9 +157,14 @@ class _Collate:
     """Arrays to tensors that share their memory; contiguous ones where a GPU copies them."""
 
     contiguous: bool
+    without: frozenset[str]
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        tensors = {key: torch.from_numpy(value) for key, value in batch.items()}
+        tensors = {
+            key: torch.from_numpy(value)
+            for key, value in batch.items()
+            if key not in self.without
+        }
         if self.contiguous:
             tensors = {key: value.contiguous() for key, value in tensors.items()}
         return tensors
