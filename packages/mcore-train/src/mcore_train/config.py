@@ -371,7 +371,7 @@ class VerifyConfig:
     quiet: bool = False
     """Print only what failed and the verdict."""
     max_ranks: int = 8
-    """Ranks of the small twin; larger degrees are halved until it fits."""
+    """Ranks of the small run; larger degrees are halved until it fits."""
 
     def __post_init__(self) -> None:
         """Check the count.

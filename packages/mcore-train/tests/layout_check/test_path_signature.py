@@ -8,7 +8,7 @@ from mcore_parallel.tensor_parallel import linear_cross_entropy
 from mcore_train.composition import compose
 from mcore_train.layout_check import path_signature
 from mcore_train.layout_check.path_signature import differences, head_relations
-from mcore_train.layout_check.small_run import SLOT_MULTIPLE, build_twin
+from mcore_train.layout_check.small_run import SLOT_MULTIPLE, build_small_run
 from mcore_train.layout_check.trial import rows_of
 from mcore_train.resolution import resolve
 
@@ -61,26 +61,24 @@ FLAGS = {
 
 def plans(flags, world_size, max_ranks=8):
     plan = resolve(compose(REAL | flags), world_size)
-    twin = build_twin(plan, max_ranks)
-    return plan, resolve(twin.config, twin.world_size), twin
+    small_run = build_small_run(plan, max_ranks)
+    return plan, resolve(small_run.config, small_run.world_size), small_run.notes
 
 
 @pytest.mark.parametrize("name", list(FLAGS))
 def test_a_small_run_takes_the_ways_of_the_real_one(name):
-    plan, small, twin = plans(*FLAGS[name])
+    plan, small, notes = plans(*FLAGS[name])
     assert set(differences(plan, small)) <= SIZES
-    assert not any("in the small run" in note for note in twin.notes if "tiles" not in note)
+    assert not any("in the small run" in note for note in notes if "tiles" not in note)
 
 
 def test_a_way_that_a_smaller_layout_cannot_take_is_said():
     flags = {"context_parallel_size": 4, "num_query_groups": 2}
-    _, small, twin = plans(flags, 8, 4)
+    _, small, notes = plans(flags, 8, 4)
     assert small.config.parallelism.context_parallel_size == 2
     way = "each for several in the run"
-    assert any(
-        note.startswith("key/value heads over context ranks: " + way) for note in twin.notes
-    )
-    assert "context ranks: more than 2 in the run, 2 in the small run" in twin.notes
+    assert any(note.startswith("key/value heads over context ranks: " + way) for note in notes)
+    assert "context ranks: more than 2 in the run, 2 in the small run" in notes
 
 
 def test_dropped_attention_weights_take_the_same_way_over_context_ranks():

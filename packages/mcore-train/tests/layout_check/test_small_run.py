@@ -1,4 +1,4 @@
-"""A twin is small, and keeps what makes layouts differ."""
+"""A small run is small, and keeps what makes layouts differ."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from mcore_parallel.logical_tensors import num_kv_heads
 from mcore_train.composition import compose
 from mcore_train.layout_check.path_signature import differences
-from mcore_train.layout_check.small_run import build_twin
+from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.layout_check.small_run_degrees import describe_layout, smallest_world
 from mcore_train.resolution import resolve
 
@@ -43,17 +43,17 @@ DEEPSEEK = {
 }
 
 
-def twin_of(flags, world_size, max_ranks=8):
-    twin = build_twin(resolve(compose(flags), world_size), max_ranks)
-    return twin, resolve(twin.config, twin.world_size)
+def small_run_of(flags, world_size, max_ranks=8):
+    small = build_small_run(resolve(compose(flags), world_size), max_ranks)
+    return small, resolve(small.config, small.world_size)
 
 
 def test_a_layout_that_fits_is_kept_and_everything_else_shrinks():
     flags = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "bf16": True}
-    twin, plan = twin_of(LLAMA | flags | {"global_batch_size": 16}, 8)
-    assert twin.world_size == 8
-    assert twin.config.parallelism == compose(LLAMA | flags).parallelism
-    model = twin.config.model
+    small, plan = small_run_of(LLAMA | flags | {"global_batch_size": 16}, 8)
+    assert small.world_size == 8
+    assert small.config.parallelism == compose(LLAMA | flags).parallelism
+    model = small.config.model
     assert model.hidden_size * model.num_layers < 300
     assert (model.num_attention_heads, num_kv_heads(model)) == (16, 8)
     assert plan.dtype == "bfloat16"
@@ -62,16 +62,16 @@ def test_a_layout_that_fits_is_kept_and_everything_else_shrinks():
 
 def test_fewer_groups_than_tensor_ranks_stay_fewer():
     flags = {"tensor_model_parallel_size": 8, "num_query_groups": 2}
-    twin, _ = twin_of(LLAMA | flags, 8)
-    assert num_kv_heads(twin.config.model) == 2
-    assert twin.config.model.num_attention_heads % 8 == 0
+    small, _ = small_run_of(LLAMA | flags, 8)
+    assert num_kv_heads(small.config.model) == 2
+    assert small.config.model.num_attention_heads % 8 == 0
 
 
 def test_degrees_shrink_data_ranks_first_and_never_to_one():
     flags = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
-    twin, _ = twin_of(LLAMA | flags | {"global_batch_size": 64}, 256)
-    assert describe_layout(twin.config.parallelism, twin.world_size) == "8 ranks: tp2 pp2 dp2"
-    assert any("256 ranks: tp8 pp4 dp8 shrank" in note for note in twin.notes)
+    small, _ = small_run_of(LLAMA | flags | {"global_batch_size": 64}, 256)
+    assert describe_layout(small.config.parallelism, small.world_size) == "8 ranks: tp2 pp2 dp2"
+    assert any("256 ranks: tp8 pp4 dp8 shrank" in note for note in small.notes)
 
 
 def test_a_layout_of_more_axes_than_ranks_says_how_many_it_needs():
@@ -81,21 +81,21 @@ def test_a_layout_of_more_axes_than_ranks_says_how_many_it_needs():
         "context_parallel_size": 2,
     }
     with pytest.raises(ValueError, match="--max-ranks 16"):
-        twin_of(LLAMA | flags | {"global_batch_size": 4}, 16)
+        small_run_of(LLAMA | flags | {"global_batch_size": 4}, 16)
 
 
 def test_uneven_stages_stay_uneven():
     flags = {"pipeline_model_parallel_size": 4, "num_layers": 7}
     flags |= {"decoder_first_pipeline_num_layers": 1}
-    twin, plan = twin_of(LLAMA | flags | {"global_batch_size": 8}, 4)
+    small, plan = small_run_of(LLAMA | flags | {"global_batch_size": 8}, 4)
     assert [len(stage.layers) for stage in plan.stages] == [1, 2, 2, 2]
-    assert twin.config.pipeline.pipeline_model_parallel_layout == "Et|tt|tt|ttL"
+    assert small.config.pipeline.pipeline_model_parallel_layout == "Et|tt|tt|ttL"
 
 
 def test_experts_keep_groups_choices_and_dense_layers_among_them():
-    twin, plan = twin_of(DEEPSEEK, 32)
-    experts = twin.config.experts
-    assert twin.config.parallelism.expert_model_parallel_size == 2
+    small, plan = small_run_of(DEEPSEEK, 32)
+    experts = small.config.experts
+    assert small.config.parallelism.expert_model_parallel_size == 2
     assert experts.num_experts > experts.moe_router_topk == 2
     assert experts.moe_router_num_groups == 2
     assert "0" in experts.moe_layer_freq
@@ -104,7 +104,7 @@ def test_experts_keep_groups_choices_and_dense_layers_among_them():
 
 
 def test_a_vocabulary_that_needs_no_padding_gets_none():
-    _, plan = twin_of(LLAMA, 1)
+    _, plan = small_run_of(LLAMA, 1)
     assert plan.padded_vocab_size == plan.vocab_size
 
 
@@ -117,10 +117,10 @@ def test_a_vocabulary_that_needs_no_padding_gets_none():
         ({"num_experts": 8, "moe_router_load_balancing_type": "global_aux_loss"}, "global"),
     ],
 )
-def test_what_a_twin_leaves_out_is_told(flags, note):
-    twin, _ = twin_of(LLAMA | flags, 2)
-    assert any(note in line for line in twin.notes)
-    assert twin.config.model.hidden_dropout == 0
+def test_what_a_small_run_leaves_out_is_told(flags, note):
+    small, _ = small_run_of(LLAMA | flags, 2)
+    assert any(note in line for line in small.notes)
+    assert small.config.model.hidden_dropout == 0
 
 
 def test_overlapped_reduction_gets_several_buckets_and_interleaving_its_groups():
@@ -132,10 +132,10 @@ def test_overlapped_reduction_gets_several_buckets_and_interleaving_its_groups()
         "recompute_granularity": "full",
         "recompute_num_layers": 4,
     }
-    twin, plan = twin_of(LLAMA | flags, 4)
-    assert twin.config.data_parallelism.ddp_bucket_size > 0
+    small, plan = small_run_of(LLAMA | flags, 4)
+    assert small.config.data_parallelism.ddp_bucket_size > 0
     assert len(plan.stages) == 4
-    assert twin.config.recomputation.recompute_num_layers == 2
+    assert small.config.recomputation.recompute_num_layers == 2
     assert plan.num_microbatches == 4
 
 
@@ -192,16 +192,16 @@ def drawn(source):
     return LLAMA | flags | {"seq_length": 9216, "num_layers": 12}, world_size
 
 
-def test_every_run_that_can_be_resolved_has_a_twin_that_can():
+def test_every_run_that_can_be_resolved_has_a_small_run_that_can():
     source, num_seen = random.Random(3), 0
     while num_seen < 60:
         flags, world_size = drawn(source)
         try:
             plan = resolve(compose(flags), world_size)
-            twin = build_twin(plan, 16)
+            small = build_small_run(plan, 16)
         except ValueError:
             continue  # refused as it is, or more axes than ranks
-        again = resolve(twin.config, twin.world_size)
+        again = resolve(small.config, small.world_size)
         assert again.world_size <= 16
         if again.world_size == plan.world_size:
             assert set(differences(plan, again)) <= SIZES
@@ -210,17 +210,17 @@ def test_every_run_that_can_be_resolved_has_a_twin_that_can():
 
 def test_heads_that_context_ranks_exchange_stay_exchangeable_over_one_group():
     degrees = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
-    twin, _ = twin_of(LLAMA | degrees | {"cp_comm_type": "a2a", "num_query_groups": 1}, 4)
-    assert num_kv_heads(twin.config.model) == 1
-    assert twin.config.model.num_attention_heads % 4 == 0
+    small, _ = small_run_of(LLAMA | degrees | {"cp_comm_type": "a2a", "num_query_groups": 1}, 4)
+    assert num_kv_heads(small.config.model) == 1
+    assert small.config.model.num_attention_heads % 4 == 0
 
 
 def test_experts_split_even_where_no_room_for_optimizer_instances_is_left():
     flags = DEEPSEEK | {"expert_tensor_parallel_size": 1, "use_distributed_optimizer": True}
     flags |= {"tensor_model_parallel_size": 4, "num_distributed_optimizer_instances": 2}
     flags |= {"pipeline_model_parallel_layout": "", "pipeline_model_parallel_size": 1}
-    twin, _ = twin_of(flags, 64, 4)
-    parallel = twin.config.parallelism
+    small, _ = small_run_of(flags, 64, 4)
+    parallel = small.config.parallelism
     assert parallel.expert_model_parallel_size > 1
     assert parallel.num_distributed_optimizer_instances <= 2
-    assert any("instances" in note for note in twin.notes)
+    assert any("instances" in note for note in small.notes)

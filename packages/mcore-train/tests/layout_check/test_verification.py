@@ -12,7 +12,7 @@ from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import compose
 from mcore_train.layout_check.certificate import Certificate, Line
-from mcore_train.layout_check.small_run import build_twin
+from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.layout_check.verification import alone, conclude, verify_on_rank
 from mcore_train.resolution import resolve
 
@@ -83,8 +83,8 @@ FULL = {
 
 
 def test_a_run_with_a_ramp_validation_and_dropout_is_certified():
-    twin = build_twin(resolve(compose(FLAGS | FULL), 2), 2)
-    certificate, _ = run_ranks(verify_on_rank, 2, twin)
+    small = build_small_run(resolve(compose(FLAGS | FULL), 2), 2)
+    certificate, _ = run_ranks(verify_on_rank, 2, small)
     assert certificate.passed
     checked = {line.what for line in certificate.lines}
     assert checked >= {"log: loss", "log: global_batch_size", "validation: loss"}

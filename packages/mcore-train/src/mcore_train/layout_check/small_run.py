@@ -1,4 +1,4 @@
-"""A small twin of a run: other sizes, the same layout and the same ways through the code.
+"""A small run that stands for the real one: other sizes, the same ways through the code.
 
 What makes one layout differ from another stays: degrees of parallelism, which numbers
 divide which (heads and groups by tensor ranks, experts by expert ranks, layers by stages,
@@ -36,17 +36,17 @@ from mcore_train.resolution import Plan, resolve
 
 NUM_STEPS = 3
 CLIP_GRAD = 0.05
-"""Below the norm of any twin's gradient, so that clipping is seen."""
+"""Below the norm of any small run's gradient, so that clipping is seen."""
 LR = 1e-2
 """Large enough for every weight to move in three steps."""
 SLOT_MULTIPLE = 64
 """Elements to whose multiples the place of a tensor in its bucket is rounded up."""
 MOST_LAYERS = 8
-"""Layers of a twin, unless there are more stages."""
+"""Layers of a small run, unless there are more stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Twin:
+class SmallRun:
     """A run small enough to compute twice, and in what it differs from the real one."""
 
     config: TrainConfig
@@ -58,12 +58,12 @@ class Twin:
     """What therefore is not checked, one line each."""
 
 
-def build_twin(plan: Plan, max_ranks: int) -> Twin:
+def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     """Shrink a run that can be resolved to at most ``max_ranks`` ranks.
 
     Args:
         plan: of the real run.
-        max_ranks: of the twin; degrees above are halved, but none that splits vanishes.
+        max_ranks: of the small run; degrees above are halved, but none that splits vanishes.
 
     Raises:
         ValueError: if the layout needs more ranks than that with all its axes split.
@@ -74,7 +74,7 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
     num_layers = sum(map(len, layers))
     shards = _num_shards(config, parallel, world_size)
     model = shrink_model(plan, parallel, num_layers, shards)
-    twin = replace(
+    shrunk = replace(
         config,
         model=model,
         experts=shrink_experts(config, parallel, layers),
@@ -106,10 +106,10 @@ def build_twin(plan: Plan, max_ranks: int) -> Twin:
         ),
         launch=LaunchConfig(),
     )
-    small = resolve(twin, world_size)
-    return Twin(
-        config=twin,
-        noisy=_add_noise(twin, config),
+    small = resolve(shrunk, world_size)
+    return SmallRun(
+        config=shrunk,
+        noisy=_add_noise(shrunk, config),
         world_size=world_size,
         notes=tuple(_notes(plan, small)),
     )
@@ -272,7 +272,7 @@ def _shrink_evaluation(evaluation: EvalConfig) -> EvalConfig:
     return EvalConfig(eval_interval=1, eval_iters=1)
 
 
-def _add_noise(twin: TrainConfig, config: TrainConfig) -> TrainConfig | None:
+def _add_noise(shrunk: TrainConfig, config: TrainConfig) -> TrainConfig | None:
     """Put back what layouts by design do not compute alike."""
     model, experts = config.model, config.experts
     is_dropping = experts.num_experts and experts.moe_expert_capacity_factor
@@ -280,17 +280,17 @@ def _add_noise(twin: TrainConfig, config: TrainConfig) -> TrainConfig | None:
     if not (model.hidden_dropout or model.attention_dropout or is_dropping or is_noisy):
         return None
     noisy_model = replace(
-        twin.model,
+        shrunk.model,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
     )
     noisy_experts = replace(
-        twin.experts,
+        shrunk.experts,
         moe_input_jitter_eps=experts.moe_input_jitter_eps,
         moe_expert_capacity_factor=experts.moe_expert_capacity_factor,
         moe_pad_expert_input_to_capacity=experts.moe_pad_expert_input_to_capacity,
     )
-    return replace(twin, model=noisy_model, experts=noisy_experts)
+    return replace(shrunk, model=noisy_model, experts=noisy_experts)
 
 
 BY_DESIGN = {
@@ -309,7 +309,7 @@ BY_DESIGN = {
 def _notes(plan: Plan, small: Plan) -> Iterator[str]:
     """Say what the small run leaves out."""
     before, parallel = plan.config.parallelism, small.config.parallelism
-    yield "sizes: the twin is small; overflow, memory and speed at full size"
+    yield "sizes: the small run is small; overflow, memory and speed at full size"
     yield "your data, tokenizer and learning-rate schedule: made-up rows, a constant rate"
     if small.world_size != plan.world_size or parallel != before:
         yield (

@@ -1,4 +1,4 @@
-"""Widths, lengths and counts of a twin's model: small, and divided as the real ones are.
+"""Widths, lengths and counts of a small run's model: small, and divided as the real ones are.
 
 Which numbers divide which decides the way through the code: heads and key/value groups by
 tensor ranks, experts by expert ranks, vocabulary rows by both padding and tensor ranks.
@@ -27,13 +27,13 @@ LEAST_VOCAB_SIZE = 48
 def shrink_model(
     plan: Plan, parallel: ParallelConfig, num_layers: int, shards: int
 ) -> TransformerConfig:
-    """Shrink the model for a twin's layout.
+    """Shrink the model for a small run's layout.
 
     Args:
         plan: of the real run.
-        parallel: of the twin.
+        parallel: of the small run.
         num_layers: that stay.
-        shards: of the twin's distributed optimizer; 1 without it.
+        shards: of the small run's distributed optimizer; 1 without it.
     """
     model = plan.config.model
     heads, groups = _shrink_heads(plan, parallel)
@@ -138,7 +138,7 @@ def vocab_size(plan: Plan, model: TransformerConfig, parallel: ParallelConfig) -
 def shrink_experts(
     config: TrainConfig, parallel: ParallelConfig, layers: list[list[int]]
 ) -> MoEConfig:
-    """Shrink the experts for a twin's layout and the real layers that stay, by stage."""
+    """Shrink the experts for a small run's layout and the real layers that stay, by stage."""
     experts = config.experts
     if not experts.num_experts:
         return experts
@@ -178,5 +178,5 @@ def shrink_experts(
 
 
 def is_global_loss(experts: MoEConfig) -> bool:
-    """Whether the balancing loss looks at the whole step, which no twin can compare."""
+    """Whether the balancing loss looks at the whole step, which no small run can compare."""
     return experts.moe_router_load_balancing_type == "global_aux_loss"

@@ -1,6 +1,6 @@
 """``mcore-train verify``: does this layout compute what one rank computes?
 
-A small twin of the run trains under its layout and on one rank: in float64, where nothing
+A small run of the run trains under its layout and on one rank: in float64, where nothing
 but the order of sums may differ, and in the run's own format. Ranks are processes of this
 host with gloo, or those that a launcher started, on its devices.
 """
@@ -31,7 +31,7 @@ from mcore_train.layout_check.certificate import (
 )
 from mcore_train.layout_check.noise import noise_faults
 from mcore_train.layout_check.path_signature import cuts_vectors
-from mcore_train.layout_check.small_run import Twin, build_twin
+from mcore_train.layout_check.small_run import SmallRun, build_small_run
 from mcore_train.layout_check.small_run_degrees import describe_layout, smallest_world
 from mcore_train.layout_check.trial import (
     Rows,
@@ -88,8 +88,8 @@ def _certify(config: VerifiedConfig) -> Certificate | None:
     world, quiet = launcher.read_environment(), config.verification.quiet
     own = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
     if world.is_launched:
-        twin = build_twin(_plan(own, world.world_size), world.world_size)
-        return verify_in_world(twin, quiet=quiet)
+        small = build_small_run(_plan(own, world.world_size), world.world_size)
+        return verify_in_world(small, quiet=quiet)
     world_size = own.launch.nproc or smallest_world(own)
     try:
         plan = _plan(own, world_size)
@@ -100,7 +100,7 @@ def _certify(config: VerifiedConfig) -> Certificate | None:
             f"{error}\nThis holds for {world_size} ranks, the fewest of this layout: give the "
             "run's own number by --nproc."
         ) from error
-    return verify_here(build_twin(plan, config.verification.max_ranks), quiet=quiet)
+    return verify_here(build_small_run(plan, config.verification.max_ranks), quiet=quiet)
 
 
 def conclude(certificate: Certificate, file: str = "", *, quiet: bool = False) -> int:
@@ -137,63 +137,63 @@ def _plan(config: TrainConfig, world_size: int) -> Plan:
     return plan_of(config, world_size)
 
 
-def verify_here(twin: Twin, *, quiet: bool = False) -> Certificate:
-    """Start the twin's ranks on this host's CPU and compare.
+def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
+    """Start the small run's ranks on this host's CPU and compare.
 
     Args:
-        twin: of ``build_twin``.
+        small: of ``build_small_run``.
         quiet: log no progress.
 
     Raises:
         RuntimeError: if a rank raises or dies, with its traceback.
     """
     if not quiet:
-        log.info("%s, on this host's processors", describe_layout_of(twin))
+        log.info("%s, on this host's processors", describe_layout_of(small))
     ranks = Pool(check_shapes=False)
     try:
-        return ranks.run(verify_on_rank, twin.world_size, (twin, quiet), TIMEOUT_S)[0]
+        return ranks.run(verify_on_rank, small.world_size, (small, quiet), TIMEOUT_S)[0]
     finally:
         ranks.stop()
 
 
-def verify_in_world(twin: Twin, *, quiet: bool = False) -> Certificate | None:
+def verify_in_world(small: SmallRun, *, quiet: bool = False) -> Certificate | None:
     """Compare on the ranks that a launcher started on this host; only rank 0 returns a result.
 
     Raises:
-        ValueError: if the twin is of another world than the launcher's.
+        ValueError: if the small run is of another world than the launcher's.
     """
     world = launcher.read_environment()
-    if world.world_size != twin.world_size:
+    if world.world_size != small.world_size:
         raise ValueError(
-            f"the twin has {twin.world_size} ranks and the launcher started "
-            f"{world.world_size}: start {twin.world_size}, or raise --max-ranks."
+            f"the small run has {small.world_size} ranks and the launcher started "
+            f"{world.world_size}: start {small.world_size}, or raise --max-ranks."
         )
     set_up(world.rank == 0 and not quiet)
-    log.info("%s, as launched", describe_layout_of(twin))
-    plan = resolve(twin.config, twin.world_size)
+    log.info("%s, as launched", describe_layout_of(small))
+    plan = resolve(small.config, small.world_size)
     try:
         with joined_world(plan) as ctx:
-            return _verify(twin, plan, ctx)
+            return _verify(small, plan, ctx)
     finally:
         set_up(world.rank == 0)
 
 
-def verify_on_rank(twin: Twin, quiet: bool = False) -> Certificate | None:
+def verify_on_rank(small: SmallRun, quiet: bool = False) -> Certificate | None:
     """Compare on one rank of a gloo world; only rank 0 returns a certificate."""
-    plan = resolve(twin.config, twin.world_size)
+    plan = resolve(small.config, small.world_size)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        ctx = ParallelContext.build(twin.config.parallelism)
+        ctx = ParallelContext.build(small.config.parallelism)
         set_up(ctx.global_rank == 0 and not quiet)
         try:
-            return _verify(twin, plan, ctx)
+            return _verify(small, plan, ctx)
         finally:
             ctx.destroy()
 
 
-def describe_layout_of(twin: Twin) -> str:
-    """Name a twin's layout in words."""
-    return describe_layout(twin.config.parallelism, twin.world_size)
+def describe_layout_of(small: SmallRun) -> str:
+    """Name a small run's layout in words."""
+    return describe_layout(small.config.parallelism, small.world_size)
 
 
 def alone(plan: Plan) -> Plan:
@@ -217,12 +217,14 @@ def alone(plan: Plan) -> Plan:
     return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size)
 
 
-def _verify(twin: Twin, plan: Plan, ctx: ParallelContext) -> Certificate | None:
+def _verify(small: SmallRun, plan: Plan, ctx: ParallelContext) -> Certificate | None:
     with tempfile.TemporaryDirectory(prefix="verify") as own_folder:
-        return _compare(twin, plan, ctx, Path(_of_first(own_folder, ctx)))
+        return _compare(small, plan, ctx, Path(_of_first(own_folder, ctx)))
 
 
-def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Certificate | None:
+def _compare(
+    small: SmallRun, plan: Plan, ctx: ParallelContext, folder: Path
+) -> Certificate | None:
     started_s = time.monotonic()
     dtype = torch_dtype(plan.dtype)
     rows = rows_of(plan)
@@ -231,7 +233,7 @@ def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Cert
     plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
     exact = run_trial(exact_plan, ctx, rows, folder=folder, saved_step=saved_step)
     rounded = run_trial(replace(plan, train_iters=1), ctx, rows, dtype=dtype)
-    noise = _try_noise(twin, ctx, rows, folder / "noisy")
+    noise = _try_noise(small, ctx, rows, folder / "noisy")
     is_first = ctx.global_rank == 0
     certificate = None
     if is_first:
@@ -245,21 +247,21 @@ def _compare(twin: Twin, plan: Plan, ctx: ParallelContext, folder: Path) -> Cert
             plan.dtype, compare_rounded(rounded, lone, oracle, BANDS[dtype])
         )
         certificate = Certificate(
-            layout=describe_layout_of(twin),
+            layout=describe_layout_of(small),
             dtype=f"float64 and {plan.dtype}",
             lines=tuple(lines),
-            unchecked=(*twin.notes, *_of_shards(exact, plan), *_of_device(ctx.device)),
+            unchecked=(*small.notes, *_of_shards(exact, plan), *_of_device(ctx.device)),
             seconds=time.monotonic() - started_s,
         )
     _of_first("", ctx)  # The folder must outlive the reading of it.
     return certificate
 
 
-def _try_noise(twin: Twin, ctx: ParallelContext, rows: Rows, folder: Path) -> list[Line]:
+def _try_noise(small: SmallRun, ctx: ParallelContext, rows: Rows, folder: Path) -> list[Line]:
     """Check what noise promises under any layout: who shares it, and that it is continued."""
-    if twin.noisy is None:
+    if small.noisy is None:
         return []
-    plan = _in_float64(resolve(twin.noisy, twin.world_size))
+    plan = _in_float64(resolve(small.noisy, small.world_size))
     faults = noise_faults(build_run(plan, ctx, rows, dtype=torch.float64))
     trial = run_trial(plan, ctx, rows, folder=folder, saved_step=plan.train_iters - 1)
     worst = faults[0] if faults else ""
