@@ -19,9 +19,9 @@ PINNED = Path(__file__).with_name("public_api.toml")
 def public_names(front: Source) -> dict[str, str]:
     """Return the lazy table of a package front: public name to room."""
     for node in front.tree.body:
-        if isinstance(node, ast.AnnAssign) and node.value and dotted(node.target) == "_ROOMS":
+        if isinstance(node, ast.AnnAssign) and node.value and dotted(node.target) == "_EXPORTS":
             return ast.literal_eval(node.value)
-    raise ValueError(f"{front.name} has no _ROOMS table")
+    raise ValueError(f"{front.name} has no _EXPORTS table")
 
 
 def front_of(package: str) -> Source:

@@ -7,7 +7,7 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {
+_EXPORTS: dict[str, str] = {
     "BERTDataset": "datasets.bert",
     "BlendedDataset": "datasets.blending",
     "GPTDataset": "datasets.gpt",
@@ -33,7 +33,7 @@ _ROOMS: dict[str, str] = {
     "verify_pair": "indexed.inspection",
 }
 
-__all__ = list(_ROOMS)
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> object:
@@ -43,9 +43,9 @@ def __getattr__(name: str) -> object:
             return version("mcore-data")
         except PackageNotFoundError:
             return "0+source"
-    if name not in _ROOMS:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {
+_EXPORTS: dict[str, str] = {
     "Attention": "layers.attention",
     "GPT": "gpt",
     "GPTModel": "facade",
@@ -32,7 +32,7 @@ _ROOMS: dict[str, str] = {
     "rank_bytes": "flops",
 }
 
-__all__ = list(_ROOMS)
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> object:
@@ -42,9 +42,9 @@ def __getattr__(name: str) -> object:
             return version("mcore-models")
         except PackageNotFoundError:
             return "0+source"
-    if name not in _ROOMS:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {
+_EXPORTS: dict[str, str] = {
     "Action": "pipeline_parallel.schedule",
     "AdamConfig": "config",
     "Axis": "mesh",
@@ -92,7 +92,7 @@ _ROOMS: dict[str, str] = {
     "zigzag_split": "context_parallel.zigzag",
 }
 
-__all__ = list(_ROOMS)
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> object:
@@ -104,9 +104,9 @@ def __getattr__(name: str) -> object:
             return "0+source"
     if name == "parallel_state":  # the facade's room itself, by the name that users know
         return import_module(f"{__name__}.facade")
-    if name not in _ROOMS:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
 
 
 def __dir__() -> list[str]:

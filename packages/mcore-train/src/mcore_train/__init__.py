@@ -7,7 +7,7 @@ needs help text never loads torch.
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-_ROOMS: dict[str, str] = {
+_EXPORTS: dict[str, str] = {
     "BatchConfig": "config",
     "BatchPlace": "batches",
     "ByteNGram": "quickstart.ngram",
@@ -51,7 +51,7 @@ _ROOMS: dict[str, str] = {
     "weight_decay": "lr_schedule",
 }
 
-__all__ = list(_ROOMS)
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> object:
@@ -61,9 +61,9 @@ def __getattr__(name: str) -> object:
             return version("mcore-train")
         except PackageNotFoundError:
             return "0+source"
-    if name not in _ROOMS:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
 
 
 def __dir__() -> list[str]:
