@@ -1,6 +1,6 @@
 """The experts of a rank: stacked weights, and what becomes of the rows that they serve.
 
-Rows come sorted by expert, ``counts`` says how many each has; ``grouped_products`` multiplies
+Rows come sorted by expert, ``counts`` says how many each has; ``grouped_gemm`` multiplies
 them. The weight of a choice multiplies the activation before the second product (and the
 second bias), so that the sum over a token's rows is all that is left to do.
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_moe.grouped_products import (
+from mcore_moe.grouped_gemm import (
     deferred_linear,
     grouped_linear,
     sequential_linear,

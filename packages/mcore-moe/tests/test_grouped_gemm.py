@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from mcore_moe import grouped_linear, sequential_linear
-from mcore_moe.grouped_products import deferred_linear, has_grouped_kernel
+from mcore_moe.grouped_gemm import deferred_linear, has_grouped_kernel
 
 COUNTS = [torch.tensor(c) for c in ([2, 0, 3], [0, 0, 5], [5, 0, 0], [0, 0, 0])]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_grouped_product_equals_the_sequential_one_with_gradients(counts, dtype):
+def test_grouped_gemm_equals_the_sequential_one_with_gradients(counts, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(int(counts.sum()), 8, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(3, 16, 8, generator=generator).to(dtype).requires_grad_()
