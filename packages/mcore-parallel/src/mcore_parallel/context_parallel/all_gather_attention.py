@@ -23,7 +23,7 @@ from mcore_parallel.collectives import (
 from mcore_parallel.context_parallel.block_attention import (
     Block,
     BlockAttention,
-    Mixed,
+    OnlineSoftmax,
     add_gradients,
 )
 from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces, check_own_tokens
@@ -77,11 +77,11 @@ class _GatheredAttention(torch.autograd.Function):
         attention: BlockAttention,
         documents: Documents | None,
     ) -> Tensor:
-        mixed = Mixed.empty(q, v)
+        softmax = OnlineSoftmax.empty(q, v)
         blocks = gathered_blocks(q.shape[0], axis, documents)
-        mixed.add(q, *_gather(k, v, axis), blocks, attention)
-        out = mixed.rounded(q.dtype)
-        ctx.save_for_backward(q, k, v, out, mixed.lse)
+        softmax.add(q, *_gather(k, v, axis), blocks, attention)
+        out = softmax.rounded(q.dtype)
+        ctx.save_for_backward(q, k, v, out, softmax.lse)
         ctx.axis, ctx.attention, ctx.blocks = axis, attention, blocks
         return out
 

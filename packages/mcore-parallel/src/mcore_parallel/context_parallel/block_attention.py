@@ -57,14 +57,14 @@ class BlockAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
+class OnlineSoftmax:
     """Output and log-sum-exp of the blocks so far, float32 or wider, summed in place."""
 
     out: Float[Tensor, "S B N J"]
     lse: Float[Tensor, "S B N"]
 
     @classmethod
-    def empty(cls, q: Float[Tensor, "S B N H"], v: Float[Tensor, "Z B G J"]) -> "Mixed":
+    def empty(cls, q: Float[Tensor, "S B N H"], v: Float[Tensor, "Z B G J"]) -> "OnlineSoftmax":
         """Allocate; the first blocks must be causal squares that cover every query."""
         wide = torch.promote_types(q.dtype, torch.float32)
         return cls(
@@ -110,7 +110,7 @@ def add_gradients(
     q: Float[Tensor, "S B N H"],
     k: Float[Tensor, "Z B G H"],
     v: Float[Tensor, "Z B G J"],
-    mixed: tuple[Float[Tensor, "S B N J"], Float[Tensor, "S B N"]],
+    softmax: tuple[Float[Tensor, "S B N J"], Float[Tensor, "S B N"]],
     blocks: Iterable[Block],
     attention: BlockAttention,
 ) -> None:
@@ -122,12 +122,12 @@ def add_gradients(
         q: queries on this rank.
         k: keys at hand.
         v: values at hand.
-        mixed: output and log-sum-exp over all blocks.
+        softmax: output and log-sum-exp over all blocks.
         blocks: to go through.
         attention: that computed them.
     """
     grad_q, grad_k, grad_v = grads
-    out, lse = mixed
+    out, lse = softmax
     for block in blocks:
         seen = block.keys, block.rows
         own = block.queries, block.rows

@@ -23,7 +23,7 @@ from mcore_parallel.collectives import start_shift, wait
 from mcore_parallel.context_parallel.block_attention import (
     Block,
     BlockAttention,
-    Mixed,
+    OnlineSoftmax,
     add_gradients,
 )
 from mcore_parallel.context_parallel.packed_sequences import (
@@ -77,17 +77,17 @@ class _RingAttention(torch.autograd.Function):
         attention: BlockAttention,
         documents: Documents | None,
     ) -> Tensor:
-        mixed = Mixed.empty(q, v)
+        softmax = OnlineSoftmax.empty(q, v)
         held: Sequence[Tensor] = (k, v)
         for step in range(axis.size):
             leaving = held if step < axis.size - 1 else ()
             coming = _pass_on(leaving, axis)
-            mixed.add(
+            softmax.add(
                 q, held[0], held[1], ring_blocks(q.shape[0], axis, step, documents), attention
             )
             held = _received(coming, leaving)
-        out = mixed.rounded(q.dtype)
-        ctx.save_for_backward(q, k, v, out, mixed.lse)
+        out = softmax.rounded(q.dtype)
+        ctx.save_for_backward(q, k, v, out, softmax.lse)
         ctx.axis, ctx.attention, ctx.documents = axis, attention, documents
         return out
 

@@ -27,7 +27,7 @@ class Message:
     is_send: bool
 
 
-class Posted:
+class PendingMessages:
     """A batch of messages on its way; keeps their memory alive.
 
     Attributes:
@@ -61,7 +61,7 @@ class Posted:
         self._works, self._messages = [], []
 
 
-def post_each(messages: Sequence[Message], axis: Axis) -> list[Posted]:
+def post_each(messages: Sequence[Message], axis: Axis) -> list[PendingMessages]:
     """Start to send and receive messages one by one, in their order.
 
     Args:
@@ -69,17 +69,17 @@ def post_each(messages: Sequence[Message], axis: Axis) -> list[Posted]:
             the receive stands there.
         axis: ranks that take part; its group is used for nothing else meanwhile.
     """
-    posted = []
+    pending = []
     for message in messages:
         checks = _announced([message], axis)
         start = dist.isend if message.is_send else dist.irecv
         work = start(message.tensor, axis.ranks[message.peer], group=axis.group)
         assert work is not None  # None: this rank is not of the group
-        posted.append(Posted([message], [work], axis, checks))
-    return posted
+        pending.append(PendingMessages([message], [work], axis, checks))
+    return pending
 
 
-def post(messages: Sequence[Message], axis: Axis) -> Posted:
+def post(messages: Sequence[Message], axis: Axis) -> PendingMessages:
     """Start to send and receive a batch of messages.
 
     Args:
@@ -96,7 +96,7 @@ def post(messages: Sequence[Message], axis: Axis) -> Posted:
         )
         for message in messages
     ]
-    return Posted(messages, dist.batch_isend_irecv(operations), axis, checks)
+    return PendingMessages(messages, dist.batch_isend_irecv(operations), axis, checks)
 
 
 def _announced(messages: Sequence[Message], axis: Axis) -> list[Callable[[], None]]:

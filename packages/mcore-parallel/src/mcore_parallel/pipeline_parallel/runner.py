@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.pipeline_parallel.p2p import Message, Posted, post, post_each
+from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
 from mcore_parallel.pipeline_parallel.schedule import Action, Kind, message_peer
 
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -229,8 +229,8 @@ class _Runner:
         self.rendezvous = False
         self.overlap = self.batched = True
         self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
-        self.posted: deque[list[Posted]] = deque()
-        self.arriving: dict[tuple[Kind, Key], tuple[Tensor, Posted]] = {}
+        self.pending: deque[list[PendingMessages]] = deque()
+        self.arriving: dict[tuple[Kind, Key], tuple[Tensor, PendingMessages]] = {}
         self.leaving: dict[tuple[Kind, Key], Tensor] = {}
         self.inputs: dict[Key, Tensor] = {}
         self.roots: dict[Key, list[tuple[GradientEdge, bool]]] = {}
@@ -253,8 +253,8 @@ class _Runner:
 
     def exchange(self, actions: Sequence[Action]) -> None:
         """Post messages that stand together, and let go of old ones."""
-        while len(self.posted) >= MAX_POSTED:
-            _wait(self.posted.popleft())
+        while len(self.pending) >= MAX_POSTED:
+            _wait(self.pending.popleft())
         messages = []
         for action in actions:
             key = (action.kind, (action.chunk, action.microbatch))
@@ -267,15 +267,15 @@ class _Runner:
                 )
                 messages.append(Message(tensor, peer, is_send=False))
         if self.batched:
-            posted = [post(messages, self.axis)] * len(messages)
+            pending = [post(messages, self.axis)] * len(messages)
         else:
-            posted = post_each(messages, self.axis)
-        self.posted.append(posted)
+            pending = post_each(messages, self.axis)
+        self.pending.append(pending)
         if self.rendezvous or not self.overlap:
-            _wait(posted)
+            _wait(pending)
         if self.rendezvous:
             torch.cuda.synchronize(self.device)
-        for action, message, on_its_way in zip(actions, messages, posted, strict=True):
+        for action, message, on_its_way in zip(actions, messages, pending, strict=True):
             if not message.is_send:
                 key = (action.kind, (action.chunk, action.microbatch))
                 self.arriving[key] = (message.tensor, on_its_way)
@@ -355,14 +355,14 @@ class _Runner:
 
     def received(self, kind: Kind, key: Key) -> Tensor:
         """Return a tensor that a neighbour sent, waiting for it if need be."""
-        tensor, posted = self.arriving.pop((kind, key))
-        posted.wait()
+        tensor, pending = self.arriving.pop((kind, key))
+        pending.wait()
         return tensor
 
     def finish(self) -> None:
         """Wait for the last messages to leave."""
-        for posted in self.posted:
-            _wait(posted)
+        for pending in self.pending:
+            _wait(pending)
 
     def shape_of(self, microbatch: int) -> tuple[int, ...]:
         """Return the shape of a micro-batch's hidden state."""
@@ -389,6 +389,6 @@ def _prepare(works: deque[Work]) -> None:
         works[0][1]()
 
 
-def _wait(posted: list[Posted]) -> None:
-    for messages in posted:
+def _wait(pending: list[PendingMessages]) -> None:
+    for messages in pending:
         messages.wait()

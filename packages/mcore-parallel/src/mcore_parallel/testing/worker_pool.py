@@ -2,7 +2,8 @@
 
 A ``Pool`` keeps gloo ranks for the whole test run. Each call makes a fresh world of the first
 N of them. When a rank fails, the others get a moment to answer too; who does not is ended,
-so nobody is left waiting for a dead peer, and who does is used again. A ``Nest`` forks them.
+so no rank is left waiting for a dead peer, and a rank that answers is used again. A
+``ForkServer`` forks them.
 
 ``run_forked`` runs a command once, as its own ``__main__``.
 """
@@ -53,7 +54,7 @@ def warm_context() -> ForkServerContext:
     return context
 
 
-class Nest:
+class ForkServer:
     """A process with our packages imported, which forks ranks: each is ready at once.
 
     It imports those of our rooms that this process has; under the shape hook that is seconds.
@@ -69,7 +70,7 @@ class Nest:
         self._control, there = mp.Pipe()
         rooms = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
         self._process = warm_context().Process(
-            target=_brood, args=(there, check_shapes, list(sys.path), rooms), daemon=True
+            target=_serve_forks, args=(there, check_shapes, list(sys.path), rooms), daemon=True
         )
         with there:
             self._process.start()
@@ -117,7 +118,7 @@ class Pool:
 
     def __init__(self, check_shapes: bool) -> None:
         self.check_shapes = check_shapes
-        self.nest: Nest | None = None
+        self.fork_server: ForkServer | None = None
         self.members: list[Member] = []
 
     def run(
@@ -145,11 +146,11 @@ class Pool:
 
     def _fill(self, size: int) -> None:
         """Start ranks that are not there, or not any more."""
-        self.nest = self.nest or Nest(self.check_shapes)
+        self.fork_server = self.fork_server or ForkServer(self.check_shapes)
         for rank in range(size):
             if rank < len(self.members) and self.members[rank].is_alive():
                 continue
-            self.members[rank : rank + 1] = [self.nest.fork()]
+            self.members[rank : rank + 1] = [self.fork_server.fork()]
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
         waiting = {self.members[rank].pipe: rank for rank in range(world_size)}
@@ -196,16 +197,16 @@ class Pool:
                 self._end(rank)
 
     def _end(self, rank: int) -> None:
-        assert self.nest is not None
-        self.nest.end(self.members[rank])
+        assert self.fork_server is not None
+        self.fork_server.end(self.members[rank])
 
     def stop(self) -> None:
         """End all ranks."""
-        if self.nest is not None:
+        if self.fork_server is not None:
             for rank in range(len(self.members)):
                 self._end(rank)
-            self.nest.stop()
-        self.nest, self.members = None, []
+            self.fork_server.stop()
+        self.fork_server, self.members = None, []
 
 
 def run_forked(
@@ -273,7 +274,9 @@ def address_of(function: Callable[..., Any]) -> tuple[str, str, str]:
     return function.__module__, path, function.__qualname__
 
 
-def _brood(control: Connection, check_shapes: bool, path: list[str], rooms: list[str]) -> None:
+def _serve_forks(
+    control: Connection, check_shapes: bool, path: list[str], rooms: list[str]
+) -> None:
     """Run in a nest: fork a rank for each path, end one for each process id, until closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent's, who ends all.
     sys.path[:] = path
