@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.layout import build_grids
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.rank_grid import build_grids
 from mcore_parallel.testing.ranks import run_ranks
 
 TP2_CP2_PP2 = ParallelConfig(

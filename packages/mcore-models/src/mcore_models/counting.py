@@ -36,7 +36,7 @@ from mcore_parallel.config import (
     ParallelConfig,
     PipelineConfig,
 )
-from mcore_parallel.layout import build_grids
+from mcore_parallel.rank_grid import build_grids
 
 GPU_GIB = {
     "a100": 79,

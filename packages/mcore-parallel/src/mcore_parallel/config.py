@@ -2,7 +2,7 @@
 
 Field names are Megatron's flags with underscores; each field's docstring is its help
 text. Nothing here needs the world or the hardware: what does is checked by
-``layout.build_grids``.
+``rank_grid.build_grids``.
 """
 
 from dataclasses import dataclass

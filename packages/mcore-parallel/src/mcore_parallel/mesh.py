@@ -20,7 +20,7 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.call_checks import Agreement
 from mcore_parallel.launch.nccl_settings import Communicator, read_communicators
-from mcore_parallel.layout import (
+from mcore_parallel.rank_grid import (
     DENSE_AXES,
     EXPERT_AXES,
     Grid,

@@ -13,10 +13,10 @@ from mcore_data.config import DataConfig
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.layout_checks import layout_problems
-from mcore_parallel.layout import build_grids
 from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank
+from mcore_parallel.rank_grid import build_grids
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule

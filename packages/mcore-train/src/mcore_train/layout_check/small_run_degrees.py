@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import gcd, lcm
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.layout import build_grids
+from mcore_parallel.rank_grid import build_grids
 from mcore_train.composition import TrainConfig
 
 

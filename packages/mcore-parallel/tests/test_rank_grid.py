@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.layout import (
+from mcore_parallel.rank_grid import (
     DENSE_AXES,
     EXPERT_AXES,
     build_grids,
