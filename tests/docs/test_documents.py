@@ -8,6 +8,7 @@ import sys
 import tomllib
 
 import pytest
+from docs import drawing
 from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render
 from house.rows import is_collected
@@ -107,6 +108,17 @@ def test_links_inside_the_repository_lead_somewhere():
 
 def test_the_table_of_defaults_is_as_its_command_writes_it():
     assert PAGE.read_text() == render(), "run `uv run python tests/docs/defaults.py`"
+
+
+def test_the_drawing_of_the_architecture_is_as_its_command_draws_it():
+    command = "run `uv run python tests/docs/drawing.py`"
+    assert drawing.PICTURE.read_text() == drawing.render(), command
+
+
+def test_the_drawing_leaves_out_what_other_arrows_say():
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert drawing.direct(graph) == {("a", "b"), ("b", "c")}
+    assert drawing.storeys(graph) == {"a": 2, "b": 1, "c": 0}
 
 
 def test_blocks_are_found_with_what_they_say():
