@@ -14,6 +14,7 @@ from docs.defaults import PAGE, render
 from house.rows import is_collected
 from house.sources import PACKAGES, ROOT, package_sources
 
+from mcore_parallel.testing.ranks import run_command
 from mcore_train.options.parsing import parse
 
 BLOCKS = all_blocks()
@@ -35,22 +36,41 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(document, tmp_path, monkey
             exec(compile(block.code, block.place, "exec"), names)
 
 
+def steps(code: str) -> list[str | list[str]]:
+    """Cut a block into our commands, as words, and what is left to a shell between them."""
+    found: list[str | list[str]] = []
+    for line in code.replace("\\\n", " ").splitlines():
+        words = line.removeprefix("uv run ")
+        if words.startswith("mcore-") and not re.search(r"[|<>$;&*]", words.replace("->", "")):
+            found.append(shlex.split(words))
+        elif found and isinstance(found[-1], str):
+            found[-1] += line + "\n"
+        else:
+            found.append(line + "\n")
+    return found
+
+
 @pytest.mark.parametrize("block", runnable("bash"), ids=lambda b: b.place)
 def test_a_command_block_runs(block, tmp_path):
-    bin_folder = os.path.dirname(sys.executable)
-    done = subprocess.run(
-        ["bash", "-c", _PREFACE + block.code],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{bin_folder}:{os.environ['PATH']}",
-            "REPOSITORY": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Our own commands run in warm processes, which spares each the import of torch."""
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "REPOSITORY": str(ROOT)}
+    for step in steps(block.code):
+        if isinstance(step, str):
+            command = ["bash", "-c", _PREFACE + step]
+            done = subprocess.run(
+                command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+            )
+        else:
+            done = run_command(step[0].replace("-", "_"), *step[1:], env=env, cwd=tmp_path)
+        assert done.returncode == 0, f"{step}\n{done.stdout}{done.stderr}"
+
+
+def test_a_block_is_cut_into_commands_and_shell():
+    code = "x=1\necho $x\nuv run mcore-data inspect \\\n  a b\nmcore-train --help | head -1\n"
+    head, command, tail = steps(code)
+    assert (head, command) == ("x=1\necho $x\n", ["mcore-data", "inspect", "a", "b"])
+    assert tail == "mcore-train --help | head -1\n"
 
 
 @pytest.mark.parametrize("block", runnable("toml"), ids=lambda b: b.place)
