@@ -65,7 +65,7 @@ INSTANCES: Draw = {"use_distributed_optimizer": True, "num_distributed_optimizer
 
 OPTIONS: tuple[tuple[Draw, ...], ...] = (
     tuple({"tensor_model_parallel_size": n} for n in (1, 2, 4)),
-    ({}, {"sequence_parallel": True}, {"sequence_parallel": True, "tp_comm_overlap": True}),
+    ({}, {"sequence_parallel": True}),
     tuple({"pipeline_model_parallel_size": n} for n in (1, 2, 4)),
     (
         {},

@@ -32,12 +32,11 @@ CASES = {
     "pp2 zb-h1 experts": Brief(2, zb(2), **EXPERTS),
     "cp4 a2a, two kv heads": Brief(4, cp(4, "a2a")),
     "cp2 pp2 p2p packed": Brief(4, cp(2, "p2p", pipeline_model_parallel_size=2), rows="packed"),
-    "tp2 sp overlapped pp2, lengths vary": Brief(
+    "tp2 sp pp2, lengths vary": Brief(
         4,
         {
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
-            "tp_comm_overlap": True,
             "pipeline_model_parallel_size": 2,
         },
         rows="ragged",
@@ -78,9 +77,9 @@ CASES = {
         **EXPERTS,
     ),
     "pp4 zb-h1": Brief(4, zb(4), num_layers=4, micro_batch_size=2),
-    "tp2 sp overlapped pp2 zb-h1": Brief(
+    "tp2 sp pp2 zb-h1": Brief(
         4,
-        zb(2, tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True),
+        zb(2, tensor_model_parallel_size=2, sequence_parallel=True),
     ),
     "pp2 dp2 zb-h1 zero, overlapped, experts": Brief(
         4,

@@ -47,7 +47,6 @@ class MoELayer(nn.Module):
         expert_tp: Axis = SINGLE,
         streams: RngStreams | None = None,
         sequence_parallel: bool = False,
-        overlap: bool = False,
         gated: bool = True,
         activation: str = "silu",
         bias: bool = False,
@@ -71,7 +70,6 @@ class MoELayer(nn.Module):
             expert_tp: ranks that share each expert's matrices.
             streams: of random numbers, for the router's jitter; see ``Router``.
             sequence_parallel: whether tokens are cut over ``tp``.
-            overlap: of the shared expert's linears, see ``ColumnParallelLinear``.
             gated: whether experts have a gate and an up-projection.
             activation: see ``experts.ACTIVATIONS``.
             bias: whether the experts' products have one (router and shared expert have none).
@@ -127,7 +125,6 @@ class MoELayer(nn.Module):
                 config.moe_shared_expert_intermediate_size,
                 tp=tp,
                 sequence_parallel=sequence_parallel,
-                overlap=overlap,
                 has_token_gate=config.moe_shared_expert_gate,
                 **feed_forward,
             )

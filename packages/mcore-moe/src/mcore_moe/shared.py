@@ -34,7 +34,6 @@ class SharedExpert(nn.Module):
         *,
         tp: Axis = SINGLE,
         sequence_parallel: bool = False,
-        overlap: bool = False,
         gated: bool = True,
         activation: str = "silu",
         has_token_gate: bool = False,
@@ -50,7 +49,6 @@ class SharedExpert(nn.Module):
             ffn_hidden_size: F.
             tp: ranks that share F.
             sequence_parallel: whether tokens are cut over ``tp``.
-            overlap: see ``ColumnParallelLinear``.
             gated: whether fc1 gives a gate and an up-projection.
             activation: see ``experts.ACTIVATIONS``.
             has_token_gate: weigh the output by a learned sigmoid of the token.
@@ -70,13 +68,10 @@ class SharedExpert(nn.Module):
         }
         names = ("gate", "up") if gated else ("",)
         outputs = [Output(name, ffn_hidden_size) for name in names]
-        self.fc1 = ColumnParallelLinear(
-            hidden_size, outputs, overlap=overlap, init_std=init_std, **placed
-        )
+        self.fc1 = ColumnParallelLinear(hidden_size, outputs, init_std=init_std, **placed)
         self.fc2 = RowParallelLinear(
             ffn_hidden_size,
             hidden_size,
-            overlap=overlap,
             init_std=init_std if output_std is None else output_std,
             **placed,
         )

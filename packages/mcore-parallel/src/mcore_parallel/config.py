@@ -39,10 +39,6 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split norms, dropout and residuals along the sequence over the tensor ranks."""
 
-    tp_comm_overlap: bool = False
-    """Gather and scatter tokens piece by piece under the products that they stand before and
-    behind, with --sequence-parallel."""
-
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
 

@@ -16,7 +16,6 @@ from mcore_parallel.tensor_parallel.linear import (
     Output,
     RowParallelLinear,
 )
-from mcore_parallel.tensor_parallel.overlapped_gemm import scattered_product
 from mcore_parallel.testing.ranks import run_ranks
 
 # float64: the order of a few dozen additions is all that differs.
@@ -97,7 +96,7 @@ def axis_of(kind):
     return axis, SINGLE
 
 
-def check_column(kind, sequence_parallel, compiled, overlap=False):
+def check_column(kind, sequence_parallel, compiled):
     axis, replicas = axis_of(kind)
     outputs = (Output("q", 8), Output("k", 2, replicas), Output("v", 6, replicas))
     layer = ColumnParallelLinear(
@@ -106,7 +105,6 @@ def check_column(kind, sequence_parallel, compiled, overlap=False):
         bias=True,
         axis=axis,
         sequence_parallel=sequence_parallel,
-        overlap=overlap,
         dtype=torch.float64,
     )
     fill(layer)
@@ -145,7 +143,7 @@ def check_column(kind, sequence_parallel, compiled, overlap=False):
             )
 
 
-def check_row(kind, sequence_parallel, compiled, overlap=False):
+def check_row(kind, sequence_parallel, compiled):
     axis, _ = axis_of(kind)
     features = 3 * axis.size
     layer = RowParallelLinear(
@@ -154,7 +152,6 @@ def check_row(kind, sequence_parallel, compiled, overlap=False):
         bias=True,
         axis=axis,
         sequence_parallel=sequence_parallel,
-        overlap=overlap,
         dtype=torch.float64,
     )
     fill(layer)
@@ -182,16 +179,15 @@ def check_row(kind, sequence_parallel, compiled, overlap=False):
 
 def check_all():
     for kind in ("neighbours", "strided", "four"):
-        for sequence_parallel, overlap in ((False, False), (True, False), (True, True)):
-            check_column(kind, sequence_parallel, compiled=False, overlap=overlap)
-            check_row(kind, sequence_parallel, compiled=False, overlap=overlap)
+        for sequence_parallel in (False, True):
+            check_column(kind, sequence_parallel, compiled=False)
+            check_row(kind, sequence_parallel, compiled=False)
 
 
 def check_compiled():
     for kind, sequence_parallel in (("strided", True), ("four", False)):
-        # Compiled code gathers and scatters whole, whatever is asked for.
-        check_column(kind, sequence_parallel, compiled=True, overlap=True)
-        check_row(kind, sequence_parallel, compiled=True, overlap=True)
+        check_column(kind, sequence_parallel, compiled=True)
+        check_row(kind, sequence_parallel, compiled=True)
 
 
 def check_compiled_alone():
@@ -286,7 +282,7 @@ def test_the_weight_gradient_goes_into_main_grad_where_there_is_one(recomputed):
     assert torch.equal(layer.bias.grad.float(), twin.bias.grad)
 
 
-def deferred_gradients(sequence_parallel, overlap):
+def deferred_gradients(sequence_parallel):
     """Gradients of a column and a row made at once and made later, and when they come."""
     axis = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2)).tp
     made = []
@@ -294,7 +290,6 @@ def deferred_gradients(sequence_parallel, overlap):
         options = {
             "axis": axis,
             "sequence_parallel": sequence_parallel,
-            "overlap": overlap,
             "dtype": torch.float64,
         }
         column = ColumnParallelLinear(D, 8, bias=True, **options)
@@ -329,14 +324,6 @@ def deferred_gradients(sequence_parallel, overlap):
         assert torch.equal(later, at_once)
 
 
-@pytest.mark.parametrize(
-    ("sequence_parallel", "overlap"), [(False, False), (True, False), (True, True)]
-)
-def test_weight_gradients_put_off_are_those_made_at_once(sequence_parallel, overlap):
-    run_ranks(deferred_gradients, 2, sequence_parallel, overlap)
-
-
-def test_rows_that_do_not_divide_are_refused_before_any_product():
-    axis = Axis("tp", 2, 0, None, (0, 1))
-    with pytest.raises(ValueError, match="3 rows do not divide over axis tp of 2 ranks"):
-        scattered_product(torch.ones(3, 1, 4), torch.ones(4, 5), axis)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_weight_gradients_put_off_are_those_made_at_once(sequence_parallel):
+    run_ranks(deferred_gradients, 2, sequence_parallel)

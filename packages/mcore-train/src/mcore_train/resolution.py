@@ -182,11 +182,6 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"--num-distributed-optimizer-instances {instances} has no effect without "
             "--use-distributed-optimizer: every data rank holds a whole optimizer then."
         )
-    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
-        yield (
-            "--tp-comm-overlap has no effect without --sequence-parallel: nothing is gathered "
-            "or scattered around GEMMs."
-        )
 
 
 def _model_conflicts(config: TrainConfig) -> Iterator[str]:

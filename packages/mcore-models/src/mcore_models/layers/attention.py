@@ -84,7 +84,6 @@ class Attention(nn.Module):
         linear: dict[str, Any] = {
             "axis": tp,
             "sequence_parallel": ctx.config.sequence_parallel,
-            "overlap": ctx.config.tp_comm_overlap,
             "init_std": 0.0,
             **placed,
         }

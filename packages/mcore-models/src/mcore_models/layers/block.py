@@ -91,7 +91,6 @@ class TransformerBlock(nn.Module):
             "activation": activation(config),
             "bias": config.add_bias_linear,
             "sequence_parallel": sequence_parallel,
-            "overlap": ctx.config.tp_comm_overlap,
             "init_std": 0.0,
             **placed,
         }

@@ -88,7 +88,6 @@ class MLP(nn.Module):
         bias: bool = False,
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
-        overlap: bool = False,
         init_std: float = 0.02,
         recompute_activation: bool = False,
         device: torch.device | str | None = None,
@@ -104,7 +103,6 @@ class MLP(nn.Module):
             bias: whether both products have one.
             axis: ranks that share the width.
             sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
-            overlap: see ``ColumnParallelLinear``.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
             recompute_activation: forget what goes into fc2, make it again in backward.
             device: of the parameters.
@@ -121,7 +119,6 @@ class MLP(nn.Module):
             "bias": bias,
             "axis": axis,
             "sequence_parallel": sequence_parallel,
-            "overlap": overlap,
         }
         placed |= {"init_std": init_std, "device": device, "dtype": dtype}
         outputs = [Output("gate", F_), Output("up", F_)] if gated else F_

@@ -77,7 +77,6 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = False,
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
-        overlap: bool = False,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -90,7 +89,6 @@ class ColumnParallelLinear(nn.Module):
             bias: whether to add one.
             axis: ranks that share the rows.
             sequence_parallel: whether the input is cut along dimension 0 over ``axis``.
-            overlap: gather it piece by piece, under the product (``--tp-comm-overlap``).
             init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
             device: of the parameters.
             dtype: of the parameters.
@@ -104,7 +102,6 @@ class ColumnParallelLinear(nn.Module):
         self.output_sizes = tuple(output.local_size(axis) for output in self.outputs)
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
-        self.overlap = overlap
         self.init_std = init_std
         rows = sum(self.output_sizes)
         self.weight = overwrites(
@@ -132,9 +129,7 @@ class ColumnParallelLinear(nn.Module):
         Forward all-gathers x under sequence parallelism. Backward reduce-scatters (sequence
         parallelism) or all-reduces the gradient of x.
         """
-        return column_parallel(
-            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.overlap
-        )
+        return column_parallel(x, self.weight, self.bias, self.axis, self.sequence_parallel)
 
     def deferrable_weights(self) -> list[nn.Parameter]:
         """Return what a ``WeightQueue`` may serve."""
@@ -188,7 +183,6 @@ class RowParallelLinear(nn.Module):
         bias: bool = False,
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
-        overlap: bool = False,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -201,7 +195,6 @@ class RowParallelLinear(nn.Module):
             bias: whether to add one.
             axis: ranks that share the columns.
             sequence_parallel: whether to cut the output along dimension 0 over ``axis``.
-            overlap: scatter it piece by piece, under the product (``--tp-comm-overlap``).
             init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
             device: of the parameters.
             dtype: of the parameters.
@@ -218,7 +211,6 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
-        self.overlap = overlap
         self.init_std = init_std
         columns = in_features // axis.size
         self.weight = overwrites(
@@ -249,7 +241,7 @@ class RowParallelLinear(nn.Module):
         Backward all-gathers the gradient of the output under sequence parallelism; the
         gradient of the bias is then that of this rank's tokens, a partial sum.
         """
-        y = row_parallel(x, self.weight, self.axis, self.sequence_parallel, self.overlap)
+        y = row_parallel(x, self.weight, self.axis, self.sequence_parallel)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def deferrable_weights(self) -> list[nn.Parameter]:

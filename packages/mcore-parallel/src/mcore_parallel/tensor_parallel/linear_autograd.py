@@ -1,8 +1,7 @@
 """Products with a weight split over the tensor ranks: the functional core of the linears.
 
-Under sequence parallelism tokens are gathered before a column-parallel product and summed and
-scattered behind a row-parallel one; with ``overlap`` both happen piece by piece, under the
-product itself (``overlapped``).
+Under sequence parallelism tokens are gathered before a column-parallel GEMM and summed and
+scattered behind a row-parallel one.
 
 Every weight gradient of the linears is made in ``weight_gradient``: into ``main_grad`` by
 the GEMM itself where the data-parallel wrapper set one, else handed to autograd. A weight
@@ -32,7 +31,6 @@ from mcore_parallel.tensor_parallel.grad_accumulation import (
     main_grad_of,
     tell_ready,
 )
-from mcore_parallel.tensor_parallel.overlapped_gemm import gathered_product, scattered_product
 
 
 def column_parallel(
@@ -41,7 +39,6 @@ def column_parallel(
     bias: Float[Tensor, " F"] | None,
     axis: Axis,
     sequence_parallel: bool,
-    overlap: bool = False,
 ) -> Float[Tensor, "S *B F"]:
     """Multiply by this rank's rows of a weight.
 
@@ -55,11 +52,8 @@ def column_parallel(
         bias: this rank's entries, or None.
         axis: ranks that share the rows.
         sequence_parallel: whether x is cut along dimension 0 over ``axis``.
-        overlap: gather in forward piece by piece, under the product.
     """
-    is_cut = sequence_parallel and axis.size > 1
-    overlap = overlap and is_cut and not torch.compiler.is_compiling()
-    return _ColumnParallel.apply(x, weight, bias, axis, is_cut, overlap)
+    return _ColumnParallel.apply(x, weight, bias, axis, sequence_parallel and axis.size > 1)
 
 
 def row_parallel(
@@ -67,7 +61,6 @@ def row_parallel(
     weight: Float[Tensor, "D f"],
     axis: Axis,
     sequence_parallel: bool,
-    overlap: bool = False,
 ) -> Float[Tensor, "s *B D"]:
     """Multiply by this rank's columns of a weight and sum over the ranks.
 
@@ -78,12 +71,9 @@ def row_parallel(
         weight: this rank's columns.
         axis: ranks that share the columns.
         sequence_parallel: whether to cut the result along dimension 0 over ``axis``.
-        overlap: scatter in forward and gather in backward piece by piece, under products.
     """
-    is_cut = sequence_parallel and axis.size > 1
-    if overlap and is_cut and not torch.compiler.is_compiling():
-        return _OverlappedRow.apply(x, weight, axis)
     partial = column_parallel(x, weight, None, SINGLE, sequence_parallel=False)
+    is_cut = sequence_parallel and axis.size > 1
     return reduce_scatter_to(partial, axis) if is_cut else reduce_from(partial, axis)
 
 
@@ -96,7 +86,6 @@ class _ColumnParallel(torch.autograd.Function):
         bias: Tensor | None,
         axis: Axis,
         sequence_parallel: bool,
-        overlap: bool,
     ) -> Tensor:
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
@@ -104,8 +93,6 @@ class _ColumnParallel(torch.autograd.Function):
         x, weight = cast_factor(x), cast_factor(weight)
         bias = None if bias is None else cast_factor(bias)
         ctx.save_for_backward(x, weight)
-        if overlap:
-            return gathered_product(x, weight.t(), axis, bias)[0]
         gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
         return F.linear(gathered, weight, bias)
 
@@ -113,7 +100,7 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_x, grad_weight = _column_gradients(ctx, grad)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _column_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -141,27 +128,6 @@ def _column_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     return grad_x, grad_weight
 
 
-class _OverlappedRow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        ctx.parameter = None if main_grad_of(weight) is None else weight
-        x, weight = cast_factor(x), cast_factor(weight)
-        ctx.save_for_backward(x, weight)
-        return scattered_product(x, weight.t(), axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad_x, pieces = gathered_product(grad, weight, ctx.axis)
-        grad_weight = None
-        if needs_weight:
-            gathered = torch.cat(pieces)
-            grad_weight = _weight_gradient_or_later(ctx.parameter, gathered, x)
-        return grad_x if needs_x else None, grad_weight, None
-
-
 class _LaterGradient:
     """A weight gradient put off; holds its factors until it is made."""
 
@@ -177,16 +143,6 @@ class _LaterGradient:
         """Add the gradient to ``main_grad``."""
         x = self.x if self.axis.size == 1 else wait(self.x)
         weight_gradient(self.parameter, self.grad, x)
-
-
-def _weight_gradient_or_later(parameter: Any, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Make a weight's gradient now, or put it into its queue; see ``weight_gradient``."""
-    queue = getattr(parameter, "weight_queue", None)
-    if queue is None:
-        return weight_gradient(parameter, grad, x)
-    later = _LaterGradient(parameter, grad, x)
-    queue.put(later.make, prepare=later.gather)
-    return None
 
 
 def weight_gradient(
