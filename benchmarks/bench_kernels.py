@@ -22,10 +22,10 @@ from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.layers.norm import RMSNorm
 from mcore_moe.kernels import fused_gated
+from mcore_parallel.grad_slot import accumulate_matmul, grad_slot
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
-from mcore_parallel.tensor_parallel.grad_accumulation import accumulate_product, make_stale
 from mcore_parallel.tensor_parallel.linear_cross_entropy import CHUNK_TOKENS, head_loss
 
 T, D, F, V, N, G, H = 8192, 4096, 14336, 128256, 32, 8, 128
@@ -162,7 +162,7 @@ def weight_gradient() -> Iterator[Case]:
     main = torch.zeros(2 * F, D, device="cuda")
     yield Case(
         "weight gradient into float32",
-        lambda: accumulate_product(main, dy.t(), x),
+        lambda: accumulate_matmul(main, dy.t(), x),
         2 * T * 2 * F * D,
         "TFLOP/s",
     )
@@ -170,7 +170,7 @@ def weight_gradient() -> Iterator[Case]:
 
 def norms() -> Iterator[Case]:
     norm = RMSNorm(D, device="cuda", dtype=BF16)
-    norm.weight.main_grad = torch.zeros(D, device="cuda")
+    grad_slot(norm.weight).main = torch.zeros(D, device="cuda")
     x, branch = draw(T, 1, D), draw(T, 1, D)
     size = 2 * T * D
     yield from both_ways(
@@ -247,12 +247,12 @@ def head() -> Iterator[Case]:
     x, weight = draw(T, 1, D), draw(V, D)
     with torch.no_grad():
         weight.mul_(0.02)
-    weight.main_grad = torch.zeros(V, D, device="cuda")
+    grad_slot(weight).main = torch.zeros(V, D, device="cuda")
     labels, weights = torch.randint(0, V, (1, T), device="cuda"), torch.full((1, T), 1 / T)
     weights = weights.cuda()
 
     def both(chunk_tokens: int) -> None:
-        make_stale(weight)  # as after zero_grad
+        grad_slot(weight).is_stale = True  # as after zero_grad
         options = {"vocab_size": V, "chunk_tokens": chunk_tokens}
         total, _ = head_loss(x, weight, labels, weights, **options)
         total.backward()

@@ -5,6 +5,7 @@ import torch
 
 from mcore_moe import grouped_linear, sequential_linear
 from mcore_moe.grouped_gemm import deferred_linear, has_grouped_kernel
+from mcore_parallel.grad_slot import grad_slot
 
 COUNTS = [torch.tensor(c) for c in ([2, 0, 3], [0, 0, 5], [5, 0, 0], [0, 0, 0])]
 
@@ -44,20 +45,20 @@ def test_weight_gradients_put_off_are_those_made_at_once(counts, dtype):
     grad = torch.randn(x.shape[0], 16, generator=generator).to(dtype)
     for linear in (grouped_linear, sequential_linear):
         at_once = torch.autograd.grad(linear(x, weight, counts), (x, weight), grad)
-        ready, weight.weight_queue = [], Queue()
-        weight.main_grad = torch.ones_like(weight, dtype=torch.float64)
-        weight.main_grad_ready = lambda ready=ready: ready.append(True)
+        ready, grad_slot(weight).queue = [], Queue()
+        grad_slot(weight).main = torch.ones_like(weight, dtype=torch.float64)
+        grad_slot(weight).on_ready = lambda ready=ready: ready.append(True)
         y = deferred_linear(x, weight, counts, linear=linear)
         (grad_x,) = torch.autograd.grad(y, x, grad)
-        (work,) = weight.weight_queue.works
-        assert (weight.main_grad == 1).all()
+        (work,) = grad_slot(weight).queue.works
+        assert (grad_slot(weight).main == 1).all()
         assert not ready
         with torch.no_grad():
             work()
         assert ready == [True]
         torch.testing.assert_close(grad_x, at_once[0])
         torch.testing.assert_close(
-            (weight.main_grad - 1).to(dtype), at_once[1], atol=1e-6, rtol=1.6e-2
+            (grad_slot(weight).main - 1).to(dtype), at_once[1], atol=1e-6, rtol=1.6e-2
         )
 
 

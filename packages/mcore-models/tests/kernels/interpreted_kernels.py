@@ -18,6 +18,7 @@ from mcore_models.layers.rope import rotate
 from mcore_moe.experts import weighted_gated
 from mcore_moe.kernels import fused_gated, fused_weighted_gated
 from mcore_parallel.data_parallel.distributed_optimizer import adamw_plain
+from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
@@ -110,10 +111,10 @@ def check_norms():
         expected = torch.autograd.grad(want, [x, *parameters], dy)
         compare([got, *torch.autograd.grad(got, [x, *parameters], dy)], [want, *expected])
         for parameter in parameters:
-            parameter.main_grad = torch.ones_like(parameter)
+            grad_slot(parameter).main = torch.ones_like(parameter)
         fused_norm(x, norm.weight, bias, **options).backward(dy)
         assert all(parameter.grad is None for parameter in parameters)
-        compare([parameter.main_grad - 1 for parameter in parameters], expected[1:])
+        compare([grad_slot(parameter).main - 1 for parameter in parameters], expected[1:])
 
 
 def check_gates():

@@ -21,6 +21,7 @@ from mcore_moe.grouped_gemm import (
     grouped_linear,
     sequential_linear,
 )
+from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 from mcore_parallel.recomputing import recompute_between
@@ -229,7 +230,7 @@ class Experts(nn.Module):
             counts: rows of each of this rank's experts.
         """
         linear = grouped_linear if self.grouped else sequential_linear
-        if hasattr(self.fc1_weight, "weight_queue"):
+        if grad_slot(self.fc1_weight).queue is not None:
             linear = partial(deferred_linear, linear=linear)
         hidden = linear(rows, self.fc1_weight, counts)
         if self.fc1_bias is not None:

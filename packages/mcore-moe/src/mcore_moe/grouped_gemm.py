@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_parallel.autocasting import cast_factor
-from mcore_parallel.tensor_parallel.grad_accumulation import tell_ready
+from mcore_parallel.grad_slot import GradSlot, grad_slot
 
 
 def sequential_linear(
@@ -57,14 +57,14 @@ def deferred_linear(
     *,
     linear: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Float[Tensor, "R N"]:
-    """Multiply as ``linear``, the weight's gradient put off into ``weight.weight_queue``.
+    """Multiply as ``linear``, the weight's gradient put off into the queue of its slot.
 
-    The rows and the gradient of the result are kept until it is made, which adds it to
-    ``weight.main_grad`` and calls ``weight.main_grad_ready`` if there is one.
+    The rows and the gradient of the result are kept until it is made, which adds it to the
+    weight's main gradient.
 
     Args:
         x: rows sorted by expert.
-        weight: of all experts of this rank, with a ``weight_queue`` and a ``main_grad``.
+        weight: of all experts of this rank, with a queue and a main gradient in its slot.
         counts: rows of each.
         linear: ``grouped_linear`` or ``sequential_linear``.
     """
@@ -110,8 +110,8 @@ class _DeferredLinear(torch.autograd.Function):
         counts: Tensor,
         linear: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        # Saved tensors may come back as copies; queue and main_grad sit on the original.
-        ctx.parameter, ctx.linear = weight, linear
+        # Saved tensors may come back as copies; the slot is the original's.
+        ctx.slot, ctx.linear = grad_slot(weight), linear
         x, weight = cast_factor(x), cast_factor(weight)
         ctx.save_for_backward(x, weight, counts)
         return linear(x, weight, counts)
@@ -119,22 +119,23 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, counts = ctx.saved_tensors
-        grad, parameter = grad.contiguous(), ctx.parameter
+        grad, slot = grad.contiguous(), ctx.slot
         if ctx.needs_input_grad[1]:
-            parameter.weight_queue.put(lambda: _add_weight_gradient(parameter, grad, x, counts))
+            slot.queue.put(lambda: _add_weight_gradient(slot, grad, x, counts))
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = ctx.linear(grad, weight.transpose(1, 2), counts)
         return grad_x, None, None, None
 
 
-def _add_weight_gradient(parameter: Any, grad: Tensor, x: Tensor, counts: Tensor) -> None:
-    """Add the gradient of stacked weights to ``main_grad``, and say so."""
-    if x.shape[0] and has_grouped_kernel(x, parameter):
+def _add_weight_gradient(slot: GradSlot, grad: Tensor, x: Tensor, counts: Tensor) -> None:
+    """Add the gradient of stacked weights to their main gradient, and say so."""
+    assert slot.main is not None
+    if x.shape[0] and has_grouped_kernel(x, slot.main):
         offsets = counts.cumsum(0).to(torch.int32)
-        parameter.main_grad.add_(F.grouped_mm(grad.t(), x, offs=offsets))
+        slot.main.add_(F.grouped_mm(grad.t(), x, offs=offsets))
     else:
         parts = zip(grad.split(counts.tolist()), x.split(counts.tolist()), strict=True)
-        for total, (rows, inputs) in zip(parameter.main_grad, parts, strict=True):
+        for total, (rows, inputs) in zip(slot.main, parts, strict=True):
             total.add_(rows.t() @ inputs)
-    tell_ready(parameter)
+    slot.ready()

@@ -27,6 +27,7 @@ from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.data_parallel.grads import clip_coefficient
+from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Layout, Part, named_shards, replicated, sliced, whole
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
@@ -325,9 +326,9 @@ def test_gradients_accumulate_over_microbatches_and_grad_is_freed():
             model(torch.ones(length, 3)).sum().backward()
         assert model.weight.grad is None
     data_parallel.finish()
-    assert model.weight.main_grad.tolist() == [[7.0] * 3]
+    assert grad_slot(model.weight).main.tolist() == [[7.0] * 3]
     data_parallel.zero_grad()
-    assert not model.weight.main_grad.any()
+    assert not grad_slot(model.weight).main.any()
 
 
 def test_an_operation_may_add_to_the_main_gradient_itself():
@@ -340,7 +341,7 @@ def test_an_operation_may_add_to_the_main_gradient_itself():
         @staticmethod
         def backward(ctx, grad):
             x, weight = ctx.saved_tensors
-            weight.main_grad.add_(grad * x)
+            grad_slot(weight).main.add_(grad * x)
             return grad * weight, None
 
     weights = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(2)])
@@ -350,7 +351,7 @@ def test_an_operation_may_add_to_the_main_gradient_itself():
     (weights[0] * 2.0).sum().backward()
     assert [b.is_reducing for b in data_parallel.buckets] == [True]
     data_parallel.finish()
-    assert weights[1].main_grad.tolist() == [2.0, 3.0]
+    assert grad_slot(weights[1]).main.tolist() == [2.0, 3.0]
 
 
 class TwoLinears(nn.Module):
@@ -373,16 +374,16 @@ def test_the_first_product_of_a_step_overwrites_the_main_gradient(config):
     data_parallel = wrap(model, config)
     for step in range(2):
         data_parallel.zero_grad()
-        assert not model.first.bias.main_grad.any()
+        assert not grad_slot(model.first.bias).main.any()
         for weight in (model.first.weight, model.second.weight):
-            weight.main_grad.fill_(torch.nan)  # whatever is there is not to be read
+            grad_slot(weight).main.fill_(torch.nan)  # whatever is there is not to be read
         inputs = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(step))
         with data_parallel.no_sync():
             for x in inputs[:2]:
                 model(x).square().sum().backward()
         model(inputs[2]).square().sum().backward()
         data_parallel.finish()
-        found = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+        found = {name: grad_slot(p).main.clone() for name, p in model.named_parameters()}
         twin = TwoLinears()
         twin.load_state_dict(model.state_dict())
         sum(twin(x).square().sum() for x in inputs).backward()
@@ -397,17 +398,17 @@ def test_the_main_gradient_of_a_weight_that_no_batch_came_through_is_zero():
         data_parallel.zero_grad()
         model(torch.ones(1, 3), with_second).sum().backward()
         data_parallel.finish()
-        assert model.first.weight.main_grad.any()
-        assert model.second.weight.main_grad.any() == with_second
+        assert grad_slot(model.first.weight).main.any()
+        assert grad_slot(model.second.weight).main.any() == with_second
 
 
 def test_a_gradient_from_autograd_overwrites_too():
     model = TwoLinears()
     data_parallel = wrap(model)
     data_parallel.zero_grad()
-    model.first.weight.main_grad.fill_(torch.nan)
+    grad_slot(model.first.weight).main.fill_(torch.nan)
     (model.first.weight * 2.0).sum().backward()
-    assert model.first.weight.main_grad.eq(2.0).all()
+    assert grad_slot(model.first.weight).main.eq(2.0).all()
 
 
 def test_a_gradient_that_is_set_by_hand_is_refused_and_one_that_backward_brings_is_taken():
@@ -424,7 +425,7 @@ def test_a_gradient_that_is_set_by_hand_is_refused_and_one_that_backward_brings_
         weight.backward(gradient)
     data_parallel.finish()
     assert all(
-        weight.main_grad.equal(gradient)
+        grad_slot(weight).main.equal(gradient)
         for weight, gradient in zip(weights, gradients, strict=True)
     )
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import fill_normal_
 from mcore_parallel.sharding import named_shards
@@ -87,13 +88,15 @@ def check(kind, padded, sequence_parallel, compiled):
 
     if not compiled:  # both uses of the tied table add to its main gradient themselves
         embedding.weight.grad = None
-        embedding.weight.main_grad = torch.ones_like(embedding.weight)
+        grad_slot(embedding.weight).main = torch.ones_like(embedding.weight)
         told = []
-        embedding.weight.main_grad_ready = lambda: told.append(True)
+        grad_slot(embedding.weight).on_ready = lambda: told.append(True)
         model(ids).backward(upstream[..., own])
         assert embedding.weight.grad is None
         assert told == [True, True]
-        torch.testing.assert_close(embedding.weight.main_grad, 1 + table.grad[own], **EXACT)
+        torch.testing.assert_close(
+            grad_slot(embedding.weight).main, 1 + table.grad[own], **EXACT
+        )
 
 
 def check_all():

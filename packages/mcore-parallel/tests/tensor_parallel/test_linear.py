@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import WeightQueue
 from mcore_parallel.rng import fill_normal_
@@ -267,9 +268,9 @@ def test_the_weight_gradient_goes_into_main_grad_where_there_is_one(recomputed):
     layer = ColumnParallelLinear(D, 4, bias=True, dtype=torch.bfloat16)
     twin = ColumnParallelLinear(D, 4, bias=True, dtype=torch.float32)
     twin.load_state_dict(layer.state_dict())
-    layer.weight.main_grad = torch.ones(4, D)
+    grad_slot(layer.weight).main = torch.ones(4, D)
     calls = []
-    layer.weight.main_grad_ready = lambda: calls.append("ready")
+    grad_slot(layer.weight).on_ready = lambda: calls.append("ready")
     x = torch.randn(S, B, D, generator=torch.Generator().manual_seed(0)).bfloat16()
     for _ in range(2):
         y = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
@@ -278,7 +279,9 @@ def test_the_weight_gradient_goes_into_main_grad_where_there_is_one(recomputed):
     assert layer.weight.grad is None
     assert calls == ["ready", "ready"]
     # bf16 factors, float32 sums: only their order differs.
-    torch.testing.assert_close(layer.weight.main_grad, 1 + twin.weight.grad, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        grad_slot(layer.weight).main, 1 + twin.weight.grad, rtol=1e-5, atol=0
+    )
     assert torch.equal(layer.bias.grad.float(), twin.bias.grad)
 
 
@@ -298,13 +301,13 @@ def deferred_gradients(sequence_parallel):
             queue.serve(nn.Sequential(column, row))
         for layer in (column, row):
             fill(layer)
-            layer.weight.main_grad = torch.zeros_like(layer.weight)
+            grad_slot(layer.weight).main = torch.zeros_like(layer.weight)
         x = cut(normal("x", S, B, D), axis, sequence_parallel).clone().requires_grad_()
         y = row(column(x))
         y.backward(cut(normal("y", S, B, D), axis, sequence_parallel))
         if queue is not None:
-            assert not column.weight.main_grad.any()
-            assert not row.weight.main_grad.any()
+            assert not grad_slot(column.weight).main.any()
+            assert not grad_slot(row.weight).main.any()
             with torch.no_grad():  # as the pipeline calls them
                 for work, prepare in queue.take():
                     prepare()
@@ -312,8 +315,8 @@ def deferred_gradients(sequence_parallel):
         made.append(
             [
                 x.grad,
-                column.weight.main_grad,
-                row.weight.main_grad,
+                grad_slot(column.weight).main,
+                grad_slot(row.weight).main,
                 column.bias.grad,
                 row.bias.grad,
             ]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from mcore_parallel import ParallelConfig, ParallelContext, run_ranks
 from mcore_parallel.collectives import all_gather, own_slice
-from mcore_parallel.tensor_parallel.grad_accumulation import accumulate_product, make_stale
+from mcore_parallel.grad_slot import accumulate_matmul, grad_slot
 from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
 
 S, B, D, V = 6, 3, 8, 11
@@ -55,8 +55,8 @@ def test_head_loss_overwrites_a_stale_main_gradient(chunk_tokens):
     x, weight, labels, weights = inputs()
     want = twin(x, weight, labels, weights, 0.0)[3]
     weight.requires_grad_()
-    weight.main_grad = torch.full_like(weight, torch.nan)
-    make_stale(weight)
+    grad_slot(weight).main = torch.full_like(weight, torch.nan)
+    grad_slot(weight).is_stale = True
     for times in (1, 2):
         head_loss(
             x.requires_grad_(),
@@ -66,19 +66,19 @@ def test_head_loss_overwrites_a_stale_main_gradient(chunk_tokens):
             vocab_size=V,
             chunk_tokens=chunk_tokens,
         )[0].backward()
-        torch.testing.assert_close(weight.main_grad, times * want)
+        torch.testing.assert_close(grad_slot(weight).main, times * want)
 
 
 def test_without_gradients_nothing_is_added_to_the_main_gradient():
     x, weight, labels, weights = inputs()
     want = twin(x, weight, labels, weights, 0.0)
     weight.requires_grad_()
-    weight.main_grad = torch.zeros_like(weight)
+    grad_slot(weight).main = torch.zeros_like(weight)
     with torch.no_grad():
         total, losses = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
     torch.testing.assert_close(total, want[0])
     torch.testing.assert_close(losses, want[1])
-    assert not weight.main_grad.any()
+    assert not grad_slot(weight).main.any()
 
 
 def test_a_head_without_tokens_has_no_gradient():
@@ -93,13 +93,13 @@ def test_head_loss_adds_into_the_main_gradient_and_says_when():
     x, weight, labels, weights = inputs()
     want = twin(x, weight, labels, weights, 0.0)[3]
     weight.requires_grad_()
-    weight.main_grad = torch.ones_like(weight)
+    grad_slot(weight).main = torch.ones_like(weight)
     told = []
-    weight.main_grad_ready = lambda: told.append(True)
+    grad_slot(weight).on_ready = lambda: told.append(True)
     head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)[0].backward()
     assert weight.grad is None
     assert told == [True]
-    torch.testing.assert_close(weight.main_grad, want + 1)
+    torch.testing.assert_close(grad_slot(weight).main, want + 1)
 
 
 def test_a_gradient_other_than_one_is_refused():
@@ -189,8 +189,8 @@ def test_a_gemm_accumulates_in_float32_whatever_its_factors(dtype, device):
     total = torch.randn(96, 64, device=device)
     product = a.double() @ b.double()
     want = total.double() + product
-    accumulate_product(total, a, b)
+    accumulate_matmul(total, a, b)
     assert (total.double() - want).abs().max() / want.abs().max() < 1e-5
     total.fill_(torch.nan)
-    accumulate_product(total, a, b, overwrite=True)
+    accumulate_matmul(total, a, b, overwrite=True)
     assert (total.double() - product).abs().max() / product.abs().max() < 1e-5

@@ -19,6 +19,8 @@ import torch.multiprocessing as mp
 from megatron_optimizer_peer import SCHEDULE, AsIfCuda, join
 from safetensors.torch import save_file
 
+from mcore_parallel.grad_slot import grad_slot
+
 WORLD, VOCAB_SIZE, STEPS = 4, 128, 2
 SIZES = {
     "hidden_size": 24,
@@ -149,7 +151,7 @@ def _update(chunks: list, optimizer: object, step: int) -> None:
                 gradient = torch.randn(parameter.shape) + number
             if not getattr(parameter, "tensor_model_parallel", False):
                 dist.broadcast(gradient, first, group=group)
-            parameter.main_grad.copy_(gradient)
+            grad_slot(parameter).main.copy_(gradient)
     optimizer.step()
 
 

@@ -4,7 +4,7 @@ A block adds a branch to the residual stream and norms the sum. Forward reads th
 and writes the sum and the normed value; backward reads the sum, the normed value's gradient
 and the stream's own, and writes one gradient, that of stream and branch alike. A program of
 backward walks over many rows and keeps its part of the weight's gradient in registers; the
-parts are summed in a fixed order, straight into ``main_grad`` where there is one. The plain
+parts are summed in a fixed order, straight into the main gradient where there is one. The plain
 twins are the ``forward`` methods of ``norm``; imported only where tensors are on a GPU.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.tensor_parallel.grad_accumulation import main_grad_of, tell_ready
+from mcore_parallel.grad_slot import slot_of
 
 _PROGRAMS_PER_PROCESSOR = 3
 """Of the backward pass, each over many rows; 3 of 4 warps stay on a processor together."""
@@ -172,7 +172,7 @@ class _AddAndNorm(torch.autograd.Function):
             )
         ctx.save_for_backward(total, weight, means, scales)
         ctx.offset, ctx.has_branch = offset, branch is not None
-        # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
+        # Saved tensors may come back as copies (recomputation); the slot is the original's.
         ctx.parameters = (weight, bias)
         ctx.set_materialize_grads(False)
         return out if branch is None else (out, total)
@@ -220,16 +220,16 @@ def _parameter_gradient(parameter: Tensor, parts: Tensor) -> Tensor | None:
     """Sum the parts: into the main gradient, which gives None, or into a new tensor."""
     if not parameter.requires_grad:
         return None
-    main_grad = main_grad_of(parameter)
-    out = torch.empty_like(parameter) if main_grad is None else main_grad
+    slot = slot_of(parameter)
+    out = torch.empty_like(parameter) if slot is None else slot.main
     count, width = parts.shape
     block = 32
     _sum_parts[(triton.cdiv(width, block),)](
-        parts, out, count, width, main_grad is not None, 64, block, num_warps=8
+        parts, out, count, width, slot is not None, 64, block, num_warps=8
     )
-    if main_grad is None:
+    if slot is None:
         return out
-    tell_ready(parameter)
+    slot.ready()
     return None
 
 
@@ -255,7 +255,7 @@ def fused_norm(
 
     Args:
         x: on a GPU, computed in float32; D at most 16384.
-        weight: of the norm. If it has a ``main_grad``, its gradient is added there.
+        weight: of the norm. If it has a main gradient, its gradient is added there.
         bias: of a LayerNorm, likewise.
         epsilon: added to the mean square.
         offset: added to the weight.

@@ -17,6 +17,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter
@@ -117,7 +118,7 @@ class Bucket:
     Attributes:
         slots: parameters in memory order.
         params: all weights, flat, ``[size]``; the parameters are views of it.
-        grads: all main gradients, flat, ``[size]``; each ``parameter.main_grad`` is a view.
+        grads: all main gradients, flat, ``[size]``; each slot's ``main`` is a view.
         shard: ranks that each own one range of the bucket; one rank owns it whole.
         replica: ranks that own the same range; gradients are summed over both axes.
         kind: whose data ranks share it, ``dense`` or ``expert``.
@@ -149,10 +150,10 @@ class Bucket:
             view = self.params[slot.start : slot.stop].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-            parameter.main_grad = self.main_grad(slot)  # pyrefly: ignore
+            grad_slot(parameter).main = self.main_grad(slot)
 
     def main_grad(self, slot: Slot) -> Shaped[Tensor, "..."]:
-        """Return the view of ``grads`` that is a parameter's ``main_grad``."""
+        """Return the view of ``grads`` that is a parameter's main gradient."""
         return self.grads[slot.start : slot.stop].view(slot.named.parameter.shape)
 
     def owned(self, flat: Shaped[Tensor, " size"]) -> Shaped[Tensor, " n"]:

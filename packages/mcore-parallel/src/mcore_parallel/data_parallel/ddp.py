@@ -13,7 +13,6 @@ ever meet in different collectives.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 from weakref import ref
 
 import torch
@@ -24,6 +23,7 @@ from mcore_parallel.data_parallel.buckets import Bucket, Slot, build_buckets
 from mcore_parallel.data_parallel.grads import sum_partial_gradients, sum_tied_gradients
 from mcore_parallel.data_parallel.param_gather import ParameterGathering
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
+from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import (
     NamedParameter,
@@ -31,11 +31,6 @@ from mcore_parallel.sharding import (
     flat_shards,
     named_parameters,
     undeclared_parameters,
-)
-from mcore_parallel.tensor_parallel.grad_accumulation import (
-    does_overwrite,
-    make_stale,
-    take_stale,
 )
 
 
@@ -84,10 +79,10 @@ class DataParallel:
         self._gathering = (
             ParameterGathering(chunks, self.buckets) if config.overlap_param_gather else None
         )
-        parameters: list[Any] = [s.named.parameter for b in self.buckets for s in b.slots]
-        self._overwritten = [p for p in parameters if does_overwrite(p)]
-        self._zeroed = [p.main_grad for p in parameters if not does_overwrite(p)]
-        self._queues = {p.weight_queue for p in parameters if hasattr(p, "weight_queue")}
+        slots = [grad_slot(s.named.parameter) for b in self.buckets for s in b.slots]
+        self._overwritten = [slot for slot in slots if slot.overwrites]
+        self._zeroed = [s.main for s in slots if s.main is not None and not s.overwrites]
+        self._queues = {slot.queue for slot in slots if slot.queue is not None}
         self._restart()
 
     @property
@@ -99,12 +94,12 @@ class DataParallel:
         """Forget all main gradients and expect the first micro-batch.
 
         They are zero afterwards, but where a layer's first product of the step overwrites
-        them (``accumulation.overwrites``).
+        them (``grad_slot.overwrites``).
         """
         if self._zeroed:  # torch refuses a list of none
             torch._foreach_zero_(self._zeroed)
-        for parameter in self._overwritten:
-            make_stale(parameter)
+        for slot in self._overwritten:
+            slot.is_stale = True
         self._restart()
 
     @contextmanager
@@ -158,9 +153,9 @@ class DataParallel:
             )
         self._check_taken()
         self.wait_params()
-        for parameter in self._overwritten:
-            if take_stale(parameter):  # no micro-batch came through it
-                parameter.main_grad.zero_()
+        for slot in self._overwritten:
+            if slot.take_stale():  # no micro-batch came through it
+                slot.zero()
         late = [bucket for bucket in self.buckets if bucket.is_late]
         for bucket in self.buckets:
             if not bucket.is_late and not bucket.is_reducing:
@@ -251,10 +246,7 @@ class DataParallel:
             self._gathering.remove_hooks()
         for bucket in self.buckets:
             for slot in bucket.slots:
-                take_stale(slot.named.parameter)
-                delattr(slot.named.parameter, "main_grad")
-                if hasattr(slot.named.parameter, "weight_queue"):
-                    delattr(slot.named.parameter, "main_grad_ready")
+                grad_slot(slot.named.parameter).release()
 
     def _restart(self) -> None:
         self._is_finished = False
@@ -300,21 +292,19 @@ class _GradientHook:
     def __init__(self, owner: DataParallel, bucket: Bucket, slot: Slot, index: int) -> None:
         self._owner, self._bucket = ref(owner), ref(bucket)
         self.name, self.chunk, self.index = slot.named.name, slot.chunk, index
-        self.main_grad = bucket.main_grad(slot)
-        parameter = slot.named.parameter
-        self.is_deferred = hasattr(parameter, "weight_queue")
-        if self.is_deferred:
-            parameter.main_grad_ready = self.accumulated_later  # pyrefly: ignore
+        self.slot = grad_slot(slot.named.parameter)
+        if self.slot.queue is not None:
+            self.slot.on_ready = self.accumulated_later
 
     def __call__(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         owner, bucket = self._check()
-        if gradient is None and self.is_deferred:
-            return  # its operation adds to main_grad itself, later
-        if take_stale(parameter):  # nothing was added: its operation had no gradient
-            self.main_grad.zero_()
-        if gradient is not None:  # None: its operation added to main_grad itself
-            self.main_grad.add_(gradient)
+        if gradient is None and self.slot.queue is not None:
+            return  # its operation adds to the main gradient itself, later
+        if gradient is not None:  # None: its operation added to the main gradient itself
+            self.slot.add(gradient)
+        elif self.slot.take_stale():  # nothing was added: its operation had no gradient
+            self.slot.zero()
         if owner._is_syncing[self.chunk]:
             owner._complete(bucket, self.index)
 
@@ -363,7 +353,7 @@ def _trainable(chunks: Sequence[nn.Module]) -> list[tuple[int, NamedParameter]]:
         raise ValueError("no parameter of the model requires a gradient")
     seen: set[nn.Parameter] = set()
     for _, named in found:
-        if hasattr(named.parameter, "main_grad"):
+        if grad_slot(named.parameter).main is not None:
             raise ValueError(
                 f"{named.name} already has a main gradient: wrap a model once, or call "
                 "remove_hooks() on the DataParallel that holds it."

@@ -16,6 +16,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
 from mcore_parallel.pipeline_parallel.schedule import Action, Kind, message_peer
@@ -45,7 +46,7 @@ class WeightQueue:
 
     A linear whose weight has the queue (``serve``) computes only the input's gradient in
     backward, returns None for its weight, and puts a function here that adds to
-    ``weight.main_grad``. What is not put off (norms, biases, embedding, head) is done at
+    the weight's main gradient. What is not put off (norms, biases, embedding, head) is done at
     once, and the sums are the same, in the same order.
     """
 
@@ -59,7 +60,7 @@ class WeightQueue:
         return not self._work
 
     def serve(self, *modules: nn.Module) -> None:
-        """Become the ``weight_queue`` of all weights whose layers can put work off.
+        """Become the queue of all weights whose layers can put work off.
 
         Comes before ``DataParallel``, which learns so when these weights' gradients are
         complete. A weight may be used once in a forward pass.
@@ -76,15 +77,18 @@ class WeightQueue:
             for layer in module.modules()
             for weight in getattr(layer, "deferrable_weights", list)()
         ]
-        if any(hasattr(weight, "main_grad") for weight in weights):
+        slots = [grad_slot(weight) for weight in weights]
+        if any(slot.main is not None for slot in slots):
             raise ValueError(
                 "DataParallel would count these weights' gradients as made before they are: "
                 "call serve() first, then wrap the model."
             )
-        for weight in weights:
-            weight.weight_queue = self
+        for slot in slots:
+            slot.queue = self
 
-    def put(self, work: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
+    def put(
+        self, work: Callable[[], object], prepare: Callable[[], None] | None = None
+    ) -> None:
         """Add a function that adds one weight's gradient to it.
 
         Args:
@@ -99,7 +103,7 @@ class WeightQueue:
         return work
 
 
-Work = tuple[Callable[[], None], Callable[[], None] | None]
+Work = tuple[Callable[[], object], Callable[[], None] | None]
 """A function that makes a weight's gradient, and one that begins what it needs."""
 
 

@@ -12,15 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_parallel.collectives import reduce_from, reduce_scatter_to
+from mcore_parallel.grad_slot import overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, sliced
-from mcore_parallel.tensor_parallel.grad_accumulation import (
-    main_grad_of,
-    overwrites,
-    tell_ready,
-)
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 
@@ -209,7 +205,7 @@ def _look_up(
 
     The gradient goes straight into the table's main gradient if it has one.
     """
-    if weight.requires_grad and main_grad_of(weight) is not None:
+    if weight.requires_grad and slot_of(weight) is not None:
         return _LookUp.apply(ids, weight, others_are_zero)
     return _look_up_plain(ids, weight, others_are_zero)
 
@@ -226,14 +222,14 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, others_are_zero: bool) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight = weight
+        ctx.slot = slot_of(weight)
         return _look_up_plain(ids, weight, others_are_zero)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        add_rows_(ctx.weight.main_grad, ids.flatten(), grad.flatten(0, -2))
-        tell_ready(ctx.weight)
+        add_rows_(ctx.slot.main, ids.flatten(), grad.flatten(0, -2))
+        ctx.slot.ready()
         return None, None, None
 
 

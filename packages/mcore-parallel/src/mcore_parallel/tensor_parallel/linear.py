@@ -5,7 +5,7 @@ columns (input features); a column followed by a row needs one reduction. Under 
 parallelism the activations outside the pair are cut along dimension 0, so the all-reduces
 become all-gather and reduce-scatter. Over an axis of one rank both are plain linears.
 
-The products themselves, and how weight gradients are made, are in ``tensor_products``.
+What travels when is in ``linear_autograd``; the GEMMs are those of the layer's ``Gemm`` object.
 
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -17,10 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_parallel.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, Part, sliced, whole
-from mcore_parallel.tensor_parallel.grad_accumulation import overwrites
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel, row_parallel
 
 
@@ -78,6 +79,7 @@ class ColumnParallelLinear(nn.Module):
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
+        gemm: Gemm = PLAIN_GEMM,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -90,6 +92,7 @@ class ColumnParallelLinear(nn.Module):
             axis: ranks that share the rows.
             sequence_parallel: whether the input is cut along dimension 0 over ``axis``.
             init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
+            gemm: multiplies, in the precision that it is for.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -103,6 +106,7 @@ class ColumnParallelLinear(nn.Module):
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.init_std = init_std
+        self.gemm = gemm
         rows = sum(self.output_sizes)
         self.weight = overwrites(
             nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
@@ -129,7 +133,9 @@ class ColumnParallelLinear(nn.Module):
         Forward all-gathers x under sequence parallelism. Backward reduce-scatters (sequence
         parallelism) or all-reduces the gradient of x.
         """
-        return column_parallel(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        return column_parallel(
+            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.gemm
+        )
 
     def deferrable_weights(self) -> list[nn.Parameter]:
         """Return what a ``WeightQueue`` may serve."""
@@ -184,6 +190,7 @@ class RowParallelLinear(nn.Module):
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
+        gemm: Gemm = PLAIN_GEMM,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -196,6 +203,7 @@ class RowParallelLinear(nn.Module):
             axis: ranks that share the columns.
             sequence_parallel: whether to cut the output along dimension 0 over ``axis``.
             init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
+            gemm: multiplies, in the precision that it is for.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -212,6 +220,7 @@ class RowParallelLinear(nn.Module):
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.init_std = init_std
+        self.gemm = gemm
         columns = in_features // axis.size
         self.weight = overwrites(
             nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
@@ -241,7 +250,7 @@ class RowParallelLinear(nn.Module):
         Backward all-gathers the gradient of the output under sequence parallelism; the
         gradient of the bias is then that of this rank's tokens, a partial sum.
         """
-        y = row_parallel(x, self.weight, self.axis, self.sequence_parallel)
+        y = row_parallel(x, self.weight, self.axis, self.sequence_parallel, self.gemm)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def deferrable_weights(self) -> list[nn.Parameter]:

@@ -1,18 +1,17 @@
-"""Products with a weight split over the tensor ranks: the functional core of the linears.
+"""GEMMs with a weight split over the tensor ranks: the functional core of the linears.
 
 Under sequence parallelism tokens are gathered before a column-parallel GEMM and summed and
-scattered behind a row-parallel one.
+scattered behind a row-parallel one. What is multiplied how is the ``Gemm`` object's; what
+travels when is decided here.
 
-Every weight gradient of the linears is made in ``weight_gradient``: into ``main_grad`` by
-the GEMM itself where the data-parallel wrapper set one, else handed to autograd. A weight
-with a ``weight_queue`` (``pipeline.WeightQueue``) has it made later: until then its input is
-kept, cut as it came under sequence parallelism and gathered then, and its output's gradient.
+A weight whose ``GradSlot`` has a main gradient has its gradient added there, else autograd gets
+it. With a queue in the slot (``WeightQueue``) it is made later: until then its input is kept,
+cut as it came under sequence parallelism and gathered then, and its output's gradient.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,12 +24,9 @@ from mcore_parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
+from mcore_parallel.grad_slot import GradSlot, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.tensor_parallel.grad_accumulation import (
-    add_product,
-    main_grad_of,
-    tell_ready,
-)
+from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 
 
 def column_parallel(
@@ -39,11 +35,12 @@ def column_parallel(
     bias: Float[Tensor, " F"] | None,
     axis: Axis,
     sequence_parallel: bool,
+    gemm: Gemm = PLAIN_GEMM,
 ) -> Float[Tensor, "S *B F"]:
     """Multiply by this rank's rows of a weight.
 
     Under sequence parallelism x is all-gathered along dimension 0 in forward, and gathered
-    again in backward instead of being kept: the gather runs under the product that gives the
+    again in backward instead of being kept: the gather runs under the GEMM that gives the
     gradient of x, and the reduction of that gradient under the weight's.
 
     Args:
@@ -52,8 +49,10 @@ def column_parallel(
         bias: this rank's entries, or None.
         axis: ranks that share the rows.
         sequence_parallel: whether x is cut along dimension 0 over ``axis``.
+        gemm: multiplies.
     """
-    return _ColumnParallel.apply(x, weight, bias, axis, sequence_parallel and axis.size > 1)
+    is_cut = sequence_parallel and axis.size > 1
+    return _ColumnParallel.apply(x, weight, bias, axis, is_cut, gemm)
 
 
 def row_parallel(
@@ -61,6 +60,7 @@ def row_parallel(
     weight: Float[Tensor, "D f"],
     axis: Axis,
     sequence_parallel: bool,
+    gemm: Gemm = PLAIN_GEMM,
 ) -> Float[Tensor, "s *B D"]:
     """Multiply by this rank's columns of a weight and sum over the ranks.
 
@@ -71,8 +71,9 @@ def row_parallel(
         weight: this rank's columns.
         axis: ranks that share the columns.
         sequence_parallel: whether to cut the result along dimension 0 over ``axis``.
+        gemm: multiplies.
     """
-    partial = column_parallel(x, weight, None, SINGLE, sequence_parallel=False)
+    partial = column_parallel(x, weight, None, SINGLE, sequence_parallel=False, gemm=gemm)
     is_cut = sequence_parallel and axis.size > 1
     return reduce_scatter_to(partial, axis) if is_cut else reduce_from(partial, axis)
 
@@ -85,80 +86,75 @@ class _ColumnParallel(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         axis: Axis,
-        sequence_parallel: bool,
+        is_cut: bool,
+        gemm: Gemm,
     ) -> Tensor:
-        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
-        # Saved tensors may come back as copies (recomputation); main_grad sits on the original.
-        ctx.parameter = None if main_grad_of(weight) is None else weight
+        ctx.axis, ctx.is_cut, ctx.gemm = axis, is_cut, gemm
+        # Saved tensors may come back as copies (recomputation); the slot is the original's.
+        ctx.slot = slot_of(weight)
         x, weight = cast_factor(x), cast_factor(weight)
         bias = None if bias is None else cast_factor(bias)
-        ctx.save_for_backward(x, weight)
-        gathered = wait(start_all_gather(x, axis)) if sequence_parallel else x
-        return F.linear(gathered, weight, bias)
+        gathered = wait(start_all_gather(x, axis)) if is_cut else x
+        y, kept = gemm.forward(gathered, weight, bias)
+        ctx.save_for_backward(weight, *((x,) if is_cut else kept))
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_x, grad_weight = _column_gradients(ctx, grad)
+        grad_x, grad_weight = _gradients(ctx, ctx.gemm.prepare(grad))
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _column_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Make the gradients of a column-parallel GEMM's input and weight."""
-    x, weight = ctx.saved_tensors
+def _gradients(ctx: Any, grad: Operands) -> tuple[Tensor | None, Tensor | None]:
+    """Make the gradients of input and weight, their communication under the other's GEMM."""
+    weight, *kept = ctx.saved_tensors
     needs_x, needs_weight, *_ = ctx.needs_input_grad
-    axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
-    queue = getattr(ctx.parameter, "weight_queue", None)
-    if needs_weight and queue is not None:
-        cut = axis if sequence_parallel else SINGLE
-        later = _LaterGradient(ctx.parameter, grad, x, cut)
-        queue.put(later.make, prepare=later.gather)
-    makes_weight = needs_weight and queue is None
-    if makes_weight and sequence_parallel:
-        x = start_all_gather(x, axis)  # runs under the next product
-    grad_x = grad @ weight if needs_x else None
-    if makes_weight and sequence_parallel:
-        x = wait(x)
-    if grad_x is not None and axis.size > 1:  # runs under the weight's product
-        reduce = start_reduce_scatter if sequence_parallel else start_all_reduce
+    axis, is_cut, gemm = ctx.axis, ctx.is_cut, ctx.gemm
+    work = _WeightGradient(gemm, ctx.slot, grad, tuple(kept), axis if is_cut else None)
+    is_deferred = needs_weight and ctx.slot is not None and ctx.slot.queue is not None
+    makes_weight = needs_weight and not is_deferred
+    if is_deferred:
+        ctx.slot.queue.put(work.make, prepare=work.gather)
+    if makes_weight:
+        work.gather()  # runs under the next GEMM
+    grad_x = gemm.input_grad(grad, weight) if needs_x else None
+    if makes_weight:
+        work.wait()  # before the reduction starts: both use the axis' links
+    if grad_x is not None and axis.size > 1:  # runs under the weight's GEMM
+        reduce = start_reduce_scatter if is_cut else start_all_reduce
         grad_x = reduce(grad_x, axis)
-    grad_weight = weight_gradient(ctx.parameter, grad, x) if makes_weight else None
+    grad_weight = work.make() if makes_weight else None
     if grad_x is not None and axis.size > 1:
         grad_x = wait(grad_x)
     return grad_x, grad_weight
 
 
-class _LaterGradient:
-    """A weight gradient put off; holds its factors until it is made."""
+class _WeightGradient:
+    """One weight's gradient, made now or later; holds its factors until then."""
 
-    def __init__(self, parameter: Tensor, grad: Tensor, x: Tensor, axis: Axis = SINGLE) -> None:
-        """Keep what ``weight_gradient`` wants, and the axis that cuts the input."""
-        self.parameter, self.grad, self.x, self.axis = parameter, grad, x, axis
+    def __init__(
+        self,
+        gemm: Gemm,
+        slot: GradSlot | None,
+        grad: Operands,
+        kept: Operands,
+        axis: Axis | None,
+    ) -> None:
+        """Hold the factors; an axis says that the input is cut over it."""
+        self.gemm, self.slot, self.grad, self.kept, self.axis = gemm, slot, grad, kept, axis
 
     def gather(self) -> None:
-        """Begin to gather the input over the axis that cuts it."""
-        self.x = start_all_gather(self.x, self.axis)
+        """Begin to gather an input that is cut."""
+        if self.axis is not None:
+            self.kept = (start_all_gather(self.kept[0], self.axis),)
 
-    def make(self) -> None:
-        """Add the gradient to ``main_grad``."""
-        x = self.x if self.axis.size == 1 else wait(self.x)
-        weight_gradient(self.parameter, self.grad, x)
+    def wait(self) -> None:
+        """Wait for the gather."""
+        if self.axis is not None:
+            self.kept, self.axis = self.gemm.keep(wait(self.kept[0])), None
 
-
-def weight_gradient(
-    parameter: Any, grad: Float[Tensor, "S *B F"], x: Float[Tensor, "S *B D"]
-) -> Float[Tensor, "F D"] | None:
-    """Make the gradient of a weight from those of its output and its input.
-
-    Args:
-        parameter: the weight where it carries ``main_grad``, else None. The gradient is added
-            to that, ``main_grad_ready`` is called if it is there too, and None is returned.
-        grad: gradient of the output.
-        x: the input, gathered.
-    """
-    rows, x = grad.flatten(0, -2).t(), x.flatten(0, -2)
-    if parameter is not None:
-        add_product(parameter, rows, x)
-        tell_ready(parameter)
-        return None
-    return rows @ x
+    def make(self) -> Tensor | None:
+        """Add the gradient to the slot's main gradient, or return it."""
+        self.wait()
+        return self.gemm.weight_grad(self.grad, self.kept, self.slot)

@@ -15,13 +15,9 @@ from torch import Tensor
 
 from mcore_parallel.autocasting import cast_factor, without_autocast
 from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
+from mcore_parallel.grad_slot import accumulate_matmul, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
-from mcore_parallel.tensor_parallel.grad_accumulation import (
-    accumulate_product,
-    take_stale,
-    tell_ready,
-)
 
 CHUNK_TOKENS = 4096
 
@@ -118,10 +114,11 @@ class _HeadLoss(torch.autograd.Function):
         width = min(max(vocab_size - first, 0), weight.shape[0])
         needs_grad = any(ctx.needs_input_grad[:2])
         dx = torch.empty_like(x if needs_grad else x[:0])
-        main: Tensor | None = getattr(weight, "main_grad", None)
+        slot = ctx.slot = slot_of(weight)
+        main = None if slot is None else slot.main
         rows = weight.shape[0] if needs_grad else 0
         dw = weight.new_empty(rows, weight.shape[1], dtype=wide) if main is None else main
-        is_new = needs_grad and (main is None or take_stale(weight))
+        is_new = needs_grad and (slot is None or slot.take_stale())
         losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
         stats, gradient_ = _passes(x)
         for begin in range(0, x.shape[0], chunk_tokens):
@@ -148,13 +145,13 @@ class _HeadLoss(torch.autograd.Function):
                     vocab_size,
                 )
                 torch.mm(logits, matrix, out=dx[part])
-                accumulate_product(dw, logits.t(), x[part], overwrite=is_new)
+                accumulate_matmul(dw, logits.t(), x[part], overwrite=is_new)
                 is_new = False
         if is_new:  # no token came
             dw.zero_()
         if needs_grad:
             ctx.save_for_backward(dx, *(() if main is not None else (dw,)))
-            ctx.weight = weight
+            ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
         # A token without weight may be anything, so its loss must not reach the sum as NaN.
         kept = torch.where(weights == 0, torch.zeros_like(losses), losses)
@@ -164,9 +161,9 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _losses: Tensor) -> Any:
         dx, *dw = ctx.saved_tensors
         torch._assert_async(grad == 1, "head_loss must be a root of backward")
-        if not dw:
-            tell_ready(ctx.weight)
-        own = dw[0].to(ctx.weight.dtype) if dw else None
+        if ctx.slot is not None:
+            ctx.slot.ready()
+        own = dw[0].to(ctx.dtype) if dw else None
         return dx, own, None, None, None, None, None, None, None
 
 

@@ -1,0 +1,144 @@
+"""``GradSlot``: where a parameter's gradient goes when an operation adds it past autograd.
+
+``DataParallel`` gives each parameter's slot a main gradient, a view of its buckets. An
+operation that can add to it directly (a GEMM in its epilogue, an embedding row by row) saves a
+tensor of the parameter's size, its sum and its cast; it then returns None as the parameter's
+gradient. The parameter's hook still runs at the end of backward and counts it.
+
+A layer whose operations all write by ``GradSlot.add_matmul`` says so with ``overwrites``: then
+``zero_grad`` leaves the memory as it is, and the first GEMM of a step is written over it
+instead of being added. Neither zeros are written nor read.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class DeferredWork(Protocol):
+    """Takes weight gradients that are made later; ``pipeline_parallel.WeightQueue``."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient waits to be made."""
+        ...
+
+    def put(
+        self, work: Callable[[], object], prepare: Callable[[], None] | None = None
+    ) -> None:
+        """Take a function that adds one weight's gradient to its slot."""
+        ...
+
+
+class GradSlot:
+    """One parameter's gradient, as its operations and its owner see it.
+
+    The one attribute that a Parameter carries beside torch's own, ``parameter.grad_slot``.
+
+    Attributes:
+        main: the main gradient, of the parameter's shape; None: autograd has the gradient.
+        overwrites: whether all additions go through ``add_matmul``.
+        is_stale: whether the next addition is written over ``main`` instead of being added.
+        queue: takes the weight's gradient later (zero-bubble schedules); None: at once.
+        on_ready: called when an operation has added a gradient that a queue put off.
+    """
+
+    __slots__ = ("is_stale", "main", "on_ready", "overwrites", "queue")
+
+    def __init__(self) -> None:
+        """Start without an owner: gradients are autograd's."""
+        self.main: Tensor | None = None
+        self.overwrites = self.is_stale = False
+        self.queue: DeferredWork | None = None
+        self.on_ready: Callable[[], None] | None = None
+
+    def take_stale(self) -> bool:
+        """Whether ``main`` is to be written over; from now on it is not."""
+        was_stale, self.is_stale = self.is_stale, False
+        return was_stale
+
+    def add_matmul(self, a: Float[Tensor, "F T"], b: Float[Tensor, "T D"]) -> None:
+        """Add the matrix product a·b to ``main``, or write it over a stale one, and say so."""
+        assert self.main is not None
+        accumulate_matmul(self.main, a, b, overwrite=self.take_stale())
+        self.ready()
+
+    def add(self, gradient: Shaped[Tensor, "*F"]) -> None:
+        """Add a finished gradient to ``main``, or write it over a stale one."""
+        assert self.main is not None
+        if self.take_stale():
+            self.main.copy_(gradient)
+        else:
+            self.main.add_(gradient)
+
+    def ready(self) -> None:
+        """Say that an operation has added its gradient."""
+        if self.on_ready is not None:
+            self.on_ready()
+
+    def zero(self) -> None:
+        """Make the main gradient zero now."""
+        assert self.main is not None
+        self.main.zero_()
+
+    def release(self) -> None:
+        """Forget the main gradient: gradients are autograd's again."""
+        self.main = self.on_ready = None
+        self.is_stale = False
+
+
+def grad_slot(parameter: Any) -> GradSlot:
+    """Return a parameter's slot; the first call makes it."""
+    slot = getattr(parameter, "grad_slot", None)
+    if slot is None:
+        slot = parameter.grad_slot = GradSlot()
+    return slot
+
+
+def slot_of(parameter: Any) -> GradSlot | None:
+    """Return the slot with a main gradient that an operation adds to; None: autograd has it.
+
+    Always None in compiled code, where a side effect of backward would be lost.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    slot = getattr(parameter, "grad_slot", None)
+    return None if slot is None or slot.main is None else slot
+
+
+def overwrites(parameter: nn.Parameter) -> nn.Parameter:
+    """Declare that all direct additions to the main gradient go through ``add_matmul``."""
+    grad_slot(parameter).overwrites = True
+    return parameter
+
+
+def accumulate_matmul(
+    total: Float[Tensor, "F D"],
+    a: Float[Tensor, "F T"],
+    b: Float[Tensor, "T D"],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Add the matrix product a·b to ``total`` in place, in the GEMM's own epilogue.
+
+    Low-precision operands accumulate into a float32 total without a temporary on CUDA (661
+    TFLOP/s seen on H200 for 8192x28672x4096); elsewhere the GEMM runs in the total's dtype.
+
+    Args:
+        total: changed in place.
+        a: first factor.
+        b: second factor.
+        overwrite: replace ``total`` by the product, without reading it.
+    """
+    if a.dtype != total.dtype and not a.is_cuda:
+        a, b = a.to(total.dtype), b.to(total.dtype)
+    if a.dtype == total.dtype:
+        torch.mm(a, b, out=total) if overwrite else total.addmm_(a, b)
+    elif overwrite:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

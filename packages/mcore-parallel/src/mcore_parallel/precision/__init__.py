@@ -1,0 +1,1 @@
+"""How linears multiply: one GEMM object for each precision."""

@@ -1,0 +1,88 @@
+"""``Gemm``: the three matrix products of a linear, in one precision.
+
+A linear holds one: ``y = x W^T + b`` in forward, ``dy W`` for the gradient of its input and
+``dy^T x`` for that of its weight. Operands that are cast or transposed on their way (fp8) are
+made once by ``keep`` and ``prepare`` and handed from one product to the next as plain tensors,
+so that autograd may save them, recomputation may make them again and a schedule may put the
+weight's gradient off.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_parallel.grad_slot import GradSlot
+
+Operands = tuple[Tensor, ...]
+"""What one product leaves for another, in the object's own form."""
+
+
+@runtime_checkable
+class Gemm(Protocol):
+    """Forward, input gradient and weight gradient of ``y = x W^T + b``; no communication."""
+
+    def forward(
+        self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
+    ) -> tuple[Float[Tensor, "S *B F"], Operands]:
+        """Return the product, and what ``keep`` would return of the input."""
+        ...
+
+    def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
+        """Return what ``weight_grad`` needs of the input."""
+        ...
+
+    def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
+        """Return what ``input_grad`` and ``weight_grad`` need of the output's gradient."""
+        ...
+
+    def input_grad(
+        self, grad: Operands, weight: Float[Tensor, "F D"]
+    ) -> Float[Tensor, "S *B D"]:
+        """Return the gradient of the input."""
+        ...
+
+    def weight_grad(
+        self, grad: Operands, kept: Operands, slot: GradSlot | None
+    ) -> Float[Tensor, "F D"] | None:
+        """Return the weight's gradient; None where it was added to the slot's main gradient."""
+        ...
+
+
+class PlainGemm:
+    """Products in the dtype of their factors, by torch."""
+
+    def forward(
+        self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
+    ) -> tuple[Float[Tensor, "S *B F"], Operands]:
+        """Return the product and the input itself."""
+        return F.linear(x, weight, bias), (x,)
+
+    def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
+        """Return the input itself."""
+        return (x,)
+
+    def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
+        """Return the gradient itself."""
+        return (grad,)
+
+    def input_grad(
+        self, grad: Operands, weight: Float[Tensor, "F D"]
+    ) -> Float[Tensor, "S *B D"]:
+        """Return the gradient of the input."""
+        return grad[0] @ weight
+
+    def weight_grad(
+        self, grad: Operands, kept: Operands, slot: GradSlot | None
+    ) -> Float[Tensor, "F D"] | None:
+        """Return the weight's gradient; None where the GEMM added it to the main gradient."""
+        rows, x = grad[0].flatten(0, -2).t(), kept[0].flatten(0, -2)
+        if slot is None:
+            return rows @ x
+        slot.add_matmul(rows, x)
+        return None
+
+
+PLAIN_GEMM = PlainGemm()
+"""The GEMM of a linear that names none."""
