@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.kernels.attention_backends import attend
 from mcore_models.layers.attention import Attention
-from mcore_models.protocol import KVCache
+from mcore_models.protocol import LayerState, ModelState
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, Stage, run_ranks
 from mcore_parallel.rng import RngStreams, StreamDropout
@@ -91,31 +92,41 @@ def test_losses_are_cross_entropy_of_the_true_vocabulary(label_smoothing, tied):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-class WholeCache:
-    """Keeps everything by concatenation."""
+class PagedState:
+    """Keeps keys and values in pages of three tokens, scattered over one pool a layer."""
 
     def __init__(self, num_layers):
-        self.kept = [None] * num_layers
+        self.layers = [PagedLayer(self) for _ in range(num_layers)]
         self.length = 0
 
-    def append(self, layer, k, v):
-        old = self.kept[layer]
-        if old is not None:
-            k, v = (torch.cat(pair) for pair in zip(old, (k, v), strict=True))
-        self.kept[layer] = (k, v)
-        if layer == len(self.kept) - 1:
-            self.length = k.shape[0]
-        return k, v
+    def layer(self, number):
+        return self.layers[number]
+
+
+class PagedLayer:
+    def __init__(self, state):
+        self.state = state
+        self.pool = torch.full((7 * 3, 2, 2, 2, 6), torch.nan, dtype=torch.float64)
+
+    def attend(self, q, k, v, *, window=-1, backend="auto"):
+        begin, end = self.state.length, self.state.length + k.shape[0]
+        slots = [(5 * (place // 3) % 7) * 3 + place % 3 for place in range(end)]
+        self.pool[slots[begin:]] = torch.stack([k, v], 1)
+        keys, values = self.pool[slots].unbind(1)
+        if self is self.state.layers[-1]:
+            self.state.length = end
+        return attend(q, keys, values, window=window, backend=backend)
 
 
 @pytest.mark.parametrize("changes", [{}, LEARNED, {"window_size": (3, 0)}])
-def test_a_cache_gives_the_logits_of_the_whole_sequence(changes):
+def test_any_state_gives_the_logits_of_the_whole_sequence(changes):
     model, ids = gpt(changes).eval(), tokens()
-    cache = WholeCache(3)
-    assert isinstance(cache, KVCache)
+    state = PagedState(3)
+    assert isinstance(state, ModelState)
+    assert isinstance(state.layer(0), LayerState)
     with torch.no_grad():
         want = logits(model, ids)
-        parts = [logits(model, part, cache=cache) for part in ids.split([5, 1, 4, 1, 1], 1)]
+        parts = [logits(model, part, state=state) for part in ids.split([5, 1, 4, 1, 1], 1)]
     torch.testing.assert_close(torch.cat(parts), want, rtol=1e-12, atol=1e-12)
 
 
@@ -292,10 +303,10 @@ def test_sequences_longer_than_the_positions_are_refused():
     words = "17 tokens is longer than --max-position-embeddings 16"
     with pytest.raises(ValueError, match=words):
         model(tokens(1, 17))
-    cache = WholeCache(3)
-    cache.length = 10
+    state = PagedState(3)
+    state.length = 10
     with pytest.raises(ValueError, match=words):
-        model(tokens(1, 7), cache=cache)
+        model(tokens(1, 7), state=state)
 
 
 def test_positions_outside_the_table_are_refused():
@@ -329,7 +340,7 @@ def cache_over_context_ranks():
     ctx = ParallelContext.build(ParallelConfig(context_parallel_size=2))
     model = GPT(TransformerConfig(**SMALL), ctx, vocab_size=VOCAB)
     with pytest.raises(ValueError, match="a cache cannot be cut over --context-parallel-size"):
-        model(tokens(1, 4), cache=WholeCache(3))
+        model(tokens(1, 4), state=PagedState(3))
     ctx.destroy()
 
 

@@ -8,9 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_models.config import AttentionBackend
+from mcore_models.kernels.attention_backends import attend
+
 
 class StaticCache:
-    """A ``KVCache`` (see ``mcore_models.protocol``) of fixed capacity.
+    """A ``ModelState`` (see ``mcore_models.protocol``) of fixed capacity.
 
     Attributes:
         capacity: tokens that fit.
@@ -25,26 +28,13 @@ class StaticCache:
         """
         self.capacity = capacity
         self.length = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, _StaticLayer] = {}
 
-    def append(
-        self, layer: int, k: Float[Tensor, "S B G H"], v: Float[Tensor, "S B G H"]
-    ) -> tuple[Float[Tensor, "Z B G H"], Float[Tensor, "Z B G H"]]:
-        """Keep a layer's new keys and values behind the old ones, return views of all.
-
-        Raises:
-            ValueError: if they do not fit.
-        """
-        end = self.length + k.shape[0]
-        if end > self.capacity:
-            raise ValueError(f"{end} tokens do not fit into a cache of {self.capacity}")
-        if layer not in self._layers:
-            shape = (self.capacity, *k.shape[1:])
-            self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
-        keys, values = self._layers[layer]
-        keys[self.length : end] = k
-        values[self.length : end] = v
-        return keys[:end], values[:end]
+    def layer(self, number: int) -> "_StaticLayer":
+        """Return the view of a layer, by its global number."""
+        if number not in self._layers:
+            self._layers[number] = _StaticLayer(self)
+        return self._layers[number]
 
     def advance(self, num_tokens: int) -> None:
         """Say that a forward over so many new tokens is over, in all layers."""
@@ -53,7 +43,7 @@ class StaticCache:
     @property
     def num_bytes(self) -> int:
         """Memory taken so far."""
-        return sum(t.nbytes for pair in self._layers.values() for t in pair)
+        return sum(layer.num_bytes for layer in self._layers.values())
 
 
 def cache_bytes(
@@ -67,3 +57,41 @@ def cache_bytes(
 ) -> int:
     """Memory of a full cache of this rank: keys and values of all its layers and heads."""
     return 2 * num_layers * capacity * batch * num_kv_heads * head_dim * dtype.itemsize
+
+
+class _StaticLayer:
+    """The keys and values of one layer, a ``LayerState``."""
+
+    def __init__(self, cache: StaticCache) -> None:
+        self.cache = cache
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
+
+    def attend(
+        self,
+        q: Float[Tensor, "S B N H"],
+        k: Float[Tensor, "S B G H"],
+        v: Float[Tensor, "S B G H"],
+        *,
+        window: int = -1,
+        backend: AttentionBackend = "auto",
+    ) -> Float[Tensor, "S B N H"]:
+        """Write the new keys and values behind the old ones and attend to views of all.
+
+        Raises:
+            ValueError: if they do not fit.
+        """
+        begin, capacity = self.cache.length, self.cache.capacity
+        end = begin + k.shape[0]
+        if end > capacity:
+            raise ValueError(f"{end} tokens do not fit into a cache of {capacity}")
+        if self.keys is None or self.values is None:
+            self.keys = k.new_empty(capacity, *k.shape[1:])
+            self.values = v.new_empty(capacity, *v.shape[1:])
+        self.keys[begin:end] = k
+        self.values[begin:end] = v
+        return attend(q, self.keys[:end], self.values[:end], window=window, backend=backend)

@@ -156,7 +156,7 @@ def next_logits(
         cache: is extended by the tokens.
     """
     with torch.no_grad():
-        hidden, _ = model(tokens, cache=cache)
+        hidden, _ = model(tokens, state=cache)
         logits = model.logits(hidden[-1:])[0]  # [S, B, D] -> [B, V/tp]
         if cache is not None:
             cache.advance(tokens.shape[1])

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
 from mcore_models.layers.block import TransformerBlock
+from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.position_embedding import PositionEmbedding
+from mcore_models.layers.residual import Residual
 from mcore_models.layers.rope import RotaryTables, rotary_frequencies, rotary_tables
 from mcore_models.layout_checks import check_layout, too_long
-from mcore_models.protocol import KVCache
+from mcore_models.protocol import ModelState
 from mcore_moe.config import MoEConfig
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
@@ -174,7 +176,7 @@ class GPT(nn.Module):
         self,
         x: Shaped[Tensor, "..."],
         positions: Int[Tensor, "*B S"] | None = None,
-        cache: KVCache | None = None,
+        state: ModelState | None = None,
         documents: Documents | None = None,
     ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
         """Run this stage's layers.
@@ -183,9 +185,9 @@ class GPT(nn.Module):
             x: token ids ``[B, S/cp]`` on the first stage, else the hidden state ``[S/cp, B,
                 D]`` (``[S/cp/tp, B, D]`` under sequence parallelism) of the stage before.
             positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted from 0, or
-                from the cache's length, in the zigzag order of ``cp``. Give them only where
+                from the state's length, in the zigzag order of ``cp``. Give them only where
                 sequences begin anew inside a sample.
-            cache: keys and values of earlier tokens.
+            state: what the layers remember of earlier tokens; extended by these.
             documents: packed in the rows, which are cut over ``cp`` as any others; none sees
                 another. Their ``positions`` go on from one to the next unless given.
 
@@ -194,59 +196,39 @@ class GPT(nn.Module):
             (their coefficients included; 0 without experts).
 
         Raises:
-            ValueError: if the sequence is longer than the model's positions, a cache is given
+            ValueError: if the sequence is longer than the model's positions, a state is given
                 under context parallelism or with documents, or the documents are of other
                 rows.
         """
-        if cache is not None and self.cp.size > 1:
-            raise ValueError(
-                f"a cache cannot be cut over --context-parallel-size {self.cp.size}: generate "
-                "with 1."
-            )
-        num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
-        self._check_length(num_tokens, 0 if cache is None else cache.length)
-        if documents is not None:
-            if cache is not None:
-                raise ValueError("a cache holds one document a row: generate without packing.")
-            num_rows = x.shape[0] if self.stage.has_embedding else x.shape[1]
-            documents.check(num_rows, num_tokens * self.cp.size)
+        num_tokens = self._check_inputs(x, state, documents)
         device = x.device
         if positions is None:
-            positions = self._positions(num_tokens, cache, device)
+            positions = self._positions(num_tokens, state, device)
         elif positions.dim() == 2 and positions.shape[0] == 1:
-            positions = positions[
-                0
-            ]  # tables without a batch are smaller, and fused kernels' own
+            # Tables without a batch are smaller, and fused kernels' own.
+            positions = positions[0]
         if self.stage.has_embedding:
             x = self._embed(x, positions)
-        rotary = None
-        if self.config.position_embedding_type == "rope":
-            frequencies = rotary_frequencies(self.config, device)
-            rotary = rotary_tables(positions, frequencies, x.dtype)
-        aux = torch.zeros((), device=device, dtype=torch.promote_types(x.dtype, torch.float32))
-        branch = None  # of the last block, added by the norm that comes next
+        inputs = BlockInputs(
+            rotary=self._rotary(positions, x.dtype), documents=documents, state=state
+        )
+        stream = Residual.begin(x)
         for blocks, is_recomputed in self._groups():
-            if is_recomputed and self.training and cache is None:
-                x = _added(x, branch)  # so that one tensor is kept, not two
-                x, branch, aux = recompute(
-                    _run,
+            if is_recomputed and self.training and state is None:
+                stream = recompute(
+                    _run_recomputed,
                     blocks,
-                    x,
-                    None,
-                    aux,
-                    rotary,
-                    None,
-                    documents,
+                    stream.total(),  # so that one tensor is kept, not two
+                    stream.aux,
+                    inputs,
                     streams=self.streams,
                     shared_by=self._saved_by(),
                 )
             else:
-                x, branch, aux = _run(blocks, x, branch, aux, rotary, cache, documents)
+                stream = _run(blocks, stream, inputs)
         if not self.stage.has_loss:
-            return _added(x, branch), aux
-        if branch is None:
-            return self.final_norm(x), aux
-        return self.final_norm.add_and_norm(x, branch)[0], aux
+            return stream.total(), stream.aux
+        return stream.normed(self.final_norm)[0], stream.aux
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
         """Score the vocabulary: this rank's slice of it, padding included as zeros.
@@ -350,18 +332,42 @@ class GPT(nn.Module):
         """Tokens of this context rank's slice, from a hidden state."""
         return hidden.shape[0] * (self.tp.size if self.sequence_parallel else 1)
 
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
+        if self.config.position_embedding_type != "rope":
+            return None
+        frequencies = rotary_frequencies(self.config, positions.device)
+        return rotary_tables(positions, frequencies, dtype)
+
     def _positions(
-        self, num_tokens: int, cache: KVCache | None, device: torch.device
+        self, num_tokens: int, state: ModelState | None, device: torch.device
     ) -> Tensor:
-        if cache is not None:
-            return torch.arange(cache.length, cache.length + num_tokens, device=device)
+        if state is not None:
+            return torch.arange(state.length, state.length + num_tokens, device=device)
         if self.cp.size == 1:
             return torch.arange(num_tokens, device=device)
         return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
 
-    def _check_length(self, num_tokens: int, num_cached: int) -> None:
+    def _check_inputs(
+        self, x: Tensor, state: ModelState | None, documents: Documents | None
+    ) -> int:
+        """Refuse what the stage cannot run; return the tokens of this context rank's slice."""
+        if state is not None and self.cp.size > 1:
+            raise ValueError(
+                f"a cache cannot be cut over --context-parallel-size {self.cp.size}: generate "
+                "with 1."
+            )
+        num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
+        self._check_length(num_tokens, 0 if state is None else state.length)
+        if documents is not None:
+            if state is not None:
+                raise ValueError("a cache holds one document a row: generate without packing.")
+            num_rows = x.shape[0] if self.stage.has_embedding else x.shape[1]
+            documents.check(num_rows, num_tokens * self.cp.size)
+        return num_tokens
+
+    def _check_length(self, num_tokens: int, num_remembered: int) -> None:
         limit = self.config.max_position_embeddings
-        length = num_tokens * self.cp.size + num_cached
+        length = num_tokens * self.cp.size + num_remembered
         if limit and length > limit:
             raise ValueError(too_long(length, limit))
         if self.sequence_parallel and num_tokens % self.tp.size:
@@ -372,19 +378,13 @@ class GPT(nn.Module):
             )
 
 
-def _run(
-    blocks: list[nn.Module],
-    x: Tensor,
-    branch: Tensor | None,
-    aux: Tensor,
-    rotary: RotaryTables | None,
-    cache: KVCache | None,
-    documents: Documents | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _run(blocks: list[nn.Module], stream: Residual, inputs: BlockInputs) -> Residual:
     for block in blocks:
-        x, branch, aux = block(x, branch, aux, rotary, cache, documents)
-    return x, branch, aux
+        stream = block(stream, inputs)
+    return stream
 
 
-def _added(x: Tensor, branch: Tensor | None) -> Tensor:
-    return x if branch is None else x + branch
+def _run_recomputed(
+    blocks: list[nn.Module], x: Tensor, aux: Tensor, inputs: BlockInputs
+) -> Residual:
+    return _run(blocks, Residual(x, None, aux), inputs)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from mcore_models.config import KernelConfig, TransformerConfig, rotary_size, window
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
+from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.rope import ROTARY_KERNEL, RotaryTables, rotate
 from mcore_models.layout_checks import cp_comm_type, has_window_or_dropout
-from mcore_models.protocol import KVCache
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
@@ -36,6 +36,7 @@ from mcore_parallel.tensor_parallel.linear import (
 )
 
 _ANY_KERNELS = KernelConfig()
+_NOTHING_MORE = BlockInputs()
 
 
 class Attention(nn.Module):
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         Args:
             config: of the model.
             ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
-            layer: global number, which the cache is asked by.
+            layer: global number.
             streams: for dropping attention weights.
             recompute_core: compute everything between the linears again in backward.
             kernels: that compute the attention.
@@ -104,9 +105,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "s B D"],
-        rotary: RotaryTables | None,
-        cache: KVCache | None = None,
-        documents: Documents | None = None,
+        inputs: BlockInputs = _NOTHING_MORE,
     ) -> Float[Tensor, "s B D"]:
         """Let every token gather from itself and earlier ones.
 
@@ -114,28 +113,23 @@ class Attention(nn.Module):
 
         Args:
             x: this rank's tokens.
-            rotary: tables of ``rope.rotary_tables``; None: positions are not rotated.
-            cache: keys and values of earlier tokens, extended by these.
-            documents: packed in the rows; none sees another.
+            inputs: their rotary tables, documents and what is remembered of earlier ones.
         """
         qkv = self.qkv(x)
-        if self.recompute_core and self.training and cache is None:
-            mixed = recompute(self._core, qkv, rotary, None, documents, streams=self.streams)
+        if self.recompute_core and self.training and inputs.state is None:
+            mixed = recompute(self._core, qkv, inputs, streams=self.streams)
         else:
-            mixed = self._core(qkv, rotary, cache, documents)
+            mixed = self._core(qkv, inputs)
         return self.proj(mixed)
 
-    def _core(
-        self,
-        qkv: Tensor,
-        rotary: RotaryTables | None,
-        cache: KVCache | None,
-        documents: Documents | None,
-    ) -> Float[Tensor, "S B X"]:
-        q, k, v = self._heads(qkv, rotary)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        mixed = self._mix(q, k, v, documents)
+    def _core(self, qkv: Tensor, inputs: BlockInputs) -> Float[Tensor, "S B X"]:
+        q, k, v = self._heads(qkv, inputs.rotary)
+        if inputs.state is None:
+            mixed = self._mix(q, k, v, inputs.documents)
+        else:
+            seen = window(self.config, self.layer)
+            remembered = inputs.state.layer(self.layer)
+            mixed = remembered.attend(q, k, v, window=seen, backend=self.backend)
         return mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:

@@ -1,0 +1,19 @@
+"""What all blocks of a model are given beside the residual stream."""
+
+from dataclasses import dataclass
+
+from mcore_models.layers.rope import RotaryTables
+from mcore_models.protocol import ModelState
+from mcore_parallel.context_parallel.packed_sequences import Documents
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockInputs:
+    """One micro-batch as the layers see it, equal for all of them."""
+
+    rotary: RotaryTables | None = None
+    """Tables of ``rope.rotary_tables``; None: positions are not rotated."""
+    documents: Documents | None = None
+    """Packed in the rows; none sees another."""
+    state: ModelState | None = None
+    """What the layers remember of earlier tokens, extended by these; None: nothing."""

@@ -1,0 +1,112 @@
+"""The residual stream, and how a layer joins it.
+
+What a layer adds is not added at once: the norm that comes next does it on its way, on a GPU
+in one kernel. ``Residual`` carries the stream and that addition; ``PreNorm`` reads the one
+and leaves the other, and recomputes in backward what ``--recompute-modules`` names.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_models.layers.norm import LayerNorm, RMSNorm
+from mcore_parallel.recomputing import recompute, recompute_between
+from mcore_parallel.rng import RngStreams
+
+
+class Residual(NamedTuple):
+    """The stream between two layers: the sum of ``x`` and ``branch``."""
+
+    x: Float[Tensor, "s B D"]
+    branch: Float[Tensor, "s B D"] | None
+    """Still to be added; None: nothing."""
+    aux: Float[Tensor, ""]
+    """Auxiliary losses of the layers so far, float32 or wider."""
+
+    @classmethod
+    def begin(cls, x: Float[Tensor, "s B D"]) -> "Residual":
+        """Start a stream, without auxiliary losses."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return cls(x, None, torch.zeros((), device=x.device, dtype=wide))
+
+    def total(self) -> Float[Tensor, "s B D"]:
+        """Return the stream as one tensor."""
+        return self.x if self.branch is None else self.x + self.branch
+
+    def plus(
+        self, branch: Float[Tensor, "s B D"], aux: Float[Tensor, ""] | None = None
+    ) -> "Residual":
+        """Return the stream with the output of a layer, and its auxiliary loss, joined."""
+        return Residual(self.total(), branch, self.aux if aux is None else self.aux + aux)
+
+    def normed(self, norm: RMSNorm | LayerNorm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
+        """Return the norm of the stream, and the stream with nothing left to add."""
+        if self.branch is None:
+            return norm(self.x), self
+        normed, x = norm.add_and_norm(self.x, self.branch)
+        return normed, Residual(x, None, self.aux)
+
+
+class PreNorm(nn.Module):
+    """``x + dropout(layer(norm(x)))``: one half of a block.
+
+    Reference:
+        Xiong et al. 2020, arXiv:2002.04745.
+    """
+
+    def __init__(
+        self, dropout: nn.Module, streams: RngStreams, recomputed: frozenset[str]
+    ) -> None:
+        """Keep what all halves of a block share.
+
+        Args:
+            dropout: of what a layer adds.
+            streams: that the layers draw from.
+            recomputed: ``--recompute-modules``: layernorm forgets what a norm returns; a
+                layer's name, all that lies inside it.
+        """
+        super().__init__()
+        self.dropout, self.streams, self.recomputed = dropout, streams, recomputed
+
+    def forward(
+        self,
+        norm: RMSNorm | LayerNorm,
+        layer: Callable[[Tensor], Any],
+        stream: Residual,
+        name: str = "",
+    ) -> Residual:
+        """Join a layer to the stream; communicates as the layer does.
+
+        Args:
+            norm: of what the layer reads.
+            layer: returns what is added, or that and an auxiliary loss.
+            stream: before the layer.
+            name: of the layer among ``--recompute-modules``.
+        """
+        if "layernorm" in self.recomputed and self.training:
+            stream = Residual(stream.total(), None, stream.aux)  # the norm is made from it
+            found = self._forgetting_norm(norm, layer, stream.x, name)
+        else:
+            normed, stream = stream.normed(norm)
+            found = self._call(layer, normed, name)
+        y, aux = found if isinstance(found, tuple) else (found, None)
+        return stream.plus(self.dropout(y), aux)
+
+    def _forgetting_norm(
+        self,
+        norm: RMSNorm | LayerNorm,
+        layer: Callable[[Tensor], Any],
+        x: Tensor,
+        name: str,
+    ) -> Any:
+        if name in self.recomputed:
+            return self._call(lambda x: layer(norm(x)), x, name)
+        return recompute_between(norm, layer, x)
+
+    def _call(self, layer: Callable[[Tensor], Any], x: Tensor, name: str) -> Any:
+        if name in self.recomputed and self.training:
+            return recompute(layer, x, streams=self.streams)
+        return layer(x)
