@@ -213,7 +213,7 @@ def explain(
         prefix: pair whose document is looked for; left out where the run reads one only.
         document: number of that document in the pair.
     """
-    from mcore_data.tracing.explaining import RunData, draw_explanation
+    from mcore_data.tracing.explaining import RunData, draw_explanation, draw_origin
 
     if (step > 0) == (document >= 0):
         raise ValueError("give --step (and --sample), or --prefix and --document.")
@@ -222,6 +222,7 @@ def explain(
         print("\n".join(draw_explanation(data, step, sample)))
         return 0
     visits = list(data.visits(prefix, document))
+    print(draw_origin(data.origin(prefix, document), prefix or "the pair"))
     for visit in visits:
         source = visit.source
         print(

@@ -23,6 +23,7 @@ from mcore_data.tokenizers.building import load_tokenizer
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 EOD = 256
+FILES = {f"_text_document.{kind}" for kind in ("bin", "idx", "origins")}
 
 
 def run(prefix, *inputs, tokenizer=BYTES, on_progress=None, **options):
@@ -165,7 +166,7 @@ def test_worker_processes_give_the_same_bytes_in_order(corpus, tmp_path):
     run(tmp_path / "one", corpus, append_eod=True)
     run(tmp_path / "two", corpus, append_eod=True, workers=2)
     assert outputs(tmp_path / "one") == outputs(tmp_path / "two")
-    assert set(outputs(tmp_path / "one")) == {"_text_document.bin", "_text_document.idx"}
+    assert set(outputs(tmp_path / "one")) == FILES
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_a_bad_line_is_refused_by_file_and_number_or_skipped(tmp_path, caplog, l
     assert report.num_bad_records == 1
     assert "line 3" in report.bad_records[0]
     assert "line 3" in caplog.text
-    assert set(outputs(tmp_path / "out")) == {"_text_document.bin", "_text_document.idx"}
+    assert set(outputs(tmp_path / "out")) == FILES
 
 
 def test_line_numbers_count_over_blocks(tmp_path):

@@ -9,9 +9,12 @@ import torch
 from rich.console import Console
 
 from mcore_data.cli import main as mcore_data
+from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.datasets.chat import prepare_chats
 from mcore_data.indexed.manifest import write_manifest
+from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.writer import IndexedWriter
+from mcore_data.preprocessing.preprocessing import preprocess
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tracing.data_plan import find_plan
 from mcore_data.tracing.explaining import RunData
@@ -41,12 +44,26 @@ TINY = {
 
 @pytest.fixture
 def texts(tmp_path):
-    """Two corpora of 30 documents of bytes, each saying its name and number."""
-    for name in "ab":
-        with IndexedWriter(tmp_path / name, "uint16") as writer:
-            for number in range(30):
-                text = f"This is document {number} of corpus {name}. " * (1 + number % 3)
-                writer.add_document([*text.encode(), 256])
+    """Two corpora of 30 documents of bytes, each saying its name and number.
+
+    The first is merged from two preprocessed inputs with lines that are left out, the second
+    says nothing of where it comes from.
+    """
+    texts = [f"This is document {i} of corpus a. " * (1 + i % 3) for i in range(30)]
+    for name, some in (("0", texts[:19]), ("1", texts[19:])):
+        lines = [json.dumps({"text": text}) + "\n" for text in some]
+        lines[3:3] = lines[6:6] = ["no record\n"]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        config = PreprocessConfig(
+            input=(str(tmp_path / f"{name}.jsonl"),), output_prefix=str(tmp_path / f"a_{name}"),
+            append_eod=True, on_bad_record="skip", workers=1, partitions=2,
+        )  # fmt: skip
+        preprocess(config, TokenizerConfig(tokenizer_type="ByteTokenizer"))
+    merge_pairs([tmp_path / f"a_{name}_text_document" for name in "01"], tmp_path / "a")
+    with IndexedWriter(tmp_path / "b", "uint16") as writer:
+        for number in range(30):
+            text = f"This is document {number} of corpus b. " * (1 + number % 3)
+            writer.add_document([*text.encode(), 256])
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 
@@ -138,7 +155,9 @@ def test_where_a_document_went_is_every_step_that_read_it(texts, tmp_path, monke
     assert mcore_data([*command, "--step", "2", "--sample", "1"]) == 0
     assert "step 2, sample 1 of 3:" in capsys.readouterr().out
     assert mcore_data([*command, "--prefix", a, "--document", "7"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) >= len(expected)
+    origin, *lines = capsys.readouterr().out.splitlines()
+    assert origin == f"from {tmp_path / '0.jsonl'}, line 10"
+    assert len(lines) >= len(expected)
     for words, message in (
         (["--step", "2", "--sample", "3"], "step 2 has the samples 0 to 2"),
         (["--step", "2", "--document", "3"], "give --step"),
@@ -177,6 +196,7 @@ def test_a_run_is_told_through_other_ranks_batch_sizes_and_mixtures(texts, tmp_p
         for sample, row in enumerate(rows):
             assert told(data, step, sample) == row.tolist()
             for piece in data.explain(step, sample):
+                assert is_made_from(piece)
                 read.setdefault((piece.prefix, piece.document), set()).add((step, sample))
     assert {prefix for prefix, _ in read} == {a, b}
     for (prefix, document), visits in read.items():
@@ -184,7 +204,19 @@ def test_a_run_is_told_through_other_ranks_batch_sizes_and_mixtures(texts, tmp_p
         assert found == visits
     command = ["explain", "--run", str(tmp_path / "run"), "--step", "7", "--sample", "2"]
     assert mcore_data(command) == 0
-    assert "step 7, sample 2 of 4:\n  tokens 0-" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 7, sample 2 of 4:\n  tokens 0-" in out
+    assert "input unknown: no record of it with" in out
+
+
+def is_made_from(piece):
+    """Whether the line that a piece names is the document it is of; b's name none."""
+    if piece.prefix.endswith("b"):
+        return piece.origin == ""
+    path, line = piece.origin.rsplit(", line ", 1)
+    with open(path) as file:
+        text = json.loads(file.readlines()[int(line) - 1])["text"]
+    return f"document {piece.document} of corpus a" in text
 
 
 def train_until(options, step):

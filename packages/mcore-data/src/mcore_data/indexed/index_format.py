@@ -51,6 +51,11 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def origins_path(prefix: str | Path) -> Path:
+    """Path of the file that says which records dataset ``prefix`` was made from."""
+    return Path(f"{prefix}.origins")
+
+
 @dataclass(frozen=True, slots=True)
 class Index:
     """The arrays of an ``.idx`` file, mapped, not copied.

@@ -1,7 +1,7 @@
 """The JSON beside a pair that says what it is and how it was made.
 
-``<pair>.manifest.json`` holds counts, checksums of both files, the tokenizer's hash, what
-of the encoding was verified, which records were left out, and versions.
+``<pair>.manifest.json`` holds counts, inputs, checksums of the files, the tokenizer's hash,
+what of the encoding was verified, which records were left out, and versions.
 """
 
 import hashlib
@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from mcore_data.indexed.index_format import CorruptDatasetError, bin_path, idx_path
+from mcore_data.indexed.index_format import (
+    CorruptDatasetError,
+    bin_path,
+    idx_path,
+    origins_path,
+)
 
 FORMAT = 1
 
@@ -34,12 +39,14 @@ def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
     """
     facts = dict(facts)
     known = facts.pop("bin_sha256", "")
+    paths = [bin_path(prefix), idx_path(prefix)]
+    paths += [path for path in [origins_path(prefix)] if path.is_file()]
     files = {
         path.name: {
             "bytes": path.stat().st_size,
             "sha256": (known if path == bin_path(prefix) else "") or file_sha256(path),
         }
-        for path in (bin_path(prefix), idx_path(prefix))
+        for path in paths
     }
     whole = {"format": FORMAT, **facts, "files": files, "versions": versions()}
     partial = Path(f"{manifest_path(prefix)}.partial")
@@ -76,7 +83,7 @@ def is_of_other_tokenizer(prefix: str | Path, fingerprint: str) -> bool:
 
 
 def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
-    """Whether both files are there in the size that the manifest says; reads neither."""
+    """Whether all files are there in the size that the manifest says; reads none."""
     paths = {name: Path(f"{prefix}{Path(name).suffix}") for name in facts["files"]}
     return all(
         path.is_file() and path.stat().st_size == facts["files"][name]["bytes"]
@@ -85,15 +92,19 @@ def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
 
 
 def check_files(prefix: str | Path, facts: Mapping[str, Any]) -> None:
-    """Hold both files to the sizes and checksums of the manifest; reads all of them.
+    """Hold all files to the sizes and checksums of the manifest; reads all of them.
 
     A pair that was renamed with its manifest is still known: the suffixes tell.
 
     Raises:
-        CorruptDatasetError: if one differs.
+        CorruptDatasetError: if one differs or is missing.
     """
     for name, stored in facts["files"].items():
         path = Path(f"{prefix}{Path(name).suffix}")
+        if not path.is_file():
+            raise CorruptDatasetError(
+                f"{path} is missing, and the manifest of the pair names it: copy it here too."
+            )
         size = path.stat().st_size
         if size != stored["bytes"]:
             raise CorruptDatasetError(

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mcore_data.indexed.index_format import bin_path
 from mcore_data.indexed.manifest import (
     check_files,
@@ -11,6 +13,7 @@ from mcore_data.indexed.manifest import (
     read_manifest,
     write_manifest,
 )
+from mcore_data.indexed.origins import UNKNOWN, read_origins
 from mcore_data.indexed.output_lock import make_folder, naming_full_disks, only_writer
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
@@ -57,7 +60,7 @@ def merge_pairs(
         for prefix, facts in zip(prefixes, manifests, strict=True):
             if facts:
                 check_files(prefix, facts)
-        checksum = _join(prefixes, output_prefix)
+        checksum = _join(prefixes, manifests, output_prefix)
         merged = IndexedDataset(output_prefix)
         write_manifest(
             output_prefix,
@@ -66,6 +69,7 @@ def merge_pairs(
                 "tokens": merged.num_tokens,
                 "dtype": merged.dtype.name,
                 **_common(manifests),
+                "inputs": [one for facts in manifests for one in facts.get("inputs", ())],
                 "merged_from": merged_from,
                 "bin_sha256": checksum,
             },
@@ -86,14 +90,25 @@ def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None
         )
 
 
-def _join(prefixes: Sequence[str | Path], output_prefix: str | Path) -> str:
+def _join(
+    prefixes: Sequence[str | Path],
+    manifests: Sequence[dict[str, Any]],
+    output_prefix: str | Path,
+) -> str:
     """Write the files of the joined pair; returns the checksum of its ``.bin``."""
+    origins = [read_origins(*pair) for pair in zip(prefixes, manifests, strict=True)]
+    some_known = any(rows is not UNKNOWN for rows in origins)
+    num_inputs = 0
     first = IndexedDataset(prefixes[0])
     multimodal = first.index.modes is not None
     with IndexedWriter(
         output_prefix, first.dtype, multimodal=multimodal, checksum=True
     ) as writer:
-        for prefix in prefixes:
+        for prefix, facts, rows in zip(prefixes, manifests, origins, strict=True):
+            if some_known:  # inputs are numbered over all pairs
+                inputs = np.where(rows[:, 1] < 0, -1, rows[:, 1] + num_inputs)
+                writer.add_origins(np.stack([rows[:, 0], inputs, rows[:, 2]], axis=1))
+            num_inputs += len(facts.get("inputs", ()))
             writer.add_index(prefix)
         manifest_path(output_prefix).unlink(missing_ok=True)  # of what stood there before
         return writer.finalize()

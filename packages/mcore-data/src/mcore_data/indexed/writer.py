@@ -24,6 +24,7 @@ from mcore_data.indexed.index_format import (
     bin_path,
     dtype_code,
     idx_path,
+    origins_path,
 )
 from mcore_data.indexed.reader import IndexedDataset
 
@@ -34,7 +35,7 @@ _LONGEST = np.iinfo(np.int32).max
 class IndexedWriter:
     """Stream sequences into a ``.bin``/``.idx`` pair.
 
-    Tokens, lengths and borders go to ``<prefix>.{bin,lengths,borders,modes}.partial``;
+    Tokens, lengths and borders go to ``<prefix>.{bin,lengths,borders,origins,modes}.partial``;
     ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes, unless
     that was done within it, or on an exception removes the partial files. Not safe for two
     writers on one prefix.
@@ -64,9 +65,10 @@ class IndexedWriter:
         self.multimodal = multimodal
         self._code = dtype_code(self.dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        kinds = ["bin", "lengths", "borders"] + (["modes"] if multimodal else [])
-        if resume_at and not self._partial("bin").exists() and bin_path(prefix).is_file():
-            bin_path(prefix).rename(self._partial("bin"))  # killed in mid-finalize
+        kinds = ["bin", "lengths", "borders", "origins"] + (["modes"] if multimodal else [])
+        for kind, final in (("bin", bin_path(prefix)), ("origins", origins_path(prefix))):
+            if resume_at and not self._partial(kind).exists() and final.is_file():
+                final.rename(self._partial(kind))  # killed in mid-finalize
         self._files: dict[str, BinaryIO] = {
             kind: _open_partial(self._partial(kind), (resume_at or {}).get(kind))
             for kind in kinds
@@ -149,6 +151,17 @@ class IndexedWriter:
             )
         self._files["borders"].write((first + np.cumsum(counts)).astype("<i8").tobytes())
 
+    def add_origins(self, rows: NDArray[np.int64]) -> None:
+        """Say which records the documents that follow are made from.
+
+        Args:
+            rows: [N, 3] as in ``origins.py``; their documents are counted from the next one
+                on that is appended. Without any the pair has no file of origins.
+        """
+        num_documents = self._files["borders"].tell() // 8 - 1
+        numbered = rows + np.array([num_documents, 0, 0])
+        self._files["origins"].write(numbered.astype("<i8").tobytes())
+
     def add_index(self, prefix: str | Path) -> None:
         """Append all documents of another dataset of the same dtype and kind.
 
@@ -176,7 +189,7 @@ class IndexedWriter:
         self.num_sequences += len(other)
 
     def finalize(self) -> str:
-        """Compose the index and give both files their final names, the index last.
+        """Compose the index and give all files their final names, the index last.
 
         Returns:
             SHA-256 of the ``.bin`` if the writer was made with ``checksum``, else nothing.
@@ -194,6 +207,10 @@ class IndexedWriter:
         with self._partial("bin").open("rb") as tokens:
             os.fsync(tokens.fileno())
         idx_path(self.prefix).unlink(missing_ok=True)
+        if self._partial("origins").stat().st_size:
+            self._partial("origins").replace(origins_path(self.prefix))
+        else:
+            origins_path(self.prefix).unlink(missing_ok=True)
         self._partial("bin").replace(bin_path(self.prefix))
         self._partial("idx").replace(idx_path(self.prefix))
         self._remove_partials()
@@ -246,7 +263,7 @@ class IndexedWriter:
             file.close()
 
     def _remove_partials(self) -> None:
-        for kind in ("bin", "idx", "lengths", "borders", "modes"):
+        for kind in ("bin", "idx", "lengths", "borders", "origins", "modes"):
             self._partial(kind).unlink(missing_ok=True)
 
 

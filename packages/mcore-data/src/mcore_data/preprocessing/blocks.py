@@ -114,9 +114,9 @@ def open_raw(source: Source) -> BinaryIO:
     return open_remote(source.path)
 
 
-def describe(block: Block, number: int) -> str:
+def describe(path: str, kind: Kind, number: int) -> str:
     """Where a record is, for people: file and line or row."""
-    name = "standard input" if block.path == STDIN else block.path
-    if block.kind == "text":
+    name = "standard input" if path == STDIN else path
+    if kind == "text":
         return name
-    return f"{name}, {'row' if block.kind == 'table' else 'line'} {number}"
+    return f"{name}, {'row' if kind == 'table' else 'line'} {number}"

@@ -51,6 +51,18 @@ class EncodedBlock:
     num_characters: int = 0
     checked: Checked = field(default_factory=Checked)
 
+    def origins(self, source: int, before: int) -> NDArray[np.int64]:
+        """Rows for ``IndexedWriter.add_origins``: one behind each bad record.
+
+        Args:
+            source: number of the input.
+            before: its records before this block; 0 adds the row with which it begins.
+        """
+        bad = np.array([one.number for one in self.bad], np.int64)
+        documents = bad - np.arange(1, len(bad) + 1)  # good records before each bad one
+        rows = np.stack([documents, np.full_like(bad, source), before + bad + 1], axis=1)
+        return rows if before else np.concatenate([[[0, source, 1]], rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
@@ -93,7 +105,7 @@ class Encoder:
                 def where(i: int, key: str = key, owners: Sequence[int] | None = owners) -> str:
                     record = parsed.number_of(i if owners is None else owners[i])
                     at = f" (counted from byte {block.start})" if block.start else ""
-                    return f"{describe(block, record)}{at}, key {key!r}"
+                    return f"{describe(block.path, block.kind, record)}{at}, key {key!r}"
 
                 seed = (block.start, num_documents, number)
                 now = self.verifier.check(texts, ids, seed=seed, describe=where)

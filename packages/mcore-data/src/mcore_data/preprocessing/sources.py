@@ -170,7 +170,9 @@ def read_texts(source: Source, json_keys: Sequence[str]) -> Iterator[str]:
         parsed = block.parse(json_keys)
         if parsed.bad:
             bad = parsed.bad[0]
-            raise BadRecordError(f"{describe(block, before + bad.number)}: {bad.reason}.")
+            raise BadRecordError(
+                f"{describe(block.path, block.kind, before + bad.number)}: {bad.reason}."
+            )
         before += parsed.num_records
         for values in zip(*parsed.columns, strict=True):
             for value in values:

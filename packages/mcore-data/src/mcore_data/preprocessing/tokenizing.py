@@ -278,7 +278,9 @@ class _Run:
         if source != journal.source:
             journal.source, journal.start, journal.records = source, 0, 0
         self._note_bad_records(block, result)
+        origins = result.origins(source, journal.records)
         for key, part in result.keys.items():
+            self.writers[key].add_origins(origins)
             self.writers[key].add_documents(part.tokens, part.lengths, part.sequences)
             count = int(part.lengths.sum(dtype="int64"))
             journal.num_tokens[key] = journal.num_tokens.get(key, 0) + count
@@ -315,7 +317,7 @@ class _Run:
         if source.start:
             before += count_lines(source.path, source.start)
         for bad in result.bad:
-            sentence = f"{describe(block, before + bad.number)}: {bad.reason}."
+            sentence = f"{describe(block.path, block.kind, before + bad.number)}: {bad.reason}."
             if self.config.on_bad_record == "refuse":
                 raise BadRecordError(
                     f"{sentence} Mend the record, or leave such ones out with "

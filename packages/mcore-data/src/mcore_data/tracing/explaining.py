@@ -1,4 +1,8 @@
-"""``mcore-data explain``: which text made a sample of a step, and where a document went."""
+"""``mcore-data explain``: which text made a sample of a step, and where a document went.
+
+Steps lead to documents by the run's ``data_plan.json``, documents to lines of the inputs by
+what ``preprocess`` kept beside the pair.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +12,10 @@ from typing import Any
 import numpy as np
 
 from mcore_data.indexed.index_format import bin_path
+from mcore_data.indexed.origins import Origins
 from mcore_data.loading.sampler import CyclicSampler
+from mcore_data.preprocessing.blocks import describe
+from mcore_data.preprocessing.sources import count_lines
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import (
@@ -35,6 +42,7 @@ class Piece:
         first_byte: in the ``.bin``; -1 for made-up data.
         last_byte: behind the range in the ``.bin``; -1 for made-up data.
         text: what the tokens say; the ids where there is no tokenizer.
+        origin: input file and line or row of the document; "" if the pair does not say.
     """
 
     prefix: str
@@ -44,6 +52,7 @@ class Piece:
     first_byte: int
     last_byte: int
     text: str
+    origin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,8 @@ class RunData:
         self.tokenizer: Tokenizer | None = load_tokenizer(kept) if kept.is_dir() else None
         self.dataset = rebuild(self.plan, self.tokenizer)
         self._stored = {getattr(each, "prefix", ""): each for each in prefixes(self.dataset)}
+        self._origins: dict[str, Origins] = {}
+        self._lines_before: dict[tuple[str, int], int] = {}
 
     def explain(self, step: int, sample: int) -> list[Piece]:
         """Say which documents made a sample.
@@ -114,15 +125,10 @@ class RunData:
         Raises:
             ValueError: if the run has no such source or document.
         """
-        known = [name for name in self._stored if not prefix or _same(name, prefix)]
-        if len(known) != 1:
-            hint = f", not {prefix}" if prefix else ": give one by --prefix"
-            raise ValueError(f"the run reads {', '.join(self._stored)}{hint}.")
-        stored = self._stored[known[0]]
-        sequences = _sequences_of(stored, document)
+        name = self._full_prefix(prefix)
         found = []
-        for sequence in sequences:
-            for sample in find(self.dataset, known[0], sequence):
+        for sequence in _sequences_of(self._stored[name], document):
+            for sample in find(self.dataset, name, sequence):
                 parts = trace(self.dataset, sample)
                 mine = [part for part in parts if part.sequence == sequence]
                 found += [(place, mine) for place in self._places_of(sample)]
@@ -130,6 +136,44 @@ class RunData:
             step, index = step_of(self.plan.stretches, place)
             for part in parts:
                 yield Visit(step, index, part)
+
+    def origin(self, prefix: str, document: int) -> str:
+        """Input file and line or row that a document was made from; "" if it is unknown.
+
+        The lines before a part of a file (``--partitions``) are counted in the file. Where it
+        is gone or has another size, the answer says from which byte the line is counted.
+
+        Args:
+            prefix: of the pair; "" where the run reads one only.
+            document: its number in the pair.
+
+        Raises:
+            ValueError: if the run has no such source.
+        """
+        name = self._full_prefix(prefix)
+        if name not in self._origins:
+            self._origins[name] = Origins(name)
+        origin = self._origins[name].find(document)
+        if origin is None:
+            return ""
+        number, behind = origin.record, ""
+        if origin.start:
+            path = Path(origin.path)
+            if path.is_file() and path.stat().st_size == origin.size:
+                place = origin.path, origin.start
+                if place not in self._lines_before:
+                    self._lines_before[place] = count_lines(*place)
+                number += self._lines_before[place]
+            else:
+                behind = f" (counted from byte {origin.start})"
+        return f"{describe(origin.path, origin.kind, number)}{behind}"
+
+    def _full_prefix(self, prefix: str) -> str:
+        known = [name for name in self._stored if not prefix or _same(name, prefix)]
+        if len(known) != 1:
+            hint = f", not {prefix}" if prefix else ": give one by --prefix"
+            raise ValueError(f"the run reads {', '.join(self._stored)}{hint}.")
+        return known[0]
 
     def _places_of(self, sample: int) -> Iterator[int]:
         """Places of the data order, used so far, at which a sample stands."""
@@ -149,14 +193,15 @@ class RunData:
         stored = self._stored[source.prefix]
         tokens = stored.get(source.sequence, source.offset, source.length).tolist()
         text = self.tokenizer.decode(tokens) if self.tokenizer else str(tokens)
-        document, first, last = source.sequence, -1, -1
+        document, first, last, origin = source.sequence, -1, -1, ""
         if source.prefix:
             borders = stored.documents
             document = int(np.searchsorted(borders, source.sequence, side="right")) - 1
             size = stored.dtype.itemsize
             first = int(stored.index.pointers[source.sequence]) + source.offset * size
             last = first + source.length * size
-        return Piece(source.prefix, document, source, position, first, last, text)
+            origin = self.origin(source.prefix, document)
+        return Piece(source.prefix, document, source, position, first, last, text, origin)
 
 
 def draw_explanation(data: RunData, step: int, sample: int, width: int = 400) -> list[str]:
@@ -175,9 +220,20 @@ def draw_explanation(data: RunData, step: int, sample: int, width: int = 400) ->
             f"  tokens {piece.position}-{piece.position + source.length} are tokens "
             f"{source.offset}-{stop} of {where}{stored}"
         )
+        if piece.prefix:
+            lines.append(f"    {draw_origin(piece.origin, piece.prefix)}")
         shown = piece.text if len(piece.text) <= width else piece.text[:width] + "..."
         lines += [f"    {line}" for line in shown.splitlines() or [""]]
     return lines
+
+
+def draw_origin(origin: str, prefix: str) -> str:
+    """Say where a document comes from, or why that is unknown."""
+    if origin:
+        return f"from {origin}"
+    return (
+        f"input unknown: no record of it with {prefix} (only mcore-data preprocess keeps one)"
+    )
 
 
 def _sequences_of(stored: Any, document: int) -> range:

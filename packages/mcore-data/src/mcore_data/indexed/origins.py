@@ -1,0 +1,77 @@
+"""Which record of which input each document of a pair was made from.
+
+``<pair>.origins`` holds rows of three little-endian int64: document, input, record. From that
+document on, documents are consecutive records of that input of the manifest's ``inputs``,
+beginning with that record, counted from 1. So there is a row for each input and one behind
+each record that was left out. Of two rows of one document the later holds; input -1 means
+that the origin is unknown.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_data.indexed.index_format import origins_path
+from mcore_data.indexed.manifest import has_files, read_manifest
+
+UNKNOWN: NDArray[np.int64] = np.array([[0, -1, 0]])
+"""Rows of a pair that does not say where its documents come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The record that a document was made from.
+
+    Attributes:
+        path: of the input, as it was given.
+        kind: what the input's records are (see ``records.Kind``).
+        size: bytes of the input as stored; 0 if it was a stream.
+        start: byte of the input from which records are counted.
+        record: number of the record from there, counted from 1.
+    """
+
+    path: str
+    kind: Any
+    size: int
+    start: int
+    record: int
+
+
+class Origins:
+    """Looks up the origins of a pair's documents.
+
+    Args:
+        prefix: of the pair; one without a manifest or without origins is known of nothing.
+
+    Raises:
+        CorruptDatasetError: if the manifest is damaged.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        facts = read_manifest(prefix)
+        self._inputs: list[dict[str, Any]] = facts.get("inputs", [])
+        self._rows = read_origins(prefix, facts)
+
+    def find(self, document: int) -> Origin | None:
+        """Origin of a document of the pair; None if it is unknown."""
+        at = int(np.searchsorted(self._rows[:, 0], document, side="right")) - 1
+        if at < 0 or self._rows[at, 1] < 0:
+            return None
+        first, number, record = self._rows[at].tolist()
+        names = ("path", "kind", "size", "start")
+        return Origin(
+            **{name: self._inputs[number][name] for name in names},
+            record=record + document - first,
+        )
+
+
+def read_origins(prefix: str | Path, facts: Mapping[str, Any]) -> NDArray[np.int64]:
+    """Rows [N, 3] of a pair, ``UNKNOWN`` if its manifest names none or is of other files."""
+    named = any(name.endswith(".origins") for name in facts.get("files", ()))
+    if not named or not has_files(prefix, facts):
+        return UNKNOWN
+    return np.fromfile(origins_path(prefix), "<i8").reshape(-1, 3)
