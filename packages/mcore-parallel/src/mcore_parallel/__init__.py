@@ -1,7 +1,7 @@
-"""Parallelism for PyTorch as explicit parts: who am I, who do I talk to, how gradients go.
+"""Parallelism for PyTorch as explicit parts: rank grids, parallel layers, gradient reduction.
 
-The front is lazy (PEP 562): importing it imports no room, so a command that only
-needs help text never loads torch.
+The front is lazy (PEP 562): importing it imports no module of the package, so a command that
+only needs help text never loads torch.
 """
 
 from importlib import import_module
@@ -96,13 +96,13 @@ __all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> object:
-    """Import the room that owns ``name`` and return the attribute."""
+    """Import the module that owns ``name`` and return the attribute."""
     if name == "__version__":
         try:
             return version("mcore-parallel")
         except PackageNotFoundError:
             return "0+source"
-    if name == "parallel_state":  # the facade's room itself, by the name that users know
+    if name == "parallel_state":  # the facade module itself, by the name that users know
         return import_module(f"{__name__}.facade")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Our own autograd functions under ``torch.autocast``: they cast what torch's would.
+"""Casts of this library's autograd functions under ``torch.autocast``, as torch's own cast.
 
 A function casts its factors inside its forward and keeps the casts: its backward, which runs
 without autocast, then meets one dtype, and autograd casts the gradients back.

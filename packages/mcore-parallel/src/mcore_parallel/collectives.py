@@ -1,7 +1,7 @@
-"""Collectives over an ``Axis``: plain ones, and pairs that carry gradients.
+"""Collectives over an ``Axis``: plain ones, and autograd pairs of forward and backward.
 
-Everything here returns a new tensor and changes none: in-place collectives inside an
-autograd.Function give silently zero gradients under ``torch.compile``. Over an axis of one
+Every function returns a new tensor and leaves its input as it is: in-place collectives inside
+an autograd.Function silently give zero gradients under ``torch.compile``. Over an axis of one
 rank each function returns its input and never calls torch.distributed.
 
 The pairs, forward / backward:
@@ -109,12 +109,12 @@ def start_shift(x: Shaped[Tensor, "R ..."], axis: Axis) -> Shaped[Tensor, "R ...
 
 
 def wait(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """Return what a ``start_`` function began, ready to be read; no-op on other tensors."""
+    """Wait for the result of a ``start_`` function and return it; no-op on other tensors."""
     return _ops.wait_tensor(x)
 
 
 def own_slice(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
-    """Return this rank's equal slice of ``dim`` as a view; talks to nobody.
+    """Return this rank's equal slice of ``dim`` as a view; no communication.
 
     Raises:
         ValueError: if the axis does not divide ``dim``.
@@ -129,7 +129,7 @@ def own_slice(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tens
 def copy_to(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
     """Pass through; all-reduce the gradient over ``axis`` in backward.
 
-    Where a replicated tensor enters computation that is split over the axis.
+    Use it where a replicated tensor enters computation that is split over the axis.
     """
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
@@ -137,7 +137,7 @@ def copy_to(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
 def reduce_from(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
     """All-reduce over ``axis``; pass the gradient through.
 
-    Where partial sums become a replicated tensor whose gradient is whole on every rank.
+    Use it where partial sums become a replicated tensor whose gradient is whole on every rank.
     """
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
@@ -195,7 +195,7 @@ def all_to_all(
         x: rows sorted by destination; ``sum(send)`` of them.
         axis: ranks that take part.
         send: rows for each rank of the axis; may hold zeros.
-        receive: rows from each rank; what the others' ``send`` say.
+        receive: rows from each rank: this rank's entry of each other rank's ``send``.
     """
     return x if axis.size == 1 else _AllToAll.apply(x, axis, send, receive)
 

@@ -71,7 +71,7 @@ class Option:
 
 
 def unknown(name: str, known: Iterable[str], kind: str = "option") -> str:
-    """Say that a name is unknown, and which known one is nearest, if one is near."""
+    """Return a message that a name is unknown, with the most similar known ones."""
     known = sorted(known)
     parts = set(re.findall(r"[^-_ ]+", name))
     longer = [word for word in known if parts <= set(re.findall(r"[^-_ ]+", word))]
@@ -226,7 +226,7 @@ def help_text(
     options: Sequence[Option],
     usual: Collection[str],
 ) -> str:
-    """Write the help that words ask for: usual options, all, or those of a topic or a name."""
+    """Write the requested help: usual options, all, or those of a topic or a name."""
     place = next(i for i, word in enumerate(words) if word in HELP_FLAGS)
     following = words[place + 1 : place + 2]
     topic = following[0] if following else ""

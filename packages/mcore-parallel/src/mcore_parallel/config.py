@@ -54,7 +54,7 @@ class ParallelConfig:
 
     nccl_communicator_config_path: str = ""
     """TOML file with a table for some axes, such as [dp_cp] max_ctas = 8: how many
-    multiprocessors nccl may take from the products that run beside it."""
+    multiprocessors nccl may take from the GEMMs that run at the same time."""
 
     def __post_init__(self) -> None:
         """Check each degree on its own.

@@ -1,4 +1,4 @@
-"""Sums of bits by which ranks compare what they hold: numbers travel, tensors stay."""
+"""Digests by which ranks compare tensors: they exchange one integer instead of the tensor."""
 
 from collections.abc import Iterator
 
@@ -8,17 +8,17 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 PART_BYTES = 1 << 26
-"""Most memory that a digest takes beside a tensor whose rows are no longer than that."""
+"""Most temporary memory of a digest, for a tensor whose rows are no longer than that."""
 
 _WIDTH = 1024
 _MIX = 0x1B873593_CC9E2D51  # any odd number with bits all over
 
 
 def digest(x: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
-    """Sum the bits of a tensor as integers, weighted by place, where it is.
+    """Return the sum of a tensor's bits as integers, weighted by position, on its device.
 
-    Equal tensors give equal numbers on any device, whatever their strides; what stands in
-    another order gives others. Modulo 2**64; reads the tensor once.
+    Equal tensors give equal digests on any device, whatever their strides; the same elements
+    in another order give another digest. Modulo 2**64; reads the tensor once.
     """
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for part in in_parts(x.detach()):
@@ -37,7 +37,7 @@ def in_parts(x: Shaped[Tensor, "..."]) -> Iterator[Shaped[Tensor, " n"]]:
 
 
 def _words(part: Shaped[Tensor, " n"]) -> Int[Tensor, " words"]:
-    """View a tensor's bytes as 64-bit integers; what cannot be viewed so is copied."""
+    """View a tensor's bytes as 64-bit integers, or copy them where alignment forbids a view."""
     content = part.view(torch.uint8)
     if len(content) % 8:
         content = F.pad(content, (0, 8 - len(content) % 8))
@@ -47,7 +47,7 @@ def _words(part: Shaped[Tensor, " n"]) -> Int[Tensor, " words"]:
 
 
 def _digest_of_words(words: Int[Tensor, " words"]) -> Int[Tensor, ""]:
-    """Sum rows and columns of a square cut of the words, and what is left, by place."""
+    """Combine weighted sums over the rows, the columns and the rest of the words."""
     full = len(words) // _WIDTH * _WIDTH
     square, rest = words[:full].view(-1, _WIDTH), words[full:]
     total = _weighted(square.sum(1))

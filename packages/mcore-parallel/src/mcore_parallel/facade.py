@@ -1,9 +1,9 @@
-"""The plain front known as ``parallel_state``: one layout for a whole program.
+"""The plain front known as ``parallel_state``: one rank grid for a whole program.
 
 ``from mcore_parallel import parallel_state`` gives this module. A program that calls
-``initialize_model_parallel`` once need not hand a context around: the facades of the
-packages above ask ``current_context``. Only the functions here set it; nothing else in the
-house reads it, so contexts built by hand live beside it untouched.
+``initialize_model_parallel`` once does not need to pass a context around: the facades of the
+packages above call ``current_context``. Only the functions here set that context, and no other
+code reads it, so contexts built by hand are independent of it.
 """
 
 from contextvars import ContextVar
@@ -27,7 +27,7 @@ def initialize_model_parallel(
     order: str = "",
     device_type: str = "auto",
 ) -> None:
-    """Join the world that a launcher describes, if not done yet, and lay it out.
+    """Join the world that a launcher describes, if not done yet, and build its rank grid.
 
     All ranks call it together. A plain ``python`` start is a world of one rank.
 
@@ -41,7 +41,7 @@ def initialize_model_parallel(
         device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
 
     Raises:
-        RuntimeError: if a layout is set already.
+        RuntimeError: if a rank grid is set already.
         ValueError: if the degrees do not divide the world.
     """
     if _CONTEXT.get() is not None:
@@ -61,9 +61,9 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Forget the layout and end its groups; all ranks call it together.
+    """Forget the rank grid and destroy its groups; all ranks call it together.
 
-    The world itself stays joined: another layout may follow.
+    The process stays in the world: another rank grid may follow.
     """
     ctx = _CONTEXT.get()
     if ctx is not None:
@@ -72,18 +72,18 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether ``initialize_model_parallel`` has set a layout."""
+    """Whether ``initialize_model_parallel`` has set a rank grid."""
     return _CONTEXT.get() is not None
 
 
 def current_context() -> ParallelContext:
-    """Return the layout of this program, for the facades of other packages.
+    """Return the context of this program, for the facades of other packages.
 
-    Without one, a world of one rank is described; in a larger world each rank would build a
-    model of its own that nothing keeps equal, so that is refused.
+    If none is set and the world has one rank, returns a context of that rank. In a larger world
+    each rank would build a separate model that nothing keeps equal, so the call is refused.
 
     Raises:
-        RuntimeError: if the world has several ranks and no layout is set.
+        RuntimeError: if the world has several ranks and no rank grid is set.
     """
     ctx = _CONTEXT.get()
     if ctx is not None:

@@ -1,7 +1,7 @@
-"""Who this rank is and whom it talks to: ``Axis`` and ``ParallelContext``.
+"""This rank's place on the rank grid, and its process groups: ``Axis``, ``ParallelContext``.
 
 A context is an object, built once from a ``ParallelConfig`` and passed down; several may
-live in one process. Layers take an ``Axis``, whole models take the context. Every process
+exist in one process. Layers take an ``Axis``, whole models take the context. Every process
 group is made in ``build``, in one order on all ranks; an axis of one rank has no group,
 and ``None``, torch's name for the whole world, never reaches torch.distributed.
 """
@@ -32,23 +32,23 @@ from mcore_parallel.rank_grid import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One mesh direction, or a product of several, as this rank sees it."""
+    """One axis of the rank grid, or several of them as one, as this rank sees it."""
 
     name: str
-    """Where it comes from, for messages: ``tp``, ``cp_dp``."""
+    """For error messages: ``tp``, ``cp_dp``."""
     size: int
     """Ranks along the axis."""
     rank: int
     """This rank's place on it, ``0 <= rank < size``."""
     group: dist.ProcessGroup | None
-    """None exactly when ``size == 1``: then every layer is its plain self."""
+    """None exactly when ``size == 1``: then a layer equals its unsplit form."""
     ranks: tuple[int, ...]
     """Global ranks along the axis, in order; ``ranks[rank]`` is this one."""
     agreement: Agreement | None = None
     """Compares the first calls of all ranks, where ``build`` was told to."""
 
     def __post_init__(self) -> None:
-        """Hold size and place to those of the group, which gathers in its own order.
+        """Check size and place against the group, which gathers in its own order.
 
         Raises:
             ValueError: if they differ.
@@ -77,7 +77,7 @@ SINGLE = Axis("single", 1, 0, None, (0,))
 
 
 class ParallelContext:
-    """All axes of one layout, and the device this rank computes on.
+    """All axes of one rank grid, and the device this rank computes on.
 
     Attributes:
         config: the degrees it was built from.
@@ -130,16 +130,17 @@ class ParallelContext:
         *,
         compare_calls: bool = False,
     ) -> ParallelContext:
-        """Make every group of a layout over the initialised world.
+        """Make every process group of a rank grid over the initialised world.
 
         All ranks call it together, with equal configs, after ``launcher.initialize`` (or
         ``torch.distributed.init_process_group``). With no process group it describes a world
-        of one rank. Returns once every rank is connected to all whom it will talk to.
+        of one rank. Returns once every rank is connected to all members of its groups.
 
         Args:
             config: the degrees; data-parallel sizes follow from the world size.
             device: where this rank computes; groups use nccl for ``cuda`` and gloo for ``cpu``.
-                The world has gloo beside nccl, so that host numbers travel without the GPU.
+                The world's group has gloo and nccl, so that numbers on the host are exchanged
+                without the GPU.
             compare_calls: let the ranks of each group compare their first calls through the
                 world's store, so that those that disagree are named (see ``agreeing``).
 
@@ -203,10 +204,10 @@ class ParallelContext:
         return cls(config, torch.device(device), 0, axes, [])
 
     def axis(self, *names: str) -> Axis:
-        """Return one axis, or the product of several of the same grid.
+        """Return one axis, or several of the same grid combined.
 
-        The order of ``names`` does not matter: ranks ascend as in the grid. Nothing is made
-        here; every product exists since ``build``.
+        The order of ``names`` does not matter: ranks ascend as in the grid. ``build`` has made
+        the groups of all combinations; none is made here.
 
         Raises:
             KeyError: if the names do not belong to one grid.
@@ -241,7 +242,7 @@ class ParallelContext:
 
 
 _Key = tuple[tuple[int, ...], Communicator | None]
-"""What makes a group: its ranks, and the settings of nccl that it has."""
+"""What identifies a group: its ranks, and its settings of nccl."""
 
 
 def _product_name(names: tuple[str, ...]) -> str:

@@ -1,12 +1,12 @@
-"""Optional kernels are tried before they are chosen, so that none is worse than torch.
+"""Optional kernels are tried before their first use, with plain torch as the fallback.
 
-A kernel may be missing, be built for another GPU, or raise in its compiler. Where one could
-be chosen for the first time, ``works`` runs it beside plain torch on small tensors, forward
-and backward. If it raises, or its results are not torch's, that is one warning with the
-versions of its packages, and torch does the work for the rest of the process.
+A kernel may be missing, be built for another GPU, or raise in its compiler. Before its first
+use ``works`` compares it with plain torch on small tensors, forward and backward. If it raises
+or its results differ, one warning names the versions of its packages, and torch's own
+operations replace it for the rest of the process.
 
-A trial runs in a thread of its own: autocast, inference mode, hooks on saved tensors and
-dispatch modes of the caller do not reach it. It draws no random numbers.
+A trial runs in a new thread, so autocast, inference mode, hooks on saved tensors and dispatch
+modes of the caller do not affect it. It draws no random numbers.
 """
 
 import contextvars
@@ -26,17 +26,18 @@ from mcore_parallel.mesh import SINGLE, Axis
 log = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
-"""Of a result, beside its largest element: above bfloat16's rounding, below any mistake."""
+"""Largest error of a result relative to its largest element: above bfloat16's rounding, below
+any mistake."""
 
 
 @dataclass(frozen=True, eq=False)
 class OptionalKernel:
-    """What torch can do as well, and how to find out whether it runs here."""
+    """A kernel that torch can replace, and a trial that shows whether it works here."""
 
     name: str
-    """As a warning says it."""
+    """For the warning."""
     packages: tuple[str, ...]
-    """Distributions that it comes from; their versions stand in the warning."""
+    """Distributions that provide it; the warning names their versions."""
     trial: Callable[..., Iterable[tuple[Tensor, Tensor]]]
     """Called with a device and a kind (dtype, head size, ...): runs the kernel and plain torch
     on small tensors, forward and backward, and returns the results in pairs."""
@@ -55,7 +56,7 @@ def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool
     Args:
         kernel: to try.
         device: of the tensors; a GPU without an index is the current one.
-        kind: handed to the trial; what else the kernel is compiled for.
+        kind: passed to the trial: what else the kernel is compiled for.
     """
     return not failure_of(kernel, device, *kind)
 
@@ -77,7 +78,7 @@ def agree_on_kernels(
     device: torch.device,
     axis: Axis = SINGLE,
 ) -> None:
-    """Try kernels now, and leave out on all ranks what fails on one of them.
+    """Try kernels now, and disable on all ranks those that fail on one of them.
 
     One all-reduce over ``axis``: ranks that share weights should round alike. Without this
     each rank decides for itself, at the first use.
@@ -85,7 +86,7 @@ def agree_on_kernels(
     Args:
         wanted: kernels and kinds, the same on all ranks.
         device: of this rank.
-        axis: ranks that are to choose alike; all of them call it.
+        axis: ranks that must use the same kernels; all of them call it.
     """
     device = _with_index(device)
     failed = [bool(failure_of(kernel, device, *kind)) for kernel, kind in wanted]
@@ -115,7 +116,7 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def wave(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Make numbers for a trial, -1 to 1 and never the same twice, without a generator."""
+    """Return a tensor of distinct numbers from -1 to 1 for a trial, without a generator."""
     size = torch.Size(shape).numel()
     return torch.arange(size, device=device).mul(0.7).sin().view(shape).to(dtype)
 
@@ -132,7 +133,7 @@ def both_passes(
 
 
 def _try(kernel: OptionalKernel, device: torch.device, kind: tuple[Hashable, ...]) -> str:
-    """Run the trial in a fresh thread and say what went wrong, with versions."""
+    """Run the trial in a new thread; return what went wrong, with versions, or nothing."""
 
     def run() -> None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

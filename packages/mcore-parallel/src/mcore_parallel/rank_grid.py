@@ -20,7 +20,7 @@ EXPERT_AXES = ("expert_tp", "ep", "expert_dp", "pp")
 class Grid:
     """One factorisation of the world; ``sizes[i]`` belongs to ``names[i]``, fastest first.
 
-    A name may stand in several places: its axis is then the product of these.
+    A name may stand in several places: its axis then spans all of them.
     """
 
     names: tuple[str, ...]
@@ -28,15 +28,15 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """Product of all axes."""
+        """Number of ranks: the sizes of all axes multiplied."""
         return prod(self.sizes)
 
     def size(self, name: str) -> int:
-        """Ranks along one axis."""
+        """Return the number of ranks along one axis."""
         return prod(s for n, s in zip(self.names, self.sizes, strict=True) if n == name)
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
-        """Position of a rank along every axis."""
+        """Return the position of a rank along every axis."""
         position, steps = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
         for name, size in zip(self.names, self.sizes, strict=True):
             global_rank, digit = divmod(global_rank, size)
@@ -45,7 +45,7 @@ class Grid:
         return position
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Groups in which ``axes`` vary and every other axis is fixed.
+        """List the groups in which ``axes`` vary and every other axis is fixed.
 
         Groups come in mixed-radix order of the fixed axes; inside one, ranks ascend with
         the grid's own order of ``axes``. Every rank stands in exactly one group.

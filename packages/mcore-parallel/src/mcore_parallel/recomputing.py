@@ -1,8 +1,8 @@
-"""Trading compute for memory: forget what a function saved, run it again in backward.
+"""Activation recomputation: free what a function saved, and run it again in backward.
 
-``recompute`` keeps a function's inputs instead of what lies inside it; its inputs may be kept
-in pieces, one a tensor rank. ``recompute_between`` keeps nothing of a tensor that one part
-makes cheaply and the next one saves: a norm's or an activation's output.
+``recompute`` saves a function's inputs instead of its intermediate results; the inputs may be
+sharded over the tensor ranks. ``recompute_between`` frees a tensor that one part computes
+cheaply and the next one saves, such as the output of a norm or an activation.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,40 +27,40 @@ def recompute(
     streams: RngStreams | None = None,
     shared_by: Axis = SINGLE,
 ) -> Any:
-    """Call a function, keep its inputs only, and run it again when backward needs more.
+    """Call a function, save its inputs only, and run it again in backward.
 
-    The second run sees the same random numbers as the first, those of the default generators
-    and of every named stream, which go on afterwards as if it had not happened. Collectives
-    inside run again too, on every rank alike.
+    The second run draws the same random numbers as the first, from the default generators and
+    from every named stream; it leaves their states unchanged. Collectives inside the function
+    run again too, on every rank alike.
 
     Args:
         function: of tensors; must not depend on anything that changes before backward.
-        args: handed to it; gradients flow to those that require one.
+        args: passed to the function; gradients flow to those that require one.
         streams: named streams that the function may draw from.
-        shared_by: ranks that all hold the same inputs: each keeps a piece of every tensor
-            that requires a gradient and divides evenly, and gathers it in backward.
+        shared_by: ranks that all hold the same inputs: each saves a shard of every tensor
+            that requires a gradient and divides evenly, and all-gathers it in backward.
 
     Returns:
         What the function returns.
 
     Reference:
         Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost. arXiv:1604.06174;
-        in pieces: Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054 (partitioned activation
+        sharded inputs: Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054 (partitioned activation
         checkpointing).
     """
     again = nullcontext() if streams is None else _Replay(streams)
-    kept = [_Piece(arg, shared_by) if _can_cut(arg, shared_by) else arg for arg in args]
-    pieces = [arg for arg in kept if isinstance(arg, _Piece)]
-    if not pieces:
+    kept = [_ShardedInput(arg, shared_by) if _can_cut(arg, shared_by) else arg for arg in args]
+    sharded = [arg for arg in kept if isinstance(arg, _ShardedInput)]
+    if not sharded:
         return _again(function, args, again)
 
     def run(_of_the_device: Tensor, *args: object) -> Any:
-        return function(*(a.whole() if isinstance(a, _Piece) else a for a in args))
+        return function(*(a.whole() if isinstance(a, _ShardedInput) else a for a in args))
 
-    # Without any tensor torch would not know whose generators to keep.
-    result = _again(run, (pieces[0].whole().new_empty(0), *kept), again)
-    for piece in pieces:
-        piece.cut()
+    # The empty tensor shows torch which device's generators to save.
+    result = _again(run, (sharded[0].whole().new_empty(0), *kept), again)
+    for arg in sharded:
+        arg.cut()
     return result
 
 
@@ -71,16 +71,16 @@ def recompute_between(
     *,
     streams: RngStreams | None = None,
 ) -> Any:
-    """Return ``consumer(producer(x))`` and keep x in place of what the consumer saves of it.
+    """Return ``consumer(producer(x))``, saving x in place of the producer's output.
 
-    What lies between is freed once the consumer returns, if nobody else holds it, and made
-    again, without gradient, when backward of the consumer first asks for it. It is freed again
-    when all that saved it have had it.
+    The producer's output is freed once the consumer returns, unless other code holds it. The
+    first operation of backward that needs it runs the producer again, without gradient; the
+    last one frees it again.
 
     Args:
-        producer: from one contiguous tensor to another; cheap, talks to nobody.
+        producer: from one contiguous tensor to another; cheap, no communication.
         consumer: may save its argument, or views of it.
-        x: kept until backward, as the producer keeps it anyway.
+        x: saved until backward, which the producer does anyway.
         streams: named streams that the producer may draw from.
     """
     between = _Between(producer, x, None if streams is None else _Replay(streams))
@@ -98,8 +98,8 @@ def _again(function: Callable[..., Any], args: tuple[object, ...], replay: Any) 
     )
 
 
-class _Piece:
-    """An input of a recomputed function, of which this rank keeps one piece."""
+class _ShardedInput:
+    """An input of a recomputed function, of which this rank saves one shard."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.axis, self.shape = axis, x.shape
@@ -107,14 +107,14 @@ class _Piece:
         self.part: Tensor | None = None
 
     def whole(self) -> Tensor:
-        """Return the input itself at first, then one gathered from all ranks."""
+        """Return the input itself, or after ``cut`` the one gathered from all ranks."""
         if self.x is not None:
             return self.x
         assert self.part is not None
         return all_gather(self.part, self.axis).view(self.shape).requires_grad_()
 
     def cut(self) -> None:
-        """Let go of the whole."""
+        """Keep this rank's shard only."""
         assert self.x is not None
         self.part = own_slice(self.x.detach().reshape(-1), self.axis).clone()
         self.x = None
@@ -127,51 +127,56 @@ def _can_cut(x: object, axis: Axis) -> TypeGuard[Tensor]:
 
 
 class _Between:
-    """A tensor that is made again, once, for all that saved it."""
+    """The tensor between producer and consumer, recomputed once for all that saved it.
+
+    ``pack`` replaces every saved view of the tensor by the view's geometry and counts it;
+    ``unpack`` recreates the view from a tensor that the first call recomputes.
+    """
 
     def __init__(
         self, producer: Callable[[Tensor], Tensor], x: Tensor, replay: "_Replay | None"
     ) -> None:
         self.producer, self.x, self.replay = producer, x.detach(), replay or nullcontext()
         self.num_savers = self.num_served = 0
-        self.made: Tensor | None = None
+        self.made: Tensor | None = None  # between the first and the last unpack of a backward
         self.autocast = same_autocast(x.device)
 
     def look_at(self, y: Tensor) -> None:
-        """Learn what the tensor is told by, without holding it."""
+        """Record what identifies the tensor (storage, shape, strides) without a reference."""
         self.shape, self.stride, self.dtype = y.shape, y.stride(), y.dtype
         self.storage = y.untyped_storage().data_ptr()
 
     def pack(self, saved: Tensor) -> Any:
-        """Replace what autograd saves, if it is a view of the tensor."""
+        """Replace a saved tensor by its geometry, if it is a view of the recomputed one."""
         if saved.untyped_storage().data_ptr() != self.storage or saved.dtype != self.dtype:
             return saved
         self.num_savers += 1
         return saved.shape, saved.stride(), saved.storage_offset()
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return what autograd saved."""
+        """Return what autograd saved, recomputed if ``pack`` replaced it."""
         if isinstance(packed, Tensor):
             return packed
         return self.again().as_strided(*packed)
 
     def again(self) -> Tensor:
-        """Return the tensor; the last of those that saved it lets it go."""
+        """Return the tensor, recomputed by the first caller and freed by the last one."""
         made = self.made
         if made is None:
             with torch.no_grad(), self.autocast, self.replay:
                 made = self.producer(self.x)
             assert made.shape == self.shape
             assert made.stride() == self.stride
+        # Modulo: a second backward (retain_graph) begins again at 0.
         self.num_served = (self.num_served + 1) % self.num_savers
         self.made = made if self.num_served else None
         return made
 
 
 class _Replay:
-    """Inside, the streams start where they stood when this was made; outside, they go on.
+    """A context that resets the streams to their state at construction, and restores them.
 
-    Entered once for each backward pass through the function (``retain_graph``).
+    Entered once for each backward pass through the function (several with ``retain_graph``).
     """
 
     def __init__(self, streams: RngStreams) -> None:

@@ -1,8 +1,8 @@
-"""Random numbers that do not depend on the layout, and named streams for dropout.
+"""Random numbers that do not depend on the rank grid, and named streams for dropout.
 
 Weights: ``fill_normal_`` draws any box of a logical tensor in tiles, each seeded by (seed,
-name, place of the tile), so that every layout gets the same weights, bitwise, and a rank
-draws only the tiles that it touches.
+name, place of the tile), so that every rank grid gets the same weights, bitwise, and a rank
+draws only the tiles that overlap its boxes.
 
 Dropout: ``RngStreams`` holds named generator states. Which stream is right depends on the
 activation: ``replicated`` where all tensor ranks hold the same tensor and must drop the
@@ -158,8 +158,9 @@ class RngStreams:
     def fork(self, name: str) -> Iterator[None]:
         """Draw from stream ``name`` inside the block, from the default generator after it.
 
-        The stream goes on where it stopped; the default generator of the device does not
-        notice. Nested forks of one stream are refused: the inner would repeat the outer.
+        The stream continues where its last fork ended; the state of the device's default
+        generator does not change. Nested forks of one stream are refused: the inner one would
+        repeat the outer one.
 
         Raises:
             KeyError: if there is no such stream.
@@ -286,8 +287,9 @@ def _fill_stripe(
     offsets: tuple[int, ...],
     std: float,
 ) -> None:
-    """Fill what a box holds of one row of tiles."""
+    """Fill the part of a box that lies in one row of tiles."""
     height, width = _tile_of(shape)
+    # Rows in coordinates of the whole matrix: those of the tiles, and of them those in the box.
     top, bottom = stripe * height, min((stripe + 1) * height, shape[0])
     begin, end = max(top, offsets[0]), min(bottom, offsets[0] + view.shape[0])
     target = view[begin - offsets[0] : end - offsets[0]]
@@ -295,9 +297,11 @@ def _fill_stripe(
     rows = target if on_cpu else torch.empty(target.shape, dtype=view.dtype)
     for across in range(offsets[1] // width, -(-(offsets[1] + view.shape[1]) // width)):
         left, right = across * width, min((across + 1) * width, shape[1])
+        # Tiles are numbered row by row over the whole matrix, not over the box.
         seed = _mix(base + stripe * -(-shape[1] // width) + across)
         generator = torch.Generator().manual_seed(seed)
         tile = torch.empty(bottom - top, right - left).normal_(0.0, std, generator=generator)
+        # A tile is drawn whole, and the part of it inside the box is copied.
         first, last = max(left, offsets[1]), min(right, offsets[1] + view.shape[1])
         rows[:, first - offsets[1] : last - offsets[1]].copy_(
             tile[begin - top : end - top, first - left : last - left]

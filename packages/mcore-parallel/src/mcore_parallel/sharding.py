@@ -1,11 +1,10 @@
-"""Logical tensors: what a local parameter holds of the model, whatever the layout.
+"""Logical tensors: which part of the model a local parameter holds, for any rank grid.
 
-A parameter may be fused, stacked or padded for speed; what is saved, clipped, initialised,
-converted, compared and counted is the logical tensor (q, k, v, gate, up, expert 7, the true
-vocabulary). A layer that holds anything but whole replicated tensors has a method
-``layouts() -> dict[str, Layout]`` over its own parameter names; ``named_shards`` walks a
-model and turns these into ``Shard``s, which checkpoint, clip, init, verify and the sharded
-optimizer all read.
+A parameter may be fused, stacked or padded for speed. Checkpoints, gradient clipping,
+initialisation, conversion, comparison and counting work on logical tensors instead (q, k, v,
+gate, up, expert 7, the true vocabulary). A layer that holds anything but whole replicated
+tensors has a method ``layouts() -> dict[str, Layout]`` over its own parameter names;
+``named_shards`` walks a model and turns these into ``Shard``s.
 
 Logical names are the module path plus the part's name. Paths carry global layer numbers
 (``blocks.7`` is layer 7 on every stage), so no stage offset exists to be forgotten.
@@ -26,7 +25,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a local parameter and the box of a logical tensor that it is.
+    """A box of a local parameter, and the box of a logical tensor that it stores.
 
     ``lengths`` has as many entries as the local parameter has dimensions; where the logical
     tensor has fewer (an expert inside a stack), the leading ones must be 1 and are dropped.
@@ -65,12 +64,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything the rest of the house must know about one local parameter."""
+    """What other modules and packages need to know about one local parameter."""
 
     parts: tuple[Part, ...]
     """Disjoint boxes of the parameter. What no part covers is padding: always zero."""
     data: str = "dense"
-    """Whose data ranks share it: ``dense`` (dp_cp) or ``expert`` (expert_dp)."""
+    """Which data ranks replicate it: ``dense`` (dp_cp) or ``expert`` (expert_dp)."""
     tied: Axis = SINGLE
     """Pipeline stages that hold a copy (tied embedding): gradients are summed over it."""
 
@@ -98,7 +97,7 @@ class Shard:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank is the first of all holders: it counts and writes the pieces."""
+        """Whether this rank is the first of all replicas: it counts and writes the pieces."""
         return all(axis.rank == 0 for axis in self.replicas)
 
 
@@ -132,7 +131,7 @@ def replicated(module: nn.Module, axis: Axis, *, partial: bool = False) -> nn.Mo
     """Declare that all ranks of an axis hold a plain module whole, such as a norm of torch's.
 
     Its parameters must begin equal on these ranks: seed torch alike before it is made. The
-    first ``DataParallel.finish`` looks whether they did, and whether ``partial`` is right.
+    first ``DataParallel.finish`` checks that they did, and that ``partial`` is right.
 
     Args:
         module: changed in place: it and the modules inside get ``layouts``, unless they have
@@ -159,7 +158,7 @@ def _whole_parameters(module: nn.Module, axis: Axis, partial: Axis) -> dict[str,
 
 
 def undeclared_parameters(module: nn.Module) -> list[str]:
-    """Name the parameters of which no ``layouts`` says who else holds them."""
+    """List the parameters without a ``Layout``: which other ranks hold them is unknown."""
     found = []
     for path, owner in module.named_modules():
         layouts = getattr(owner, "layouts", dict)()
@@ -283,23 +282,26 @@ def flat_shards(
         local_shape = tuple(named.parameter.shape)
         boxes = list(flat_boxes(local_shape, start, stop))
         for part in named.layout.parts:
-            for offsets, lengths in boxes:
-                cut = _intersect(offsets, lengths, part.local_offsets, part.lengths)
+            for box in boxes:
+                # The elements of this part inside the box, in coordinates of the parameter.
+                cut = _intersect(*box, part.local_offsets, part.lengths)
                 if cut is None:
                     continue
-                # A box of a flat range is contiguous in it: address the cut by strides.
-                first = _flat_index(local_shape, cut[0]) - start
+                offsets, lengths = cut
+                # ``flat`` holds the elements [start, stop) of the flattened parameter, so the
+                # cut is a view of it with the parameter's own strides.
+                first = _flat_index(local_shape, offsets) - start
                 view = flat.as_strided(
-                    cut[1], _strides(local_shape), flat.storage_offset() + first
+                    lengths, _strides(local_shape), flat.storage_offset() + first
                 )
+                # From the parameter to the logical tensor: relative to the part's box, without
+                # the leading dimensions (of length 1) that the logical tensor lacks.
                 drop = len(part.lengths) - len(part.shape)
-                moved = tuple(c - b for c, b in zip(cut[0], part.local_offsets, strict=True))[
-                    drop:
-                ]
+                inside = [o - b for o, b in zip(offsets, part.local_offsets, strict=True)]
                 piece = Piece(
-                    tuple(o + m for o, m in zip(part.offsets, moved, strict=True)),
-                    cut[1][drop:],
-                    view.reshape(cut[1][drop:]) if drop else view,
+                    tuple(o + i for o, i in zip(part.offsets, inside[drop:], strict=True)),
+                    lengths[drop:],
+                    view.reshape(lengths[drop:]) if drop else view,
                 )
                 _add(shards, named, part, piece, data)
     return shards
@@ -333,23 +335,23 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if len(shape) <= 1:
         yield (((start,), (stop - start,)) if shape else ((), ()))
         return
-    row = prod(shape[1:])
+    row = prod(shape[1:])  # elements of one index of the first dimension
     first, last = start // row, (stop - 1) // row
-    if first == last:
+    if first == last:  # inside one row: cut that row in its remaining dimensions
         if stop - start == row:
             yield (first, *(0,) * (len(shape) - 1)), (1, *shape[1:])
             return
         for offsets, lengths in flat_boxes(shape[1:], start - first * row, stop - first * row):
             yield (first, *offsets), (1, *lengths)
         return
-    if start > first * row:
+    if start > first * row:  # head: the end of the first row
         yield from flat_boxes(shape, start, (first + 1) * row)
         first += 1
     tail = stop < (last + 1) * row
     whole_rows = last - first + (0 if tail else 1)
     if whole_rows:
         yield (first, *(0,) * (len(shape) - 1)), (whole_rows, *shape[1:])
-    if tail:
+    if tail:  # the beginning of the last row
         yield from flat_boxes(shape, last * row, stop)
 
 

@@ -1,9 +1,9 @@
-"""Attention to gathered keys: every context rank collects all of them, queries stay.
+"""Attention to gathered keys: every context rank all-gathers them, queries stay.
 
 Each of a rank's two chunks sees the keys before it whole and its own ones causally: a
 rectangle and a causal square, for which fused kernels are at their fastest, instead of a
 mask that is aligned at the lower right. Gathered keys are not kept for backward but gathered
-again: S instead of S/C tokens of them a layer would be most of what a layer saves.
+again: S instead of S/C tokens of keys would be most of the memory that a layer saves.
 
 Llama 3, Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
@@ -46,8 +46,7 @@ def gathered_attention(
     """Attend causally over the whole sequence, keys and values gathered from all ranks.
 
     Forward and backward each all-gather k and v, backward reduce-scatters their gradients in
-    float32 or wider. ``context_parallel.context_attention`` is the twin for windows and
-    dropout.
+    float32 or wider. ``zigzag.context_attention`` does the same for windows and dropout.
 
     Args:
         q: queries of this rank's two chunks, positions already applied.

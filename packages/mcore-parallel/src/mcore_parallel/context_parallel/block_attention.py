@@ -2,7 +2,7 @@
 
 Causal attention is causal squares, in which each query sees the keys up to its own place,
 and rectangles, in which every query sees every key. A fused kernel computes either at full
-speed and says how large its scores were; sums over blocks are kept in float32 or wider.
+speed and returns the log-sum-exp of its scores; sums over blocks are float32 or wider.
 Ring attention and attention to gathered keys are lists of such blocks.
 
 Merging: Milakov and Gimelshein 2018, arXiv:1805.02867; the backward of a block from the
@@ -33,8 +33,9 @@ class Block:
     rows: slice = field(default_factory=lambda: slice(None))
     """Of the batch: all, or one packed row."""
     pieces: Pieces | None = None
-    """Documents inside a causal square of a packed row, which do not see each other. Of a
-    rectangle in a packed row: its keys, one piece; so kernels know that lengths vary."""
+    """Documents inside a causal square of a packed row, which do not see each other. For a
+    rectangle of a packed row: all its keys as one piece, which makes kernels expect varying
+    lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,4 +193,4 @@ def _scores(q: Tensor, k: Tensor, causal: bool, pieces: Pieces | None) -> Tensor
 
 
 PLAIN_BLOCKS = BlockAttention(_plain_forward, _plain_backward)
-"""Blocks in plain torch with whole score matrices: for the CPU, and the twin of faster ones."""
+"""Blocks in plain torch with whole score matrices: for the CPU, and as reference of kernels."""

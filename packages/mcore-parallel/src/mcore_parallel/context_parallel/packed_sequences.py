@@ -1,10 +1,10 @@
-"""Packed rows: several documents end to end in one sequence, none of which sees another.
+"""Packed sequences: several documents end to end in a row, none of which sees another.
 
 A row is cut over context ranks as any other (zigzag over the whole row, not document by
 document): so documents may have any lengths, without padding, and tokens, labels and
 positions are cut as always. What this costs is balance: a rank whose chunks hold short
 documents has less to do. Borders are plain numbers on the host: which parts of the score
-matrix exist is known before any kernel starts, and nobody waits for a device.
+matrix exist is known before any kernel starts, without waiting for a device.
 """
 
 from bisect import bisect_right
@@ -90,7 +90,7 @@ class Documents:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Int[Tensor, "B n"]) -> "Documents":
-        """Read the borders that a batch brings.
+        """Build from the borders in a batch.
 
         Args:
             cu_seqlens: on the CPU; each row ascends from 0 to S and is filled up with S.
@@ -113,7 +113,7 @@ class Documents:
 
     @property
     def are_whole_rows(self) -> bool:
-        """Whether each row is one document, which needs no care."""
+        """Whether each row is one document."""
         return all(len(pieces.borders) == 2 for pieces in self.rows)
 
     def check(self, num_rows: int, length: int) -> None:
@@ -201,7 +201,7 @@ def check_own_tokens(
     axis: Axis,
     documents: Documents | None,
 ) -> None:
-    """Refuse tokens that are not this rank's share of the rows; talks to nobody.
+    """Refuse tokens that are not this rank's share of the rows; no communication.
 
     Args:
         q: queries of this rank's tokens.

@@ -1,12 +1,12 @@
 """Ring attention: keys and values travel round the context ranks, queries stay.
 
-Each rank holds two chunks of the sequence in zigzag order (``context_parallel``), so that
+Each rank holds two chunks of the sequence in zigzag order (``zigzag``), so that
 every step of the ring is the same amount of work for all, and each message travels while
 the blocks before it are computed. In backward keys and values travel again, and their
 gradients with them, home after a full turn.
 
-All that leaves at one step is one message: which blocks a rank computes depends on the rank,
-so a compiler may order independent messages differently on each, and they would not meet.
+A step sends all its tensors as one message: which blocks a rank computes depends on the rank,
+so a compiler may order several messages differently on each, and they would not match.
 
 Liu et al. 2023, Ring Attention, arXiv:2310.01889.
 """
@@ -96,7 +96,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         axis, wide = ctx.axis, lse.dtype
         grad_q = torch.zeros_like(q, dtype=wide)
-        # Gradients of the keys and values held before, of all ranks that had them so far.
+        # Gradients of the keys and values now held, from the ranks that held them before.
         totals: list[Tensor] = []
         held: Sequence[Tensor] = (k, v)
         for step in range(axis.size):
@@ -122,7 +122,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _pass_on(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
-    """Begin to send tensors to the next rank, as one; the widest first, for alignment."""
+    """Start to send tensors to the next rank as one; the widest dtype first, for alignment."""
     if not tensors:
         return None
     flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
@@ -130,7 +130,7 @@ def _pass_on(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
 
 
 def _received(message: Tensor | None, sent: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for what the previous rank passed on: tensors like those that this rank sent."""
+    """Wait for the previous rank's tensors, which have the shapes of those sent here."""
     if message is None:
         return []
     parts = wait(message).split([x.numel() * x.element_size() for x in sent])

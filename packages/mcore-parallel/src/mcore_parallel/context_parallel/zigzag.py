@@ -3,9 +3,9 @@
 Causal attention costs more towards the end of a sequence, so each of C ranks holds two of
 2C chunks, one from either end: rank r has chunks r and 2C-1-r, in that order ("zigzag").
 Tokens, labels, loss mask and positions are cut alike before the model; only attention then
-talks. Two exact forms are here, for any kind of causal attention on a rank (windows,
+communicates. Two exact forms are here, for any kind of causal attention on a rank (windows,
 dropout): keys and values gathered, or heads exchanged for sequence (query heads divisible
-by C). Two faster ones, by blocks, are in ``ring`` and ``key_gathering``.
+by C). Two faster ones, by blocks, are in ``ring_attention`` and ``all_gather_attention``.
 
 Zigzag order: Llama 3, Dubey et al. 2024, arXiv:2407.21783, section 3.3.2. Exchange of heads:
 DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
@@ -30,7 +30,7 @@ lower right."""
 def zigzag_split(
     x: Shaped[Tensor, "*shape"], axis: Axis, dim: int = 0
 ) -> Shaped[Tensor, "*cut"]:
-    """Keep this rank's two chunks of a whole sequence; talks to nobody.
+    """Keep this rank's two chunks of a whole sequence; no communication.
 
     Args:
         x: whole along ``dim``, in natural order.
@@ -52,7 +52,7 @@ def zigzag_join(
 ) -> Shaped[Tensor, "*whole"]:
     """All-gather the ranks' chunks and put them in natural order.
 
-    Backward reduce-scatters: the gradient on each rank counts as a part of a sum.
+    Backward reduce-scatters: each rank's gradient is a part of a sum.
 
     Args:
         x: this rank's two chunks along ``dim``.

@@ -1,12 +1,12 @@
-"""AdamW over the buckets of ``DataParallel``: sharded over data ranks, or whole.
+"""The distributed optimizer: AdamW over the buckets of ``DataParallel``, sharded or whole.
 
 One implementation: this rank updates its own range of every bucket, which is a slice with
 ``use_distributed_optimizer`` (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054) and
 all of it otherwise. 16-bit weights have float32 main weights; float32 and float64 weights
 are their own. After the update the ranges are gathered straight into the parameters.
 
-A flat range knows nothing of shapes, so what depends on them (weight decay, who counts in
-the norm, what a checkpoint holds) comes from the parameters' layouts.
+A flat range has no shapes, so what depends on them (weight decay, which rank counts in the
+norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
-"""Elements that are compared at one time, for little memory beside the gradients."""
+"""Elements that are compared at one time, which bounds temporary memory."""
 
 
 def has_weight_decay(named: NamedParameter) -> bool:
-    """Return whether a parameter decays: not biases, nor what is logically one-dimensional.
+    """Return whether a parameter decays: all but biases and logically one-dimensional tensors.
 
     Judged by logical tensors, so a flat slice or a stack of norms is not mistaken for a matrix.
     """
@@ -51,9 +51,9 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Views over neighbouring parameters of the range that are updated alike.
+    """Views over neighbouring parameters of the range with equal weight decay.
 
-    The padding between them comes along: its gradient is 0, so it stays 0.
+    The padding between them is included: its gradient is 0, so it stays 0.
     """
 
     main: Tensor
@@ -74,10 +74,10 @@ class ShardedAdamW:
     """
 
     def __init__(self, data_parallel: DataParallel, config: AdamConfig) -> None:
-        """Allocate the state of this rank's ranges; talks to nobody.
+        """Allocate the state of this rank's ranges; no communication.
 
         Args:
-            data_parallel: holds weights and gradients; decides who owns which range.
+            data_parallel: holds weights and gradients; decides which rank owns which range.
             config: the constants of Adam.
         """
         self.data_parallel = data_parallel
@@ -175,7 +175,7 @@ class ShardedAdamW:
         self.data_parallel.wait_params()
 
     def _check_main_weights(self) -> None:
-        """Compare main weights, rounded, with the weights: the update would overwrite these."""
+        """Compare rounded main weights with the weights, which the update would overwrite."""
         ctx = self.data_parallel.ctx
         differs = torch.zeros((), device=ctx.device)
         for bucket, state in self._states.items():
@@ -219,7 +219,7 @@ def _moment_dtype(name: str, main: Tensor) -> torch.dtype:
 
 
 def _runs(bucket: Bucket, state: _State) -> list[_Run]:
-    """Join neighbouring parameters that decay, or do not, into as few runs as there can be."""
+    """Merge neighbouring parameters with equal decay into as few runs as possible."""
     ends: list[tuple[int, int, bool]] = []
     for owned in bucket.owned_ranges():
         decays = has_weight_decay(owned.named)
@@ -281,7 +281,7 @@ def adamw_plain(
     epsilon: float,
     grad_scale: Float[Tensor, ""] | float = 1.0,
 ) -> None:
-    """Twin of ``adam_kernels.fused_adamw`` by torch's own; float64 stays float64."""
+    """Reference of ``kernels.adam.fused_adamw``, by torch's AdamW; float64 stays float64."""
     wide = main.dtype
     grad, mean, square = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
     if isinstance(grad_scale, Tensor):

@@ -1,9 +1,9 @@
 """Gradient finalisation: partial sums, tied copies, the norm and the clip coefficient.
 
-All of it reads layouts, never names: ``Part.partial`` says whose gradients are parts of a
-sum, ``Layout.tied`` which stages hold a copy, ``Shard.is_owner`` who counts an element in
-the norm. Sums travel coalesced, one all-reduce an axis, and axes go in the order of their
-names, which is the same on all ranks.
+It depends on layouts, never on names: ``Part.partial`` names the ranks whose gradients are
+parts of a sum, ``Layout.tied`` the stages that hold a copy, ``Shard.is_owner`` the rank that
+counts an element in the norm. Sums are coalesced into one all-reduce an axis, in the order of
+the axes' names, which is the same on all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,8 +40,8 @@ def sum_partial_gradients(gradients: Sequence[Gradient]) -> None:
 def sum_tied_gradients(gradients: Sequence[Gradient]) -> None:
     """All-reduce, in place, the gradients of parameters that several stages hold.
 
-    Comes before any sum that leaves a rank with a slice only: the copies' slices may lie
-    elsewhere on each stage.
+    Call it before any reduce-scatter: the slices that a rank keeps may lie elsewhere on each
+    stage.
     """
     _sum_coalesced(
         [
@@ -53,7 +53,7 @@ def sum_tied_gradients(gradients: Sequence[Gradient]) -> None:
 
 
 def owned_views(shards: Iterable[Shard]) -> list[Tensor]:
-    """List the memory of every piece that this rank is the one to count."""
+    """List the memory of every piece that this rank counts in the norm."""
     return [
         piece.data
         for shard in shards
@@ -74,7 +74,7 @@ def grad_norm(
         views: this rank's share, each logical element on one rank of the world only:
             ``owned_views`` of finished gradients.
         world: every rank of the job, since stages and experts all count.
-        device: where the result lives, also on a rank that counts nothing.
+        device: of the result, also on a rank that counts nothing.
 
     Returns:
         Scalar, float64: summed so, since ranks may hold gradients of different dtypes.
@@ -93,7 +93,7 @@ def grad_norm(
 def clip_coefficient(norm: Float[Tensor, ""], max_norm: float) -> Float[Tensor, ""]:
     """Return the factor, at most 1, that brings gradients of ``norm`` to ``max_norm``.
 
-    The 1e-6 beside the norm is torch's and Megatron's, so that curves compare.
+    The 1e-6 added to the norm is torch's and Megatron's, so that curves compare.
 
     Raises:
         ValueError: if ``max_norm`` is not above 0; leave clipping out instead.

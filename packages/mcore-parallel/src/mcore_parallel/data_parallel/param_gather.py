@@ -1,4 +1,4 @@
-"""Updated weights gathered from the data ranks that own them, under the next forward.
+"""All-gather of updated weights from their owners, overlapped with the next forward.
 
 All gathers start at once, in one order on all ranks: first the buckets that hold anything
 outside ``blocks`` (embedding, head, final norm), then those of the blocks in forward order.
@@ -15,14 +15,14 @@ from mcore_parallel.data_parallel.buckets import Bucket
 
 
 class ParameterGathering:
-    """Waits, in the modules that need them, for gathers that are on their way."""
+    """Starts the gathers of all buckets, and waits for each in the modules that need it."""
 
     def __init__(self, chunks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
         """Hook into the chunks and their blocks.
 
         Args:
-            chunks: model chunks; what is called on its own in ``chunk.blocks`` may wait for
-                itself, everything else is waited for when the chunk's forward begins.
+            chunks: model chunks; each module of ``chunk.blocks`` waits for its own buckets,
+                the chunk's forward for all others.
             buckets: of all the chunks' parameters.
         """
         self._handles = []
@@ -43,7 +43,7 @@ class ParameterGathering:
         self.order += [b for b in backward if b not in first]
 
     def start(self, before: Callable[[Bucket], None]) -> None:
-        """Begin all gathers; returns at once.
+        """Start all gathers and return at once.
 
         Args:
             before: called with each bucket just before its own gather begins.
@@ -55,14 +55,14 @@ class ParameterGathering:
                 self._works[bucket] = work
 
     def wait(self, buckets: Iterable[Bucket] = ()) -> None:
-        """Wait for the gathers of some buckets, or of all; those that ended cost nothing."""
+        """Wait for the gathers of some buckets, or of all; a finished one costs nothing."""
         for bucket in buckets or self.order:
             work = self._works.pop(bucket, None)
             if work is not None:
                 work.wait()
 
     def remove_hooks(self) -> None:
-        """Wait for what is on its way and take the hooks out."""
+        """Wait for all gathers and remove the hooks."""
         self.wait()
         for handle in self._handles:
             handle.remove()

@@ -1,11 +1,11 @@
-"""Ranks that should hold the same do: looked at when the first gradients are summed.
+"""Checks that replicas are equal: all in the first step, the weights' on request later.
 
-What is held in common is declared (data ranks, ``Part.replicas``, ``Layout.tied``), and the
-rest of the house believes it. Where it is not so, nothing crashes: ranks seeded apart train
-different models, a norm that sees a part of the tokens only learns from that part, and two
-stages that give their layers one name lose one of them in a checkpoint. So the first step
-compares. Digests travel, not weights; later steps pay nothing, unless they are asked to
-compare the weights again, which a GPU that computes wrongly would set apart.
+Layers declare what several ranks hold in common (data ranks, ``Part.replicas``,
+``Layout.tied``), and all other code relies on it. A wrong declaration crashes nothing: ranks
+with different seeds train different models, a norm that sees a part of the tokens learns from
+that part only, and of two stages that give their layers one name a checkpoint loses one. So
+the first step compares digests, not weights; later steps cost nothing. ``check_weights``
+compares weights again, which differ once a GPU has computed wrongly.
 """
 
 from collections import Counter
@@ -24,10 +24,10 @@ from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter, Part
 
 BINS = 64
-"""Sums by which two gradients are told apart."""
+"""Sums of each gradient that are compared."""
 TOLERANCE = 0.05
-"""By which such sums may differ, of the largest: far above what an order of summation does,
-and far below what other tokens do."""
+"""Largest difference of two sums, relative to the largest sum: far above the effect of the
+order of summation, and far below that of other tokens."""
 FLOOR = 1e-3
 """Of the largest sum of all parameters, below which differences are noise."""
 
@@ -35,18 +35,18 @@ FLOOR = 1e-3
 def check_replicas(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
     """Compare what ranks hold in common; all ranks call it, with summed gradients.
 
-    A few small collectives over each axis that holds replicas, and one over the world, for
-    which the host waits.
+    A few small collectives over each axis with replicas, and one over the world; the host
+    waits for them.
 
     Args:
         buckets: of this rank, before the first update.
-        ctx: the layout.
+        ctx: the rank grid.
 
     Raises:
-        ValueError: on every rank if any differ: names the first parameter, or asks to look
-            at what other ranks say.
+        ValueError: on every rank if any differ: names the first parameter, or refers to the
+            other ranks' messages.
     """
-    told = [
+    faults = [
         *(
             f"{copies} began with different weights{who}. Seed torch alike on all of them "
             "before the model is made, or load the same weights."
@@ -55,46 +55,53 @@ def check_replicas(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
         *_unequal_gradients(buckets),
         *_names_of_two_stages(buckets, ctx.pp),
     ]
-    found = torch.tensor(float(bool(told)), device=ctx.device)
-    if not all_reduce(found, ctx.world, "max").item():
-        return
-    raise ValueError(told[0] if told else "other ranks hold unlike replicas, and say which")
+    if _any_rank(bool(faults), ctx):
+        raise ValueError(
+            faults[0] if faults else "other ranks hold unlike replicas, and say which"
+        )
 
 
 def check_weights(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
-    """Compare the copies of weights which every update keeps the same to the last bit.
+    """Compare the replicas of weights that every update keeps equal to the last bit.
 
-    Those of data ranks and tied ones: equal gradients, summed once, change equal weights. So
-    what differs was computed, stored or sent wrongly. (Copies on tensor ranks each make their
-    gradient by themselves, and may round apart.) All ranks call it, between steps: a few
-    small collectives, for which the host waits; each rank reads its weights once.
+    These are the replicas of data ranks and tied weights: their gradients are summed once, so
+    equal weights stay equal. A difference means that a value was computed, stored or sent
+    wrongly. (Replicas on tensor ranks are left out: each rank computes its gradient, and may
+    round differently.) All ranks call it, between steps: a few small collectives, for which
+    the host waits; each rank reads its weights once.
 
     Args:
-        buckets: of this rank, with no gather of weights on its way.
-        ctx: the layout.
+        buckets: of this rank, with no gather of weights in flight.
+        ctx: the rank grid.
 
     Raises:
         UnlikeWeightsError: on every rank if any differ: names the first parameter, and the
             ranks that are unlike most others.
     """
-    told = [
+    faults = [
         f"{copies} do not have the same weights any more{who}: a processor, its memory or a "
         "link works wrongly, or something beside the optimizer changed them."
         for copies, who in _unequal_weights(buckets, ctx, _equal_holders)
     ]
-    found = torch.tensor(float(bool(told)), device=ctx.device)
-    if all_reduce(found, ctx.world, "max").item():
+    if _any_rank(bool(faults), ctx):
         raise UnlikeWeightsError(
-            told[0] if told else "other ranks hold unlike copies of a weight, and say which."
+            faults[0]
+            if faults
+            else "other ranks hold unlike copies of a weight, and say which."
         )
 
 
+def _any_rank(is_wrong: bool, ctx: ParallelContext) -> bool:
+    found = torch.tensor(float(is_wrong), device=ctx.device)
+    return bool(all_reduce(found, ctx.world, "max").item())
+
+
 class UnlikeWeightsError(RuntimeError):
-    """Ranks that made the same updates to the same weights do not hold the same."""
+    """Replicas of a weight differ although their updates were equal."""
 
 
 _Holders = Iterable[tuple[Axis, Tensor]]
-"""Axes whose ranks hold a box in common, and the box."""
+"""Axes whose ranks hold a box in common, each with the box."""
 
 
 def _equal_holders(named: NamedParameter, ctx: ParallelContext) -> _Holders:
@@ -113,7 +120,7 @@ def _unequal_weights(
     ctx: ParallelContext,
     holders: Callable[[NamedParameter, ParallelContext], _Holders],
 ) -> Iterator[tuple[str, str]]:
-    """Compare bits: yield whose copies of what differ, and which of them, if most agree."""
+    """Yield the weights whose replicas differ, and the odd ranks if a majority agrees."""
     shared: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}
     for named in _parameters(buckets):
         for axis, view in holders(named, ctx):
@@ -132,7 +139,7 @@ def _unequal_weights(
 
 
 def _unequal_gradients(buckets: Sequence[Bucket]) -> Iterator[str]:
-    """Compare gradients that were said to be whole on every replica."""
+    """Yield the parameters declared whole on every replica whose gradients differ."""
     shared: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}
     for bucket in reversed(buckets):
         grads = bucket.owned(bucket.grads)
@@ -167,7 +174,7 @@ def _holders_of_whole_gradients(parts: Sequence[Part]) -> Axis | None:
 
 
 def _names_of_two_stages(buckets: Sequence[Bucket], pp: Axis) -> Iterator[str]:
-    """Look for a box of a logical tensor that two stages, or two chunks of one, hold."""
+    """Yield logical tensors of which two stages, or two chunks of one, hold the same box."""
     boxes = [
         (part.name, part.offsets)
         for named in _parameters(buckets)
@@ -190,7 +197,7 @@ def _names_of_two_stages(buckets: Sequence[Bucket], pp: Axis) -> Iterator[str]:
 
 
 def _parameters(buckets: Sequence[Bucket]) -> Iterator[NamedParameter]:
-    """Walk buckets against the order of backward: what comes first in the model is told."""
+    """Walk buckets in forward order, so that the first fault is that of the first layer."""
     return (slot.named for bucket in reversed(buckets) for slot in reversed(bucket.slots))
 
 
@@ -199,7 +206,7 @@ def _number(box: tuple[str, tuple[int, ...]]) -> int:
 
 
 def _sums(owned: OwnedRange | None, grads: Float[Tensor, " n"]) -> Float[Tensor, " digest"]:
-    """Sum what is owned of a gradient in ``BINS`` runs, float64; and say what it is."""
+    """Sum the owned part of a gradient in ``BINS`` runs, float64; append its flat range."""
     first, stop = (0, 0) if owned is None else (owned.first, owned.stop)
     x = grads[:0] if owned is None else owned.view(grads)
     padded = F.pad(x, (0, BINS - len(x) % BINS))
@@ -208,6 +215,6 @@ def _sums(owned: OwnedRange | None, grads: Float[Tensor, " n"]) -> Float[Tensor,
 
 
 def _range(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest of the ranks' numbers, one collective."""
+    """Return the elementwise minimum and maximum over the ranks; one all-reduce."""
     high, low = all_reduce(torch.stack([x, -x]), axis, "max")
     return -low, high

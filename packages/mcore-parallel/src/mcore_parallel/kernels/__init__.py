@@ -1,1 +1,1 @@
-"""Triton kernels; each has a reference in plain torch beside its caller."""
+"""Triton kernels; the module that calls one holds its reference in plain torch."""

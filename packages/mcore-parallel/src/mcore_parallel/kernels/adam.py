@@ -1,8 +1,10 @@
-"""Triton kernel of one AdamW update over flat memory: every number is read and written once.
+"""Triton kernel of one AdamW update over flat memory, in one pass.
 
-Scaling of the gradient, moments, decay, update and the copy in the parameter's dtype are
-one pass, 30 bytes a weight for bfloat16 parameters with float32 state, at the memory limit.
-The plain twin is ``zero.adamw_plain``; imported only where tensors are on a GPU.
+Gradient scaling, moments, decay, update and the copy in the parameter's dtype read and write
+each number once, at the memory limit: 30 bytes a weight for bfloat16 parameters with float32
+state.
+The reference is ``distributed_optimizer.adamw_plain``; this module is imported only where
+tensors are on a GPU.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""Triton kernel that adds rows to the rows of a table that ids name, the same in every run.
+"""Triton kernel that adds rows to the rows of a table by id, with the same bits in every run.
 
 The gradient of an embedding is such a sum. Ids are sorted, so that one program holds all
 rows of one id and adds them in the order of the tokens: no atomics, hence the same bits
-every time, and only the rows that occur are read and written. The plain twin is
-``embedding.add_rows_plain``; imported only where tensors are on a GPU.
+in every run, and only the rows that occur are read and written. The reference is
+``embedding.add_rows_plain``; this module is imported only where tensors are on a GPU.
 """
 
 from typing import no_type_check

@@ -2,8 +2,8 @@
 
 Two passes over the logits of a chunk of tokens, both at the memory limit: ``row_stats``
 reads them once, ``softmax_gradient_`` turns them in place into their own gradient. What
-ranks must agree on lies between the two (see ``head_loss``). The plain twins in torch are
-``fused_head.row_stats_plain`` and ``fused_head.softmax_gradient_plain``.
+ranks all-reduce lies between the two (see ``head_loss``). The references in plain torch are
+``linear_cross_entropy.row_stats_plain`` and ``linear_cross_entropy.softmax_gradient_plain``.
 """
 
 from typing import no_type_check

@@ -1,6 +1,6 @@
 """Starting ranks: read the launcher's environment, join the world, or spawn one here.
 
-The only room that reads or writes the process environment. A program works the same under
+The only module that reads or writes the process environment. A program works the same under
 ``torchrun`` (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT) and as a single process, which needs no process group at all.
 """
@@ -33,7 +33,7 @@ FLIGHT_RECORDER = {
 }
 """Environment of nccl groups: the last collectives of each rank, written down on a timeout."""
 LAUNCHER = "MCORE_LAUNCHER_PID"
-"""Variable by which ``launch_local`` tells its ranks who started them."""
+"""Variable in which ``launch_local`` gives its ranks its own process id."""
 REPEATED_S = 1.0
 """Within this time a second SIGINT is the first one, sent to a process and to its group."""
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
@@ -42,7 +42,7 @@ CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnvironment:
-    """What a launcher told this process about itself."""
+    """This process's place in the world, as its launcher's variables say."""
 
     rank: int = 0
     world_size: int = 1
@@ -91,17 +91,17 @@ def _integer(env: Mapping[str, str], name: str) -> int:
 def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
     """Join the world that the launcher describes and return this rank's device.
 
-    Collectives use nccl on CUDA (with gloo beside it for host objects) and gloo on CPU. A
-    single process joins nothing. Calling it again returns the same device. The first call
-    returns once all ranks have joined. From then on a rank that ``launch_local`` started ends
-    by itself once that process is gone, which after a SIGKILL has ended nobody.
+    Collectives use nccl on CUDA (and gloo for host objects) and gloo on CPU. A single process
+    joins nothing. Calling it again returns the same device. The first call returns once all
+    ranks have joined. From then on a rank that ``launch_local`` started exits once that
+    process is gone, since a launcher ended by SIGKILL cannot end its ranks.
 
     Args:
         device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
         timeout_minutes: after which a collective that hangs ends the job.
 
     Raises:
-        ValueError: if ``cuda`` is asked for and absent, or the host has fewer GPUs than ranks.
+        ValueError: if ``cuda`` is requested and absent, or the host has fewer GPUs than ranks.
     """
     env = read_environment()
     if device_type == "auto":
@@ -136,10 +136,10 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
 
 
 def wait_for_all(group: dist.ProcessGroup | None = None) -> None:
-    """Return once every rank of a group has come here.
+    """Return once every rank of a group has called this function (a barrier on the host).
 
-    A rank that leaves a group of gloo while another still connects to it fails that one, with
-    a lost connection in place of what made the first leave. So whoever makes groups meets.
+    A rank that leaves a gloo group while another still connects to it makes that one fail with
+    a lost connection, which hides the first rank's own error. So call it after making groups.
 
     Args:
         group: whose ranks call it together, on the host; it has gloo. None: the world.
@@ -152,7 +152,7 @@ def wait_for_all(group: dist.ProcessGroup | None = None) -> None:
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Inside, the same work on the same number of devices gives the same bits in every run.
+    """A context in which a program on the same number of devices gives the same bits.
 
     Enter it before ``initialize``: cuBLAS and NCCL read their part of it from the environment
     when they start (one workspace for each stream, sums round a ring); what is set there
@@ -201,7 +201,7 @@ def shut_down() -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on at this moment."""
+    """Return a TCP port that no process listens on at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -1,14 +1,14 @@
-"""How many multiprocessors nccl may take from the products beside it, axis by axis.
+"""How many multiprocessors nccl may take from the GEMMs that run at the same time, by axis.
 
-A collective under backward runs on multiprocessors that its products would use. Data ranks
-have a whole backward to sum gradients in and need few; tensor ranks wait for every sum and
-want all. So the counts belong to axes. They are read from a TOML file with a table each::
+A collective under backward runs on multiprocessors that GEMMs would use. Data ranks have a
+whole backward to sum gradients in and need few; tensor ranks wait for every sum and need all.
+So each axis has its own counts, from a TOML file with one table for each::
 
     [dp_cp]
     max_ctas = 8
 
-An axis that is named has a group of its own even where another has the same ranks, since
-nccl's counts belong to a communicator. On gloo the counts mean nothing.
+An axis with a table gets a separate group even where another axis has the same ranks, since
+nccl's counts belong to a communicator. On gloo the counts have no effect.
 """
 
 import tomllib
@@ -24,12 +24,12 @@ DATA = {
     "dp_cp": ("cp_dp", "optimizer_shard"),
     "expert_dp": ("expert_dp", "expert_optimizer_shard"),
 }
-"""Where gradients are summed: the mesh's name, and what a sharded optimizer cuts it to."""
+"""Axes that sum gradients: the mesh's name, and its cut by the distributed optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communicator:
-    """Settings of one nccl communicator; 0 leaves nccl its own."""
+    """Settings of one nccl communicator; 0 keeps nccl's default."""
 
     min_ctas: int = 0
     """Least blocks, each on a multiprocessor, that a collective runs on."""
@@ -39,7 +39,7 @@ class Communicator:
     """Blocks in a cluster."""
 
     def options(self) -> Any:
-        """Build what torch's nccl groups are made with."""
+        """Build the options that torch makes an nccl group with."""
         options = dist.ProcessGroupNCCL.Options()
         for field in fields(self):
             if value := getattr(self, field.name):
@@ -48,10 +48,10 @@ class Communicator:
 
 
 def read_communicators(path: str, axes: Mapping[str, object]) -> dict[str, Communicator]:
-    """Read the settings of some axes; talks to nobody.
+    """Read the settings of some axes; no communication.
 
-    What is said of the data ranks, ``dp_cp`` and ``expert_dp``, also holds for the shards of
-    their optimizer, unless these have tables of their own.
+    A table of the data ranks, ``dp_cp`` or ``expert_dp``, also holds for the shards of their
+    optimizer, unless these have tables too.
 
     Args:
         path: of the file; empty: there are none.

@@ -1,11 +1,11 @@
-"""Faults end a job, and are named: a rank that raises, dies or hangs takes all others along.
+"""Faults end a job and are named: if a rank raises, dies or hangs, all ranks end.
 
-Collectives time out where torch's do; what is added here is who, where and everywhere. Each
-rank has one thread that tells a store, every few seconds, where this rank's code stands, and
-looks whether another rank has failed. It reads the interpreter's stacks to know that, so
-training pays nothing. A failing rank tells the store what failed, over which axis, called
-from where, and where all others stand; their threads then end their processes. A second
-thread watches the store itself: torch waits without end for one that stands still.
+Torch's collectives time out; the watchdog adds which rank failed and where, and ends the other
+ranks. Every few seconds a thread of each rank writes this rank's place in the code to a store,
+and checks whether another rank has failed. It reads the interpreter's stacks, so training pays
+nothing. A failing rank writes what failed, over which axis, called from which line, and the
+places of all other ranks; their threads then end their processes. A second thread watches the
+store itself, for which torch would wait without end.
 """
 
 import json
@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 
 EXIT_CODE = 1
 GRACE_S = 2.0
-"""For a rank to end on its own after it hears of a fault, as it may have failed alike."""
+"""Time for a rank to end normally after another rank's fault, as it may have failed too."""
 ENDING_S = 15.0
-"""For a rank that failed to end."""
+"""Time for a failed rank to end."""
 WARN_SHARE = 0.9
-"""Of the timeout, after which a rank that does not move says where it and the others are."""
+"""Share of the timeout after which a rank that does not move logs where all ranks stand."""
 COMMUNICATION = ("collectives.py", "p2p.py", "param_gather.py", "call_checks.py")
-"""Files of this package whose callers are the call sites."""
+"""Files of this package that communicate; their callers are the call sites."""
 GONE = ("left", "failed")
-"""Last words of a rank that has left the watch."""
+"""Last places of a rank that has left the watch."""
 FOREIGN = ("torch", "jaxtyping", "beartype")
 """Packages that stand between a call site and the communication."""
 
@@ -91,7 +91,7 @@ class Watch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop watching; a fault is told to the other ranks and noted on the exception.
+        """Stop watching; write a fault to the store and add it to the exception as a note.
 
         Only the first fault of a world counts; those after it are its consequences. The
         process then has ``ENDING_S`` to end: leaving a world of dead ranks may hang too.
@@ -115,10 +115,10 @@ class Watch:
             last_resort.start()
 
     def places(self, wait_s: float = 0.0) -> dict[int, str]:
-        """Say where every other rank stands, as it last told.
+        """Return the last known place of every other rank.
 
         Args:
-            wait_s: look again after this long, and say who told nothing meanwhile.
+            wait_s: look again after this long, and mark ranks without a new message as silent.
         """
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         before = {rank: self._heard_of(rank) for rank in others}
@@ -137,7 +137,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        """Beat and look, until the main program leaves or a fault ends the process."""
+        """Write beats and look for faults until the main program leaves or a fault ends it."""
         still_since, still_at, warned = time.monotonic(), "", False
         while not self._ended.wait(self.period_s):
             place = where_in(sys._current_frames(), self._main)
@@ -159,7 +159,7 @@ class Watch:
                 return
 
     def _guard(self) -> None:
-        """End the process once the store answers nothing for the timeout, until it is left."""
+        """End the process once the store has not answered for the timeout."""
         while not self._left.wait(self.period_s):
             silent_s = time.monotonic() - self._answered
             if silent_s > self.timeout_s:
@@ -170,9 +170,9 @@ class Watch:
                 )
 
     def _fault(self) -> str:
-        """Return what another rank told of a fault, or that the next rank is silent."""
-        if told := self._told_fault():
-            return told
+        """Return the fault of another rank, or that the next rank is silent; empty: none."""
+        if fault := self._stored_fault():
+            return fault
         beat = self._heard_of((self.rank + 1) % self.world_size)
         if beat != self._neighbour:
             self._neighbour, self._neighbour_since = beat, time.monotonic()
@@ -185,19 +185,19 @@ class Watch:
             f"rank {neighbour} is gone: silent for {silent_s:.0f} s, last {place}"
         )
 
-    def _told_fault(self) -> str:
+    def _stored_fault(self) -> str:
         assert self._store is not None
         if not self._store.check(["watch/fault"]):
             return ""
         return self._store.get("watch/fault").decode()
 
     def _first_fault(self, fault: str) -> str:
-        """Tell a fault, unless another was told before; return the one that stands."""
+        """Store a fault unless there is an earlier one; return the stored one."""
         assert self._store is not None
         return self._store.compare_set("watch/fault", "", fault).decode()
 
     def _end(self, fault: str, place: str) -> None:
-        """End this process, unless the main program ends by itself."""
+        """End this process unless the main program ends within ``GRACE_S``."""
         if not self._ended.wait(GRACE_S):
             self._exit(fault, place)
 
@@ -221,7 +221,7 @@ class Watch:
             frames.append((traceback.tb_frame, traceback.tb_lineno))
             traceback = traceback.tb_next
         place = _place(list(reversed(frames)))
-        # Who fails in communication may only be the first to notice that another is gone.
+        # A failure in communication may only be the first sign that another rank is gone.
         wait_s = 2 * self.period_s if place.startswith("in ") else 0.0
         others = _listed(self.places(wait_s))
         what = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -240,7 +240,7 @@ class Watch:
 
 
 def where_in(frames: Mapping[int, FrameType], main: int) -> str:
-    """Say where a process stands: in which collective, or on which line.
+    """Describe the place of a process: in which collective, or on which line.
 
     Args:
         frames: innermost frame of every thread.
@@ -258,9 +258,9 @@ def where_in(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def call_site(skip: int = 1) -> str:
-    """Name the line that asked for communication: the first one outside these files.
+    """Name the line that communicates: the innermost one outside of ``COMMUNICATION``.
 
-    If that is one of this package, the line that called the package follows.
+    If that line is in this package, the line that called the package follows.
     """
     return _site(_stack(sys._getframe(skip)))
 
@@ -282,7 +282,7 @@ def _place(stack: list[tuple[FrameType, int]]) -> str:
     named = [i for i in inside if _axis_of(stack[i][0]) is not None]
     frame = stack[(named or inside)[0]][0]
     outside = _outside(stack[inside[0] :])
-    # Who waits for what it began has no axis; the line that began it mostly has.
+    # A frame in ``wait`` has no axis; its caller mostly has.
     axis = _axis_of(frame) or (_axis_of(outside[0][0]) if outside else None)
     over = f" over {axis.name} (ranks {_numbers(axis.ranks)})" if axis is not None else ""
     site = f" at {_site(outside)}" if outside else ""
@@ -294,7 +294,7 @@ def _outside(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
 
 
 def _site(stack: list[tuple[FrameType, int]]) -> str:
-    """Name the first line that is no communication, and who called this package."""
+    """Name the first line outside of communication, and the line that called this package."""
     lines = _outside(stack) or stack[-1:]
     callers = [e for e in lines if not _is_own(e[0])]
     called_by = f", for {_line(*callers[0])}" if callers and callers[0] is not lines[0] else ""
@@ -302,7 +302,7 @@ def _site(stack: list[tuple[FrameType, int]]) -> str:
 
 
 def _axis_of(frame: FrameType) -> Any:
-    """Return the axis that a function works over, its own or its object's; None: unknown."""
+    """Return ``axis`` of a frame's locals or of its ``self``; None: it has none."""
     here = frame.f_locals
     found = here.get("axis", getattr(here.get("self"), "axis", None))
     return found if hasattr(found, "ranks") else None
@@ -332,8 +332,8 @@ def _line(frame: FrameType, number: int) -> str:
 
 
 def _numbers(ranks: tuple[int, ...], most: int = 8) -> str:
-    told = ", ".join(map(str, ranks[:most]))
-    return told if len(ranks) <= most else f"{told}, ... {ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:most]))
+    return shown if len(ranks) <= most else f"{shown}, ... {ranks[-1]}"
 
 
 def _listed(places: Mapping[int, str], most: int = 8) -> str:

@@ -1,9 +1,9 @@
 """Messages between neighbours on the pipeline axis, posted in batches or one by one.
 
-``post`` starts messages and returns at once; gloo and nccl alike. Messages carry no tags:
-between two ranks they are met in the order in which both post them. A batch is one operation
-of nccl: it ends when all of its messages have. Messages posted one by one are waited for
-alone, but both ranks must then post sends and receives in one and the same order.
+``post`` starts messages and returns at once, on gloo and nccl alike. Messages carry no tags:
+two ranks match sends and receives by the order in which they post them. A batch is one
+operation of nccl, which ends when all of its messages have arrived. A message posted alone is
+waited for alone, but both ranks must then post sends and receives in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,17 +21,17 @@ class Message:
     """A tensor to send, or the memory for one to receive."""
 
     tensor: Shaped[Tensor, "..."]
-    """Contiguous; left alone by the sender, and unread by the receiver, until ``wait``."""
+    """Contiguous; the sender must not change it, nor the receiver read it, before ``wait``."""
     peer: int
     """Rank on the axis."""
     is_send: bool
 
 
 class PendingMessages:
-    """A batch of messages on its way; keeps their memory alive.
+    """A batch of messages in flight; keeps their memory alive.
 
     Attributes:
-        axis: over which; ``watching`` names it when a rank hangs in ``wait``.
+        axis: that the messages use; ``watchdog`` reads it when a rank hangs in ``wait``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PendingMessages:
 
         Raises:
             DisagreementError: if a message is not what was expected; only the first ones of
-                two ranks are compared (see ``agreeing``), for which the host waits.
+                two ranks are compared (see ``call_checks``), for which the host waits.
         """
         checks, self._checks = self._checks, ()
         for check in checks:
@@ -65,9 +65,9 @@ def post_each(messages: Sequence[Message], axis: Axis) -> list[PendingMessages]:
     """Start to send and receive messages one by one, in their order.
 
     Args:
-        messages: in an order that the ranks at the other ends share: a send here stands where
-            the receive stands there.
-        axis: ranks that take part; its group is used for nothing else meanwhile.
+        messages: in the order that the peers use: a send here stands where the receive
+            stands there.
+        axis: ranks that take part; no other operation uses its group meanwhile.
     """
     pending = []
     for message in messages:
@@ -84,7 +84,7 @@ def post(messages: Sequence[Message], axis: Axis) -> PendingMessages:
 
     Args:
         messages: at least one; ranks that exchange both ways must do so in one batch.
-        axis: ranks that take part; its group is used for nothing else meanwhile.
+        axis: ranks that take part; no other operation uses its group meanwhile.
     """
     checks = _announced(messages, axis)
     operations = [
@@ -100,7 +100,7 @@ def post(messages: Sequence[Message], axis: Axis) -> PendingMessages:
 
 
 def _announced(messages: Sequence[Message], axis: Axis) -> list[Callable[[], None]]:
-    """Tell receivers what comes; return what compares the messages that come here."""
+    """Announce sends to their receivers; return checks of the messages to receive."""
     agreement = axis.agreement
     if agreement is None:
         return []

@@ -3,7 +3,7 @@
 A schedule is one list of ``Action`` a rank. The order of computation is a few lines per
 schedule, as in the paper's figure; ``with_messages`` adds sends and receives. Messages that
 stand next to one another are posted together, so that ranks that exchange both ways do
-not wait in a circle. ``simulator`` checks any schedule, ``pipeline`` executes it.
+not wait in a circle. ``simulator`` checks any schedule, ``runner`` executes it.
 
 Stage ``chunk * PP + rank`` is chunk ``chunk`` of rank ``rank``.
 """
@@ -58,7 +58,7 @@ DURATIONS = {
     Kind.BACKWARD_INPUT: 1.0,
     Kind.BACKWARD_WEIGHT: 1.0,
 }
-"""Time units for which messages are placed: both halves of backward cost a forward."""
+"""Time units by which messages are placed: each half of backward costs one forward."""
 
 
 def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Schedule:
@@ -86,7 +86,7 @@ def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Sc
 
 
 def check_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> None:
-    """Refuse what ``build_schedule`` refuses, without building: for many sizes of a batch.
+    """Raise what ``build_schedule`` raises, without building; cheap for many batch sizes.
 
     Raises:
         ValueError: if micro-batches, groups and stages do not fit the pipeline.
@@ -197,9 +197,9 @@ def message_peer(kind: Kind, rank: int, pp: int) -> int:
 def with_messages(orders: Sequence[Sequence[Action]]) -> Schedule:
     """Add sends and receives to each rank's order of computation.
 
-    Plays the orders in unit time and writes a message down at both ends when its producer
-    ends: all ranks so agree on one order of messages, which cannot deadlock, and a receive
-    is posted as early as it can be met.
+    Simulates the orders with ``DURATIONS`` and adds a message at both ends when its producer
+    ends. All ranks thereby share one order of messages, which cannot deadlock, and a receive
+    is posted as early as its message can arrive.
 
     Raises:
         ValueError: if the orders wait for each other.
@@ -234,7 +234,7 @@ def with_messages(orders: Sequence[Sequence[Action]]) -> Schedule:
 
 
 Value = tuple[int, Kind, int]
-"""What a computation leaves: stage, kind of computation, micro-batch."""
+"""The result of a computation: stage, kind of computation, micro-batch."""
 
 
 def _needs(action: Action, rank: int, pp: int, num_stages: int) -> set[Value]:
@@ -249,7 +249,7 @@ def _needs(action: Action, rank: int, pp: int, num_stages: int) -> set[Value]:
 
 
 def _deliver(schedule: Schedule, rank: int, action: Action, num_stages: int) -> set[Value]:
-    """Write down the message of the computation that just ended on ``rank``, if any."""
+    """Append the message of the computation that just ended on ``rank``, if it has one."""
     pp = len(schedule)
     stage, microbatch = action.chunk * pp + rank, action.microbatch
     if action.kind is Kind.BACKWARD_WEIGHT:

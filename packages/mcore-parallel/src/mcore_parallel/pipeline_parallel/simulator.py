@@ -2,9 +2,9 @@
 
 ``simulate`` refuses a schedule that would compute wrong numbers or hang: an action missing
 or done twice, data used before it came, messages that two ranks expect in different
-orders, ranks that wait in a circle. Messages are taken as rendezvous: neither end goes on
-before the other is there, the strictest thing a backend may do. Times follow the data
-alone: a stage starts when its rank is free and its input is computed.
+orders, ranks that wait in a circle. Messages are rendezvous, the strictest thing a backend
+may do: neither end continues before the other has arrived. Times follow the data alone: a
+stage starts when its rank is free and its input is computed.
 """
 
 from collections import Counter, defaultdict
@@ -78,7 +78,7 @@ def simulate(
 
 
 def _check_complete(schedule: Schedule, num_microbatches: int, num_chunks: int) -> None:
-    """Every stage does for every micro-batch exactly what it must, and nothing else."""
+    """Each stage does for each micro-batch every required action once, and no other."""
     pp = len(schedule)
     kinds = {action.kind for actions in schedule for action in actions}
     computations = [{Kind.FORWARD}]
@@ -116,7 +116,7 @@ def _messages(stage: int, num_stages: int, has_backward: bool) -> set[Kind]:
 
 
 def _check_order_on_ranks(schedule: Schedule, num_chunks: int) -> None:
-    """On each rank nothing is used or sent before it is received or computed."""
+    """Each rank receives or computes a value before it uses or sends it."""
     pp = len(schedule)
     for rank, actions in enumerate(schedule):
         done: set[Action] = set()
@@ -151,7 +151,7 @@ Delivery = tuple[int, bool, int]
 
 
 def _check_message_order(schedule: Schedule) -> None:
-    """Both ends see messages in one order: nothing else tells them apart."""
+    """Both ends see messages in one order, which is all that identifies them."""
     sent: dict[tuple[int, int], list[Delivery]] = defaultdict(list)  # by source and target
     received: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
     pp = len(schedule)
@@ -183,7 +183,7 @@ def _describe(delivery: Delivery) -> str:
 
 
 def _check_rendezvous(schedule: Schedule) -> None:
-    """Ranks that wait until each of their posted messages is met still come to the end."""
+    """No deadlock, even if ranks wait until each of their posted messages has a peer."""
     pp = len(schedule)
     runs = [
         [list(run) for is_message, run in groupby(r, lambda a: a.kind.is_message) if is_message]

@@ -2,7 +2,7 @@
 
 With PP ranks and VPP stages on each there are PP x VPP stages; stage ``chunk * PP + rank``
 is chunk ``chunk`` of rank ``rank``, so that a micro-batch visits the ranks in turn VPP
-times. Layers are split evenly, or as flags or a layout string say.
+times. Layers are split evenly, or by flags, or by a pipeline layout (a string).
 """
 
 import re

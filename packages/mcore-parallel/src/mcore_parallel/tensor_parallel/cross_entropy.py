@@ -1,6 +1,6 @@
 """Cross-entropy of logits whose vocabulary is split over the tensor ranks.
 
-Padding columns of the vocabulary take no part in maximum, sum or smoothing, and smoothing
+Padding columns of the vocabulary are left out of maximum, sum and smoothing, and smoothing
 is uniform over the whole true vocabulary, not over one rank's slice of it. Equal to
 ``torch.nn.functional.cross_entropy(..., reduction="none")`` of the whole logits.
 """

@@ -1,9 +1,8 @@
-"""Does a program compute the same under every layout: asked of any model, on a CPU.
+"""Compares a program under several rank grids with the same program on one rank, on a CPU.
 
 The program is a function of a ``ParallelContext``. It runs on one rank, and in a world of gloo
-ranks for each layout; what it returns is put together by logical names and held to the one
-rank. In float64 nothing but the order of sums differs, so a real difference stands out by many
-orders of magnitude.
+ranks for each rank grid; its results are assembled by logical name and compared. In float64
+only the order of sums differs, so a real difference is larger by many orders of magnitude.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +21,7 @@ if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
     Trial = Callable[..., Mapping[str, Shard | Tensor]]
 
 EXACT = 1e-10
-"""Error of float64 programs, AdamW's steps included: the order of sums and nothing else."""
+"""Error of float64 programs, AdamW's steps included, by the order of sums alone."""
 LEAST_SCALE = 1e-3
 """Share of the model's largest value below which a tensor is measured on the model's scale."""
 
@@ -35,18 +34,18 @@ def compare_layouts(
     timeout_s: float = 120.0,
     check_shapes: bool = True,
 ) -> dict[str, float]:
-    """Hold a program under several layouts to itself on one rank.
+    """Compare a program under several rank grids with its results on one rank.
 
     Ranks are warm gloo processes (``run_ranks``). For tests of small models: whole tensors
     travel as bytes.
 
     Args:
         trial: a module-level function; called on every rank with that rank's context, torch
-            seeded alike on all, and the arguments. Returns what is to be compared, by name:
+            seeded alike on all, and the arguments. Returns what to compare, by name:
             shards (``named_shards``, ``DataParallel.grad_shards``, ``named_shards`` of an
             optimizer), and tensors that every rank has whole, such as a loss after its sum.
         layouts: number of ranks and degrees of each.
-        arguments: handed to every rank; they must pickle.
+        arguments: passed to every rank; they must pickle.
         tolerance: largest error allowed, see ``tensor_errors``.
         timeout_s: for each layout.
         check_shapes: as for ``run_ranks``; false for compiled code.
@@ -57,13 +56,13 @@ def compare_layouts(
     Raises:
         AssertionError: if a layout is further off, or has other names: says which, where and
             by how much.
-        RuntimeError: if a rank raises, dies or hangs, its traceback inside. So end shards that
-            leave an element to nobody, or whose replicas are not equal to the last bit.
+        RuntimeError: if a rank raises, dies or hangs, with its traceback; also if no rank
+            holds an element, or replicas are not equal to the last bit.
     """
     place = address_of(trial)
 
     def run(num_ranks: int, config: ParallelConfig) -> "list[dict[str, Tensor]]":
-        """Return what each rank says, with the logical tensors of all."""
+        """Return the whole tensors of each rank, each with the logical tensors of all."""
         found = run_ranks(
             _try_out,
             num_ranks,
@@ -97,7 +96,7 @@ def tensor_errors(
     zero is measured on the model's scale. Another shape is infinitely far off.
 
     Args:
-        found: what is held to ``expected``.
+        found: to be compared with ``expected``.
         expected: of one rank.
         noisy: tensors to measure by the largest value of all.
 

@@ -1,8 +1,8 @@
-"""Many ranks in a test, and commands: both on processes that are warm.
+"""Many ranks in a test, and commands, on processes that have torch loaded.
 
-Starting Python with torch costs seconds, ranks 6 to 40 of them on two cores. So ``run_ranks``
-uses one pool of gloo processes for the whole test run, and ``run_command`` forks what
-``python -m`` would start from the same server (``warm_processes``).
+Starting Python with torch costs seconds, a world of ranks 6 to 40 s on two cores. So
+``run_ranks`` uses one pool of gloo processes for the whole test run, and ``run_command`` forks
+a command from the same server (``worker_pool``) instead of starting ``python -m``.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
     from mcore_parallel.mesh import Axis
     from mcore_parallel.sharding import Shard
 
-# The one pool a kind that lives as long as the test run: the reason this room exists.
+# One pool for each value of check_shapes; it lives as long as the test run.
 _POOLS: dict[bool, Pool] = {}
 
 
@@ -32,7 +32,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function(*arguments)`` on every rank of a fresh gloo world.
 
-    Inside, ``torch.distributed`` is initialised: ask it for the rank, or build a
+    Inside, ``torch.distributed`` is initialised: read the rank from it, or build a
     ``ParallelContext``. The function is found by its file and name, so any module-level
     function of a test file works; arguments and results must pickle (tensors do). A rank has
     one thread. When one fails, those that wait for it are ended; the next call replaces them.
@@ -41,7 +41,7 @@ def run_ranks(
     Args:
         function: a module-level function.
         world_size: ranks, 1 or more.
-        arguments: handed to every rank.
+        arguments: passed to every rank.
         timeout_s: after which the ranks are ended.
         check_shapes: run with the jaxtyping annotations of these packages checked, where
             beartype is installed; false for compiled code.
@@ -64,7 +64,7 @@ def run_command(
     cwd: str | Path | None = None,
     timeout_s: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Do what ``python -m module words`` does, seconds sooner: torch is loaded already.
+    """Run ``python -m module words`` in a process that has torch loaded already.
 
     The module runs as ``__main__`` in a process of its own, with its own arguments, folder,
     environment and standard streams, and with one thread. Shapes are not checked.
@@ -98,7 +98,7 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
         Logical name to whole tensor on the CPU, equal on all ranks.
 
     Raises:
-        ValueError: if ranks disagree on a shape or dtype, an element is held by nobody, has
+        ValueError: if ranks disagree on a shape or dtype, no rank holds an element, it has
             no owner or two, or if two replicas of it are not equal to the last bit.
     """
     import torch
@@ -156,13 +156,13 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
 
 
 def shut_down_pools() -> None:
-    """End the warm processes; the next ``run_ranks`` starts new ones."""
+    """End the pools' processes; the next ``run_ranks`` starts new ones."""
     while _POOLS:
         _POOLS.popitem()[1].stop()
 
 
 def _packed(data: "Tensor") -> bytes:
-    """Turn a piece into bytes: a tensor is pickled by torch, for longer than a step takes."""
+    """Return a piece as bytes; torch would pickle a tensor for longer than a step takes."""
     import torch
 
     return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
