@@ -18,7 +18,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 def count_choices(
     ids: Int[Tensor, "T k"], num_experts: int, mask: Bool[Tensor, " T"] | None = None
 ) -> Int[Tensor, " E"]:
-    """Count how many of the tokens chose each expert, int64; exact, so order is no matter.
+    """Count how many tokens chose each expert; int64 and exact, in any order of summation.
 
     Args:
         ids: chosen experts.
@@ -38,8 +38,8 @@ def aux_loss(
 ) -> Float[Tensor, ""]:
     """Load-balancing loss of one micro-batch; this rank's share of it.
 
-    All-reduces ``counts`` over ``axis`` first, so the share of an expert is that of the
-    whole micro-batch, and so is the number of tokens.
+    All-reduces ``counts`` over ``axis`` first, so the share of an expert and the number of
+    tokens are those of the whole micro-batch.
 
     Args:
         scores: over all experts, rows sum to 1 (or 0 for a token that does not count).
@@ -182,8 +182,8 @@ def sinkhorn(
 ) -> Float[Tensor, "T E"]:
     """Scale exp(logits) until tokens and experts have equal sums; no gradient.
 
-    All-reduces column sums over ``axis`` at every round, and waits for the device to see
-    whether it is done.
+    All-reduces column sums over ``axis`` in every round, and waits for the device to learn
+    whether the factors have converged.
 
     Args:
         logits: of the router.

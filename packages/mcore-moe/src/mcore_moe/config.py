@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer is: plain frozen data, and what follows from it alone.
+"""Options of a mixture-of-experts layer as plain frozen data, and the checks among them.
 
 Field names are Megatron's flags with underscores; each field's docstring is its help text.
 ``num_experts=0`` means no experts; 0 or an empty string turns a feature off. The standard
@@ -49,7 +49,7 @@ class MoEConfig:
     """How far the expert bias moves a step."""
 
     moe_router_dtype: Literal["", "fp32", "fp64"] = ""
-    """Precision of the router's matrix product; empty: that of the activations."""
+    """Precision of the router's GEMM; empty: that of the activations."""
 
     moe_router_load_balancing_type: Literal[
         "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"
@@ -79,7 +79,7 @@ class MoEConfig:
     """How tokens travel to the ranks of their experts."""
 
     moe_grouped_gemm: bool = True
-    """Compute all experts of a rank in one grouped product where the device has one."""
+    """Compute all experts of a rank in one grouped GEMM where the device has one."""
 
     moe_shared_expert_intermediate_size: int = 0
     """Width of the expert that every token passes through; 0: none."""
@@ -88,7 +88,7 @@ class MoEConfig:
     """Weigh the shared expert by a learned sigmoid of the token."""
 
     def __post_init__(self) -> None:
-        """Check what this object alone decides; all of it only when there are experts.
+        """Check the fields against each other; without experts only their number.
 
         Raises:
             ValueError: with the flag to change.

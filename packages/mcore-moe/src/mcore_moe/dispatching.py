@@ -1,16 +1,16 @@
 """Moving tokens to the ranks of their experts and the results back.
 
-A dispatcher has two verbs: ``dispatch`` turns tokens and their routing into rows sorted by
-this rank's experts, ``combine`` brings the experts' rows home and sums them by token. What
-combine must know travels in a handle, so a dispatcher holds no state and several
-micro-batches may be on their way at once.
+A dispatcher has two methods: ``dispatch`` turns tokens and their routing into rows sorted by
+this rank's experts, ``combine`` returns the experts' rows to their tokens' ranks and sums them
+by token. A handle carries the state from one to the other, so a dispatcher has none and
+several micro-batches may be in flight.
 
-* ``LocalDispatcher``: all experts are here; rows are sorted, nothing travels.
-* ``AllToAllDispatcher``: each row travels to its expert's rank, counts first.
-* ``AllGatherDispatcher``: every token visits every rank, which picks its own rows.
+* ``LocalDispatcher``: all experts are on this rank; rows are sorted, no communication.
+* ``AllToAllDispatcher``: an all-to-all sends each row to its expert's rank, after the counts.
+* ``AllGatherDispatcher``: all tokens are gathered on every rank, which keeps its own rows.
 
-Where ``expert_tp`` splits each expert's matrices, its ranks see each other's rows and their
-results are summed. Ranks may have any number of tokens, none too.
+Where ``expert_tp`` splits each expert's matrices, its ranks gather each other's rows and sum
+their results. A rank may have any number of tokens, also none.
 """
 
 from dataclasses import dataclass
@@ -46,24 +46,24 @@ class Dispatched:
     counts: Int[Tensor, " e"]
     """Rows of each of this rank's experts."""
     handle: Any
-    """What ``combine`` of the same dispatcher needs."""
+    """State for ``combine`` of the same dispatcher."""
 
 
 @runtime_checkable
 class Dispatcher(Protocol):
-    """The two verbs."""
+    """Sends tokens to the ranks of their experts and returns the results."""
 
     def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
-        """Bring rows to this rank's experts."""
+        """Collect the rows of this rank's experts."""
         ...
 
     def combine(self, rows: Float[Tensor, "R D"], handle: Any) -> Float[Tensor, "T D"]:
-        """Bring results home and sum them by token."""
+        """Return results to the ranks of their tokens and sum them by token."""
         ...
 
 
 def build_dispatcher(config: MoEConfig, ep: Axis, expert_tp: Axis) -> Dispatcher:
-    """Return the dispatcher that the config asks for; the local one when nothing travels."""
+    """Return the dispatcher that the config names; the local one on one rank."""
     if ep.size == 1 and expert_tp.size == 1:
         return LocalDispatcher(config)
     if config.moe_token_dispatcher_type == "allgather":
@@ -93,7 +93,7 @@ class LocalDispatcher:
 def plan_within_capacity(routing: Routing, config: MoEConfig) -> RowPlan:
     """Plan the rows of this rank's tokens, within each expert's capacity if it has one.
 
-    The capacity is counted on each rank by itself, before anything travels.
+    Each rank applies the capacity to its own tokens, before any communication.
     """
     ids, factor = routing.ids, config.moe_expert_capacity_factor
     if not factor:
@@ -108,7 +108,7 @@ def plan_within_capacity(routing: Routing, config: MoEConfig) -> RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Trip:
-    """How rows travelled: what ``AllToAllDispatcher.combine`` retraces."""
+    """Row counts and order of one dispatch, which ``AllToAllDispatcher.combine`` reverses."""
 
     plan: RowPlan
     send: list[int]
@@ -120,7 +120,7 @@ class _Trip:
 
 
 class AllToAllDispatcher:
-    """Each row travels to the rank of its expert and back."""
+    """Sends each row to the rank of its expert and back, by all-to-all."""
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
         """Keep the config and the axes of the expert grid."""
@@ -146,7 +146,7 @@ class AllToAllDispatcher:
         return Dispatched(rows, probs, chunks.sum((0, 1)), trip)
 
     def combine(self, rows: Float[Tensor, "R D"], handle: _Trip) -> Float[Tensor, "T D"]:
-        """Retrace the trip: sum over ``expert_tp``, travel back over ``ep``, sum by token."""
+        """Reverse dispatch: sum over ``expert_tp``, all-to-all over ``ep``, sum by token."""
         rows = reorder(rows, handle.inverse, handle.order)
         rows = reduce_scatter_uneven(rows, self.expert_tp, [sum(r) for r in handle.receive])
         rows = all_to_all(rows, self.ep, handle.receive[self.expert_tp.rank], handle.send)
@@ -166,21 +166,21 @@ class AllToAllDispatcher:
 
 
 def _expert_major(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, " R"]:
-    """Order rows that lie source by source so that they lie expert by expert."""
+    """Return the order that brings rows from source-major to expert-major."""
     experts = torch.arange(chunks.shape[1], device=chunks.device).repeat(chunks.shape[0])
     experts = experts.repeat_interleave(chunks.reshape(-1), output_size=num_rows)
     return experts.argsort(stable=True)
 
 
 class AllGatherDispatcher:
-    """Every token visits every rank; each computes what its experts were chosen for."""
+    """Gathers all tokens on every rank, which computes those that chose its experts."""
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
         """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
 
     def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
-        """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; pick own rows.
+        """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; keep own rows.
 
         The host waits for the numbers of tokens of all ranks, and for its number of rows.
         """

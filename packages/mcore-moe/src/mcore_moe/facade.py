@@ -1,6 +1,6 @@
 """The plain front: a mixture of experts for any torch model, on one rank.
 
-It knows nothing of axes and works inside any ``nn.Module``, under torch's DDP and
+It takes no axes and works inside any ``nn.Module``, under torch's DDP and
 ``torch.compile``. To spread experts over ranks use ``MoELayer``.
 """
 

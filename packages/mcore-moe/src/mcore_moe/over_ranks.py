@@ -1,9 +1,8 @@
-"""Experts over ranks in a model of one's own: axes, what DDP leaves alone, gradients.
+"""Expert parallelism in a user's own model under torch's DDP or FSDP2.
 
-``mcore_parallel.DataParallel`` needs none of this: it reads from the layers which gradients
-are summed over which ranks. torch's DDP and FSDP2 take every parameter for a replica, and an
-expert is none: the ranks of ``ep`` hold different ones, each of which has seen the tokens of
-all of them.
+``mcore_parallel.DataParallel`` needs none of this: layers declare which gradients are summed
+over which ranks. torch's DDP and FSDP2 treat every parameter as a replica, but the ranks of
+``ep`` hold different experts, and each expert has seen the tokens of all these ranks.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from mcore_parallel.sharding import named_parameters
 
 
 class MoEAxes(TypedDict):
-    """Arguments of ``MoELayer``, which says what each is."""
+    """The axes among the arguments of ``MoELayer``, which documents each."""
 
     tp: Axis
     cp_tp: Axis
@@ -41,10 +40,10 @@ def moe_axes(ctx: ParallelContext) -> MoEAxes:
 
 
 def rank_local_names(model: nn.Module) -> list[str]:
-    """List the parameters and buffers of expert layers that DDP and FSDP2 must leave alone.
+    """List the parameters and buffers of expert layers that DDP and FSDP2 must ignore.
 
-    These are the experts, and the counts and biases that ``finish_step`` keeps. DDP would
-    average experts that are not the same, and overwrite counts by those of rank 0.
+    These are the experts, and the counts and biases that ``finish_step`` updates. DDP would
+    average different experts, and overwrite counts by those of rank 0.
     """
     names = [n.name for n in named_parameters(model) if n.layout.data == "expert"]
     for path, module in model.named_modules():
@@ -56,17 +55,17 @@ def rank_local_names(model: nn.Module) -> list[str]:
 
 
 def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
-    """Bring the experts' gradients to DDP's scale, in place; call it after backward.
+    """Reduce the experts' gradients and scale them as DDP does, in place, after backward.
 
-    An expert's gradient on a rank is a sum over the tokens of all ranks of ``ep``. It is summed
-    over the ranks that hold the same expert too (``ctx.expert_dp``, one all-reduce a tensor)
-    and divided by the number of ranks over which DDP averages (``ctx.dp_cp``): it is then the
-    gradient of the mean of the ranks' losses, as all others are.
+    An expert's gradient on a rank is a sum over the tokens of all ranks of ``ep``. The function
+    also sums it over the ranks that hold the same expert (``ctx.expert_dp``, one all-reduce a
+    tensor) and divides it by the number of ranks over which DDP averages (``ctx.dp_cp``). It is
+    then the gradient of the mean of the ranks' losses, like all other gradients.
 
     Args:
         model: unwrapped or wrapped.
-        ctx: of which the layers have their axes; ``tp`` of one rank. Under tensor parallelism
-            other gradients are parts of sums too: use ``mcore_parallel.DataParallel``.
+        ctx: from which the layers got their axes; ``tp`` of one rank. Under tensor parallelism
+            other gradients are partial sums too: use ``mcore_parallel.DataParallel``.
 
     Raises:
         ValueError: under tensor parallelism; on all ranks, the first time, if ranks that
@@ -87,7 +86,7 @@ def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
 
 
 def check_same(tensors: Mapping[str, Tensor], axis: Axis) -> None:
-    """Compare tensors over an axis by digests; one all-gather, and waits for the device.
+    """Compare tensors over an axis by digests: one all-gather, for which the host waits.
 
     Raises:
         ValueError: on all ranks, naming what differs and where.

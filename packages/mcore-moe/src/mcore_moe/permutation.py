@@ -1,10 +1,10 @@
-"""Tokens in order of their experts, and back: index arithmetic with exact gradients.
+"""Permutation of tokens into expert order and back: index arithmetic with exact gradients.
 
-A *row* is one token on its way to one expert; rows are sorted by expert, then by token. The
-plan knows both directions (the token of each row, the row of each choice), so both the
-forward and the backward of ``permute`` and ``unpermute`` are gathers and a sum over k in
-fixed order: no atomic addition, the same bits in every run. Without dropping, the number of
-rows is T*k, known to the host.
+A *row* is one token for one of its experts; rows are sorted by expert, then by token. The plan
+holds both directions (the token of each row, the row of each choice), so forward and backward
+of ``permute`` and ``unpermute`` are gathers and a sum over k in fixed order: no atomic
+addition, the same bits in every run. Without dropping, the number of rows is T*k, which the
+host knows without waiting.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class RowPlan:
     """Which row holds which choice. A *choice* is number t*k + j: token t's j-th expert."""
 
     choices: Int[Tensor, " R"]
-    """Choice of each row; T*k for a row that only fills space."""
+    """Choice of each row; T*k for a padding row."""
     slots: Int[Tensor, "T k"]
     """Row of each choice; R for a choice that was dropped."""
     counts: Int[Tensor, " E"]
@@ -63,8 +63,11 @@ def plan_rows(
 def _filled(
     order: Tensor, flat: Tensor, counts: Tensor, shape: tuple[int, ...], capacity: int
 ) -> RowPlan:
+    """Plan rows with exactly ``capacity`` for each expert; dropped choices get no row."""
     num_choices, num_experts = flat.numel(), counts.numel()
     num_rows = num_experts * capacity
+    # ``order`` lists the choices by expert, dropped ones (expert number E) last. The place of
+    # a choice among those of its expert is its position minus the expert's start.
     starts = counts.cumsum(0) - counts
     experts = flat[order]
     kept = experts < num_experts
@@ -88,7 +91,7 @@ def within_capacity(
     capacity: int,
     policy: str = "probs",
 ) -> Bool[Tensor, "T k"]:
-    """Say which choices fit when every expert takes at most ``capacity`` tokens.
+    """Return which choices fit when every expert takes at most ``capacity`` tokens.
 
     Args:
         ids: chosen experts.
@@ -100,6 +103,7 @@ def within_capacity(
     """
     flat = ids.reshape(-1)
     if policy == "probs":
+        # Two stable sorts: by expert, and among the choices of one expert by weight.
         by_prob = probs.reshape(-1).argsort(descending=True, stable=True)
         order = by_prob[flat[by_prob].argsort(stable=True)]
     else:
@@ -113,12 +117,12 @@ def within_capacity(
 
 
 def permute(x: Float[Tensor, "T D"], plan: RowPlan) -> Float[Tensor, "R D"]:
-    """Copy each token to its rows; rows that only fill space are zero."""
+    """Copy each token to its rows; padding rows are zero."""
     return _Permute.apply(x, plan.choices, plan.slots, plan.is_complete)
 
 
 def permute_probs(probs: Float[Tensor, "T k"], plan: RowPlan) -> Float[Tensor, " R"]:
-    """Bring the weight of each choice to its row; 0 for rows that only fill space."""
+    """Copy the weight of each choice to its row; padding rows get 0."""
     return _PermuteProbs.apply(probs, plan.choices, plan.slots, plan.is_complete)
 
 
@@ -128,14 +132,14 @@ def unpermute(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]
 
 
 def permute_reference(x: Float[Tensor, "T D"], plan: RowPlan) -> Float[Tensor, "R D"]:
-    """Slow twin of ``permute``, by plain indexing under autograd."""
+    """Slow reference of ``permute``, by plain indexing under autograd."""
     topk = plan.slots.shape[1]
     spare = torch.cat([x, x.new_zeros(1, x.shape[1])])
     return spare[plan.choices // topk]
 
 
 def unpermute_reference(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]:
-    """Slow twin of ``unpermute``, one row after the other under autograd."""
+    """Slow reference of ``unpermute``, one row after the other under autograd."""
     num_tokens, topk = plan.slots.shape
     sums = list(rows.new_zeros(num_tokens, rows.shape[1]).unbind(0))
     for row, choice in enumerate(plan.choices.tolist()):

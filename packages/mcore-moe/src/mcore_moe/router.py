@@ -1,4 +1,4 @@
-"""Choosing experts: from logits to k experts and their weights a token.
+"""Routing: from logits to k experts and their weights for each token.
 
 ``route`` is pure; ``Router`` owns the weight, the expert bias and the counts of a step. All
 score maths is float32 (float64 where the logits are); the weights stay in that precision.
@@ -34,7 +34,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of each token, best first, and what their outputs are weighed by."""
+    """The experts of each token, best first, and the weights of their outputs."""
 
     ids: Int[Tensor, "T k"]
     probs: Float[Tensor, "T k"]
@@ -111,7 +111,7 @@ def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
 
 
 class Router(nn.Module):
-    """The gate of a mixture of experts: a linear map, a choice, and the balance of it.
+    """The gate of a mixture of experts: a linear map, top-k choice and balancing losses.
 
     Attributes:
         weight: ``[E, D]``, the same on all tensor ranks; each sees its own tokens, so its
@@ -120,7 +120,7 @@ class Router(nn.Module):
             without ``moe_router_enable_expert_bias``. Stays float32 when the model is cast.
         step_counts: ``[E]`` int64 buffer: choices of this rank's tokens since the last step.
         step_scored_counts: ``[E]`` int64 buffer: the same by the plain top-k of the scores,
-            which the global loss is about.
+            for the global loss.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Router(nn.Module):
             tp: ranks that hold the weight and see different tokens.
             cp_tp: ranks that share a micro-batch.
             dp_cp_tp: ranks that share a step's batch.
-            streams: that jitter is drawn from, other numbers on every rank; None: torch's
-                default generator, which the caller then seeds.
+            streams: source of jitter, different on every rank; None: torch's default
+                generator, which the caller then seeds.
             init_std: of the weight; 0 leaves zeros and draws nothing.
             device: of the weight.
             dtype: of the weight.
@@ -180,7 +180,7 @@ class Router(nn.Module):
         reset_weight_(self, std=self.init_std, seed=seed)
 
     def layouts(self) -> dict[str, Layout]:
-        """Describe what every tensor rank holds whole; gradients are partial over them."""
+        """Describe the parameters: whole on every tensor rank, with partial gradients."""
         shape = tuple(self.weight.shape)
         layouts = {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}
         if self.expert_bias is not None:
@@ -188,7 +188,7 @@ class Router(nn.Module):
         return layouts
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # A bias rounded to bf16 would no longer move by its rate: move it, never cast it.
+        # In bf16 a step of the bias would be rounded away: move it between devices, never cast.
         before = None if self.expert_bias is None else self.expert_bias.detach()
         super()._apply(fn, recurse)
         bias = self.expert_bias
@@ -203,10 +203,10 @@ class Router(nn.Module):
         num_sequences: int = 1,
         mask: Bool[Tensor, " T"] | None = None,
     ) -> tuple[Routing, Float[Tensor, ""]]:
-        """Choose experts and weigh the balance of the choice.
+        """Choose experts and compute the balancing losses.
 
-        All-reduces counts over ``cp_tp`` (and ``dp_cp_tp`` for the global loss) when a loss
-        asks for it, in training only.
+        In training, all-reduces counts over ``cp_tp`` (and ``dp_cp_tp`` for the global loss)
+        if a loss needs them.
 
         Args:
             x: this rank's tokens; may be none.
@@ -309,5 +309,5 @@ class Router(nn.Module):
 
 
 def _is_replayed() -> bool:
-    """Say whether this forward is a recomputation inside a backward pass."""
+    """Return whether this forward is a recomputation inside a backward pass."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

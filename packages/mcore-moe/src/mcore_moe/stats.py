@@ -1,6 +1,6 @@
-"""What the routers of a model did in a step: reading it, and closing the step.
+"""Statistics of a model's routers, and their update at the end of a step.
 
-Routers count choices as they go. Once a step, after gradients are final, ``finish_step``
+Routers count choices in every forward. Once a step, after gradients are final, ``finish_step``
 sums the counts of all routers in one all-reduce, moves the expert biases and clears the
 counts.
 """
@@ -30,7 +30,7 @@ class RouterStats:
 
     @property
     def num_idle(self) -> int:
-        """Experts that nobody chose. Waits for the device."""
+        """Number of experts that no token chose. Waits for the device."""
         return int((self.counts == 0).sum())
 
 
@@ -42,15 +42,15 @@ def routers(model: nn.Module) -> dict[str, Router]:
 def finish_step(model: nn.Module, axis: Axis = SINGLE) -> dict[str, RouterStats]:
     """Close a step for all routers: move expert biases in place, clear the counts.
 
-    One all-reduce over ``axis``, which all its ranks call once a step; a model without
-    routers talks to nobody.
+    One all-reduce over ``axis``; all its ranks call this once a step. A model without routers
+    does not communicate.
 
     Args:
         model: or a part of it; pipeline stages may have different numbers of routers.
         axis: all ranks that share a step's batch (tp x cp x dp).
 
     Returns:
-        What each router did, by path, on the model's device.
+        Statistics of each router, by path, on the model's device.
     """
     found = routers(model)
     if not found:
