@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 2 for bad input, 1 for files or devices that failed, 0 for a program's fault."""
+    """Return 2 for bad input, 1 for failed files or devices, 0 for an error in the program."""
     if isinstance(error, (ValueError, FileNotFoundError)):
         return 2
     return int(
@@ -61,7 +61,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def _is_outside(error: RuntimeError) -> bool:
-    """Whether files or the device's memory are to blame, and no fault in a program."""
+    """Whether files or the device's memory failed, not the program."""
     from torch import OutOfMemoryError
 
     from mcore_ckpt.errors import CheckpointError
@@ -152,7 +152,7 @@ def _write_one(
     tokenizer: "Tokenizer",
     is_first: bool,
 ) -> None:
-    """Write on after one prompt, each piece of text as soon as it is whole characters."""
+    """Continue one prompt, printing text as soon as it ends in whole characters."""
     from mcore_infer.generation import prompt_ids, stop_ids, stream
     from mcore_infer.streaming import TextStream
 
@@ -178,7 +178,7 @@ def _write_one(
 
 @contextmanager
 def _opened(options: ModelOptions) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
-    """Join the other ranks and load; also say whether this rank is the one that speaks."""
+    """Join the world and load the model; also yield whether this rank prints."""
     from mcore_ckpt.storage.paths import resolve_folder
     from mcore_data.tokenizers.building import load_tokenizer
     from mcore_infer.loading import load_model

@@ -1,4 +1,4 @@
-"""How text is written: plain frozen data, the standard library only."""
+"""Options of sampling as plain frozen data; imports the standard library only."""
 
 from dataclasses import dataclass
 

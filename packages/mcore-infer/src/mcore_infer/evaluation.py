@@ -1,8 +1,8 @@
 """How well a model predicts given texts: loss, perplexity, bits per byte.
 
-A text is read in windows of the model's context; each but the first overlaps the one before
-and only its new tokens count, so every token counts once and has at least the overlap as
-its context. Everything is a total over tokens, never a mean of means.
+A text is evaluated in windows of the model's context. Each window but the first overlaps the
+one before and only its new tokens count, so every token counts once and has at least the
+overlap as its context. Results are totals over tokens, never means of means.
 """
 
 import math
@@ -47,7 +47,7 @@ class TextScore:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of one document as the model sees it."""
+    """A run of targets of one document for one forward pass."""
 
     document: int
     begin: int
@@ -106,7 +106,7 @@ def score_documents(
         context_tokens: longest window.
         stride: see ``plan_windows``; 0: half the context.
         batch: windows in one forward pass.
-        axis: data ranks that share the work; each is given all documents.
+        axis: data ranks that share the work; each gets all documents.
 
     Raises:
         ValueError: if the model is in training mode or the stride is not possible.

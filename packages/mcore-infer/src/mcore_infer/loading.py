@@ -1,7 +1,7 @@
-"""From a checkpoint folder to a model that answers, and its tokenizer.
+"""Loading of a checkpoint folder: a model in eval mode and its tokenizer.
 
-The folder says which model it holds, so no flags are needed, and any layout may load it:
-ranks read the rows they need.
+The folder describes its model, so no flags are needed, and any rank grid may load it: each
+rank reads the rows that it needs.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in eval mode with what belongs to it."""
+    """A model in eval mode with its description and tokenizer."""
 
     model: GPT
     description: ModelDescription
@@ -48,7 +48,7 @@ def load_model(
 
     Args:
         path: a run folder, a step folder of one, or a Hugging Face folder.
-        ctx: the layout, without pipeline and context parallelism.
+        ctx: the rank grid, without pipeline and context parallelism.
         step: which of a run folder's; 0: the latest.
         dtype: to compute in; None: bfloat16 on a GPU, else as it was saved but float32 for
             bfloat16, which CPUs are slow at.
@@ -94,7 +94,7 @@ def load_model(
 
 
 def check_context(ctx: ParallelContext) -> None:
-    """Refuse layouts in which text cannot be written token by token.
+    """Refuse rank grids under which text cannot be generated token by token.
 
     Raises:
         ValueError: naming the flags.

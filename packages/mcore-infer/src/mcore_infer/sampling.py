@@ -1,8 +1,8 @@
-"""From the scores of the next token to the token: temperature, cut-off, draw.
+"""Sampling of the next token from its logits: temperature, cut-off, draw.
 
 The order is Megatron's: temperature first, then top-k or top-p, then a draw from what is
-left. Random numbers come from outside, one a row, so that a row's text depends on its own
-seed alone: not on the device, nor on the other rows of its batch.
+left. The caller passes one random number a row, so that a row's text depends on its seed
+alone: not on the device, nor on the other rows of its batch.
 """
 
 import torch

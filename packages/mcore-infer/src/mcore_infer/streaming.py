@@ -1,7 +1,8 @@
-"""Text from tokens that come one by one.
+"""Incremental decoding of tokens to text.
 
 A token may hold a part of a character, and decoders may join a token to its neighbours, so
-text is decoded anew from a safe place and given out only when it ends in whole characters.
+each token is decoded with those before it, and text is returned only once it ends in whole
+characters.
 """
 
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -20,8 +21,8 @@ class TextStream:
         """
         self.tokenizer = tokenizer
         self._ids: list[int] = []
-        self._context = 0  # tokens that are given out but decoded along, for what joins them
-        self._given = 0  # tokens that are given out
+        self._context = 0  # returned tokens that are decoded again as context
+        self._given = 0  # tokens whose text was returned
 
     def add(self, token: int) -> str:
         """Take a token; return the text that is certain by now, possibly none."""
@@ -33,7 +34,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Return what is left when no more tokens come."""
+        """Return the remaining text after the last token."""
         piece = self._new_text()
         self._advance()
         return piece
