@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_moe import MoEConfig, MoELayer, grouped_linear, sequential_linear
-from mcore_moe.experts import weighted_gated
+from mcore_moe.activations import weighted_gated
 from mcore_moe.grouped_gemm import has_grouped_kernel
 from mcore_parallel.testing.ranks import run_ranks
 

@@ -304,7 +304,7 @@ def rotary_size(config: TransformerConfig) -> int:
 
 
 def activation(config: TransformerConfig) -> str:
-    """Name of the function in feed-forward layers, as ``mlp.ACTIVATIONS`` knows it."""
+    """Name of the function in feed-forward layers, see ``mcore_moe.activations``."""
     if config.swiglu:
         return "silu"
     if config.quick_geglu:

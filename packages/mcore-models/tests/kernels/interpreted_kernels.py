@@ -12,10 +12,9 @@ from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels.norm import fused_add_and_norm, fused_norm
 from mcore_models.kernels.rope import fused_rotary_split
-from mcore_models.layers.mlp import gated
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.rope import rotate
-from mcore_moe.experts import weighted_gated
+from mcore_moe.activations import gated, weighted_gated
 from mcore_moe.kernels import fused_gated, fused_weighted_gated
 from mcore_parallel.data_parallel.distributed_optimizer import adamw_plain
 from mcore_parallel.grad_slot import grad_slot

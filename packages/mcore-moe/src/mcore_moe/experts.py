@@ -8,14 +8,13 @@ Each expert is a logical tensor of its own: ``{e}.fc1.gate.weight`` with e count
 ranks.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from mcore_moe.activations import activation_function, weighted_gated
 from mcore_moe.grouped_gemm import (
     deferred_linear,
     grouped_linear,
@@ -23,98 +22,9 @@ from mcore_moe.grouped_gemm import (
 )
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Layout, Part, named_parameters
-
-
-def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Square of the positive part. So et al. 2021, Primer, arXiv:2109.08668."""
-    return F.relu(x).square()
-
-
-def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GELU by its tanh approximation, as GPT-2. Hendrycks and Gimpel, arXiv:1606.08415."""
-    return F.gelu(x, approximate="tanh")
-
-
-def quick_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GELU by a logistic curve, x sigmoid(1.702 x). Hendrycks and Gimpel, arXiv:1606.08415."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "quick_gelu": quick_gelu,
-    "relu": F.relu,
-    "squared_relu": squared_relu,
-}
-"""Elementwise functions by name; the names are those of mcore-models and relu."""
-
-FUSED = ("silu", "gelu_tanh")
-"""Activations of a gate that have a kernel."""
-
-
-def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """Return an elementwise function by name.
-
-    Raises:
-        ValueError: if the name is not known.
-    """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is not one of {sorted(ACTIVATIONS)}.")
-    return ACTIVATIONS[name]
-
-
-def weighted_gated(
-    x: Float[Tensor, "R F2"], probs: Float[Tensor, " R"], activation: str
-) -> Float[Tensor, "R F"]:
-    """Activate the first half of the channels, multiply with the second and with the weight.
-
-    One kernel on a GPU where there is one for the activation; compiled code fuses by itself.
-
-    Args:
-        x: gate and up-projection of each row.
-        probs: weight of each row.
-        activation: see ``ACTIVATIONS``.
-    """
-    if (
-        x.is_cuda
-        and activation in FUSED
-        and x.dtype != torch.float64
-        and not torch.compiler.is_compiling()
-        and works(GATE_KERNELS, x.device, x.dtype)
-    ):
-        from mcore_moe.kernels import fused_weighted_gated
-
-        return fused_weighted_gated(x, probs, activation)
-    return weighted_gated_plain(x, probs, activation)
-
-
-def weighted_gated_plain(
-    x: Float[Tensor, "R F2"], probs: Float[Tensor, " R"], activation: str
-) -> Float[Tensor, "R F"]:
-    """Reference of ``kernels.fused_weighted_gated`` in plain torch."""
-    gate, up = x.chunk(2, dim=-1)
-    hidden = activation_function(activation)(gate) * up
-    return (hidden * probs[:, None]).to(x.dtype)
-
-
-def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels import fused_weighted_gated
-
-    x, probs = (wave(*shape, device=device, dtype=dtype) for shape in ((3, 32), (3,)))
-    got, want = (
-        both_passes(lambda x, probs, run=run: run(x, probs, "silu"), x, probs)
-        for run in (fused_weighted_gated, weighted_gated_plain)
-    )
-    return list(zip(got, want, strict=True))
-
-
-GATE_KERNELS = OptionalKernel("gated activations in Triton", ("triton",), _try_kernels)
 
 
 class Experts(nn.Module):
@@ -154,7 +64,7 @@ class Experts(nn.Module):
             ep: ranks that share the experts.
             expert_tp: ranks that share each expert's matrices.
             gated: whether fc1 gives a gate and an up-projection.
-            activation: see ``ACTIVATIONS``.
+            activation: see ``activations.ACTIVATIONS``.
             bias: whether both products have one.
             grouped: use the grouped product where the device has it.
             init_std: of fc1; 0.0 leaves all zeros and draws nothing.

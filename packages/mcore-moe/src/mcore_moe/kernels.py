@@ -3,9 +3,8 @@
 It optionally multiplies by a weight for each row, as experts need.
 One read and one write of the rows, forward and backward, at the memory limit, where plain
 torch makes six passes. The gradient of a row's weight is the sum over the row, made by one
-program in fixed order, so that every run gives the same bits. The references are
-``experts.weighted_gated_plain`` and, in mcore-models, ``mlp.gated``; this module is imported
-only where tensors are on a GPU.
+program in fixed order, so that every run gives the same bits. The references are in
+``activations``; this module is imported only where tensors are on a GPU.
 """
 
 from typing import Any, no_type_check

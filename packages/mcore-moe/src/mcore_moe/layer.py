@@ -71,7 +71,7 @@ class MoELayer(nn.Module):
             streams: of random numbers, for the router's jitter; see ``Router``.
             sequence_parallel: whether tokens are cut over ``tp``.
             gated: whether experts have a gate and an up-projection.
-            activation: see ``experts.ACTIVATIONS``.
+            activation: see ``activations.ACTIVATIONS``.
             bias: whether the experts' products have one (router and shared expert have none).
             init_std: of router and fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_moe.experts import activation_function
+from mcore_moe.activations import activation_function
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, whole
@@ -50,7 +50,7 @@ class SharedExpert(nn.Module):
             tp: ranks that share F.
             sequence_parallel: whether tokens are cut over ``tp``.
             gated: whether fc1 gives a gate and an up-projection.
-            activation: see ``experts.ACTIVATIONS``.
+            activation: see ``activations.ACTIVATIONS``.
             has_token_gate: weigh the output by a learned sigmoid of the token.
             init_std: of fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.

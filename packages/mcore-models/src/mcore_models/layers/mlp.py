@@ -4,70 +4,20 @@ A gated layer multiplies an activated projection (gate) with a plain one (up); b
 one weight, gate first, so that they are one product.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_moe.experts import FUSED, GATE_KERNELS
+from mcore_moe.activations import activation_function, gated
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.optional_kernels import works
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
     RowParallelLinear,
 )
-
-
-def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Square of the positive part. So et al. 2021, Primer, arXiv:2109.08668."""
-    return F.relu(x).square()
-
-
-def quick_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GELU by a logistic curve, x sigmoid(1.702 x). Hendrycks and Gimpel, arXiv:1606.08415."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GELU by its tanh approximation, as GPT-2. Hendrycks and Gimpel, arXiv:1606.08415."""
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "quick_gelu": quick_gelu,
-    "squared_relu": squared_relu,
-}
-"""Elementwise functions by the name that ``config.activation`` gives."""
-
-
-def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
-    """Activate the first half of the channels and multiply it with the second.
-
-    One kernel on a GPU where there is one for the activation.
-
-    Reference:
-        Shazeer 2020, arXiv:2002.05202.
-    """
-    if (
-        x.is_cuda
-        and activation in FUSED
-        and x.dtype != torch.float64
-        and not torch.compiler.is_compiling()
-        and works(GATE_KERNELS, x.device, x.dtype)
-    ):
-        from mcore_moe.kernels import fused_gated
-
-        return fused_gated(x, activation)
-    gate, up = x.chunk(2, -1)
-    return ACTIVATIONS[activation](gate) * up
 
 
 class MLP(nn.Module):
@@ -99,7 +49,7 @@ class MLP(nn.Module):
             hidden_size: D.
             ffn_hidden_size: F over all ranks.
             gated: whether fc1 gives a gate too.
-            activation: a key of ``ACTIVATIONS``.
+            activation: see ``mcore_moe.activations``.
             bias: whether both products have one.
             axis: ranks that share the width.
             sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
@@ -135,4 +85,4 @@ class MLP(nn.Module):
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:
             return gated(hidden, self.activation)
-        return ACTIVATIONS[self.activation](hidden)
+        return activation_function(self.activation)(hidden)

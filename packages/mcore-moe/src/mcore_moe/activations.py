@@ -1,0 +1,124 @@
+"""Activation functions of feed-forward layers by name, and gated ones, fused on a GPU.
+
+mcore-models' dense layers use them too, so that a name means the same function everywhere.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
+
+
+def squared_relu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Square of the positive part. So et al. 2021, Primer, arXiv:2109.08668."""
+    return F.relu(x).square()
+
+
+def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GELU by its tanh approximation, as GPT-2. Hendrycks and Gimpel, arXiv:1606.08415."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """GELU by a logistic curve, x sigmoid(1.702 x). Hendrycks and Gimpel, arXiv:1606.08415."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+}
+"""Elementwise functions by name."""
+
+FUSED = ("silu", "gelu_tanh")
+"""Activations of a gate that have a kernel."""
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """Return an elementwise function by name.
+
+    Raises:
+        ValueError: if the name is not known.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not one of {sorted(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]
+
+
+def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
+    """Activate the first half of the channels and multiply it with the second.
+
+    One kernel on a GPU where there is one for the activation; compiled code fuses the
+    operations itself.
+
+    Args:
+        x: gate and up-projection.
+        activation: a key of ``ACTIVATIONS``.
+
+    Reference:
+        Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
+    """
+    if _has_kernel(x, activation):
+        from mcore_moe.kernels import fused_gated
+
+        return fused_gated(x, activation)
+    gate, up = x.chunk(2, -1)
+    return activation_function(activation)(gate) * up
+
+
+def weighted_gated(
+    x: Float[Tensor, "R F2"], probs: Float[Tensor, " R"], activation: str
+) -> Float[Tensor, "R F"]:
+    """Return ``gated`` times a weight for each row, in one kernel under the same conditions.
+
+    Args:
+        x: gate and up-projection of each row.
+        probs: weight of each row.
+        activation: a key of ``ACTIVATIONS``.
+    """
+    if _has_kernel(x, activation):
+        from mcore_moe.kernels import fused_weighted_gated
+
+        return fused_weighted_gated(x, probs, activation)
+    return weighted_gated_plain(x, probs, activation)
+
+
+def weighted_gated_plain(
+    x: Float[Tensor, "R F2"], probs: Float[Tensor, " R"], activation: str
+) -> Float[Tensor, "R F"]:
+    """Reference of ``kernels.fused_weighted_gated`` in plain torch."""
+    gate, up = x.chunk(2, dim=-1)
+    hidden = activation_function(activation)(gate) * up
+    return (hidden * probs[:, None]).to(x.dtype)
+
+
+def _has_kernel(x: Tensor, activation: str) -> bool:
+    return (
+        x.is_cuda
+        and activation in FUSED
+        and x.dtype != torch.float64
+        and not torch.compiler.is_compiling()
+        and works(GATE_KERNELS, x.device, x.dtype)
+    )
+
+
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    from mcore_moe.kernels import fused_weighted_gated
+
+    x, probs = (wave(*shape, device=device, dtype=dtype) for shape in ((3, 32), (3,)))
+    got, want = (
+        both_passes(lambda x, probs, run=run: run(x, probs, "silu"), x, probs)
+        for run in (fused_weighted_gated, weighted_gated_plain)
+    )
+    return list(zip(got, want, strict=True))
+
+
+GATE_KERNELS = OptionalKernel("gated activations in Triton", ("triton",), _try_kernels)

@@ -1,0 +1,30 @@
+"""Activations and gated activations against their formulas."""
+
+import pytest
+import torch
+
+from mcore_moe.activations import ACTIVATIONS, gated
+
+FORMULAS = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_tanh": lambda x: (
+        x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    ),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": lambda x: x.clamp(min=0),
+    "squared_relu": lambda x: x.clamp(min=0) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_follow_their_formula(name):
+    x = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    torch.testing.assert_close(ACTIVATIONS[name](x), FORMULAS[name](x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["silu", "quick_gelu"])
+def test_the_first_half_gates_the_second(name):
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    want = FORMULAS[name](x[..., :4]) * x[..., 4:]
+    torch.testing.assert_close(gated(x, name), want, rtol=1e-12, atol=1e-12)
