@@ -10,6 +10,7 @@ from mcore_data.datasets.blending import (
     draw_slowly,
     normalize_weights,
 )
+from mcore_data.datasets.epochs import EpochsDataset
 from mcore_data.datasets.mock import MockGPTDataset
 
 
@@ -86,6 +87,22 @@ def test_samples_say_where_they_come_from():
         expected = parts[number][int(blend.sample_index[k])]["tokens"]
         assert np.array_equal(sample["tokens"], expected)
     assert blend[None]["loss_mask"].sum() == 0
+
+
+@pytest.mark.parametrize("other", [{}, {"eod_mask_loss": True}], ids=["in place", "copied"])
+def test_a_batch_is_its_samples_one_by_one(other):
+    shape = {"vocab_size": 9, "inter_document_masking": True}
+    datasets = [
+        MockGPTDataset(8, seed=seed, num_samples=30, **shape, **options)
+        for seed, options in enumerate([other, {}, {}])
+    ]
+    epochs = EpochsDataset(lambda number: datasets[1 + number % 2], 60)
+    blend = BlendedDataset([datasets[0], epochs], [1, 2], 60)
+    places = [59, 0, 7, *range(30, 56)]
+    batch = blend.batch(places)
+    for key, values in batch.items():
+        assert np.array_equal(values, np.stack([blend[place][key] for place in places]))
+    assert np.shares_memory(batch["tokens"], batch["labels"]) == (not other)
 
 
 def test_a_dataset_that_is_too_short_is_named():

@@ -7,7 +7,7 @@ packed borders are those of the stored documents, whatever ids these hold.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,49 @@ class SampleOptions:
             or self.reset_attention_mask
             or self.create_attention_mask
             or self.inter_document_masking
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TextRows:
+    """Rows that datasets write their samples into, each the rows that are its own.
+
+    Attributes:
+        text: int64 [B, S + 1].
+        num_tokens: int64 [B], tokens of each row.
+        part_ends: for each row where its stored documents end, if that is needed.
+    """
+
+    text: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    part_ends: list[NDArray[np.int64]]
+
+
+@dataclass(slots=True)
+class Arrangement:
+    """Makes samples of rows of text; equal ones make the same of them.
+
+    Attributes:
+        sequence_length: S, tokens in a sample.
+        options: what to add.
+    """
+
+    sequence_length: int
+    options: SampleOptions
+    _positions: NDArray[np.int64] | None = field(default=None, compare=False)
+
+    def empty_rows(self, count: int) -> TextRows:
+        """Rows for a batch of ``count`` samples, to be written."""
+        text = np.empty((count, self.sequence_length + 1), np.int64)
+        return TextRows(text, np.empty(count, np.int64), [np.empty(0, np.int64)] * count)
+
+    def arrange(self, rows: TextRows) -> dict[str, NDArray[Any]]:
+        """Make a batch of rows that are written; batches share positions."""
+        count = len(rows.text)
+        if self._positions is None or len(self._positions) < count:
+            self._positions = np.tile(np.arange(self.sequence_length), (count, 1))
+        return arrange(
+            rows.text, rows.num_tokens, rows.part_ends, self._positions[:count], self.options
         )
 
 

@@ -167,16 +167,34 @@ class OrderedBlend:
         if not 0 <= places.min() <= places.max() < len(self):
             raise IndexError(f"sample {places.min()} to {places.max()} of {len(self)}")
         numbers = self.dataset_index[places]
+        giving = {
+            number: np.flatnonzero(numbers == number) for number in np.unique(numbers).tolist()
+        }
+        inside = self.sample_index[places]
+        arrangements = [getattr(self.datasets[n], "arrangement", None) for n in giving]
+        shared = arrangements[0]
+        if shared and all(other == shared for other in arrangements):
+            # Each writes its rows in place: nothing is copied once more.
+            text = shared.empty_rows(len(places))
+            for number, rows in giving.items():
+                self.datasets[number].write(inside[rows].tolist(), text, rows)  # pyrefly: ignore
+            stacked = shared.arrange(text)
+        else:
+            stacked = self._stack(giving, inside)
+        return stacked | {"dataset_id": numbers.astype(np.int64)}
+
+    def _stack(
+        self, giving: dict[int, NDArray[np.intp]], inside: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """Copy the samples of any datasets to their rows."""
         stacked: dict[str, NDArray[Any]] = {}
-        for number in np.unique(numbers).tolist():
-            rows = np.flatnonzero(numbers == number)
-            part = batch_of(self.datasets[number], self.sample_index[places[rows]].tolist())
-            for key, values in part.items():
+        for number, rows in giving.items():
+            for key, values in batch_of(self.datasets[number], inside[rows].tolist()).items():
                 if key not in stacked:
-                    shape = (len(places), *values.shape[1:])
+                    shape = (len(inside), *values.shape[1:])
                     stacked[key] = np.empty(shape, values.dtype)
                 stacked[key][rows] = values
-        return stacked | {"dataset_id": numbers.astype(np.int64)}
+        return stacked
 
     def ledger(self, num_samples: int) -> list[int]:
         """How many samples each dataset has given once the first ``num_samples`` are used."""

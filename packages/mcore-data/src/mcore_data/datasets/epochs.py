@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.datasets.arrangement import Arrangement, TextRows
 from mcore_data.datasets.blending import MapDataset, batch_of
 
 
@@ -47,6 +48,20 @@ class EpochsDataset:
             return batch_of(self.epoch(int(numbers[0])), inside.tolist())
         rows = [batch_of(self.epoch(e), [i]) for e, i in zip(numbers, inside, strict=True)]
         return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """As ``GPTDataset.arrangement``; None if the epochs have none."""
+        return getattr(self.epoch(0), "arrangement", None)
+
+    def write(
+        self, samples: Sequence[int], rows: TextRows, places: NDArray[np.integer]
+    ) -> None:
+        """As ``GPTDataset.write``."""
+        numbers, inside = np.divmod(np.asarray(samples), self.per_epoch)
+        for number in np.unique(numbers):
+            mine = numbers == number
+            self.epoch(number).write(inside[mine].tolist(), rows, places[mine])
 
     def epoch(self, number: int) -> Any:
         """The dataset of one epoch; the last two used are kept."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.datasets.arrangement import SampleOptions, arrange
+from mcore_data.datasets.arrangement import Arrangement, SampleOptions, TextRows
 from mcore_data.datasets.sample_index import SampleIndexSpec, load_sample_index
 
 
@@ -33,9 +33,8 @@ class Sequences(Protocol):
         sequences: NDArray[np.integer],
         offsets: NDArray[np.int64],
         lengths: NDArray[np.int64],
-        out: NDArray[np.int64],
-    ) -> None:
-        """Copy ranges of many sequences into ``out``, end to end."""
+    ) -> NDArray[Any]:
+        """Ranges of many sequences, end to end."""
         ...
 
 
@@ -130,8 +129,7 @@ class GPTDataset:
         self.shift_labels = shift_labels
         self.seed = seed
         self.transform = transform
-        self._positions = np.zeros((0, sequence_length), np.int64)
-        self.options = SampleOptions(
+        options = SampleOptions(
             eod=eod,
             reset_position_ids=reset_position_ids,
             reset_attention_mask=reset_attention_mask,
@@ -139,6 +137,7 @@ class GPTDataset:
             create_attention_mask=create_attention_mask,
             inter_document_masking=inter_document_masking,
         )
+        self.arrangement = Arrangement(sequence_length, options)
         lengths = sequences.lengths
         ids = range(len(lengths)) if document_ids is None else document_ids
         if not isinstance(ids, range):
@@ -173,28 +172,44 @@ class GPTDataset:
         Raises:
             IndexError: if a sample does not exist.
         """
+        rows = self.arrangement.empty_rows(len(samples))
+        self.write(samples, rows, np.arange(len(samples)))
+        return self.arrangement.arrange(rows)
+
+    def write(
+        self, samples: Sequence[int], rows: TextRows, places: NDArray[np.integer]
+    ) -> None:
+        """Write samples into rows of a batch, for ``arrangement`` to make samples of.
+
+        Args:
+            samples: which samples, [b].
+            rows: of the batch; those at other places are left as they are.
+            places: row of each sample, [b].
+
+        Raises:
+            IndexError: if a sample does not exist.
+        """
         parts = self.parts(samples)
-        row_starts = np.cumsum(parts.counts) - parts.counts
-        num_tokens = np.add.reduceat(parts.lengths, row_starts)
-        text = np.empty((len(samples), self.sequence_length + 1), np.int64)
-        flat = text.reshape(-1)
-        if self.transform is None and (num_tokens == text.shape[1]).all():
-            self.sequences.gather(parts.sequences, parts.offsets, parts.lengths, flat)
-            needed = self.options.needs_borders
-            part_lengths = np.split(parts.lengths, row_starts[1:]) if needed else []
+        begins = np.cumsum(parts.counts) - parts.counts
+        num_tokens = np.add.reduceat(parts.lengths, begins)
+        size = self.sequence_length + 1
+        part_lengths = []
+        if self.transform is None and (num_tokens == size).all():
+            found = self.sequences.gather(parts.sequences, parts.offsets, parts.lengths)
+            rows.text[places] = found.reshape(-1, size)  # widened on the way
+            if self.arrangement.options.needs_borders:
+                part_lengths = np.split(parts.lengths, begins[1:])
         else:
-            text[:] = self.transform.pad if self.transform else 0
-            part_lengths = [
-                self._fill(text[row], parts, slice(start, start + count), samples[row])
-                for row, (start, count) in enumerate(
-                    zip(row_starts.tolist(), parts.counts.tolist(), strict=True)
-                )
-            ]
-            num_tokens = np.array([min(sum(n), text.shape[1]) for n in part_lengths])
-        ends = [np.cumsum(lengths) for lengths in part_lengths]
-        if len(self._positions) < len(samples):
-            self._positions = np.tile(np.arange(self.sequence_length), (len(samples), 1))
-        return arrange(text, num_tokens, ends, self._positions[: len(samples)], self.options)
+            rows.text[places] = self.transform.pad if self.transform else 0
+            for sample, place, start, count in zip(
+                samples, places, begins, parts.counts, strict=True
+            ):
+                mine = slice(start, start + count)
+                part_lengths.append(self._fill(rows.text[place], parts, mine, sample))
+            num_tokens = np.array([min(sum(n), size) for n in part_lengths])
+        rows.num_tokens[places] = num_tokens
+        for place, lengths in zip(places, part_lengths, strict=False):  # none if not needed
+            rows.part_ends[place] = np.cumsum(lengths)
 
     def parts(self, samples: Sequence[int]) -> Parts:
         """Where samples come from.
@@ -245,8 +260,8 @@ class GPTDataset:
     ) -> NDArray[np.int64]:
         """Write one sample that is short or rewritten; returns the lengths of its parts."""
         lengths = parts.lengths[mine]
-        text = np.empty(int(lengths.sum()), np.int64)
-        self.sequences.gather(parts.sequences[mine], parts.offsets[mine], lengths, text)
+        text = self.sequences.gather(parts.sequences[mine], parts.offsets[mine], lengths)
+        text = text.astype(np.int64)
         if self.transform is not None:
             random = np.random.default_rng([self.seed, sample])
             pieces = [

@@ -139,27 +139,25 @@ class IndexedDataset:
         sequences: NDArray[np.integer],
         offsets: NDArray[np.int64],
         lengths: NDArray[np.int64],
-        out: NDArray[np.int64],
-    ) -> None:
-        """Copy ranges of many sequences into ``out``, end to end, widened to int64.
+    ) -> NDArray[Any]:
+        """Copy ranges of many sequences end to end, in the stored dtype; read-only.
 
         Args:
             sequences: which sequences, [P].
             offsets: first token of each range, [P].
-            lengths: tokens of each range, [P]; they sum to the length of ``out``.
-            out: filled in place.
+            lengths: tokens of each range, [P].
         """
         size = self.dtype.itemsize
         starts = self.index.pointers[sequences] + offsets * size
         places = zip(starts.tolist(), (starts + lengths * size).tolist(), strict=True)
         if isinstance(self._bin, _MappedBin):
-            # Joined as bytes and widened in one go: numpy takes far longer for each range.
+            # Joined as bytes: numpy takes far longer for each range.
             view = self._bin.view
             parts = [view[start:stop] for start, stop in places]
         else:
             read = self._bin.read
             parts = [read(start, (stop - start) // size) for start, stop in places]
-        out[:] = np.frombuffer(b"".join(parts), self.dtype)  # pyrefly: ignore[bad-argument-type]
+        return np.frombuffer(b"".join(parts), self.dtype)  # pyrefly: ignore[bad-argument-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as prefix and ways of reading."""
