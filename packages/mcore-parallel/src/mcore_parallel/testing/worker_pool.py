@@ -1,9 +1,8 @@
 """The processes behind ``testing``: forked from others that have torch loaded.
 
-A ``Pool`` keeps gloo ranks for the whole test run. Each call makes a fresh world of the first
-N of them. When a rank fails, the others get a moment to answer too; who does not is ended,
-so no rank is left waiting for a dead peer, and a rank that answers is used again. A
-``ForkServer`` forks them.
+A ``Pool`` keeps gloo ranks for the whole test run. Each call makes a new world of the first N
+of them. If a rank fails, all ranks of that world are ended, so none waits for a dead peer, and
+the next call forks new ones from the ``ForkServer``.
 
 ``run_forked`` runs a command once, as its own ``__main__``.
 """
@@ -41,10 +40,6 @@ PRELOADED = (
     *("rich.progress", "pytest"),
 )
 OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_data", "mcore_train")
-GRACE_S = 0.5
-"""How long ranks may still answer after one has failed."""
-LEAVE_S = 30.0
-"""How long a rank that has answered may take to leave a failed world."""
 
 
 def warm_context() -> ForkServerContext:
@@ -55,22 +50,25 @@ def warm_context() -> ForkServerContext:
 
 
 class ForkServer:
-    """A process with our packages imported, which forks ranks: each is ready at once.
+    """A process with our packages imported, which forks ranks without a start-up time.
 
-    It imports those of our rooms that this process has; under the shape hook that is seconds.
+    It imports the modules of our packages that this process has imported, which takes seconds
+    under the shape hook.
 
     Args:
         check_shapes: check jaxtyping annotations in the ranks.
 
     Raises:
-        RuntimeError: if a room cannot be imported there, with the traceback.
+        RuntimeError: if a module cannot be imported there, with the traceback.
     """
 
     def __init__(self, check_shapes: bool) -> None:
         self._control, there = mp.Pipe()
-        rooms = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
+        modules = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
         self._process = warm_context().Process(
-            target=_serve_forks, args=(there, check_shapes, list(sys.path), rooms), daemon=True
+            target=_serve_forks,
+            args=(there, check_shapes, list(sys.path), modules),
+            daemon=True,
         )
         with there:
             self._process.start()
@@ -78,7 +76,7 @@ class ForkServer:
             raise RuntimeError(f"ranks cannot start:\n{trouble}")
 
     def fork(self) -> "Member":
-        """Start a rank, which sees the ``sys.path`` of now."""
+        """Start a rank with this process's present ``sys.path``."""
         here, there = mp.Pipe()
         with there:
             self._control.send(list(sys.path))
@@ -86,13 +84,13 @@ class ForkServer:
             return Member(self._control.recv(), here)
 
     def end(self, member: "Member") -> None:
-        """Kill a rank, if it still lives, and wait for its end."""
+        """Kill a rank, if it is alive, and wait for its end."""
         member.pipe.close()
         self._control.send(member.pid)
         self._control.recv()
 
     def stop(self) -> None:
-        """End the process; ranks that it forked end once their pipes are closed."""
+        """End the process; the ranks that it forked end once their pipes are closed."""
         self._control.close()
         self._process.join()
 
@@ -103,10 +101,6 @@ class Member:
 
     pid: int
     pipe: Connection
-
-    def is_alive(self) -> bool:
-        """Say whether it can take a task; to be asked when none is running."""
-        return not (self.pipe.closed or self.pipe.poll())
 
 
 class Pool:
@@ -124,87 +118,53 @@ class Pool:
     def run(
         self, function: Callable[..., Any], world_size: int, arguments: tuple, timeout_s: float
     ) -> list[Any]:
-        """Run a function on every rank of a fresh world; see ``testing.run_ranks``."""
+        """Run a function on every rank of a new world; see ``testing.run_ranks``."""
         address = address_of(function)
-        self._fill(world_size)
+        self.fork_server = self.fork_server or ForkServer(self.check_shapes)
+        while len(self.members) < world_size:
+            self.members.append(self.fork_server.fork())
         folder = tempfile.mkdtemp(prefix="ranks")
-        # On their own: a child must know the test's file before it can read its classes.
+        # Pickled separately: a rank must load the test's file before it can read its classes.
         packed = pickle.dumps(arguments)
         task = (address, world_size, os.path.join(folder, "store"), packed)
         try:
             for rank in range(world_size):
                 self.members[rank].pipe.send_bytes(pickle.dumps((rank, *task)))
             return self._collect(world_size, timeout_s)
-        except RuntimeError:
-            self._settle(world_size)
-            raise
         except BaseException:
-            self.stop()
+            for member in self.members[:world_size]:
+                self.fork_server.end(member)
+            del self.members[:world_size]
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _fill(self, size: int) -> None:
-        """Start ranks that are not there, or not any more."""
-        self.fork_server = self.fork_server or ForkServer(self.check_shapes)
-        for rank in range(size):
-            if rank < len(self.members) and self.members[rank].is_alive():
-                continue
-            self.members[rank : rank + 1] = [self.fork_server.fork()]
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
         waiting = {self.members[rank].pipe: rank for rank in range(world_size)}
         results: list[Any] = [None] * world_size
         deadline = time.monotonic() + timeout_s
-        failed = ""
         while waiting:
             ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RuntimeError(
+                    f"ranks {sorted(waiting.values())} of {world_size} gave no answer in "
+                    f"{timeout_s} s"
+                )
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     failure, results[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    failed = failed or f"rank {rank} of {world_size} died"
-                else:
-                    if failure:
-                        failed = failed or f"rank {rank} of {world_size} failed:\n{failure}"
-            if not failed and not ready:
-                failed = (
-                    f"ranks {sorted(waiting.values())} of {world_size} gave no answer in "
-                    f"{timeout_s} s"
-                )
-            if failed:
-                if not ready:
-                    break
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-        for rank in waiting.values():
-            self._end(rank)
-        if failed:
-            raise RuntimeError(failed)
+                    raise RuntimeError(f"rank {rank} of {world_size} died") from None
+                if failure:
+                    raise RuntimeError(f"rank {rank} of {world_size} failed:\n{failure}")
         return results
-
-    def _settle(self, world_size: int) -> None:
-        """Let ranks that answered leave the failed world; end those that cannot."""
-        living = [rank for rank in range(world_size) if self.members[rank].is_alive()]
-        for rank in living:
-            pipe = self.members[rank].pipe
-            try:
-                pipe.send_bytes(pickle.dumps(None))
-                has_left = pipe.poll(LEAVE_S) and pickle.loads(pipe.recv_bytes()) == "left"
-            except (EOFError, OSError):
-                has_left = False
-            if not has_left:
-                self._end(rank)
-
-    def _end(self, rank: int) -> None:
-        assert self.fork_server is not None
-        self.fork_server.end(self.members[rank])
 
     def stop(self) -> None:
         """End all ranks."""
         if self.fork_server is not None:
-            for rank in range(len(self.members)):
-                self._end(rank)
+            for member in self.members:
+                self.fork_server.end(member)
             self.fork_server.stop()
         self.fork_server, self.members = None, []
 
@@ -242,7 +202,7 @@ def _run_main(
     cwd: str,
     streams: list[str],
 ) -> None:
-    """Run in a child: become the command, to its exit code."""
+    """Run the command in a child process, which ends with the command's exit code."""
     for descriptor, stream in enumerate(streams, start=1):
         opened = os.open(stream, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(opened, descriptor)
@@ -254,8 +214,7 @@ def _run_main(
     sys.argv[:] = [module, *words]
     import torch
 
-    # As in a process that was started: processes of its own are forked, and random numbers
-    # begin elsewhere than in all others.
+    # As in a process that was started: the default start method, and a random seed.
     mp.set_start_method(None, force=True)
     torch.set_num_threads(1)
     torch.seed()
@@ -263,7 +222,7 @@ def _run_main(
 
 
 def address_of(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Say where a function is found by another process: module, file, name.
+    """Return how another process finds a function: module, file, name.
 
     Raises:
         ValueError: if it is no module-level function of a file.
@@ -275,10 +234,10 @@ def address_of(function: Callable[..., Any]) -> tuple[str, str, str]:
 
 
 def _serve_forks(
-    control: Connection, check_shapes: bool, path: list[str], rooms: list[str]
+    control: Connection, check_shapes: bool, path: list[str], modules: list[str]
 ) -> None:
-    """Run in a nest: fork a rank for each path, end one for each process id, until closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent's, who ends all.
+    """Run in the server: fork a rank for each path received, end one for each process id."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends all processes.
     sys.path[:] = path
     warnings.simplefilter("error")
     # Seen on torch 2.11 with gloo: noise about the default device that no test can act on.
@@ -288,24 +247,24 @@ def _serve_forks(
 
         install_import_hook(list(CHECKED_PACKAGES), "beartype.beartype")
     try:
-        for room in rooms:
-            importlib.import_module(room)
+        for module in modules:
+            importlib.import_module(module)
     except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
         control.send(traceback.format_exc())
         return
     control.send("")
-    gc.freeze()  # What is here is here to stay: no rank looks through it again.
+    gc.freeze()  # No rank's collector scans these objects again.
     living: set[int] = set()
     while True:
         try:
-            asked: list[str] | int = control.recv()
+            request: list[str] | int = control.recv()
         except (EOFError, OSError):
             return
-        if isinstance(asked, int):
-            if asked in living:
-                os.kill(asked, signal.SIGKILL)
-                os.waitpid(asked, 0)
-                living.remove(asked)
+        if isinstance(request, int):
+            if request in living:
+                os.kill(request, signal.SIGKILL)
+                os.waitpid(request, 0)
+                living.remove(request)
             control.send(None)
             continue
         pipe = Connection(recv_handle(control))
@@ -314,7 +273,7 @@ def _serve_forks(
             try:
                 control.close()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                sys.path[:] = asked
+                sys.path[:] = request
                 _serve(pipe)
             finally:
                 os._exit(0)
@@ -328,19 +287,13 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    # Here and not in the nest: threads of autograd end a process that was forked after it.
+    # Not in the server: a process forked after autograd has started threads would crash.
     torch.set_num_threads(1)
     while True:
         try:
             task = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
-        if task is None:  # A peer failed, and all that are left know it.
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            pipe.send_bytes(pickle.dumps("left"))
-            gc.collect()
-            continue
         rank, address, world_size, store, arguments = task
         try:
             function = load_function(address)
@@ -351,16 +304,16 @@ def _serve(pipe: Connection) -> None:
                 rank=rank,
                 world_size=world_size,
             )
-            # Who is connected to all must not leave before the others are so too.
+            # No rank may leave before all are connected to each other.
             dist.barrier(group=dist.group.WORLD)
             answer = pickle.dumps((None, function(*pickle.loads(arguments))))
             dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
-            # The group stays until the parent says so: closing it would fail the peers, whose
-            # complaint about a lost connection might come first.
+            # The group stays open until the parent ends this rank: closing it would fail the
+            # peers, whose error about a lost connection might come first.
             answer = pickle.dumps((traceback.format_exc(), None))
         pipe.send_bytes(answer)
-        gc.collect()  # Models and groups, which are threads that poll for ever.
+        gc.collect()  # Frees models, and groups with their polling threads.
 
 
 def _start_afresh() -> None:
@@ -381,7 +334,7 @@ def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
     # the name that it has there, so that its classes travel both ways.
     module = sys.modules.get(module_name)
     if module is None:
-        # Unpickling a class of ``a.b.c`` asks for ``a`` first; its neighbours may be imported.
+        # Unpickling a class of ``a.b.c`` imports ``a`` first, and may import its neighbours.
         parents = module_name.split(".")[:-1]
         for count in range(1, len(parents) + 1):
             parent = ModuleType(".".join(parents[:count]))
