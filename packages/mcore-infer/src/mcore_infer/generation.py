@@ -251,9 +251,9 @@ class _Writer:
 
     def _room(self, row: int, length: int) -> int:
         """Return how many tokens a row may write within the model's positions."""
-        limit, asked = self.model.config.max_position_embeddings, self.sampling.num_tokens
-        if not limit or length + asked <= limit:
-            return asked
+        limit, wanted = self.model.config.max_position_embeddings, self.sampling.num_tokens
+        if not limit or length + wanted <= limit:
+            return wanted
         if length >= limit:
             raise ValueError(
                 f"prompt {row} has {length} tokens: the maximum context length was exceeded "
@@ -265,7 +265,7 @@ class _Writer:
             length,
             limit - length,
             limit,
-            asked,
+            wanted,
         )
         return limit - length
 
@@ -302,7 +302,7 @@ class _Writer:
                     yield NewToken(i, released, its_log_prob)
 
     def _next_tokens(self, chosen: Tensor) -> Tensor:
-        # Rows that are done go along with whatever they chose; nobody reads it.
+        # Finished rows keep decoding; their output is ignored.
         position = self.cache.length
         forced = [r.prompt[position] if position < len(r.prompt) else -1 for r in self.rows]
         prompt = torch.tensor(forced, device=self.device)

@@ -1,7 +1,7 @@
-"""The experts of a rank: stacked weights, and what becomes of the rows that they serve.
+"""The experts of a rank: stacked weights, and the forward pass of their rows.
 
-Rows come sorted by expert, ``counts`` says how many each has; ``grouped_gemm`` multiplies
-them. The weight of a choice multiplies the activation before the second product (and the
+Rows are sorted by expert, ``counts`` holds the rows of each; ``grouped_gemm`` does the GEMMs.
+The weight of a choice multiplies the activation before the second GEMM (and the
 second bias), so that the sum over a token's rows is all that is left to do.
 
 Each expert is a logical tensor of its own: ``{e}.fc1.gate.weight`` with e counted over all
@@ -65,8 +65,8 @@ class Experts(nn.Module):
             expert_tp: ranks that share each expert's matrices.
             gated: whether fc1 gives a gate and an up-projection.
             activation: see ``activations.ACTIVATIONS``.
-            bias: whether both products have one.
-            grouped: use the grouped product where the device has it.
+            bias: whether both GEMMs have one.
+            grouped: use the grouped GEMM where the device has it.
             init_std: of fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.
             recompute_activation: forget what goes into fc2, make it again in backward.
@@ -130,7 +130,7 @@ class Experts(nn.Module):
         probs: Float[Tensor, " R"],
         counts: Int[Tensor, " e"],
     ) -> Float[Tensor, "R D"]:
-        """Run every row through its expert, weighed; talks to nobody.
+        """Run every row through its expert and weigh the result; no communication.
 
         With ``expert_tp`` the result is this rank's part of a sum over it.
 

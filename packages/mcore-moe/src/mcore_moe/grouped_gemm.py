@@ -1,8 +1,8 @@
 """Rows sorted by expert times stacked weights: one expert after the other, or in one kernel.
 
-The sequential product loops over the experts; the grouped one is a single kernel. They are
-the same function, and which one runs is a matter of device and dtype only. Either may put
-its weights' gradient off, for pipeline schedules that split backward.
+The sequential form loops over the experts; the grouped GEMM is a single kernel. Both compute
+the same function; device and dtype decide which one runs. Either may defer the gradient of its
+weights, for pipeline schedules that split backward.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def deferred_linear(
     *,
     linear: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Float[Tensor, "R N"]:
-    """Multiply as ``linear``, the weight's gradient put off into the queue of its slot.
+    """Multiply as ``linear``, with the weight's gradient deferred to its slot's queue.
 
     The rows and the gradient of the result are kept until it is made, which adds it to the
     weight's main gradient.
@@ -72,7 +72,7 @@ def deferred_linear(
 
 
 def has_grouped_kernel(x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"]) -> bool:
-    """Say whether torch's grouped product takes these tensors, eager and compiled alike.
+    """Return whether torch's grouped GEMM takes these tensors, eager and compiled alike.
 
     On torch 2.11: bfloat16 with rows of a multiple of 16 bytes; on CUDA from compute
     capability 8.0.
@@ -84,7 +84,7 @@ def has_grouped_kernel(x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"]) 
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The grouped product with its own backward, which takes gradients of any strides."""
+    """The grouped GEMM with a backward that takes gradients of any strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The mixture-of-experts layer: route, dispatch, compute, combine.
 
-It takes and gives ``[T, D]`` and returns its auxiliary loss beside the output, as a second
-root of backward; nothing is smuggled into a gradient. Every token is routed by exactly one
+Input and output are ``[T, D]``. The layer returns its auxiliary loss as a second output and
+root of backward; no gradient is changed on its way. Every token is routed by exactly one
 rank: under sequence parallelism the tensor ranks hold different tokens already, without it
 the layer shares the tokens out among them and sums the results.
 """
@@ -57,7 +57,7 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate and initialise the layer; makes no group and talks to nobody.
+        """Allocate and initialise the layer; makes no group, no communication.
 
         Args:
             hidden_size: D.
@@ -72,7 +72,7 @@ class MoELayer(nn.Module):
             sequence_parallel: whether tokens are cut over ``tp``.
             gated: whether experts have a gate and an up-projection.
             activation: see ``activations.ACTIVATIONS``.
-            bias: whether the experts' products have one (router and shared expert have none).
+            bias: whether the experts' GEMMs have one (router and shared expert have none).
             init_std: of router and fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.
             recompute_activation: forget what goes into the experts' fc2, make it again in

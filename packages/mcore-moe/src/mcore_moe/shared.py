@@ -20,7 +20,7 @@ from mcore_parallel.tensor_parallel.linear import (
 
 
 class SharedExpert(nn.Module):
-    """A dense feed-forward network beside the routed experts.
+    """A dense feed-forward network in parallel with the routed experts.
 
     Reference:
         Dai et al. 2024, DeepSeekMoE, section 3.2. arXiv:2401.06066. The gate is that of

@@ -37,7 +37,7 @@ class DeferredWork(Protocol):
 class GradSlot:
     """One parameter's gradient, as its operations and its owner see it.
 
-    The one attribute that a Parameter carries beside torch's own, ``parameter.grad_slot``.
+    Stored as ``parameter.grad_slot``, the only attribute that this library adds to a Parameter.
 
     Attributes:
         main: the main gradient, of the parameter's shape; None: autograd has the gradient.
@@ -62,7 +62,7 @@ class GradSlot:
         return was_stale
 
     def add_matmul(self, a: Float[Tensor, "F T"], b: Float[Tensor, "T D"]) -> None:
-        """Add the matrix product a·b to ``main``, or write it over a stale one, and say so."""
+        """Add the matmul a·b to ``main``, or overwrite it if stale; then call ``ready``."""
         assert self.main is not None
         accumulate_matmul(self.main, a, b, overwrite=self.take_stale())
         self.ready()
@@ -123,7 +123,7 @@ def accumulate_matmul(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Add the matrix product a·b to ``total`` in place, in the GEMM's own epilogue.
+    """Add the matmul a·b to ``total`` in place, in the GEMM's epilogue.
 
     Low-precision operands accumulate into a float32 total without a temporary on CUDA (661
     TFLOP/s seen on H200 for 8192x28672x4096); elsewhere the GEMM runs in the total's dtype.
@@ -132,7 +132,7 @@ def accumulate_matmul(
         total: changed in place.
         a: first factor.
         b: second factor.
-        overwrite: replace ``total`` by the product, without reading it.
+        overwrite: replace ``total`` by the matmul, without reading it.
     """
     if a.dtype != total.dtype and not a.is_cuda:
         a, b = a.to(total.dtype), b.to(total.dtype)

@@ -45,7 +45,7 @@ class Axis:
     ranks: tuple[int, ...]
     """Global ranks along the axis, in order; ``ranks[rank]`` is this one."""
     agreement: Agreement | None = None
-    """Compares the first calls of all ranks, where ``build`` was told to."""
+    """Compares the first calls of all ranks; None without ``compare_calls``."""
 
     def __post_init__(self) -> None:
         """Check size and place against the group, which gathers in its own order.
@@ -142,7 +142,7 @@ class ParallelContext:
                 The world's group has gloo and nccl, so that numbers on the host are exchanged
                 without the GPU.
             compare_calls: let the ranks of each group compare their first calls through the
-                world's store, so that those that disagree are named (see ``agreeing``).
+                world's store, so that an error names those that disagree (see ``call_checks``).
 
         Raises:
             ValueError: if the degrees do not fit the world, the settings of nccl cannot be

@@ -2,8 +2,8 @@
 
 Parameters are walked in reverse registration order, the order in which backward finishes
 them, and laid one after the other into buckets; a bucket is the unit of communication.
-``plan_buckets`` is the layout as plain numbers; ``Bucket`` adds the memory and the two
-collectives. The parameter buffer has the layout of the gradient buffer, so that a sharded
+``plan_buckets`` computes the offsets as plain numbers; ``Bucket`` adds the memory and the two
+collectives. The parameter buffer has the offsets of the gradient buffer, so the distributed
 optimizer gathers updated weights straight into the parameters.
 """
 

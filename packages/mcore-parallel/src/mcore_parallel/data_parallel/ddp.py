@@ -53,7 +53,7 @@ class DataParallel:
 
         Args:
             chunks: model chunks of this rank, in forward order; one without interleaving.
-            ctx: the layout; talks to nobody here.
+            ctx: the rank grid; no communication here.
             config: sharding, overlap, bucket size, dtype.
 
         Raises:
@@ -93,7 +93,7 @@ class DataParallel:
     def zero_grad(self) -> None:
         """Forget all main gradients and expect the first micro-batch.
 
-        They are zero afterwards, but where a layer's first product of the step overwrites
+        They are zero afterwards, except where a layer's first GEMM of the step overwrites
         them (``grad_slot.overwrites``).
         """
         if self._zeroed:  # torch refuses a list of none
@@ -201,7 +201,7 @@ class DataParallel:
     def check_weights(self) -> None:
         """Compare the weights of data ranks and tied copies, which are equal to the last bit.
 
-        Every rank calls it, between steps; see ``replicas.check_weights``.
+        Every rank calls it, between steps; see ``replica_checks.check_weights``.
 
         Raises:
             UnlikeWeightsError: on every rank if any differ, with parameter and ranks.

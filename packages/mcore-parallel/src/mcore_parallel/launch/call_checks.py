@@ -1,10 +1,12 @@
-"""Ranks that disagree are told apart before they hang: calls are compared when they are new.
+"""Comparison of the ranks' first collectives and messages, before each of them runs.
 
-Two ranks that call one collective with other shapes hang, crash or, worst, go on with wrong
-numbers. The first calls of every group are therefore compared through the store, each
-before it happens; the count of calls decides which, so all ranks of a group compare the
-same ones. Afterwards a call costs one comparison of integers. A message between two ranks is
-compared by its receiver, before it is read.
+Ranks that call one collective with different shapes hang, crash or, worst, continue with wrong
+numbers. So the ranks of a group compare their first calls through the store. The number of the
+call decides, so all ranks of a group compare the same ones; later calls cost one comparison of
+integers. The receiver of a message compares its shape with the sent one before it reads it.
+
+torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does not replace this: seen on 2.11, it lets a sum
+meet a maximum, and functional all-gathers fail under it on gloo.
 """
 
 from collections import Counter
@@ -26,7 +28,7 @@ backward of some thirty layers."""
 
 
 class DisagreementError(RuntimeError):
-    """Two ranks call different things at the same place in their sequence of calls."""
+    """Two ranks make different calls at the same place in their sequence of calls."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class Agreement:
         """Compare a call that is about to happen with that of the group's first rank.
 
         Args:
-            what: the operation and all that must be equal beside the tensor.
+            what: the operation, and all that must be equal apart from the tensor.
             x: what is sent; shape and dtype must be equal.
             any_rows: the first dimension may differ.
 
@@ -89,7 +91,7 @@ class Agreement:
             )
 
     def tell_message(self, peer: int, x: Tensor) -> None:
-        """Tell a rank what it is about to be sent.
+        """Announce the shape and dtype of a message to its receiver.
 
         Args:
             peer: its place among the ranks.
@@ -129,7 +131,7 @@ class Agreement:
             )
 
     def _told(self, key: str, otherwise: str) -> list[str]:
-        """Wait for what another rank tells: its call or message, and from where."""
+        """Wait for another rank's call or message; return its description and call site."""
         try:
             self.store.wait([key], timedelta(seconds=self.timeout_s))
         except dist.DistNetworkError as error:
@@ -141,7 +143,7 @@ class Agreement:
         return self.store.get(key).decode().split("\n")
 
     def _next_message(self, sender: int, receiver: int) -> str:
-        """Return where the next message of two ranks is told; empty: not compared."""
+        """Return the store's key of the next message of two ranks; empty: not compared."""
         number = self.num_messages[sender, receiver]
         self.num_messages[sender, receiver] += 1
         key = f"agree/{self.name}/{sender}-{receiver}/{number}"

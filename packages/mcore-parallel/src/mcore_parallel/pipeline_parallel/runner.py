@@ -1,9 +1,9 @@
 """The runner: executes any schedule, one action after the other.
 
-A stage is a function from its input and the micro-batch number to its output, so that
-nothing here knows models. Received tensors are waited for only when a stage needs them, so
-messages travel under computation. Once an output is sent only its place in the autograd
-graph is kept, not its memory. One rank is the schedule without messages.
+A stage is a function from its input and the micro-batch number to its output, so the runner
+does not depend on models. It waits for a received tensor only when a stage needs it, so
+messages overlap with computation. Of an output that was sent it keeps the node of the autograd
+graph, not the memory. On one rank a schedule has no messages.
 """
 
 from collections import deque
@@ -193,12 +193,12 @@ def _check(
             f"the schedule runs chunks {sorted(named)}, but functions are given for "
             f"{sorted(chunks)}"
         )
-    told = {(action.kind, action.chunk) for action in actions}
+    kinds = {(action.kind, action.chunk) for action in actions}
     for chunk in chunks:
         is_first = chunk == 0 and axis.rank == 0
         is_last = chunk == len(chunks) - 1 and axis.rank == axis.size - 1
         ends = (Kind.RECEIVE_FORWARD, is_first), (Kind.SEND_FORWARD, is_last)
-        if any(((kind, chunk) in told) == is_end for kind, is_end in ends):
+        if any(((kind, chunk) in kinds) == is_end for kind, is_end in ends):
             raise ValueError(
                 f"these actions of chunk {chunk} are not those of rank {axis.rank} of "
                 f"{axis.size}: build the schedule for {axis.size} pipeline ranks and take "

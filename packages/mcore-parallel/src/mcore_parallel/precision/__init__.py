@@ -1,1 +1,1 @@
-"""How linears multiply: one GEMM object for each precision."""
+"""GEMMs of linears: one object for each precision."""

@@ -1,10 +1,10 @@
-"""``Gemm``: the three matrix products of a linear, in one precision.
+"""``Gemm``: the three GEMMs of a linear, in one precision.
 
 A linear holds one: ``y = x W^T + b`` in forward, ``dy W`` for the gradient of its input and
 ``dy^T x`` for that of its weight. Operands that are cast or transposed on their way (fp8) are
-made once by ``keep`` and ``prepare`` and handed from one product to the next as plain tensors,
-so that autograd may save them, recomputation may make them again and a schedule may put the
-weight's gradient off.
+made once by ``keep`` and ``prepare`` and passed from one GEMM to the next as plain tensors, so
+that autograd may save them, recomputation may make them again and a schedule may defer the
+weight's gradient.
 """
 
 from typing import Protocol, runtime_checkable
@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_parallel.grad_slot import GradSlot
 
 Operands = tuple[Tensor, ...]
-"""What one product leaves for another, in the object's own form."""
+"""Tensors that one GEMM passes to a later one, in a form of the object's choice."""
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class Gemm(Protocol):
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return the product, and what ``keep`` would return of the input."""
+        """Return y, and the operands that ``keep`` would return for the input."""
         ...
 
     def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
@@ -51,12 +51,12 @@ class Gemm(Protocol):
 
 
 class PlainGemm:
-    """Products in the dtype of their factors, by torch."""
+    """GEMMs by torch in the dtype of their operands."""
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return the product and the input itself."""
+        """Return y and the input itself."""
         return F.linear(x, weight, bias), (x,)
 
     def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:

@@ -124,7 +124,8 @@ class VocabParallelHead(nn.Module):
 
     Attributes:
         weight: this rank's rows, ``[padded_vocab_size / axis.size, hidden_size]``.
-        padded_vocab_size: rows over all ranks; ``vocab_parallel_cross_entropy`` asks for it.
+        padded_vocab_size: rows over all ranks; an argument of
+            ``vocab_parallel_cross_entropy``.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class VocabParallelHead(nn.Module):
 def _look_up(
     ids: Int[Tensor, "S B"], weight: Float[Tensor, "v D"], *, others_are_zero: bool = False
 ) -> Float[Tensor, "S B D"]:
-    """Take rows by id; ids that are no row give zeros if that is asked for.
+    """Take rows by id; with ``others_are_zero`` an id that is no row gives zeros.
 
     The gradient goes straight into the table's main gradient if it has one.
     """
@@ -252,7 +253,7 @@ def add_rows_(
 def add_rows_plain(
     total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
 ) -> None:
-    """Twin of ``embedding_kernels.add_rows`` in plain torch."""
+    """Reference of ``kernels.embedding.add_rows`` in plain torch."""
     is_row = (ids >= 0) & (ids < total.shape[0])
     kept = rows.to(total.dtype).where(is_row.unsqueeze(-1), 0.0)
     total.index_add_(0, ids.where(is_row, 0), kept)

@@ -5,7 +5,7 @@ columns (input features); a column followed by a row needs one reduction. Under 
 parallelism the activations outside the pair are cut along dimension 0, so the all-reduces
 become all-gather and reduce-scatter. Over an axis of one rank both are plain linears.
 
-What travels when is in ``linear_autograd``; the GEMMs are those of the layer's ``Gemm`` object.
+``linear_autograd`` does the communication; the GEMMs are those of the layer's ``Gemm`` object.
 
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -246,7 +246,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Float[Tensor, "S *B f"]) -> Float[Tensor, "s *B D"]:
         """Return the whole output features, of this rank's tokens under sequence parallelism.
 
-        Forward reduce-scatters (sequence parallelism) or all-reduces the partial products.
+        Forward reduce-scatters (sequence parallelism) or all-reduces the partial sums.
         Backward all-gathers the gradient of the output under sequence parallelism; the
         gradient of the bias is then that of this rank's tokens, a partial sum.
         """

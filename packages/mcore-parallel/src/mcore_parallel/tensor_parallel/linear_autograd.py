@@ -1,8 +1,8 @@
 """GEMMs with a weight split over the tensor ranks: the functional core of the linears.
 
 Under sequence parallelism tokens are gathered before a column-parallel GEMM and summed and
-scattered behind a row-parallel one. What is multiplied how is the ``Gemm`` object's; what
-travels when is decided here.
+reduce-scattered after a row-parallel one. The ``Gemm`` object defines the GEMMs, this module
+the communication.
 
 A weight whose ``GradSlot`` has a main gradient has its gradient added there, else autograd gets
 it. With a queue in the slot (``WeightQueue``) it is made later: until then its input is kept,

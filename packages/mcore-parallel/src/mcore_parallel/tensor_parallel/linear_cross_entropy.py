@@ -1,10 +1,10 @@
 """Output head fused with the vocabulary-parallel cross-entropy, in chunks of tokens.
 
-The logits of a chunk live only while its loss and gradients are made: for 8192 tokens and
-128k words that is half a gigabyte instead of ten. What is special: the forward pass makes
-the gradients too (the loss is the root of backward, so its own gradient is known to be 1),
-and the weight gradient is accumulated by the GEMM itself into ``main_grad`` in float32.
-The slow twin is ``VocabParallelHead`` followed by ``vocab_parallel_cross_entropy``.
+The logits of a chunk live only while its loss and gradients are computed: for 8192 tokens and
+128k words that is half a gigabyte instead of ten. The forward pass computes the gradients too
+(the loss is the root of backward, so its own gradient is known to be 1), and the GEMM itself
+accumulates the weight gradient into ``main_grad`` in float32.
+The slow reference is ``VocabParallelHead`` followed by ``vocab_parallel_cross_entropy``.
 """
 
 from typing import Any
@@ -202,7 +202,7 @@ def row_stats_plain(
     first: int,
     has_plain: bool = True,
 ) -> Float[Tensor, "4 T"]:
-    """Twin of ``loss_kernels.row_stats`` in plain torch; float64 stays float64."""
+    """Reference of ``kernels.loss.row_stats`` in plain torch; float64 stays float64."""
     wide = logits[:, :width].to(torch.promote_types(logits.dtype, torch.float32))
     local = labels - first
     mine = (local >= 0) & (local < width)
@@ -226,7 +226,7 @@ def softmax_gradient_plain(
     label_smoothing: float,
     vocab_size: int,
 ) -> None:
-    """Twin of ``loss_kernels.softmax_gradient_`` in plain torch, likewise in place."""
+    """Reference of ``kernels.loss.softmax_gradient_`` in plain torch, likewise in place."""
     wide = logits[:, :width].to(log_sum.dtype)
     grad = torch.exp(wide - log_sum[:, None]) - label_smoothing / vocab_size
     local = labels - first
