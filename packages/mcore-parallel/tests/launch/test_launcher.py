@@ -1,9 +1,9 @@
 """Reading a launcher's environment, and ranks started on this host."""
 
+import fcntl
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -21,6 +21,7 @@ from mcore_parallel.launch.launcher import (
     read_environment,
     shut_down,
 )
+from mcore_parallel.testing.ranks import run_command
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -133,51 +134,78 @@ signal.signal(signal.SIGINT, lambda *_: None)
 mine.with_suffix(".ready").touch()
 time.sleep(600)
 """
+# A launcher, run by `run_command`: its ranks are cold processes, so few of them load torch.
 LAUNCHES = """
-import sys
+import os, sys, threading, time
+from pathlib import Path
 from mcore_parallel.launch.launcher import launch_local
-sys.exit(launch_local([sys.executable, "-c", *sys.argv[1:]], 2, poll_s=0.02))
+folder, code, *numbers = sys.argv[1:]
+def end_the_job():  # as timeout does: the process, then its group, in which it is itself
+    while len(list(Path(folder).glob("*.ready"))) < 2:
+        time.sleep(0.02)
+    for number in map(int, numbers):
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        os.killpg(0, number)
+os.setsid()
+threading.Thread(target=end_the_job, daemon=True).start()
+sys.exit(launch_local([sys.executable, "-c", code, folder], 2, poll_s=0.02))
 """
 
 
+def launch(code, folder, monkeypatch, *numbers):
+    """Launch two ranks of a program in a process of its own, which gets these signals."""
+    (folder / "launches.py").write_text(LAUNCHES)
+    monkeypatch.syspath_prepend(folder)
+    return run_command("launches", folder, code, *(int(number) for number in numbers))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_every_rank_and_their_end_is_waited_for(number, tmp_path):
-    command = [sys.executable, "-c", LAUNCHES, SAVES_WHEN_ASKED, str(tmp_path)]
-    with subprocess.Popen(command, start_new_session=True) as launcher:
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        launcher.send_signal(number)  # as timeout does: to the process, then to its group
-        time.sleep(0.1)
-        os.killpg(launcher.pid, number)
-        assert launcher.wait(120) == 0
+def test_a_signal_reaches_every_rank_and_their_end_is_waited_for(number, tmp_path, monkeypatch):
+    done = launch(SAVES_WHEN_ASKED, tmp_path, monkeypatch, number)
+    assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("*.saved")} == {"0.saved", "1.saved"}
 
 
+# The log of a rank outlives its launcher, so it is a file, locked until the rank ends.
 JOINS = """
-import sys, time
-from mcore_parallel.launch.launcher import initialize
-initialize("cpu")
-print("joined", file=sys.stderr, flush=True)
+import fcntl, os, signal, sys, time
+from pathlib import Path
+import torch
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.launch.launcher import initialize, shut_down
+from mcore_parallel.mesh import ParallelContext
+folder, rank, launcher = Path(sys.argv[1]), os.environ["RANK"], os.getppid()
+device = initialize("cpu")
+assert initialize("cpu") == device
+world = ParallelContext.build(ParallelConfig(), device).world
+total = all_reduce(torch.tensor([world.rank + 1.0]), world)
+assert total.tolist() == [3.0]
+shut_down()
+log = open(folder / f"{rank}.log", "w")
+fcntl.flock(log, fcntl.LOCK_EX)
+os.dup2(log.fileno(), 2)
+(folder / f"{rank}.left").write_text(str(launcher))
+if rank == "0":
+    while not (folder / "1.left").exists():
+        time.sleep(0.02)
+    os.kill(launcher, signal.SIGKILL)
 time.sleep(60)
 """
 
 
-def test_ranks_whose_launcher_is_killed_end_and_say_why():
-    command = [sys.executable, "-c", LAUNCHES, JOINS]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
-        joined = 0
-        for line in launcher.stderr:
-            joined += line.count("joined")  # the two may write to one line
-            if joined == 2:
-                break
-        launcher.kill()
-        started_s = time.monotonic()
-        told = launcher.stderr.read()  # to the end of the last rank
-    assert time.monotonic() - started_s < 45
+def test_ranks_join_and_leave_one_world_and_end_with_a_killed_launcher(tmp_path, monkeypatch):
+    done = launch(JOINS, tmp_path, monkeypatch)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    started_s = time.monotonic()
     for rank in (0, 1):
-        gone = f"process {launcher.pid}, which started all ranks, is gone"
-        assert f"rank {rank} ends: {gone}" in told
+        launcher = (tmp_path / f"{rank}.left").read_text()
+        with (tmp_path / f"{rank}.log").open() as log:
+            fcntl.flock(log, fcntl.LOCK_EX)  # once the rank has ended
+            reason = f"process {launcher}, which started all ranks, is gone"
+            assert f"rank {rank} ends: {reason}" in log.read()
+    assert time.monotonic() - started_s < 45
 
 
 def test_bad_numbers_and_a_launch_inside_a_launch_are_refused(monkeypatch):
@@ -196,21 +224,3 @@ def test_python_command_runs_a_module_with_this_interpreter():
         "mcore_train",
         "gpt",
     ]
-
-
-def test_launched_ranks_join_one_world_and_leave_it(tmp_path):
-    script = tmp_path / "sum_ranks.py"
-    script.write_text(
-        "import torch\n"
-        "from mcore_parallel.collectives import all_reduce\n"
-        "from mcore_parallel.config import ParallelConfig\n"
-        "from mcore_parallel.launch.launcher import initialize, shut_down\n"
-        "from mcore_parallel.mesh import ParallelContext\n"
-        "device = initialize('cpu')\n"
-        "assert initialize('cpu') == device\n"
-        "world = ParallelContext.build(ParallelConfig(), device).world\n"
-        "total = all_reduce(torch.tensor([world.rank + 1.0]), world)\n"
-        "assert total.tolist() == [3.0]\n"
-        "shut_down()\n"
-    )
-    assert launch_local([sys.executable, str(script)], 2) == 0
