@@ -4,7 +4,7 @@ import pytest
 from parity.any_layout import BASE, OPTIONS, check, command_line, draws, is_valid, shrink
 
 SEED = 2026
-DEFAULT = {4: 6}
+DEFAULT = {4: 2}
 """Draws of the default suite, by ranks; more ranks are in ``parity_long``."""
 
 
@@ -22,8 +22,8 @@ def test_many_drawn_layouts_compute_what_one_rank_computes(world_size, seed):
 
 
 def test_draws_are_the_same_for_a_seed_and_reach_most_choices():
-    chosen = draws(SEED, 4, 12)
-    assert chosen[:3] == draws(SEED, 4, 3)
+    chosen = draws(SEED, 4, 8)
+    assert chosen[:1] == draws(SEED, 4, 1)
     reached = {(name, str(value)) for draw in chosen for name, value in draw.items()}
     known = [c for row in OPTIONS for c in row if any(is_valid(c | d, 4) for d in chosen)]
     missed = [c for c in known if not {(n, str(v)) for n, v in c.items()} <= reached]
