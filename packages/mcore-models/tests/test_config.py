@@ -1,5 +1,7 @@
 """The model's options: defaults, derivations, and errors that say what to change."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +31,9 @@ def config(**changes):
 
 
 def test_the_founding_program_needs_three_numbers_only():
+    fields = dataclasses.fields(TransformerConfig)
+    required = {field.name for field in fields if field.default is dataclasses.MISSING}
+    assert required == {"num_layers", "hidden_size", "num_attention_heads"}
     made = TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
     assert (head_dim(made), num_kv_heads(made), ffn_size(made)) == (64, 12, 2048)
     assert (made.position_embedding_type, made.normalization) == ("rope", "RMSNorm")
