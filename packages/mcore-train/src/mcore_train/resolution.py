@@ -228,7 +228,7 @@ def _empty_ranks(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
         own = stages_of_rank(list(stages), pp, rank)
         if own and not any(s.layers or s.has_embedding or s.has_loss for s in own):
             yield (
-                f"{split} leave pipeline rank {rank} of {pp} without layer, embedding or loss: "
+                f"pipeline rank {rank} of {pp} has no layer, embedding or loss under {split}: "
                 "move a layer there, or lower --pipeline-model-parallel-size."
             )
 
