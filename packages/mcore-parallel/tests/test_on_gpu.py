@@ -5,9 +5,10 @@ import torch
 
 from mcore_parallel.config import AdamConfig, DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW, adamw_plain
+from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adamw import adamw_plain
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,
@@ -109,7 +110,7 @@ def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moment
 
 
 def test_an_optimizer_step_is_the_same_with_and_without_its_kernel(monkeypatch):
-    import mcore_parallel.data_parallel.distributed_optimizer as zero
+    import mcore_parallel.optimizers.adamw as zero
 
     def train():
         torch.manual_seed(0)

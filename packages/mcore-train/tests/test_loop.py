@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
+from mcore_train.config import OptimizerConfig
 from mcore_train.layout_check.trial import Rows
 from mcore_train.loop import train, validate
+from mcore_train.optimizers import OPTIMIZERS
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
@@ -51,6 +54,15 @@ def collect(run, **options):
     reports = []
     done = train(run, Reporter(None), on_report=reports.append, **options)
     return done, reports
+
+
+def test_each_optimizer_that_a_flag_names_has_an_update_rule():
+    names = get_args(get_type_hints(OptimizerConfig)["optimizer"])
+    assert set(names) == set(OPTIMIZERS)
+    run = build(optimizer="sgd", lr=1.0)
+    _, reports = collect(run)
+    assert set(run.optimizer.rule.moments) == {"momentum"}
+    assert reports[-1].loss < reports[0].loss
 
 
 def test_the_first_step_and_every_interval_are_reported():

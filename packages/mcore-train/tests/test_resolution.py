@@ -62,6 +62,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
          "heads must divide evenly. Use 1, 2, 3, 4, 6 or 12"),
         (6, {"tensor_model_parallel_size": 4}, "does not divide the world of 6 ranks"),
         (1, {"sequence_parallel": True}, "--sequence-parallel has no effect"),
+        (1, {"optimizer": "sgd", "adam_eps": 1e-6}, "have no effect with --optimizer sgd"),
+        (1, {"sgd_momentum": 0.5}, "--sgd-momentum has no effect with --optimizer adam"),
         (2, {"num_distributed_optimizer_instances": 2},
          "--num-distributed-optimizer-instances 2 has no effect without"),
         (2, {"micro_batch_size": 2, "global_batch_size": 6}, "use 4 or 8"),

@@ -16,11 +16,11 @@ from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.rope import rotate
 from mcore_moe.activations import gated, weighted_gated
 from mcore_moe.kernels import fused_gated, fused_weighted_gated
-from mcore_parallel.data_parallel.distributed_optimizer import adamw_plain
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
+from mcore_parallel.optimizers.adamw import adamw_plain
 from mcore_parallel.optional_kernels import failure_of
 from mcore_parallel.tensor_parallel.embedding import add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (

@@ -182,6 +182,23 @@ class AdamConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SGDConfig:
+    """Stochastic gradient descent with momentum."""
+
+    sgd_momentum: float = 0.9
+    """Share of the last update in the next, 0 to below 1."""
+
+    def __post_init__(self) -> None:
+        """Check the range.
+
+        Raises:
+            ValueError: if the momentum is out of it.
+        """
+        if not 0.0 <= self.sgd_momentum < 1.0:
+            raise ValueError(f"--sgd-momentum {self.sgd_momentum} must be at least 0, below 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
     """How layers are given to pipeline stages, and in which order stages work."""
 

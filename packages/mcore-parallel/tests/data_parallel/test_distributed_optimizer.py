@@ -6,11 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
+from mcore_parallel.config import (
+    AdamConfig,
+    DataParallelConfig,
+    ParallelConfig,
+    SGDConfig,
+)
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW, has_weight_decay
+from mcore_parallel.data_parallel.distributed_optimizer import (
+    DistributedOptimizer,
+    ShardedAdamW,
+    has_weight_decay,
+)
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.sgd import SGD
 from mcore_parallel.sharding import Layout, Part, named_parameters, named_shards, whole
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
 
@@ -66,6 +76,32 @@ def test_one_rank_is_adamw_of_the_paper(dtype, tolerance):
         adamw_by_hand(reference.parameters(), moments, step, 0.02, 0.3, adam)
     for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_that_of_torch(momentum):
+    model, reference = small_model(torch.float64), small_model(torch.float64)
+    data_parallel = DataParallel([model], ParallelContext.single(), SHARDED)
+    optimizer = DistributedOptimizer(data_parallel, SGD(SGDConfig(sgd_momentum=momentum)))
+    decayed, others = reference[::2], reference[1]
+    weights = [layer.weight for layer in decayed]
+    rest = [*[layer.bias for layer in decayed], *others.parameters()]
+    groups = [{"params": weights, "weight_decay": 0.3}, {"params": rest}]
+    torch_sgd = torch.optim.SGD(groups, lr=0.02, momentum=momentum)
+    for step in range(3):
+        data_parallel.zero_grad()
+        backward(model, step)
+        data_parallel.finish()
+        optimizer.step(0.02, 0.3, torch.tensor(0.5))
+        torch_sgd.zero_grad()
+        backward(reference, step)
+        for parameter in reference.parameters():
+            parameter.grad *= 0.5
+        torch_sgd.step()
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    kinds = {name.split(".")[0] for name in optimizer.named_shards()}
+    assert kinds == ({"momentum"} if momentum else set())
 
 
 def test_half_precision_weights_follow_float32_main_weights():

@@ -17,7 +17,7 @@ from mcore_data.tracing.tracing import prefixes
 from mcore_models.gpt import GPT
 from mcore_models.kernel_choice import optional_kernels
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import agree_on_kernels
 from mcore_parallel.pipeline_parallel.runner import WeightQueue
@@ -30,6 +30,7 @@ from mcore_parallel.pipeline_parallel.schedule import (
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
 from mcore_parallel.rng import RngStreams
 from mcore_train.cuda_graph import BackwardRecorder
+from mcore_train.optimizers import OPTIMIZERS
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 
@@ -62,7 +63,7 @@ class Run:
     chunks: list[GPT]
     """Model chunks of this rank, in forward order; one without interleaving."""
     data_parallel: DataParallel
-    optimizer: ShardedAdamW
+    optimizer: DistributedOptimizer
     streams: RngStreams
     datasets: Datasets
     dtype: torch.dtype
@@ -173,7 +174,9 @@ def assemble(
         ctx=ctx,
         chunks=chunks,
         data_parallel=data_parallel,
-        optimizer=ShardedAdamW(data_parallel, config.adam),
+        optimizer=DistributedOptimizer(
+            data_parallel, OPTIMIZERS[config.optimizer.optimizer](config)
+        ),
         streams=streams,
         datasets=datasets,
         dtype=dtype,

@@ -19,6 +19,7 @@ from mcore_parallel.config import (
     DataParallelConfig,
     ParallelConfig,
     PipelineConfig,
+    SGDConfig,
 )
 from mcore_train.config import (
     BatchConfig,
@@ -44,6 +45,7 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
+    sgd: SGDConfig = field(default_factory=SGDConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)

@@ -58,8 +58,9 @@ class BatchConfig:
 class OptimizerConfig:
     """What a step does with the gradient."""
 
-    optimizer: Literal["adam"] = "adam"
-    """AdamW with bias correction."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam: AdamW with bias correction and decoupled weight decay; sgd: gradient descent with
+    momentum, weight decay added to the gradient."""
     lr: float = 0.0
     """Highest learning rate; required."""
     min_lr: float = 0.0

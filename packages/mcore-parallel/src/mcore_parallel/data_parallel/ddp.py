@@ -11,7 +11,7 @@ expert without tokens) holds the later ones there until ``finish``, so that no t
 ever meet in different collectives.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import ref
 
@@ -172,26 +172,30 @@ class DataParallel:
             self._is_checked = True
         self._is_finished = True
 
-    def gather_params(self, before: Callable[[Bucket], None] = lambda _: None) -> None:
-        """Gather weights whose owners changed them from the data ranks.
+    def gathering(self) -> Iterator[Bucket]:
+        """Yield each bucket to be updated by who owns its ranges, then begin to gather it.
 
-        With ``overlap_param_gather`` it returns at once and the modules wait in forward; call
-        ``wait_params`` before weights are read in any other way.
-
-        Args:
-            before: called with each bucket just before its gather begins, such as its update:
-                a gather then runs under the updates of the buckets after it.
+        A gather runs under the updates of the buckets that come after it. With
+        ``overlap_param_gather`` the last ones still run when the loop ends, and the modules
+        wait in forward; call ``wait_params`` before weights are read in any other way.
         """
         if self._gathering is not None:
-            self._gathering.start(before)
+            for bucket in self._gathering.order:
+                yield bucket
+                self._gathering.start(bucket)
             return
         works = []
         for bucket in self.buckets:
-            before(bucket)
+            yield bucket
             works.append(bucket.gather_params(async_op=True))
         for work in works:
             if work is not None:
                 work.wait()
+
+    def gather_params(self) -> None:
+        """Gather weights whose owners have changed them; see ``gathering``."""
+        for _ in self.gathering():
+            pass
 
     def wait_params(self) -> None:
         """Wait for gathers on their way: before a save, a comparison, an export."""

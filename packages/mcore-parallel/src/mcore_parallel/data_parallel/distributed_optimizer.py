@@ -1,4 +1,4 @@
-"""The distributed optimizer: AdamW over the buckets of ``DataParallel``, sharded or whole.
+"""An update rule over the buckets of ``DataParallel``: sharded over data ranks, or whole.
 
 One implementation: this rank updates its own range of every bucket, which is a slice with
 ``use_distributed_optimizer`` (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054) and
@@ -10,19 +10,18 @@ norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import AdamConfig
 from mcore_parallel.data_parallel.buckets import Bucket
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_parallel.optimizers.adamw import AdamW
+from mcore_parallel.optimizers.update_rule import MomentDtype, UpdateRule
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
@@ -42,11 +41,10 @@ def has_weight_decay(named: NamedParameter) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What Adam keeps for this rank's range of one bucket, flat and in memory order."""
+    """What is kept for this rank's range of one bucket, flat and in memory order."""
 
     main: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +56,30 @@ class _Run:
 
     main: Tensor
     grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: dict[str, Tensor]
     parameter: Tensor
     decays: bool
 
 
-class ShardedAdamW:
-    """AdamW on main gradients (Loshchilov and Hutter 2019, arXiv:1711.05101).
-
-    A step makes no host sync: bias correction follows ``num_steps``, a plain integer.
+class DistributedOptimizer:
+    """An update rule on main gradients, over the ranges that this rank owns.
 
     Attributes:
+        rule: updates a range.
         num_steps: updates made; set it when state is loaded.
     """
 
-    def __init__(self, data_parallel: DataParallel, config: AdamConfig) -> None:
-        """Allocate the state of this rank's ranges; no communication.
+    def __init__(self, data_parallel: DataParallel, rule: UpdateRule) -> None:
+        """Allocate main weights and moments of this rank's ranges; no communication.
 
         Args:
-            data_parallel: holds weights and gradients; decides which rank owns which range.
-            config: the constants of Adam.
+            data_parallel: holds weights and gradients; decides who owns which range.
+            rule: how a range is updated, and which moments it keeps.
         """
         self.data_parallel = data_parallel
-        self.config = config
+        self.rule = rule
         self.num_steps = 0
-        self._states = {bucket: _new_state(bucket, config) for bucket in data_parallel.buckets}
+        self._states = {bucket: _new_state(bucket, rule) for bucket in data_parallel.buckets}
         self._norm_views = owned_views(data_parallel.grad_shards().values())
         self._runs = {bucket: _runs(bucket, state) for bucket, state in self._states.items()}
         self._is_checked = False
@@ -117,36 +113,30 @@ class ShardedAdamW:
             self._is_checked = True
         self.num_steps += 1
 
-        def update(bucket: Bucket) -> None:
+        for bucket in self.data_parallel.gathering():
             for run in self._runs[bucket]:
-                update_run = _kernel if _has_kernel(run) else adamw_plain
-                update_run(
+                self.rule.update(
                     run.main,
                     run.grad,
-                    run.exp_avg,
-                    run.exp_avg_sq,
+                    run.moments,
                     run.parameter,
                     num_steps=self.num_steps,
                     lr=lr,
                     weight_decay=weight_decay if run.decays else 0.0,
-                    betas=(self.config.adam_beta1, self.config.adam_beta2),
-                    epsilon=self.config.adam_eps,
                     grad_scale=grad_scale,
                 )
-
-        self.data_parallel.gather_params(before=update)
 
     def named_shards(self) -> dict[str, Shard]:
         """Describe main weights and moments by logical name, for a checkpoint.
 
-        Names are ``main.<logical>`` where the parameter is not its own main weight,
-        ``exp_avg.<logical>`` and ``exp_avg_sq.<logical>``. Load into the pieces, set
+        Names are ``main.<logical>`` where the parameter is not its own main weight, and
+        ``<moment>.<logical>``, such as ``exp_avg.<logical>``. Load into the pieces, set
         ``num_steps``, then call ``refresh``.
         """
         shards = {}
-        for kind in ("main", "exp_avg", "exp_avg_sq"):
+        for kind in ("main", *self.rule.moments):
             flats = {
-                bucket: getattr(state, kind)
+                bucket: state.main if kind == "main" else state.moments[kind]
                 for bucket, state in self._states.items()
                 if kind != "main" or _has_main(bucket)
             }
@@ -167,11 +157,9 @@ class ShardedAdamW:
                     state.main.copy_(bucket.owned(bucket.params))
             return
 
-        def copy(bucket: Bucket) -> None:
+        for bucket in self.data_parallel.gathering():
             if _has_main(bucket):
                 bucket.owned(bucket.params).copy_(self._states[bucket].main)
-
-        self.data_parallel.gather_params(before=copy)
         self.data_parallel.wait_params()
 
     def _check_main_weights(self) -> None:
@@ -196,6 +184,19 @@ class ShardedAdamW:
             raise RuntimeError("gradients are not summed yet: call finish() after backward")
 
 
+class ShardedAdamW(DistributedOptimizer):
+    """The distributed optimizer with AdamW."""
+
+    def __init__(self, data_parallel: DataParallel, config: AdamConfig) -> None:
+        """Allocate the state; see ``DistributedOptimizer``.
+
+        Args:
+            data_parallel: holds weights and gradients.
+            config: the constants of Adam.
+        """
+        super().__init__(data_parallel, AdamW(config))
+
+
 def _main_dtype(bucket: Bucket) -> torch.dtype:
     return torch.promote_types(bucket.params.dtype, torch.float32)
 
@@ -204,18 +205,18 @@ def _has_main(bucket: Bucket) -> bool:
     return _main_dtype(bucket) != bucket.params.dtype
 
 
-def _new_state(bucket: Bucket, config: AdamConfig) -> _State:
+def _new_state(bucket: Bucket, rule: UpdateRule) -> _State:
     own = bucket.owned(bucket.params)
     main = own.to(_main_dtype(bucket)) if _has_main(bucket) else own
-    return _State(
-        main,
-        torch.zeros_like(main, dtype=_moment_dtype(config.exp_avg_dtype, main)),
-        torch.zeros_like(main, dtype=_moment_dtype(config.exp_avg_sq_dtype, main)),
-    )
+    moments = {
+        name: torch.zeros_like(main, dtype=_moment_dtype(kept, main))
+        for name, kept in rule.moments.items()
+    }
+    return _State(main, moments)
 
 
-def _moment_dtype(name: str, main: Tensor) -> torch.dtype:
-    return torch.bfloat16 if name == "bf16" else main.dtype
+def _moment_dtype(kept: MomentDtype, main: Tensor) -> torch.dtype:
+    return torch.bfloat16 if kept == "bf16" else main.dtype
 
 
 def _runs(bucket: Bucket, state: _State) -> list[_Run]:
@@ -232,81 +233,9 @@ def _runs(bucket: Bucket, state: _State) -> list[_Run]:
         _Run(
             main=state.main[begin:end],
             grad=grads[begin:end],
-            exp_avg=state.exp_avg[begin:end],
-            exp_avg_sq=state.exp_avg_sq[begin:end],
+            moments={name: moment[begin:end] for name, moment in state.moments.items()},
             parameter=parameters[begin:end],
             decays=decays,
         )
         for begin, end, decays in ends
     ]
-
-
-def _has_kernel(run: _Run) -> bool:
-    is_float32 = run.main.dtype == torch.float32
-    return run.main.is_cuda and is_float32 and works(ADAM_KERNEL, run.main.device)
-
-
-def _kernel(*tensors: Tensor, **constants: Any) -> None:
-    from mcore_parallel.kernels.adam import fused_adamw
-
-    fused_adamw(*tensors, **constants)
-
-
-def _try_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    constants: dict[str, Any] = {"num_steps": 2, "lr": 0.1, "weight_decay": 0.1}
-    constants |= {"betas": (0.9, 0.95), "epsilon": 1e-8}
-    results = []
-    for update in (_kernel, adamw_plain):
-        main, grad, mean = (wave(64, device=device, dtype=torch.float32) for _ in range(3))
-        tensors = [main, grad, mean, mean.square(), main.bfloat16()]
-        update(*tensors, **constants)
-        results.append(tensors)
-    return list(zip(*results, strict=True))
-
-
-ADAM_KERNEL = OptionalKernel("AdamW in Triton", ("triton",), _try_kernel)
-
-
-def adamw_plain(
-    main: Float[Tensor, " n"],
-    grad: Float[Tensor, " n"],
-    exp_avg: Float[Tensor, " n"],
-    exp_avg_sq: Float[Tensor, " n"],
-    parameter: Float[Tensor, " n"],
-    *,
-    num_steps: int,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    epsilon: float,
-    grad_scale: Float[Tensor, ""] | float = 1.0,
-) -> None:
-    """Reference of ``kernels.adam.fused_adamw``, by torch's AdamW; float64 stays float64."""
-    wide = main.dtype
-    grad, mean, square = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
-    if isinstance(grad_scale, Tensor):
-        grad = grad * grad_scale.to(wide)
-    elif grad_scale != 1.0:
-        grad = grad * grad_scale
-    adamw(
-        [main],
-        [grad],
-        [mean],
-        [square],
-        [],
-        [torch.full((), num_steps - 1.0, device=main.device)],  # torch's kernel advances it
-        fused=True,
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=epsilon,
-        maximize=False,
-    )
-    if mean is not exp_avg:
-        exp_avg.copy_(mean)
-    if square is not exp_avg_sq:
-        exp_avg_sq.copy_(square)
-    if parameter.data_ptr() != main.data_ptr():
-        parameter.copy_(main)

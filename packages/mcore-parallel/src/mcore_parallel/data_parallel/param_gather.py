@@ -1,12 +1,12 @@
 """All-gather of updated weights from their owners, overlapped with the next forward.
 
-All gathers start at once, in one order on all ranks: first the buckets that hold anything
+Gathers start in ``order``, the same on all ranks: first the buckets that hold anything
 outside ``blocks`` (embedding, head, final norm), then those of the blocks in forward order.
 A chunk waits for the former when its forward begins, since code outside the blocks may
 use a weight without calling its module; a block waits for its own.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -42,17 +42,11 @@ class ParameterGathering:
         self.order = [b for b in backward if b in first]
         self.order += [b for b in backward if b not in first]
 
-    def start(self, before: Callable[[Bucket], None]) -> None:
-        """Start all gathers and return at once.
-
-        Args:
-            before: called with each bucket just before its own gather begins.
-        """
-        for bucket in self.order:
-            before(bucket)
-            work = bucket.gather_params(async_op=True)
-            if work is not None:
-                self._works[bucket] = work
+    def start(self, bucket: Bucket) -> None:
+        """Begin one bucket's gather; returns at once."""
+        work = bucket.gather_params(async_op=True)
+        if work is not None:
+            self._works[bucket] = work
 
     def wait(self, buckets: Iterable[Bucket] = ()) -> None:
         """Wait for the gathers of some buckets, or of all; a finished one costs nothing."""

@@ -3,7 +3,7 @@
 Gradient scaling, moments, decay, update and the copy in the parameter's dtype read and write
 each number once, at the memory limit: 30 bytes a weight for bfloat16 parameters with float32
 state.
-The reference is ``distributed_optimizer.adamw_plain``; this module is imported only where
+The reference is ``optimizers.adamw.adamw_plain``; this module is imported only where
 tensors are on a GPU.
 """
 

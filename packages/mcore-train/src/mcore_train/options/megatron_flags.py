@@ -188,7 +188,6 @@ INSTEAD: dict[str, str] = {
     ): ("use --attention-backend and --cuda-graph-impl to choose kernels and launches."),
     "--decoupled-*": "embedding and output layer take the rate of all weights; use --lr.",
     "--apply-wd-to-qk-layernorm": "vectors never decay; leave it out.",
-    "--sgd-momentum": "use --optimizer adam.",
     "--loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis": (
         "bfloat16 needs no loss scaling; use --bf16."
     ),

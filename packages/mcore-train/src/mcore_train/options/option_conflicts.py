@@ -7,6 +7,7 @@ like ``resolution``, which adds these lines to its own.
 from collections.abc import Iterator
 from math import isfinite
 
+from mcore_parallel.config import AdamConfig, SGDConfig
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
 
@@ -54,6 +55,7 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
             "--attention-backend flash4 takes no packed documents (--reset-attention-mask, "
             "--dataloader-inter-document-masking): use auto."
         )
+    yield from _optimizer_conflicts(config)
     yield from _recompute_conflicts(config)
     yield from _determinism_conflicts(config)
     if config.run.cuda_graph_impl != "none":
@@ -66,6 +68,13 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
         yield "--auto-resume has no effect without --save DIR."
     if config.retention.save_retain_last and not config.saving.save:
         yield "--save-retain-last has no effect without --save DIR."
+
+
+def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
+    if config.optimizer.optimizer == "sgd" and config.adam != AdamConfig():
+        yield "--adam-* and --exp-avg-* have no effect with --optimizer sgd: leave them out."
+    if config.optimizer.optimizer == "adam" and config.sgd != SGDConfig():
+        yield "--sgd-momentum has no effect with --optimizer adam: leave it out."
 
 
 def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:

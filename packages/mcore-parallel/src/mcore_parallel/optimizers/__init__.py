@@ -1,0 +1,1 @@
+"""Update rules of the distributed optimizer, one file each."""
