@@ -1,10 +1,12 @@
 """Presets and descriptions of models as data."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mcore_models.description import ModelDescription
+from mcore_models.families import GPT_FAMILY
 from mcore_models.presets import load_preset, preset_names
 from mcore_parallel.logical_tensors import head_dim
 
@@ -47,5 +49,7 @@ def test_another_family_and_unknown_fields_are_refused():
     table = load_preset("tiny").to_dict()
     with pytest.raises(ValueError, match="family 'bert' is not known"):
         ModelDescription.from_dict(table | {"family": "bert"})
+    known = {"bert": replace(GPT_FAMILY, name="bert")}
+    assert ModelDescription.from_dict(table | {"family": "bert"}, known).family == "bert"
     with pytest.raises(ValueError, match="did you mean num_layers"):
         ModelDescription.from_flags({"num_layer": 2})

@@ -15,7 +15,7 @@ from mcore_parallel.entry_point import run_program
 if TYPE_CHECKING:
     from mcore_data.tokenizers.protocol import Tokenizer
     from mcore_infer.loading import LoadedModel
-    from mcore_models.gpt import GPT
+    from mcore_models.protocol import LanguageModel
 
 ABOUT = """Write and judge text with a trained model.
 
@@ -148,7 +148,7 @@ def _write_one(
     prompt: str,
     sampling: SamplingConfig,
     seed: int,
-    model: "GPT",
+    model: "LanguageModel",
     tokenizer: "Tokenizer",
     is_first: bool,
 ) -> None:

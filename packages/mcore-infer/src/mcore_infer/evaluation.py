@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_models.gpt import GPT
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -86,7 +86,7 @@ def plan_windows(lengths: Sequence[int], context_tokens: int, stride: int) -> li
 
 
 def score_documents(
-    model: GPT,
+    model: LanguageModel,
     documents: Sequence[Sequence[int]],
     *,
     begin_token: int,
@@ -128,7 +128,7 @@ def score_documents(
 
 
 def score_texts(
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     texts: Sequence[str],
     *,
@@ -160,7 +160,7 @@ def score_texts(
 
 
 def _loss_sum(
-    model: GPT,
+    model: LanguageModel,
     documents: Sequence[Sequence[int]],
     windows: Sequence[Window],
     shape: tuple[int, int],

@@ -19,7 +19,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.cache import StaticCache
 from mcore_infer.config import SamplingConfig
 from mcore_infer.sampling import log_probs_of, sample
-from mcore_models.gpt import GPT
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_gather, all_reduce
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Generation:
 
 
 def generate(
-    model: GPT,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingConfig,
     *,
@@ -65,7 +65,7 @@ def generate(
 
 
 def stream(
-    model: GPT,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingConfig,
     *,
@@ -98,7 +98,7 @@ def stream(
 
 
 def generate_text(
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     sampling: SamplingConfig,
@@ -144,7 +144,7 @@ def stop_ids(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[list[int]]:
 
 
 def next_logits(
-    model: GPT, tokens: Tensor, cache: StaticCache | None = None
+    model: LanguageModel, tokens: Tensor, cache: StaticCache | None = None
 ) -> Float[Tensor, "B V"]:
     """Score the token after the last of each row, whole vocabulary without padding.
 
@@ -230,7 +230,7 @@ class _Writer:
 
     def __init__(
         self,
-        model: GPT,
+        model: LanguageModel,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingConfig,
         seed: int,

@@ -4,6 +4,7 @@ The folder describes its model, so no flags are needed, and any rank grid may lo
 rank reads the rows that it needs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.description import ModelDescription
-from mcore_models.gpt import GPT
+from mcore_models.families import FAMILIES, Family
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 
@@ -26,7 +28,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 class LoadedModel:
     """A model in eval mode with its description and tokenizer."""
 
-    model: GPT
+    model: LanguageModel
     description: ModelDescription
     tokenizer: Tokenizer | None
     """None where the checkpoint holds none."""
@@ -41,6 +43,7 @@ def load_model(
     step: int = 0,
     dtype: torch.dtype | None = None,
     checksums: bool = True,
+    families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
     """Build the model that a checkpoint describes and fill it.
 
@@ -53,6 +56,7 @@ def load_model(
         dtype: to compute in; None: bfloat16 on a GPU, else as it was saved but float32 for
             bfloat16, which CPUs are slow at.
         checksums: check the bytes that are read.
+        families: of models that the checkpoint may hold.
 
     Raises:
         ValueError: if there is no checkpoint or it does not describe a model, or the layout
@@ -67,8 +71,8 @@ def load_model(
             f"{folder} does not say which model it holds (no 'model' in its index): load a "
             "checkpoint that mcore-train or mcore-ckpt convert wrote."
         )
-    description = ModelDescription.from_dict(index.extra["model"])
-    model = GPT(
+    description = ModelDescription.from_dict(index.extra["model"], families)
+    model = families[description.family].build(
         description.config,
         ctx,
         vocab_size=description.vocab_size,

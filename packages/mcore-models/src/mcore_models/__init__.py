@@ -9,9 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 _EXPORTS: dict[str, str] = {
     "Attention": "layers.attention",
+    "FAMILIES": "families",
+    "Family": "families",
     "GPT": "gpt",
     "GPTModel": "facade",
     "KernelConfig": "config",
+    "LanguageModel": "protocol",
     "LayerNorm": "layers.norm",
     "LayerState": "protocol",
     "MLP": "layers.mlp",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mcore_models.config import TransformerConfig, config_from_dict, config_to_dict
+from mcore_models.families import FAMILIES, Family
 from mcore_moe.config import MoEConfig
 
 
@@ -26,7 +27,7 @@ class ModelDescription:
     """Experts; none by default."""
 
     family: str = "gpt"
-    """Which architecture: ``gpt``."""
+    """Which architecture, by its name in ``FAMILIES``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Turn into JSON's types, nested."""
@@ -38,19 +39,27 @@ class ModelDescription:
         }
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> "ModelDescription":
+    def from_dict(
+        cls, table: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES
+    ) -> "ModelDescription":
         """Build from what ``to_dict`` gave; fields that are missing keep their defaults.
+
+        Args:
+            table: nested, as in a checkpoint.
+            families: those that it may name.
 
         Raises:
             ValueError: for another family or an unknown field.
         """
         family = table.get("family", "gpt")
-        if family != "gpt":
-            raise ValueError(f"the model family {family!r} is not known here: only gpt is.")
+        if family not in families:
+            known = ", ".join(families)
+            raise ValueError(f"the model family {family!r} is not known here: use {known}.")
         return cls(
             config=config_from_dict(TransformerConfig, table["config"]),
             vocab_size=table["vocab_size"],
             moe=config_from_dict(MoEConfig, table.get("moe", {})),
+            family=family,
         )
 
     @classmethod

@@ -22,7 +22,7 @@ from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual
 from mcore_models.layers.rope import RotaryTables, rotary_frequencies, rotary_tables
 from mcore_models.layout_checks import check_layout, too_long
-from mcore_models.protocol import ModelState
+from mcore_models.protocol import LanguageModel, ModelState
 from mcore_moe.config import MoEConfig
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
@@ -44,7 +44,7 @@ _KEEP_ALL = RecomputeConfig()
 _ANY_KERNELS = KernelConfig()
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """Token ids to next-token scores.
 
     Attributes:

@@ -14,8 +14,8 @@ from mcore_data.indexed.manifest import is_of_other_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch, describe_sources
 from mcore_data.tracing.tracing import prefixes
-from mcore_models.gpt import GPT
 from mcore_models.kernel_choice import optional_kernels
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
@@ -60,7 +60,7 @@ class Run:
 
     plan: Plan
     ctx: ParallelContext
-    chunks: list[GPT]
+    chunks: list[LanguageModel]
     """Model chunks of this rank, in forward order; one without interleaving."""
     data_parallel: DataParallel
     optimizer: DistributedOptimizer
@@ -145,7 +145,7 @@ def assemble(
         wanted = optional_kernels(config.model, config.kernels, ctx.device, dtype, ctx.tp)
         agree_on_kernels(wanted, ctx.device, ctx.world)
     chunks = [
-        GPT(
+        plan.family.build(
             config.model,
             ctx,
             vocab_size=plan.vocab_size,

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mcore_models.gpt import GPT
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline_parallel.runner import StageFunction, StageOutput, run_schedule
 from mcore_train.assembly import Run
@@ -69,7 +69,7 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
 def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None:
     """Add losses and tokens of some micro-batches, in place, on the last stage alone."""
 
-    def add(model: GPT, hidden: Tensor, microbatch: int) -> None:
+    def add(model: LanguageModel, hidden: Tensor, microbatch: int) -> None:
         batch = batches[microbatch]
         losses = model.token_losses(hidden, batch.labels)
         totals[0] += (losses * batch.loss_mask).sum(dtype=torch.float64)
@@ -79,7 +79,9 @@ def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None
 
 
 def forward_pass(
-    run: Run, batches: Sequence[MicroBatch], at_end: Callable[[GPT, Tensor, int], None]
+    run: Run,
+    batches: Sequence[MicroBatch],
+    at_end: Callable[[LanguageModel, Tensor, int], None],
 ) -> None:
     """Run micro-batches through all stages, forward only; all ranks call it together.
 

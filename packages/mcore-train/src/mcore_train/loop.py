@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mcore_data.tracing.data_plan import Stretch
-from mcore_models.flops import flops_per_token
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.logical_tensors import moe_layers
 from mcore_train.assembly import Run
@@ -191,7 +190,7 @@ class Interval:
         self.run = run
         self.is_first = False
         self._num_reports = 0
-        self._flops = flops_per_token(
+        self._flops = run.plan.family.flops_per_token(
             run.plan.config.model,
             run.plan.padded_vocab_size,
             run.plan.config.batch.seq_length,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mcore_data.config import DataConfig
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_models.layout_checks import layout_problems
+from mcore_models.families import GPT_FAMILY, Family
 from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank
@@ -30,6 +30,8 @@ class Plan:
     """A config that can run on a world, and every number that follows from the two."""
 
     config: TrainConfig
+    family: Family
+    """Of the model."""
     world_size: int
     data_parallel_size: int
     """Ranks that read different sequences."""
@@ -102,13 +104,20 @@ def load_tokenizer(config: TrainConfig) -> Tokenizer | None:
     return build_tokenizer(options)
 
 
-def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int = 0) -> Plan:
+def resolve(
+    config: TrainConfig,
+    world_size: int,
+    *,
+    tokenizer_vocab_size: int = 0,
+    family: Family = GPT_FAMILY,
+) -> Plan:
     """Derive a plan.
 
     Args:
         config: all options.
         world_size: ranks of the job.
         tokenizer_vocab_size: tokens of the tokenizer; 0 where there is none.
+        family: of the model.
 
     Raises:
         ConflictError: (a ValueError) with every conflict found.
@@ -117,7 +126,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
         raise ConflictError(lines)
     lines = [
         *_layout_conflicts(config, world_size),
-        *_model_conflicts(config),
+        *_model_conflicts(config, family),
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
         *_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
@@ -147,6 +156,7 @@ def resolve(config: TrainConfig, world_size: int, *, tokenizer_vocab_size: int =
     vocab_size = _vocab_size(config, tokenizer_vocab_size)
     return Plan(
         config=config,
+        family=family,
         world_size=world_size,
         data_parallel_size=_data_ranks(config, world_size),
         global_batch_size=batch_size,
@@ -184,9 +194,9 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _model_conflicts(config: TrainConfig) -> Iterator[str]:
+def _model_conflicts(config: TrainConfig, family: Family) -> Iterator[str]:
     experts, parallel = config.experts, config.parallelism
-    yield from layout_problems(
+    yield from family.layout_problems(
         config.model, parallel, experts, seq_length=config.batch.seq_length
     )
     tp = parallel.tensor_model_parallel_size

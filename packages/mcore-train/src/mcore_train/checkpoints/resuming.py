@@ -298,7 +298,7 @@ def optimizer_shards(run: Run) -> dict[str, Shard]:
 def model_description(plan: Plan) -> dict[str, Any]:
     """Describe a plan's model as plain data, enough to build it again."""
     return {
-        "family": "gpt",
+        "family": plan.family.name,
         "vocab_size": plan.vocab_size,
         "config": config_to_dict(plan.config.model),
         "moe": config_to_dict(plan.config.experts),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import RecomputeConfig, TransformerConfig, window
+from mcore_models.families import Family
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
@@ -50,6 +51,7 @@ class SmallRun:
     """A run small enough to compute twice, and in what it differs from the real one."""
 
     config: TrainConfig
+    family: Family
     noisy: TrainConfig | None
     """The same with dropout, router jitter and dropped tokens, which differ between layouts by
     design; None where the real run has none of them."""
@@ -106,9 +108,10 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         ),
         launch=LaunchConfig(),
     )
-    small = resolve(shrunk, world_size)
+    small = resolve(shrunk, world_size, family=plan.family)
     return SmallRun(
         config=shrunk,
+        family=plan.family,
         noisy=_add_noise(shrunk, config),
         world_size=world_size,
         notes=tuple(_notes(plan, small)),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_models.gpt import GPT
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import fill_parameter_
@@ -305,7 +305,7 @@ def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
     ctx, V = run.ctx, run.plan.vocab_size
     shards: dict[str, Shard] = {}
 
-    def keep(model: GPT, hidden: Tensor, microbatch: int) -> None:
+    def keep(model: LanguageModel, hidden: Tensor, microbatch: int) -> None:
         logits = model.logits(hidden)
         v = logits.shape[-1]
         begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))

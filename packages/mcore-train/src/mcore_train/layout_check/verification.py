@@ -170,7 +170,7 @@ def verify_in_world(small: SmallRun, *, quiet: bool = False) -> Certificate | No
         )
     set_up(world.rank == 0 and not quiet)
     log.info("%s, as launched", describe_layout_of(small))
-    plan = resolve(small.config, small.world_size)
+    plan = resolve(small.config, small.world_size, family=small.family)
     try:
         with joined_world(plan) as ctx:
             return _verify(small, plan, ctx)
@@ -180,7 +180,7 @@ def verify_in_world(small: SmallRun, *, quiet: bool = False) -> Certificate | No
 
 def verify_on_rank(small: SmallRun, quiet: bool = False) -> Certificate | None:
     """Compare on one rank of a gloo world; only rank 0 returns a certificate."""
-    plan = resolve(small.config, small.world_size)
+    plan = resolve(small.config, small.world_size, family=small.family)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         ctx = ParallelContext.build(small.config.parallelism)
@@ -214,7 +214,7 @@ def alone(plan: Plan) -> Plan:
         recomputation=replace(plan.config.recomputation, distribute_saved_activations=False),
         batch=replace(plan.config.batch, global_batch_size=plan.global_batch_size),
     )
-    return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size)
+    return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)
 
 
 def _verify(small: SmallRun, plan: Plan, ctx: ParallelContext) -> Certificate | None:
@@ -261,7 +261,7 @@ def _try_noise(small: SmallRun, ctx: ParallelContext, rows: Rows, folder: Path) 
     """Check what noise promises under any layout: who shares it, and that it is continued."""
     if small.noisy is None:
         return []
-    plan = _in_float64(resolve(small.noisy, small.world_size))
+    plan = _in_float64(resolve(small.noisy, small.world_size, family=small.family))
     faults = noise_faults(build_run(plan, ctx, rows, dtype=torch.float64))
     trial = run_trial(plan, ctx, rows, folder=folder, saved_step=plan.train_iters - 1)
     worst = faults[0] if faults else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
 from mcore_infer.generation import generate
-from mcore_models.gpt import GPT
+from mcore_models.protocol import LanguageModel
 
 _WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
 COPY_WORDS = 20
@@ -26,7 +26,7 @@ class Originality:
 
 
 def write(
-    model: GPT,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     *,
     num_words: int,
