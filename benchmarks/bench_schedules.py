@@ -145,7 +145,9 @@ def chunk_durations(
     """
     chunk, x = run.chunks[number], None
     if not chunk.stage.has_embedding:
-        x = torch.randn(hidden_shape(run, batches, 0), device=run.ctx.device, dtype=run.dtype)
+        x = torch.randn(
+            hidden_shape(run, batches, 0, 0), device=run.ctx.device, dtype=run.dtype
+        )
 
     def median(backward: bool) -> float:
         def step(_: int) -> None:

@@ -239,7 +239,10 @@ def shapes_and_memory():
 
     schedule = one_f_one_b(2, 6)
     run_schedule(
-        schedule[ctx.pp.rank], {0: stage}, ctx.pp, shape=lambda microbatch: (microbatch + 1, 2)
+        schedule[ctx.pp.rank],
+        {0: stage},
+        ctx.pp,
+        shape=lambda microbatch, sender: (microbatch + 1, 2),
     )
     return weight.grad, alive
 
@@ -288,6 +291,34 @@ def test_a_stage_without_trainable_weights_takes_part():
     first, last = run_ranks(frozen_first_stage, 2)
     assert first is None
     assert last.item() == 2 * 3.0 * (1.0 + 2.0)
+
+
+def passes_a_state_by():
+    """Three stages: the first makes a state that the last two read and hand through."""
+    ctx = ParallelContext.build(ParallelConfig(pipeline_model_parallel_size=3))
+    weight = nn.Parameter(torch.tensor(2.0 + ctx.pp.rank))
+
+    def stage(x, microbatch):
+        if ctx.pp.rank == 0:
+            y = weight * (1.0 + microbatch)
+            return StageOutput({"state": y.expand(2).contiguous(), "hidden": y.view(1)})
+        y = x["hidden"] * weight + weight * x["state"].sum()
+        if ctx.pp.rank == 2:
+            return StageOutput(y.sum())
+        return StageOutput({"hidden": y, "state": x["state"]})
+
+    def shape(microbatch, sender):
+        return {"hidden": (1,), "state": (2,)}
+
+    run_schedule(one_f_one_b(3, 4)[ctx.pp.rank], {0: stage}, ctx.pp, shape=shape)
+    return weight.grad.item()
+
+
+def test_stages_send_several_tensors_by_name_and_each_gets_its_gradient():
+    a, b, c = (torch.tensor(2.0 + rank, requires_grad=True) for rank in range(3))
+    for x in range(1, 5):
+        ((a * x * b + b * 2 * a * x) * c + c * 2 * a * x).backward()
+    assert run_ranks(passes_a_state_by, 3) == [a.grad.item(), b.grad.item(), c.grad.item()]
 
 
 def test_a_wrong_output_is_refused_before_it_is_sent():

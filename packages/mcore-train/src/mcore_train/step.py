@@ -142,7 +142,7 @@ def stage_functions(
 
 
 def hidden_shape(
-    run: Run, batches: Sequence[MicroBatch], microbatch: int
+    run: Run, batches: Sequence[MicroBatch], microbatch: int, _sender: int
 ) -> tuple[int, int, int]:
     """Shape of what stages send on: sequence, micro-batch and hidden size on this rank.
 

@@ -7,9 +7,10 @@ graph, not the memory. On one rank a schedule has no messages.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -23,22 +24,32 @@ from mcore_parallel.pipeline_parallel.schedule import Action, Kind, message_peer
 
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_ONLY = ""
+"""Name of a payload that is one tensor."""
 MAX_POSTED = 2
 """Batches of messages on their way at one time: more would keep more sent memory alive."""
+
+
+Payload = Tensor | Mapping[str, Tensor]
+"""What stages send on: a hidden state, or several tensors by name; each gets a gradient."""
+
+PayloadShape = tuple[int, ...] | Mapping[str, tuple[int, ...]]
+"""Shape of a payload; names in the order of sending."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
     """What a stage computes for one micro-batch."""
 
-    output: Shaped[Tensor, "..."]
-    """Hidden state for the next stage; on the last one the scalar loss, already normalised."""
+    output: Payload
+    """For the next stage; on the last one the scalar loss, already normalised."""
     extra: Shaped[Tensor, ""] | None = None
     """A second scalar root of backward (auxiliary losses), already weighted."""
 
 
-StageFunction = Callable[[Tensor | None, int], StageOutput]
-"""``f(x, microbatch)``; ``x`` is None on the first stage, which reads its own batch."""
+StageFunction = Callable[[Any, int], StageOutput]
+"""``f(x, microbatch)``; ``x`` is the ``Payload`` of the stage before, None on the first, which
+reads its own batch."""
 
 
 class WeightQueue:
@@ -112,7 +123,7 @@ def run_schedule(
     chunks: Mapping[int, StageFunction],
     axis: Axis = SINGLE,
     *,
-    shape: tuple[int, ...] | Callable[[int], tuple[int, ...]] = (),
+    shape: PayloadShape | Callable[[int, int], PayloadShape] = (),
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     before_last_backward: Callable[[int], None] | None = None,
@@ -130,8 +141,9 @@ def run_schedule(
             backward action runs without gradient.
         axis: pipeline ranks; neighbours exchange hidden states and their gradients.
         shape: of every hidden state as this rank holds it (a sequence that context or tensor
-            ranks cut is cut here), or a function from micro-batch to it.
-        dtype: of every hidden state.
+            ranks cut is cut here), or of several tensors by name; or a function to it from
+            the micro-batch and the stage that sends, counted in the order of the model.
+        dtype: of every tensor that is sent.
         device: where hidden states live.
         before_last_backward: called with the chunk just before its last backward (or input
             half of one) here, such as ``DataParallel.start_sync``.
@@ -223,7 +235,7 @@ class _Runner:
         actions: Sequence[Action],
         chunks: Mapping[int, StageFunction],
         axis: Axis,
-        shape: tuple[int, ...] | Callable[[int], tuple[int, ...]],
+        shape: PayloadShape | Callable[[int, int], PayloadShape],
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -234,14 +246,14 @@ class _Runner:
         self.overlap = self.batched = True
         self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
         self.pending: deque[list[PendingMessages]] = deque()
-        self.arriving: dict[tuple[Kind, Key], tuple[Tensor, PendingMessages]] = {}
-        self.leaving: dict[tuple[Kind, Key], Tensor] = {}
-        self.inputs: dict[Key, Tensor] = {}
-        self.roots: dict[Key, list[tuple[GradientEdge, bool]]] = {}
+        self.arriving: dict[tuple[Kind, Key], dict[str, tuple[Tensor, PendingMessages]]] = {}
+        self.leaving: dict[tuple[Kind, Key], list[Tensor]] = {}
+        self.inputs: dict[Key, dict[str, Tensor]] = {}
+        self.roots: dict[Key, list[tuple[GradientEdge, str | None]]] = {}
         self.deferred: dict[Key, list[Work]] = {}
 
     def open_connections(self) -> None:
-        """Exchange a hidden state with each neighbour, both ways at once.
+        """Exchange a number with each neighbour, both ways at once.
 
         nccl connects two ranks when they first meet, and blocks the host until both are
         there: in the schedule itself one direction comes long before the other.
@@ -250,7 +262,7 @@ class _Runner:
         messages = []
         for peer in sorted({(rank - 1) % size, (rank + 1) % size}):
             for is_send in (True, False):
-                tensor = torch.zeros(self.shape_of(0), dtype=self.dtype, device=self.device)
+                tensor = torch.zeros(1, dtype=self.dtype, device=self.device)
                 messages.append(Message(tensor, peer, is_send))
         post(messages, self.axis).wait()
         torch.cuda.synchronize(self.device)
@@ -259,17 +271,22 @@ class _Runner:
         """Post messages that stand together, and let go of old ones."""
         while len(self.pending) >= MAX_POSTED:
             _wait(self.pending.popleft())
-        messages = []
+        messages: list[Message] = []
+        received: list[tuple[tuple[Kind, Key], str] | None] = []  # what each message brings
         for action in actions:
             key = (action.kind, (action.chunk, action.microbatch))
             peer = message_peer(action.kind, self.axis.rank, self.axis.size)
             if action.kind in SENDS:
-                messages.append(Message(self.leaving.pop(key), peer, is_send=True))
-            else:
-                tensor = torch.empty(
-                    self.shape_of(action.microbatch), dtype=self.dtype, device=self.device
-                )
+                for tensor in self.leaving.pop(key):
+                    messages.append(Message(tensor, peer, is_send=True))
+                    received.append(None)
+                continue
+            is_forward = action.kind is Kind.RECEIVE_FORWARD
+            shapes = self.shapes_of(action.microbatch, action.chunk, is_forward)
+            for name, shape in shapes.items():
+                tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
                 messages.append(Message(tensor, peer, is_send=False))
+                received.append((key, name))
         if self.batched:
             pending = [post(messages, self.axis)] * len(messages)
         else:
@@ -279,10 +296,10 @@ class _Runner:
             _wait(pending)
         if self.rendezvous:
             torch.cuda.synchronize(self.device)
-        for action, message, on_its_way in zip(actions, messages, pending, strict=True):
-            if not message.is_send:
-                key = (action.kind, (action.chunk, action.microbatch))
-                self.arriving[key] = (message.tensor, on_its_way)
+        for place, message, on_its_way in zip(received, messages, pending, strict=True):
+            if place is not None:
+                key, name = place
+                self.arriving.setdefault(key, {})[name] = (message.tensor, on_its_way)
 
     def compute(self, action: Action) -> None:
         """Do one forward, backward or half of a backward."""
@@ -308,30 +325,36 @@ class _Runner:
         x = None
         if not is_first:
             x = self.received(Kind.RECEIVE_FORWARD, key)
-            x.requires_grad_(key in self.with_backward)
-        found = self.chunks[chunk](x, microbatch)
+            for tensor in x.values():
+                tensor.requires_grad_(key in self.with_backward)
+        found = self.chunks[chunk](None if x is None else _joined(x), microbatch)
         if not isinstance(found, StageOutput):
             raise TypeError(
                 f"the function of chunk {chunk} returned {type(found).__name__}: it returns "
                 "StageOutput(hidden state), on the last stage StageOutput(loss)"
             )
-        self.check_output(found.output, () if is_last else self.shape_of(microbatch), is_last)
+        output = _named(found.output)
+        expected = {_ONLY: ()} if is_last else self.shapes_of(microbatch, chunk)
+        self.check_output(output, expected, is_last)
         if not is_last:
-            self.leaving[Kind.SEND_FORWARD, key] = found.output.detach().contiguous()
+            self.leaving[Kind.SEND_FORWARD, key] = [
+                output[name].detach().contiguous() for name in expected
+            ]
         if key not in self.with_backward:
             return
         if x is not None:
             self.inputs[key] = x
         roots = self.roots[key] = []
-        if found.output.requires_grad:
-            roots.append((get_gradient_edge(found.output), not is_last))
+        for name, tensor in output.items():
+            if tensor.requires_grad:
+                roots.append((get_gradient_edge(tensor), None if is_last else name))
         if found.extra is not None and found.extra.requires_grad:
-            roots.append((get_gradient_edge(found.extra), False))
+            roots.append((get_gradient_edge(found.extra), None))
 
     def backward(self, key: Key) -> None:
         """Run backward from the stage's roots and make the input's gradient ready to send."""
         roots = self.roots.pop(key)
-        received = None
+        received = {}
         if (Kind.RECEIVE_BACKWARD, key) in self.arriving:
             received = self.received(Kind.RECEIVE_BACKWARD, key)
         if roots:
@@ -339,12 +362,13 @@ class _Runner:
                 [edge for edge, _ in roots],
                 # None for a scalar: torch makes the one. Given a tensor, it loads symbolic
                 # shapes and sympy, 2 s of a CPU's first step.
-                [received if is_sent_on else None for _, is_sent_on in roots],
+                [None if name is None else received[name] for _, name in roots],
             )
         if key in self.inputs:
-            x = self.inputs.pop(key)
-            gradient = torch.zeros_like(x) if x.grad is None else x.grad
-            self.leaving[Kind.SEND_BACKWARD, key] = gradient.contiguous()
+            self.leaving[Kind.SEND_BACKWARD, key] = [
+                (torch.zeros_like(x) if x.grad is None else x.grad).contiguous()
+                for x in self.inputs.pop(key).values()
+            ]
 
     def make_weights(self, works: list[Work]) -> None:
         """Do what linears put off, each prepared under the one before."""
@@ -357,34 +381,66 @@ class _Runner:
                 _prepare(left)
                 work()
 
-    def received(self, kind: Kind, key: Key) -> Tensor:
-        """Return a tensor that a neighbour sent, waiting for it if need be."""
-        tensor, pending = self.arriving.pop((kind, key))
-        pending.wait()
-        return tensor
+    def received(self, kind: Kind, key: Key) -> dict[str, Tensor]:
+        """Return what a neighbour sent, by name, waiting for it if need be."""
+        found = {}
+        for name, (tensor, pending) in self.arriving.pop((kind, key)).items():
+            pending.wait()
+            found[name] = tensor
+        return found
 
     def finish(self) -> None:
         """Wait for the last messages to leave."""
         for pending in self.pending:
             _wait(pending)
 
-    def shape_of(self, microbatch: int) -> tuple[int, ...]:
-        """Return the shape of a micro-batch's hidden state."""
-        return self.shape(microbatch) if callable(self.shape) else self.shape
+    def shapes_of(
+        self, microbatch: int, chunk: int, is_received: bool = False
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of what a chunk sends on, or receives, by name."""
+        sender = chunk * self.axis.size + self.axis.rank - is_received
+        shape = self.shape(microbatch, sender) if callable(self.shape) else self.shape
+        return shape if isinstance(shape, Mapping) else {_ONLY: shape}
 
-    def check_output(self, output: Tensor, shape: tuple[int, ...], is_last: bool) -> None:
+    def check_output(
+        self,
+        output: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        is_last: bool,
+    ) -> None:
         """Refuse an output that the next rank would misread."""
+        if set(output) != set(shapes):
+            raise ValueError(
+                f"a stage returned {_listed(output)} where the pipeline expects "
+                f"{_listed(shapes)}: name the same tensors in run_schedule's shape"
+            )
         device = torch.device(self.device).type
-        fits = is_last or (output.dtype, output.device.type) == (self.dtype, device)
-        if tuple(output.shape) == tuple(shape) and fits:
-            return
-        found = f"a stage returned {tuple(output.shape)} {output.dtype} on {output.device.type}"
-        if is_last:
-            raise ValueError(f"{found} where the pipeline expects a scalar loss")
-        raise ValueError(
-            f"{found} where the pipeline expects {tuple(shape)} {self.dtype} on {device}: give "
-            "run_schedule the shape, dtype and device of a hidden state on this rank"
-        )
+        for name, tensor in output.items():
+            shape = tuple(shapes[name])
+            fits = is_last or (tensor.dtype, tensor.device.type) == (self.dtype, device)
+            if tuple(tensor.shape) == shape and fits:
+                continue
+            found = f"a stage returned {name} {tuple(tensor.shape)}".replace("  ", " ")
+            found += f" {tensor.dtype} on {tensor.device.type}"
+            if is_last:
+                raise ValueError(f"{found} where the pipeline expects a scalar loss")
+            raise ValueError(
+                f"{found} where the pipeline expects {shape} {self.dtype} on {device}: give "
+                "run_schedule the shape, dtype and device of a hidden state on this rank"
+            )
+
+
+def _named(payload: Payload) -> Mapping[str, Tensor]:
+    return {_ONLY: payload} if isinstance(payload, Tensor) else payload
+
+
+def _joined(tensors: Mapping[str, Tensor]) -> Payload:
+    """Undo ``_named``."""
+    return tensors.get(_ONLY, tensors)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name or "one tensor" for name in names)
 
 
 def _prepare(works: deque[Work]) -> None:
