@@ -38,7 +38,7 @@ _EXPORTS: dict[str, str] = {
     "VocabParallelEmbedding": "tensor_parallel.embedding",
     "VocabParallelHead": "tensor_parallel.embedding",
     "Watch": "launch.watchdog",
-    "WeightQueue": "pipeline_parallel.runner",
+    "WeightQueue": "pipeline_parallel.weight_queue",
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "all_to_all": "collectives",

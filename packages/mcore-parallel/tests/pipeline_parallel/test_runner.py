@@ -18,7 +18,7 @@ from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
-from mcore_parallel.pipeline_parallel.runner import StageOutput, WeightQueue, run_schedule
+from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
 from mcore_parallel.pipeline_parallel.schedule import (
     forward_only,
     interleaved,
@@ -26,6 +26,7 @@ from mcore_parallel.pipeline_parallel.schedule import (
     zero_bubble_h1,
 )
 from mcore_parallel.pipeline_parallel.stages import split_layers, stages_of_rank
+from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.sharding import Layout, named_shards, whole
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
 from mcore_parallel.testing.ranks import gather_logical, run_ranks

@@ -20,7 +20,6 @@ from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import agree_on_kernels
-from mcore_parallel.pipeline_parallel.runner import WeightQueue
 from mcore_parallel.pipeline_parallel.schedule import (
     Action,
     Schedule,
@@ -28,6 +27,7 @@ from mcore_parallel.pipeline_parallel.schedule import (
     forward_only,
 )
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
+from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.rng import RngStreams
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.optimizers import OPTIMIZERS

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Shaped
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
 from mcore_parallel.pipeline_parallel.schedule import Action, Kind, message_peer
+from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work
 
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -50,72 +50,6 @@ class StageOutput:
 StageFunction = Callable[[Any, int], StageOutput]
 """``f(x, microbatch)``; ``x`` is the ``Payload`` of the stage before, None on the first, which
 reads its own batch."""
-
-
-class WeightQueue:
-    """Weight-gradient work that linears put off until ``BACKWARD_WEIGHT``.
-
-    A linear whose weight has the queue (``serve``) computes only the input's gradient in
-    backward, returns None for its weight, and puts a function here that adds to
-    the weight's main gradient. What is not put off (norms, biases, embedding, head) is done at
-    once, and the sums are the same, in the same order.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._work: list[Work] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing waits to be done."""
-        return not self._work
-
-    def serve(self, *modules: nn.Module) -> None:
-        """Become the queue of all weights whose layers can put work off.
-
-        Comes before ``DataParallel``, which learns so when these weights' gradients are
-        complete. A weight may be used once in a forward pass.
-
-        Args:
-            modules: their layers say what can wait by ``deferrable_weights()``.
-
-        Raises:
-            ValueError: if a ``DataParallel`` holds one of the weights already.
-        """
-        weights = [
-            weight
-            for module in modules
-            for layer in module.modules()
-            for weight in getattr(layer, "deferrable_weights", list)()
-        ]
-        slots = [grad_slot(weight) for weight in weights]
-        if any(slot.main is not None for slot in slots):
-            raise ValueError(
-                "DataParallel would count these weights' gradients as made before they are: "
-                "call serve() first, then wrap the model."
-            )
-        for slot in slots:
-            slot.queue = self
-
-    def put(
-        self, work: Callable[[], object], prepare: Callable[[], None] | None = None
-    ) -> None:
-        """Add a function that adds one weight's gradient to it.
-
-        Args:
-            work: called once, without gradient.
-            prepare: called before it, under the work before: begins what it waits for.
-        """
-        self._work.append((work, prepare))
-
-    def take(self) -> list["Work"]:
-        """Remove and return what came since the last call."""
-        work, self._work = self._work, []
-        return work
-
-
-Work = tuple[Callable[[], object], Callable[[], None] | None]
-"""A function that makes a weight's gradient, and one that begins what it needs."""
 
 
 def run_schedule(
