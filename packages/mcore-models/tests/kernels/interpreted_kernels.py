@@ -19,9 +19,11 @@ from mcore_moe.kernels import fused_gated, fused_weighted_gated
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
+from mcore_parallel.kernels.fp8_cast import cast_by, largest
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.optimizers.adamw import adamw_plain
 from mcore_parallel.optional_kernels import failure_of
+from mcore_parallel.precision.fp8_cast import cast_plain
 from mcore_parallel.tensor_parallel.embedding import add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,
@@ -142,6 +144,23 @@ def check_rotation():
     compare(*[torch.autograd.grad(y, [qkv], grads) for y in (got, want)])
 
 
+def check_fp8_casts():
+    for narrow in (torch.float8_e4m3fn, torch.float8_e5m2):
+        # Numbers that fp8 holds: the interpreter rounds others wrongly.
+        x = (9 * torch.randn(30, 150)).to(narrow).float() * 2.0**-20
+        x[3, 5] = -torch.finfo(narrow).max * 2.0**-20
+        assert largest(x) == x.abs().max()
+        compare(
+            [part.float() for part in cast_by(x, largest(x), narrow)],
+            [part.float() for part in cast_plain(x, x.abs().max().view(1), narrow)],
+            rtol=0,
+            atol=0,
+        )
+    for strange in (float("inf"), float("nan")):
+        x[7, 7] = strange
+        assert cast_by(x, largest(x), torch.float8_e5m2)[2].isnan()
+
+
 def check_trials():
     config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8)
     device = torch.device("cpu")
@@ -160,6 +179,7 @@ if __name__ == "__main__":
         check_norms,
         check_gates,
         check_rotation,
+        check_fp8_casts,
         check_trials,
     ):
         torch.manual_seed(0)

@@ -17,6 +17,7 @@ _EXPORTS: dict[str, str] = {
     "DataParallel": "data_parallel.ddp",
     "DataParallelConfig": "config",
     "Documents": "context_parallel.packed_sequences",
+    "Fp8Config": "config",
     "DisagreementError": "launch.call_checks",
     "Layout": "sharding",
     "Output": "tensor_parallel.linear",

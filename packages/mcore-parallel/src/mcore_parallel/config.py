@@ -148,6 +148,48 @@ class DataParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Config:
+    """Which GEMMs run in fp8, and how tensors are scaled for it."""
+
+    fp8_format: Literal["", "e4m3", "hybrid"] = ""
+    """Run the GEMMs of attention and feed-forward layers in fp8: e4m3 for all factors, or
+    hybrid, e5m2 for gradients. Empty: in the run's own format."""
+
+    fp8_recipe: Literal["tensorwise"] = "tensorwise"
+    """How factors are scaled: tensorwise, one scale from each tensor's own largest magnitude.
+    Megatron's default: delayed."""
+
+    first_last_layers_bf16: bool = False
+    """Keep layers at both ends of the model out of fp8: as many as the next two say."""
+
+    num_layers_at_start_in_bf16: int = 1
+    """First layers that --first-last-layers-bf16 keeps out of fp8."""
+
+    num_layers_at_end_in_bf16: int = 1
+    """Last layers that --first-last-layers-bf16 keeps out of fp8."""
+
+    def __post_init__(self) -> None:
+        """Check the fields against each other.
+
+        Raises:
+            ValueError: if a count is negative, or an option would have no effect.
+        """
+        counts = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        for name, count in zip(("start", "end"), counts, strict=True):
+            if count < 0:
+                raise ValueError(f"--num-layers-at-{name}-in-bf16 {count} must be 0 or more.")
+        if self.first_last_layers_bf16 and not self.fp8_format:
+            raise ValueError(
+                "--first-last-layers-bf16 has no effect without --fp8-format e4m3 or hybrid."
+            )
+        if counts != (1, 1) and not self.first_last_layers_bf16:
+            raise ValueError(
+                "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 have no effect "
+                "without --first-last-layers-bf16."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdamConfig:
     """AdamW: decoupled weight decay, bias correction (Loshchilov and Hutter 2019)."""
 

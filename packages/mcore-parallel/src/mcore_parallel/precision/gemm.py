@@ -21,7 +21,14 @@ Operands = tuple[Tensor, ...]
 
 @runtime_checkable
 class Gemm(Protocol):
-    """Forward, input gradient and weight gradient of ``y = x W^T + b``; no communication."""
+    """Forward, input gradient and weight gradient of ``y = x W^T + b``.
+
+    No communication but of what ranks must agree on to cast a tensor that they share.
+    """
+
+    def fitting(self, num_rows: int, num_columns: int) -> "Gemm":
+        """Return what multiplies with a weight of F rows and D columns: itself, if it can."""
+        ...
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
@@ -52,6 +59,10 @@ class Gemm(Protocol):
 
 class PlainGemm:
     """GEMMs by torch in the dtype of their operands."""
+
+    def fitting(self, num_rows: int, num_columns: int) -> Gemm:  # noqa: ARG002
+        """Return itself: every size fits."""
+        return self
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None

@@ -106,8 +106,8 @@ class ColumnParallelLinear(nn.Module):
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.init_std = init_std
-        self.gemm = gemm
         rows = sum(self.output_sizes)
+        self.gemm = gemm.fitting(rows, in_features)
         self.weight = overwrites(
             nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
         )
@@ -220,8 +220,8 @@ class RowParallelLinear(nn.Module):
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
         self.init_std = init_std
-        self.gemm = gemm
         columns = in_features // axis.size
+        self.gemm = gemm.fitting(out_features, columns)
         self.weight = overwrites(
             nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
         )

@@ -1,0 +1,114 @@
+"""Casting a matrix to fp8 with one scale, computed from the matrix itself.
+
+The largest magnitude becomes the largest number of the format: 448 in e4m3, 57344 in e5m2.
+Values are clamped before they are cast, since torch's casts do not saturate. A matrix of zeros
+stays zero. One with infinity or NaN gets a scale of NaN, so that every product with it is NaN:
+as loud as in 16 bits, where clamping would hide it.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+
+SMALLEST_AMAX = 2.0**-100
+"""Below it a matrix is scaled as if this were its largest magnitude."""
+
+
+class Fp8(NamedTuple):
+    """A matrix in fp8, in one or both orders; an order that was not wanted is empty."""
+
+    rows: Shaped[Tensor, "T D"]
+    columns: Shaped[Tensor, "D T"]
+    """The transpose, contiguous: tensor cores read both factors along the summed dimension."""
+    scale_inv: Float[Tensor, " 1"]
+    """Multiplies either to give the matrix back; float32, float64 for a float64 matrix."""
+
+
+def cast(
+    x: Float[Tensor, "T D"],
+    dtype: torch.dtype,
+    axis: Axis = SINGLE,
+    *,
+    has_rows: bool = True,
+    has_columns: bool = True,
+) -> Fp8:
+    """Cast a matrix to fp8; all-reduces its largest magnitude over ``axis``.
+
+    By two kernels on a GPU, else by ``cast_plain``'s arithmetic: the same bits.
+
+    Args:
+        x: floating, any memory order.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
+        axis: ranks that hold other parts of the same logical matrix and share its scale.
+        has_rows: whether to give the matrix in its own order.
+        has_columns: whether to give the transpose.
+    """
+    x = x.detach().contiguous()
+    if _has_kernel(x):
+        from mcore_parallel.kernels.fp8_cast import cast_by, largest
+
+        amax = all_reduce(largest(x), axis, "max")
+        return Fp8(*cast_by(x, amax, dtype, has_rows=has_rows, has_columns=has_columns))
+    whole = cast_plain(x, all_reduce(_largest_plain(x), axis, "max"), dtype)
+    none = whole.rows.new_empty(0, 0)
+    return Fp8(
+        whole.rows if has_rows else none,
+        whole.columns if has_columns else none,
+        whole.scale_inv,
+    )
+
+
+def cast_plain(x: Float[Tensor, "T D"], amax: Float[Tensor, " 1"], dtype: torch.dtype) -> Fp8:
+    """Cast a matrix with a known largest magnitude, in torch: the reference of the kernel."""
+    limit = torch.finfo(dtype).max
+    wide = torch.promote_types(x.dtype, torch.float32)
+    floor = amax.to(wide).clamp(min=SMALLEST_AMAX)
+    scaled = x.to(wide) * (limit / floor)
+    rows = scaled.clamp(-limit, limit).to(dtype)
+    scale_inv = torch.where(amax.isfinite(), floor / limit, float("nan"))
+    return Fp8(rows, rows.t().contiguous(), scale_inv)
+
+
+def dequantized(
+    fp8: Shaped[Tensor, "T D"], scale_inv: Float[Tensor, " 1"]
+) -> Float[Tensor, "T D"]:
+    """Return what a cast matrix stands for, in the dtype of its scale."""
+    return fp8.to(scale_inv.dtype) * scale_inv
+
+
+def _largest_plain(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.abs().amax().to(wide).view(1)  # NaN stays
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return (
+        x.is_cuda
+        and x.dtype != torch.float64
+        and not torch.compiler.is_compiling()
+        and works(CAST_KERNEL, x.device, x.dtype)
+    )
+
+
+def _try_cast(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cast by the kernels and in torch, both formats; a trial of ``CAST_KERNEL``."""
+    from mcore_parallel.kernels.fp8_cast import cast_by, largest
+
+    x = 3.0 * wave(160, 272, device=device, dtype=dtype)
+    amax = _largest_plain(x)
+    yield largest(x), amax
+    for narrow in (torch.float8_e4m3fn, torch.float8_e5m2):
+        want = cast_plain(x, amax, narrow)
+        for got, expected in zip(cast_by(x, amax, narrow), want, strict=True):
+            yield got.float(), expected.float()
+
+
+CAST_KERNEL = OptionalKernel("the fp8 casts", ("triton",), _try_cast)
+"""What ``cast`` takes where it works."""
