@@ -110,7 +110,28 @@ SPARSE = {
 all of them cut a step into the same micro-batches of two sequences."""
 
 
-MODELS = {"dense": DENSE, "sparse": SPARSE}
+_FP8: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 96, "fp8_format": "hybrid"}
+
+FP8 = {
+    "one": LayoutCase(flags=_FP8),
+    "unrounded": LayoutCase(flags={**_FP8, "fp8_format": ""}),
+    "first_last": LayoutCase(flags={**_FP8, "first_last_layers_bf16": True}),
+    "recomputed": LayoutCase(flags={**_FP8, "recompute_granularity": "full"}),
+    "tp2_sp": LayoutCase(
+        2, flags={**_FP8, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    ),
+    "cp2": LayoutCase(2, flags={**_FP8, "context_parallel_size": 2}),
+    "pp2_zb": LayoutCase(
+        2,
+        flags={**_FP8, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+    ),
+}
+"""Layouts of a dense model in fp8, whose sizes on a rank are multiples of 16. In float64 the
+same fp8 numbers come out of every layout: the rest of its arithmetic is too exact to round
+one of them elsewhere."""
+
+
+MODELS = {"dense": DENSE, "sparse": SPARSE, "fp8": FP8}
 
 
 def plan_of(case: LayoutCase, *, seed: int = 1234) -> Plan:

@@ -33,5 +33,10 @@ def dense(tmp_path_factory) -> Outcomes:
 
 
 @pytest.fixture(scope="session")
+def fp8(tmp_path_factory) -> Outcomes:
+    return Outcomes("fp8", tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.fixture(scope="session")
 def sparse(tmp_path_factory) -> Outcomes:
     return Outcomes("sparse", tmp_path_factory.mktemp("sparse"))

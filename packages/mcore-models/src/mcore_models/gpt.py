@@ -6,7 +6,7 @@ carries the residual stream; ``logits``, ``token_losses`` and ``loss`` are what 
 stage does with it. Auxiliary losses travel beside the stream, as a second root of backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -67,6 +68,7 @@ class GPT(LanguageModel):
         seed: int = 1234,
         recomputing: RecomputeConfig = _KEEP_ALL,
         kernels: KernelConfig = _ANY_KERNELS,
+        gemms: Sequence[LinearGemms] = (),
         streams: RngStreams | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -82,6 +84,8 @@ class GPT(LanguageModel):
             seed: of the initial weights, equal on all ranks.
             recomputing: what backward computes again.
             kernels: which compute it.
+            gemms: of every layer, by global number (``layer_gemms``); empty: of none but in
+                the model's dtype.
             streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
             device: of the parameters; None: that of ``ctx``.
             dtype: of the parameters and activations.
@@ -118,6 +122,7 @@ class GPT(LanguageModel):
                     moe=moe,
                     recomputing=recomputing,
                     kernels=kernels,
+                    gemms=gemms[layer] if gemms else PLAIN_GEMMS,
                     **placed,
                 )
                 for layer in stage.layers

@@ -9,12 +9,16 @@ from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
 from mcore_models.layers.rope import ROTARY_KERNEL
 from mcore_moe.activations import FUSED, GATE_KERNELS
+from mcore_parallel.config import Fp8Config
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.adamw import ADAM_KERNEL
 from mcore_parallel.optional_kernels import OptionalKernel
+from mcore_parallel.precision.fp8_cast import CAST_KERNEL
 from mcore_parallel.tensor_parallel.embedding import ROWS_KERNEL
 from mcore_parallel.tensor_parallel.linear_cross_entropy import LOSS_KERNELS
+
+_NO_FP8 = Fp8Config()
 
 
 def optional_kernels(
@@ -23,6 +27,7 @@ def optional_kernels(
     device: torch.device,
     dtype: torch.dtype,
     tp: Axis = SINGLE,
+    fp8: Fp8Config = _NO_FP8,
 ) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
     """List what a training step of a model may choose on a GPU, for ``agree_on_kernels``.
 
@@ -32,6 +37,7 @@ def optional_kernels(
         device: that computes.
         dtype: of parameters and activations.
         tp: ranks that share the heads.
+        fp8: whether GEMMs run in fp8.
     """
     H = head_dim(config)
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = [
@@ -41,6 +47,8 @@ def optional_kernels(
     if dtype == torch.float64:
         return found
     found.append((LOSS_KERNELS, (dtype,)))
+    if fp8.fp8_format:
+        found.append((CAST_KERNEL, (dtype,)))
     if NARROWEST <= config.hidden_size <= WIDEST:
         found.append((NORM_KERNELS, (dtype,)))
     if is_gated(config) and activation(config) in FUSED:

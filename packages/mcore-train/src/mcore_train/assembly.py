@@ -28,6 +28,7 @@ from mcore_parallel.pipeline_parallel.schedule import (
 )
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
+from mcore_parallel.precision.fp8 import WeightCasts, layer_gemms
 from mcore_parallel.rng import RngStreams
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.optimizers import OPTIMIZERS
@@ -69,6 +70,8 @@ class Run:
     dtype: torch.dtype
     """Of parameters and activations."""
     tokenizer: Tokenizer | None = None
+    weight_casts: WeightCasts = field(default_factory=WeightCasts)
+    """Casts of weights to fp8, kept for one step."""
     weight_queue: WeightQueue | None = None
     """Where linears put their weight gradients off; None where backward is whole."""
     recorder: BackwardRecorder | None = None
@@ -142,8 +145,12 @@ def assemble(
     streams = RngStreams(config.run.seed, ctx)
     dtype = dtype or torch_dtype(plan.dtype)
     if ctx.device.type == "cuda":
-        wanted = optional_kernels(config.model, config.kernels, ctx.device, dtype, ctx.tp)
+        wanted = optional_kernels(
+            config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8
+        )
         agree_on_kernels(wanted, ctx.device, ctx.world)
+    weight_casts = WeightCasts()
+    gemms = layer_gemms(config.fp8, ctx, config.model.num_layers, weight_casts)
     chunks = [
         plan.family.build(
             config.model,
@@ -154,6 +161,7 @@ def assemble(
             seed=config.run.seed,
             recomputing=config.recomputation,
             kernels=config.kernels,
+            gemms=gemms,
             streams=streams,
             device=ctx.device,
             dtype=dtype,
@@ -181,6 +189,7 @@ def assemble(
         datasets=datasets,
         dtype=dtype,
         tokenizer=tokenizer,
+        weight_casts=weight_casts,
         weight_queue=weight_queue,
         recorder=recorder,
     )

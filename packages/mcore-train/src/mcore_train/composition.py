@@ -17,6 +17,7 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
     AdamConfig,
     DataParallelConfig,
+    Fp8Config,
     ParallelConfig,
     PipelineConfig,
     SGDConfig,
@@ -48,6 +49,7 @@ class TrainConfig:
     sgd: SGDConfig = field(default_factory=SGDConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     recomputation: RecomputeConfig = field(default_factory=RecomputeConfig)
     parallelism: ParallelConfig = field(default_factory=ParallelConfig)

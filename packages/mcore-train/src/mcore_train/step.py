@@ -89,7 +89,7 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     if "loss_mask" in run.read_entries:
         num_valid = count_valid_tokens(batches, run.ctx)
     losses = StepLosses(run.ctx.device)
-    with run.data_parallel.no_sync():
+    with run.data_parallel.no_sync(), run.weight_casts.keeping():
         run_schedule(
             run.actions_of(len(batches)),
             stage_functions(run, batches, num_valid, losses),

@@ -27,6 +27,7 @@ from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_at
 from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import works
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.tensor_parallel.linear import (
@@ -57,6 +58,7 @@ class Attention(nn.Module):
         streams: RngStreams,
         recompute_core: bool = False,
         kernels: KernelConfig = _ANY_KERNELS,
+        gemms: LinearGemms = PLAIN_GEMMS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class Attention(nn.Module):
             streams: for dropping attention weights.
             recompute_core: compute everything between the linears again in backward.
             kernels: that compute the attention.
+            gemms: what multiplies in the two linears.
             device: of the parameters.
             dtype: of the parameters.
         """
@@ -92,10 +95,11 @@ class Attention(nn.Module):
             config.hidden_size,
             [Output("q", N * H), Output("k", G * H, holders), Output("v", G * H, holders)],
             bias=has_qkv_bias(config),
+            gemm=gemms.column,
             **linear,
         )
         self.proj = RowParallelLinear(
-            N * H, config.hidden_size, bias=config.add_bias_linear, **linear
+            N * H, config.hidden_size, bias=config.add_bias_linear, gemm=gemms.row, **linear
         )
         # Each rank norms its own heads: its gradient is their share of the sum.
         norms: dict[str, Any] = {"replicas": tp, "partial": tp, **placed}

@@ -18,6 +18,7 @@ from mcore_moe.layer import MoELayer
 from mcore_moe.over_ranks import moe_axes
 from mcore_parallel.logical_tensors import ffn_size, is_gated, moe_layers
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.rng import RngStreams, StreamDropout
 
 
@@ -42,6 +43,7 @@ class TransformerBlock(nn.Module):
         moe: MoEConfig,
         recomputing: RecomputeConfig,
         kernels: KernelConfig,
+        gemms: LinearGemms = PLAIN_GEMMS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -54,6 +56,7 @@ class TransformerBlock(nn.Module):
             streams: for dropout.
             moe: says whether this layer has experts, and which.
             kernels: which compute attention.
+            gemms: what multiplies in attention and the dense feed-forward layer.
             recomputing: its selective modules; full-layer recompute is handled by the model.
             device: of the parameters.
             dtype: of the parameters.
@@ -76,6 +79,7 @@ class TransformerBlock(nn.Module):
             streams=streams,
             recompute_core="core_attn" in recomputed,
             kernels=kernels,
+            gemms=gemms,
             **placed,
         )
         self.mlp_norm = build_norm(config, config.hidden_size, **norms, **placed)
@@ -106,6 +110,7 @@ class TransformerBlock(nn.Module):
                 ffn_size(config),
                 axis=ctx.tp,
                 recompute_activation="mlp_act" in recomputed,
+                gemms=gemms,
                 **feed_forward,
             )
         stream = "tensor_parallel" if sequence_parallel else "replicated"

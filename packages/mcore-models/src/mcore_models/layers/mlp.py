@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mcore_moe.activations import activation_function, gated
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -40,6 +41,7 @@ class MLP(nn.Module):
         sequence_parallel: bool = False,
         init_std: float = 0.02,
         recompute_activation: bool = False,
+        gemms: LinearGemms = PLAIN_GEMMS,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,6 +57,7 @@ class MLP(nn.Module):
             sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
             recompute_activation: forget what goes into fc2, make it again in backward.
+            gemms: what multiplies.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -72,8 +75,8 @@ class MLP(nn.Module):
         }
         placed |= {"init_std": init_std, "device": device, "dtype": dtype}
         outputs = [Output("gate", F_), Output("up", F_)] if gated else F_
-        self.fc1 = ColumnParallelLinear(hidden_size, outputs, **placed)
-        self.fc2 = RowParallelLinear(F_, hidden_size, **placed)
+        self.fc1 = ColumnParallelLinear(hidden_size, outputs, gemm=gemms.column, **placed)
+        self.fc2 = RowParallelLinear(F_, hidden_size, gemm=gemms.row, **placed)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""

@@ -32,6 +32,7 @@ _PARTS = (
     "pipeline",
     "recomputation",
     "precision",
+    "fp8",
     "optimizer",
     "adam",
 )

@@ -5,6 +5,7 @@ tensor ranks, experts by expert ranks, vocabulary rows by both padding and tenso
 """
 
 from dataclasses import replace
+from math import lcm
 
 from mcore_models.config import TransformerConfig
 from mcore_moe.config import MoEConfig
@@ -20,6 +21,8 @@ from mcore_train.layout_check.path_signature import (
 from mcore_train.resolution import Plan
 
 HEAD_DIM = 8
+FP8_MULTIPLE = 16
+"""Sizes of factors on a rank are multiples of it, or their GEMM is not in fp8."""
 LEAST_SEQ_LENGTH = 16
 LEAST_VOCAB_SIZE = 48
 
@@ -41,9 +44,10 @@ def shrink_model(
     own_head_dim = model.kv_channels and model.kv_channels * model.num_attention_heads != (
         model.hidden_size
     )
-    channels = HEAD_DIM
+    is_fp8 = bool(plan.config.fp8.fp8_format)
+    channels = FP8_MULTIPLE if is_fp8 else HEAD_DIM
     if shards > 1 and cuts_vectors(plan):
-        channels = HEAD_DIM * -(-(vector_length(shards) + 1) // (HEAD_DIM * heads))
+        channels *= -(-(vector_length(shards) + 1) // (channels * heads))
     return replace(
         model,
         num_layers=num_layers,
@@ -51,7 +55,7 @@ def shrink_model(
         num_query_groups=groups if model.num_query_groups else 0,
         kv_channels=channels if model.kv_channels else 0,
         hidden_size=heads * channels + (16 if own_head_dim else 0),
-        ffn_hidden_size=12 * parallel.tensor_model_parallel_size,
+        ffn_hidden_size=(FP8_MULTIPLE if is_fp8 else 12) * parallel.tensor_model_parallel_size,
         max_position_embeddings=length if model.max_position_embeddings else 0,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -106,6 +110,8 @@ def seq_length(plan: Plan, parallel: ParallelConfig) -> int:
     """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     cuts = tp * cp * (2 if cp > 1 else 1)
+    if plan.config.fp8.fp8_format:
+        cuts = lcm(cuts, FP8_MULTIPLE * cp)
     least = max(LEAST_SEQ_LENGTH, 8 * cp if has_documents(plan.config) else 0)
     return -(-least // cuts) * cuts
 

@@ -36,6 +36,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--use-precision-aware-optimizer": Spelling(note="--exp-avg-dtype alone turns it on"),
     "--transformer-impl": Spelling(num_values=1, note="there is one implementation"),
     "--enable-cuda-graph": Spelling(("--cuda-graph-impl", "full_iteration")),
+    "--fp8-hybrid": Spelling(("--fp8-format", "hybrid")),
     "--recompute-activations": Spelling(("--recompute-granularity", "selective")),
     "--distributed-backend": Spelling(num_values=1, note="nccl on GPUs, gloo on CPUs"),
     "--log-throughput": Spelling(note="throughput is always reported"),
@@ -105,9 +106,15 @@ INSTEAD: dict[str, str] = {
         "all ranks always write together; use mcore-ckpt reshard to put their files together."
     ),
     (
-        "--fp8-* --fp4-* --no-fp8-* --*fp8* --*layers*-bf16 --*-in-bf16 "
-        "--moe-router-padding-for-*"
-    ): ("FP8 training is not built yet; use --bf16."),
+        "--fp8-margin --fp8-amax-* --fp8-interval --fp8-quantizer-factory --fp8-output-proj "
+        "--no-fp8-wgrad"
+    ): ("scales come from the tensor at hand; use --fp8-format with --fp8-recipe tensorwise."),
+    "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
+        "weights are gathered in bfloat16 and cast once a step; leave it out."
+    ),
+    "--fp4-* --*fp8* --moe-router-padding-for-*": (
+        "use --fp8-format e4m3 or hybrid, which attention and dense layers follow."
+    ),
     "--delay-wgrad-compute": (
         "use --pipeline-schedule zb-h1: weight gradients are computed where a stage is idle."
     ),
