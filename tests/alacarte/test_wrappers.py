@@ -97,7 +97,9 @@ class LanguageHead(Language):
 
     def forward(self, ids):
         hidden, _ = self.gpt(ids)
-        return self.gpt.loss(hidden, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel()))[0]
+        return self.gpt.loss(
+            hidden, ids.roll(-1, 1), torch.full(ids.shape, 1 / ids.numel(), device=ids.device)
+        )[0]
 
 
 BUILDERS = {
