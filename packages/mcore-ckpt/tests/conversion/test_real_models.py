@@ -88,7 +88,7 @@ def build(case, tied):
 def poison(optimizer):
     """Fill the optimizer's flat memory, padding included, with NaN."""
     for state in optimizer._states.values():
-        for flat in (state.main, state.exp_avg, state.exp_avg_sq):
+        for flat in (state.main, *state.moments.values()):
             flat.fill_(torch.nan)
 
 
