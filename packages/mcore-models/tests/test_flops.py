@@ -139,7 +139,7 @@ def test_counted_flops_are_three_times_the_products_of_a_forward(case):
     counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     attention = counted["aten.bmm"]  # the only products of two activations
     others = sum(counted.values()) - attention
-    uncounted = sum(layer.moe is not None for layer in model.blocks.values())
+    uncounted = sum("moe" in layer.mixers for layer in model.blocks.values())
     uncounted *= 2 * length * 24 * (moe.num_experts + moe.moe_shared_expert_gate)
     # Torch counts whole attention, we the causal half of it.
     want = 3 * (others - uncounted + attention // 2)

@@ -10,6 +10,7 @@ with those of mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
 """
 
 import ast
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -71,6 +72,16 @@ def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in pattern)
 
 
+def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
+    """Say for each layer which mixers of ``MIXER_SHAPES`` it consists of, in order.
+
+    Raises:
+        ValueError: as ``moe_layers``.
+    """
+    experts = moe_layers(moe, config.num_layers)
+    return tuple(("attention", "moe" if has_experts else "mlp") for has_experts in experts)
+
+
 def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     """List every logical tensor of a model with its global shape.
 
@@ -90,15 +101,10 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
     if config.position_embedding_type == "learned_absolute":
         shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
-    for layer, has_experts in enumerate(moe_layers(moe, config.num_layers)):
-        inside = {**_norm(config, "attention_norm", D), **_attention(config)}
-        inside |= _norm(config, "mlp_norm", D)
-        if has_experts:
-            inside |= _experts(config, moe)
-        else:
-            bias = config.add_bias_linear
-            inside |= _mlp("mlp", D, ffn_size(config), is_gated(config), bias)
-        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
+    for layer, mixers in enumerate(layer_mixers(config, moe)):
+        for mixer in mixers:
+            inside = _norm(config, MIXER_NORMS[mixer], D) | MIXER_SHAPES[mixer](config, moe)
+            shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
     shapes |= _norm(config, "final_norm", D)
     if config.untie_embeddings_and_output_weights:
         shapes["head.weight"] = (vocab_size, D)
@@ -115,7 +121,7 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape
     return weight | ({f"{name}.bias": (outputs,)} if bias else {})
 
 
-def _attention(config: Any) -> dict[str, Shape]:
+def _attention(config: Any, _: Any) -> dict[str, Shape]:
     D, H = config.hidden_size, head_dim(config)
     queries, keys = config.num_attention_heads * H, num_kv_heads(config) * H
     shapes: dict[str, Shape] = {}
@@ -127,6 +133,11 @@ def _attention(config: Any) -> dict[str, Shape]:
             **_norm(config, "attention.k_norm", H),
         }
     return shapes | _linear("attention.proj", D, queries, config.add_bias_linear)
+
+
+def _dense(config: Any, _: Any) -> dict[str, Shape]:
+    width, bias = ffn_size(config), config.add_bias_linear
+    return _mlp("mlp", config.hidden_size, width, is_gated(config), bias)
 
 
 def _mlp(name: str, D: int, width: int, gated: bool, bias: bool) -> dict[str, Shape]:
@@ -150,6 +161,21 @@ def _experts(config: Any, moe: Any) -> dict[str, Shape]:
     if moe.moe_shared_expert_gate:
         shapes["moe.shared.token_gate.weight"] = (1, D)
     return shapes
+
+
+MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
+    "attention": _attention,
+    "mlp": _dense,
+    "moe": _experts,
+}
+"""Tensors of each mixer below its block, from the settings of layers and experts."""
+
+MIXER_NORMS: Mapping[str, str] = {
+    "attention": "attention_norm",
+    "mlp": "mlp_norm",
+    "moe": "mlp_norm",
+}
+"""Name of the norm before each mixer."""
 
 
 def _read_pattern(text: str) -> int | list[int]:

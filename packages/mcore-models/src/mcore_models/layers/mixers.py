@@ -1,0 +1,131 @@
+"""The mixers that layers are made of, by name: attention, feed-forward layers, experts.
+
+A layer is a sequence of residual halves, each a norm and one mixer; which ones a layer has
+comes from ``mcore_parallel.logical_tensors.layer_mixers``. A new kind of layer is one entry
+here, one in ``logical_tensors.MIXERS`` for its names and shapes, and its module.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mcore_models.config import KernelConfig, TransformerConfig, activation
+from mcore_models.layers.attention import Attention
+from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.mlp import MLP
+from mcore_moe.config import MoEConfig
+from mcore_moe.layer import MoELayer
+from mcore_moe.over_ranks import moe_axes
+from mcore_parallel.logical_tensors import ffn_size, is_gated
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.fp8 import LinearGemms
+from mcore_parallel.rng import RngStreams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSetup:
+    """What the mixers of one layer are built from."""
+
+    config: TransformerConfig
+    ctx: ParallelContext
+    layer: int
+    """Global number."""
+    streams: RngStreams
+    """For dropout."""
+    moe: MoEConfig
+    recomputed: frozenset[str]
+    """Of ``--recompute-modules``."""
+    kernels: KernelConfig
+    gemms: LinearGemms
+    """What multiplies in the dense linears."""
+    placed: Mapping[str, Any]
+    """``device`` and ``dtype`` of the parameters."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tokens are cut over the tensor ranks outside the mixers."""
+        return self.ctx.config.sequence_parallel and self.ctx.tp.size > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixer:
+    """How one kind of mixer is made and called."""
+
+    build: Callable[[LayerSetup], nn.Module]
+    """Allocates this rank's share; weights are zero until the model fills them."""
+    run: Callable[[Any, BlockInputs, Tensor], Any]
+    """Calls the module on the normed stream: what is added to it, or that and an auxiliary
+    loss."""
+    recomputed_as: str = ""
+    """Its name as a whole among ``--recompute-modules``; empty: it has none."""
+
+
+def _build_attention(setup: LayerSetup) -> Attention:
+    return Attention(
+        setup.config,
+        setup.ctx,
+        setup.layer,
+        streams=setup.streams,
+        recompute_core="core_attn" in setup.recomputed,
+        kernels=setup.kernels,
+        gemms=setup.gemms,
+        **setup.placed,
+    )
+
+
+def _build_mlp(setup: LayerSetup) -> MLP:
+    return MLP(
+        setup.config.hidden_size,
+        ffn_size(setup.config),
+        axis=setup.ctx.tp,
+        recompute_activation="mlp_act" in setup.recomputed,
+        gemms=setup.gemms,
+        **_feed_forward(setup),
+    )
+
+
+def _build_experts(setup: LayerSetup) -> MoELayer:
+    return MoELayer(
+        setup.config.hidden_size,
+        ffn_size(setup.config),
+        setup.moe,
+        **moe_axes(setup.ctx),
+        streams=setup.streams,
+        recompute_activation="moe_act" in setup.recomputed,
+        recompute_shared="shared_experts" in setup.recomputed,
+        **_feed_forward(setup),
+    )
+
+
+def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
+    return {
+        "gated": is_gated(setup.config),
+        "activation": activation(setup.config),
+        "bias": setup.config.add_bias_linear,
+        "sequence_parallel": setup.sequence_parallel,
+        "init_std": 0.0,
+        **setup.placed,
+    }
+
+
+def _run_attention(attention: Attention, inputs: BlockInputs, x: Tensor) -> Tensor:
+    return attention(x, inputs)
+
+
+def _run_mlp(mlp: MLP, _: BlockInputs, x: Tensor) -> Tensor:
+    return mlp(x)
+
+
+def _run_experts(moe: MoELayer, _: BlockInputs, x: Tensor) -> tuple[Tensor, Tensor]:
+    y, aux = moe(x.flatten(0, 1), num_sequences=x.shape[1])  # [S, B, D] -> [T, D]
+    return y.view(x.shape), aux
+
+
+MIXERS: Mapping[str, Mixer] = {
+    "attention": Mixer(build=_build_attention, run=_run_attention),
+    "mlp": Mixer(build=_build_mlp, run=_run_mlp, recomputed_as="mlp"),
+    "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
+}
+"""Mixers by name, which is also the name of the module in its block."""
