@@ -92,7 +92,8 @@ def convert(
         experts_apart: With --optimizer to megatron: the run there will have
             --expert-model-parallel-size above 1, and so an optimizer of the experts' own.
         verify: Read the result back and compare it with the source, bit by bit.
-        check: Compute logits of the source and of the result with transformers, on the CPU.
+        check: Run our model on the result against transformers on the source, in float32 on
+            the CPU; what differs, or has no model here, is not kept.
     """
     source, target, was_cut = parse_direction(direction)
     out = sys.stdout
@@ -120,7 +121,18 @@ def convert(
         optimizer=optimizer,
         link=link,
     )
-    report = run(source, input, target, output, options, on_progress=_progress())
+    logits = None
+    if check:
+        from mcore_ckpt.conversion.logit_check import CAST_ROUNDING, ROUNDING, LogitCheck
+
+        logits = LogitCheck(
+            source_format=source,
+            source=input,
+            target_format=target,
+            config=config,
+            bound=CAST_ROUNDING if dtype else ROUNDING,
+        )
+    report = run(source, input, target, output, options, on_progress=_progress(), logits=logits)
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
     behind = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
     tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
@@ -131,13 +143,9 @@ def convert(
     )
     if report.fingerprint:
         print(f"fingerprint {report.fingerprint}", file=out)
-    if check:
-        from mcore_ckpt.conversion.logit_check import CAST_ROUNDING, ROUNDING, compare_logits
-
-        bound = CAST_ROUNDING if dtype else ROUNDING
-        sides = ((source, input), (target, output))
-        worst = compare_logits(*sides, config=config, bound=bound)
-        print(f"logits in transformers differ by {worst:.1e} of the largest", file=out)
+    if report.logits_differ_by is not None:
+        differ = f"logits differ by {report.logits_differ_by:.1e} of the largest"
+        print(f"mcore against transformers: {differ}", file=out)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Hugging Face to ours and back: every family bitwise, every doubt an error with a name."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -608,20 +609,45 @@ def test_a_family_is_found_for_a_model_that_was_trained_here(tmp_path):
         family_for(description)
 
 
-def test_the_command_compares_logits_when_asked(tmp_path, capsys):
+def test_a_check_runs_our_model_against_transformers_and_keeps_nothing_that_differs(
+    tmp_path, capsys
+):
     from mcore_ckpt.cli import main
-    from mcore_ckpt.conversion.logit_check import compare_logits
+    from mcore_ckpt.conversion.logit_check import LogitCheck
+
+    def run(direction, source, target):
+        words = ["--input", str(tmp_path / source), "--output", str(tmp_path / target)]
+        code = main(["convert", direction, *words, "--check"])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
 
     make(tmp_path / "hf", "llama")
-    words = ["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "there"), "--check"]
-    assert main(["convert", "hf->megatron", *words]) == 0
-    out = capsys.readouterr().out
-    assert "logits in transformers differ by 0.0e+00" in out
-    assert "fingerprint " in out
-    make(tmp_path / "other", "llama tied, llama3 scaling")
-    sides = (("hf", tmp_path / "hf"), ("hf", tmp_path / "other"))
-    with pytest.raises(RuntimeError, match="logits of the two sides differ by"):
-        compare_logits(*sides)
+    ways = (
+        ("hf->megatron", "hf", "m"),
+        ("megatron->mcore", "m", "run"),
+        ("mcore->hf", "run", "h"),
+    )
+    for way in ways:
+        code, shown = run(*way)
+        assert code == 0, shown
+        worst = re.search(r"mcore against transformers: logits differ by (\S+) of", shown)
+        assert 0 <= float(worst[1]) < 1e-5
+        assert "fingerprint " in shown
+    make(tmp_path / "other", "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.neg_()
+    model.save_pretrained(tmp_path / "other")
+    check = LogitCheck(source_format="hf", source=tmp_path / "other", target_format="mcore")
+    for form in ("mcore", "hf"):
+        with pytest.raises(RuntimeError, match="mcore against transformers: logits differ by"):
+            convert("hf", tmp_path / "hf", form, tmp_path / "kept", logits=check)
+        assert not (tmp_path / "kept").exists()
+    make(tmp_path / "t5", "t5")
+    code, shown = run("hf->mcore", "t5", "kept")
+    assert code == 2
+    assert "mcore-models has no running model for the family 't5'" in shown
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize("name", ["phi3", "llama tied, llama3 scaling"])

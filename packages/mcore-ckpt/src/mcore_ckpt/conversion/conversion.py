@@ -15,12 +15,13 @@ from typing import Any
 
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.linking import link_step
+from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
 from mcore_ckpt.conversion.targets import WRITERS, WriteOptions, our_items, write_small_files
 from mcore_ckpt.formats.hf_folder import num_tokens
 from mcore_ckpt.formats.sources import FORMATS, OpenCheckpoint, ReadOptions, opened
-from mcore_ckpt.mapping.row_streams import Progress, read_ahead, with_progress
+from mcore_ckpt.mapping.row_streams import Progress, Rows, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.index import Index
 from mcore_ckpt.storage.outputs import (
@@ -64,6 +65,9 @@ class Report:
     """Entries of the source that are no weights: optimizer, random state."""
     has_tokenizer: bool = True
     """Whether a tokenizer went along."""
+    logits_differ_by: float | None = None
+    """Largest difference of our model's logits from transformers', relative to the largest of
+    them; None: not compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +120,7 @@ def convert(
     options: ConvertOptions | None = None,
     *,
     on_progress: Progress | None = None,
+    logits: LogitCheck | None = None,
 ) -> Report:
     """Convert a checkpoint of one format to another, or to itself (cast, cut, reshard).
 
@@ -127,9 +132,11 @@ def convert(
         options: what else is asked.
         on_progress: called for each slab written, then, from the beginning, about each tensor
             read back.
+        logits: run our model on the result against transformers, before the result is kept.
 
     Raises:
-        ValueError: if a format is not known, or one side cannot say the model; names what.
+        ValueError: if a format is not known, one side cannot say the model, or its logits
+            cannot be compared; names what.
         CheckpointError: if files are damaged, the output is in the way, or the proof fails.
     """
     options = options or ConvertOptions()
@@ -153,6 +160,14 @@ def convert(
     with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
         _check_config(found, source, options.config)
         _check_tokens(found, options.vocab_size)
+        if logits is not None:
+            logits.require(found.description)
+        worst: list[float] = []
+
+        def judge(written: Rows, folder: Path) -> None:
+            if logits is not None:
+                worst.append(logits.compare(found, written, folder))
+
         print_ = ""
         if target_format == "mcore":
 
@@ -161,22 +176,25 @@ def convert(
                     return link_step(target, Path(source), found, extra, on_progress)
                 return write_whole(target, watch(our_items(found)), extra)
 
-            prove = partial(proven_native, on_progress=on_progress) if options.check else None
+            prove = None
+            if options.check or logits is not None:
+                prove = partial(proven_native, judge=judge, on_progress=on_progress)
             word, print_ = _write_native(found, output, write, prove)
         else:
             with appearing(output) as folder:
                 word = WRITERS[target_format](folder, found, options.wanted, watch)
-                if options.check:
-                    print_ = proven(found, target_format, folder, on_progress)
+                if options.check or logits is not None:
+                    print_ = proven(found, target_format, folder, judge, on_progress)
         return Report(
             output,
             word,
             len(found.ours.entries),
             sum(item.num_bytes for item in watched),
-            options.check,
+            options.check or logits is not None,
             print_,
             found.left_behind,
             bool(found.tokenizer),
+            worst[0] if worst else None,
         )
 
 

@@ -1,10 +1,16 @@
-"""The last check of a conversion: both sides compute the same logits, in transformers.
+"""The last check of a conversion: our model and transformers compute the same logits.
 
-A side that is no Hugging Face folder is turned into one aside, under the family that its
-weights came from. Needs the extra ``check``.
+Names and bits are proven elsewhere (``round_trip``), but a wrong rule that is undone on the
+way back passes that proof. So our model runs on the weights as they were written, or on those
+that were read if a Hugging Face folder is the output, and transformers on the other side.
+Needs the extra ``check``; mcore-models is looked for by name, since this package knows none.
 """
 
 import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +18,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_ckpt.conversion.conversion import ConvertOptions, convert
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.stores import as_path
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.sharding import named_shards
 
 ROUNDING = 1e-4
 """Largest difference of float32 logits, relative to the largest of them, for equal weights."""
@@ -25,67 +34,117 @@ CAST_ROUNDING = 5e-2
 _LENGTH = 16
 
 
-def compare_logits(
-    one: tuple[str, Path],
-    other: tuple[str, Path],
-    *,
-    config: str = "",
-    bound: float = ROUNDING,
-    seed: int = 0,
-) -> float:
-    """Compute logits of random tokens from two checkpoints, in float32 on the CPU.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitCheck:
+    """Our model against transformers on random tokens, in float32 on the CPU.
 
     Models are held in memory whole, one at a time.
-
-    Args:
-        one: format and folder.
-        other: the other's.
-        config: config.json of the first, if it does not say which model it is.
-        bound: largest difference allowed, relative to the largest logit.
-        seed: of the tokens.
-
-    Returns:
-        The largest difference, relative to the largest logit.
-
-    Raises:
-        ValueError: if transformers is missing, or a side is no causal language model.
-        CheckpointError: if logits differ by more.
     """
-    try:
-        from transformers import AutoConfig
-    except ImportError:
-        raise ValueError(
-            "--check computes logits with transformers: pip install 'mcore-ckpt[check]'."
-        ) from None
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = [
-            _hf_folder(*one, config, scratch, "one"),
-            _hf_folder(*other, "", scratch, "two"),
-        ]
-        vocab = min(AutoConfig.from_pretrained(folder).vocab_size for folder in folders)
-        tokens = torch.randint(
-            vocab, (1, _LENGTH), generator=torch.Generator().manual_seed(seed)
-        )
-        first, second = (_logits(folder, tokens)[..., :vocab] for folder in folders)
-    worst = ((first - second).abs().max() / first.abs().max()).item()
-    if not worst <= bound:
-        raise CheckpointError(
-            f"logits of the two sides differ by {worst:.3g} of the largest: {bound:.3g} at most"
-        )
-    return worst
+
+    source_format: str
+    """What is read: ``hf``, ``mcore``, ``megatron`` or ``dcp``."""
+    source: Path
+    """Its folder."""
+    target_format: str
+    """What is written."""
+    config: str = ""
+    """config.json of the source, if it does not say which model it is."""
+    bound: float = ROUNDING
+    """Largest difference allowed, relative to the largest logit."""
+    seed: int = 0
+    """Of the tokens."""
+
+    def require(self, description: Mapping[str, Any]) -> None:
+        """Refuse a conversion whose logits cannot be compared here, before it begins.
+
+        Raises:
+            ValueError: if transformers, mcore-models or a running model of the family is
+                missing.
+        """
+        for name in ("transformers", "mcore_models"):
+            try:
+                import_module(name)
+            except ImportError:
+                raise ValueError(
+                    f"--check needs {name.replace('_', '-')}: pip install 'mcore-ckpt[check]', "
+                    "or leave --check out."
+                ) from None
+        family, known = description["family"], import_module("mcore_models.families").FAMILIES
+        if family not in known:
+            raise ValueError(
+                f"--check cannot prove this conversion: mcore-models has no running model for "
+                f"the family {family!r}, only for {', '.join(known)}. Without --check names, "
+                "shapes and bits are still proven."
+            )
+        import_module("mcore_models.description").ModelDescription.from_dict(description)
+
+    def compare(self, found: OpenCheckpoint, written: Rows, folder: Path) -> float:
+        """Compute logits on both sides.
+
+        Args:
+            found: what was read.
+            written: what was written, read back under our names.
+            folder: where it was written.
+
+        Returns:
+            The largest difference, relative to the largest logit.
+
+        Raises:
+            CheckpointError: if it is above the bound.
+        """
+        is_export = self.source_format != "hf" and self.target_format == "hf"
+        ours = found.ours if is_export else written
+        vocab = min(source.entries["embedding.weight"].shape[0] for source in (ours, written))
+        with ExitStack() as stack:
+            there = folder if is_export else self._source_folder(stack)
+            vocab = min(vocab, _vocab_size(there))
+            generator = torch.Generator().manual_seed(self.seed)
+            tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
+            want = _their_logits(there, tokens)[..., :vocab]
+        got = _our_logits(found.description, ours, tokens)[..., :vocab]
+        worst = ((got - want).abs().max() / want.abs().max()).item()
+        if not worst <= self.bound:
+            raise CheckpointError(
+                f"mcore against transformers: logits differ by {worst:.3g} of the largest, at "
+                f"most {self.bound:.3g} is rounding. Nothing was kept."
+            )
+        return worst
+
+    def _source_folder(self, stack: ExitStack) -> Path:
+        """Return the source as a Hugging Face folder: a copy of it in that form if need be."""
+        if self.source_format == "hf":
+            return as_path(self.source)
+        from mcore_ckpt.conversion.conversion import ConvertOptions, convert
+
+        there = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"
+        options = ConvertOptions(config=self.config)
+        convert(self.source_format, self.source, "hf", there, options)
+        return there
 
 
-def _hf_folder(form: str, folder: Path, config: str, scratch: str, name: str) -> Path:
-    if form == "hf":
-        return as_path(folder)
-    there = Path(scratch) / name
-    convert(form, folder, "hf", there, ConvertOptions(config=config))
-    return there
+def _vocab_size(folder: Path) -> int:
+    return import_module("transformers").AutoConfig.from_pretrained(folder).vocab_size
 
 
-def _logits(folder: Path, tokens: Tensor) -> Float[Tensor, "B S V"]:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def _their_logits(folder: Path, tokens: Tensor) -> Float[Tensor, "B S V"]:
+    auto = import_module("transformers").AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        return model(tokens).logits
+        return model(tokens).logits.float()
+
+
+def _our_logits(
+    description: Mapping[str, Any], weights: Rows, tokens: Tensor
+) -> Float[Tensor, "B S V"]:
+    made = import_module("mcore_models.description").ModelDescription.from_dict(description)
+    family = import_module("mcore_models.families").FAMILIES[made.family]
+    model = family.build(
+        made.config, ParallelContext.single(), vocab_size=made.vocab_size, moe=made.moe
+    ).eval()
+    with torch.no_grad():
+        for name, shard in named_shards(model).items():
+            rows = shard.shape[0] if shard.shape else 1
+            (piece,) = shard.pieces
+            piece.data.copy_(weights.rows(name, 0, rows))
+        hidden, _ = model(tokens)
+        return model.logits(hidden).transpose(0, 1)  # [S, B, V] -> [B, S, V]

@@ -1,7 +1,7 @@
 """The proof that ends a conversion: what was written is read and turned back, bit by bit."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -20,6 +20,9 @@ from mcore_ckpt.mapping.row_streams import (
 from mcore_ckpt.mapping.views import Resized, their_slabs
 from mcore_ckpt.storage.files import Checksums, Reader, memory
 from mcore_ckpt.storage.index import Index
+
+Judge = Callable[[Rows, Path], None]
+"""Looks at what was written and read back before it is kept; raises to have it removed."""
 
 
 def fingerprint(tensors: Rows, on_progress: Progress | None = None) -> str:
@@ -83,9 +86,20 @@ def prove(
 
 
 def proven(
-    source: OpenCheckpoint, form: str, folder: Path, on_progress: Progress | None = None
+    source: OpenCheckpoint,
+    form: str,
+    folder: Path,
+    judge: Judge,
+    on_progress: Progress | None = None,
 ) -> str:
     """Open what was written as if it were an input, compare, and return its fingerprint.
+
+    Args:
+        source: what was converted.
+        form: of the output.
+        folder: where it was written.
+        judge: called with what was read back, under our names.
+        on_progress: called for each tensor.
 
     Raises:
         CheckpointError: naming the first tensor that differs.
@@ -97,11 +111,17 @@ def proven(
         if source.state is not None and again.state is not None:
             for kind, part in source.state.parts.items():
                 prove(part, again.state.parts[kind].ours, on_progress)
+        judge(again.ours, folder)
         return fingerprint(again.ours, on_progress)
 
 
 def proven_native(
-    source: OpenCheckpoint, folder: Path, index: Index, on_progress: Progress | None = None
+    source: OpenCheckpoint,
+    folder: Path,
+    index: Index,
+    *,
+    judge: Judge,
+    on_progress: Progress | None = None,
 ) -> str:
     """Compare what was written of ours, before its index makes it a step; return the same.
 
@@ -122,6 +142,7 @@ def proven_native(
         prove(source, weights, on_progress)
         for kind, part in source.state.parts.items() if source.state else ():
             prove(part, written(native_name(kind, "")), on_progress)
+        judge(weights, folder)
         return fingerprint(weights)
 
 
