@@ -18,10 +18,8 @@ class Field:
 
 
 def config_sources() -> list[Source]:
-    """Return every ``config.py`` of the wheels."""
-    return [
-        s for package in PACKAGES for s in package_sources(package) if s.file == "config.py"
-    ]
+    """Return every ``config.py`` and ``*_config.py`` of the wheels."""
+    return [s for package in PACKAGES for s in package_sources(package) if s.is_config]
 
 
 def config_classes(source: Source) -> list[ast.ClassDef]:

@@ -26,6 +26,11 @@ class Source:
         return ".".join(part for part in parts if part != "__init__")
 
     @property
+    def is_config(self) -> bool:
+        """Whether it holds config dataclasses: ``config.py``, or ``*_config.py``."""
+        return self.file == "config.py" or self.file.endswith("_config.py")
+
+    @property
     def file(self) -> str:
         """Last part of the name: ``llama.py``."""
         return self.name.rsplit("/", 1)[-1]

@@ -48,7 +48,7 @@ def light_modules(package: str) -> list[str]:
     return [
         _module(source)
         for source in package_sources(package)
-        if source.room == "" or source.file in ("config.py", "cli.py")
+        if source.room == "" or source.is_config or source.file == "cli.py"
     ]
 
 
@@ -75,7 +75,7 @@ def foreign_imports(source: Source) -> list[str]:
             f"{source.name}:{node.lineno} {module}"
             for module in modules
             if module.split(".")[0] not in sys.stdlib_module_names
-            and not (module.startswith("mcore_") and module.endswith(".config"))
+            and not (module.startswith("mcore_") and module.endswith((".config", "_config")))
             and module not in PURE
         ]
     return found
@@ -120,7 +120,7 @@ def test_config_files_import_the_standard_library_only():
         s
         for package in PACKAGES
         for s in package_sources(package)
-        if s.file == "config.py" or _module(s) in PURE
+        if s.is_config or _module(s) in PURE
     ]
     assert [line for source in configs for line in foreign_imports(source)] == []
 

@@ -98,6 +98,13 @@ def test_switches_choose_the_activation(changes, wanted):
             {"use_rope_scaling": True, "rope_scaling_low_freq_factor": 4.0},
             "--rope-scaling-low-freq-factor 4.0 must be above 0 and below",
         ),
+        ({"rope_type": "yarn", "rotary_scaling_factor": 0.0}, "--rotary-scaling-factor 0.0"),
+        ({"rope_type": "yarn", "beta_fast": 0.5}, "--beta-fast 0.5 must be --beta-slow 1.0"),
+        ({"rope_type": "yarn", "use_rope_scaling": True}, "--rope-type yarn excludes"),
+        (
+            {"position_embedding_type": "none", "rope_type": "yarn"},
+            "--rope-type has no effect with --position-embedding-type none",
+        ),
         ({"squared_relu": True}, "--swiglu and --squared-relu exclude each other.*--no-swiglu"),
         (
             {"swiglu": False, "squared_relu": True, "openai_gelu": True},

@@ -12,6 +12,7 @@ import torch
 
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.layers.rope import rotary_frequencies, rotary_magnitude
 from mcore_parallel import ParallelContext, named_shards
 from mcore_parallel.logical_tensors import ffn_size
 
@@ -159,6 +160,45 @@ def test_logits_equal_those_of_a_llama_with_the_same_weights(case):
     weights = dict(theirs.named_parameters())
     copy_weights(model, weights, llama_names)
     compare_logits(model, theirs, vocab_size=37)
+
+
+@pytest.mark.parametrize(
+    ("factor", "original", "scales"),
+    [
+        (40.0, 4096, {}),
+        (40.0, 4096, {"mscale": 1.0, "mscale_all_dim": 0.707}),
+        (4.0, 32, {"beta_fast": 1.5, "beta_slow": 1.0}),
+        (4.0, 32768, {"beta_fast": 1.0, "beta_slow": 1.0}),
+        (1.0, 64, {}),
+    ],
+)
+def test_yarn_stretches_as_transformers_does(factor, original, scales):
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=1,
+        rope_type="yarn",
+        rotary_scaling_factor=factor,
+        original_max_position_embeddings=original,
+        **scales,
+    )
+    theirs = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=1,
+        max_position_embeddings=int(original * factor),
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            **scales,
+        },
+    )
+    build = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"]
+    frequencies, magnitude = build(theirs, "cpu")
+    got = rotary_frequencies(config)
+    torch.testing.assert_close(got, frequencies.double(), rtol=1e-5, atol=0)
+    assert math.isclose(rotary_magnitude(config), magnitude, rel_tol=1e-12)
 
 
 def gpt2_names(name):

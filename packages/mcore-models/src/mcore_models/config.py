@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
+from mcore_models.attention_config import AttentionConfig
 from mcore_parallel.logical_tensors import head_dim
 
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
@@ -19,7 +20,7 @@ Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerConfig:
+class TransformerConfig(AttentionConfig):
     """Shape and numerics of the layers of a GPT."""
 
     num_layers: int
@@ -156,6 +157,7 @@ class TransformerConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             _check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         _check(self, "make_vocab_size_divisible_by", self.make_vocab_size_divisible_by >= 1)
+        self.check_attention()
         self._check_heads()
         self._check_positions()
         self._check_activation()
@@ -183,8 +185,12 @@ class TransformerConfig:
                 "the longest sequence in tokens."
             )
         if self.position_embedding_type != "rope":
-            for name in ("use_rope_scaling", "rotary_interleaved"):
-                if getattr(self, name):
+            for name, off in (
+                ("use_rope_scaling", False),
+                ("rotary_interleaved", False),
+                ("rope_type", "rope"),
+            ):
+                if getattr(self, name) != off:
                     raise ValueError(
                         f"{_flag(name)} has no effect with --position-embedding-type "
                         f"{self.position_embedding_type}: leave it out, or use rope."
@@ -197,6 +203,11 @@ class TransformerConfig:
             raise ValueError(
                 f"--rotary-percent {self.rotary_percent} of heads of {head_dim(self)} "
                 f"channels rotates {rotary_size(self)}: that must be an even number, 2 or more."
+            )
+        if self.rope_type == "yarn" and (self.use_rope_scaling or factor != 1):
+            raise ValueError(
+                "--rope-type yarn excludes --use-rope-scaling and "
+                "--rotary-seq-len-interpolation-factor: each stretches positions. Keep one."
             )
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         if self.use_rope_scaling and not 0 < low < high:

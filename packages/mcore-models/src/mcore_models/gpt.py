@@ -20,7 +20,7 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual
-from mcore_models.layers.rope import RotaryTables, rotary_frequencies, rotary_tables
+from mcore_models.layers.rope import build_rotary
 from mcore_models.layout_checks import check_layout, too_long
 from mcore_models.protocol import LanguageModel, ModelState
 from mcore_moe.config import MoEConfig
@@ -215,7 +215,9 @@ class GPT(LanguageModel):
         if self.stage.has_embedding:
             x = self._embed(x, positions)
         inputs = BlockInputs(
-            rotary=self._rotary(positions, x.dtype), documents=documents, state=state
+            rotary=build_rotary(self.config, positions, x.dtype),
+            documents=documents,
+            state=state,
         )
         stream = Residual.begin(x)
         for blocks, is_recomputed in self._groups():
@@ -336,12 +338,6 @@ class GPT(LanguageModel):
     def _num_tokens(self, hidden: Tensor) -> int:
         """Tokens of this context rank's slice, from a hidden state."""
         return hidden.shape[0] * (self.tp.size if self.sequence_parallel else 1)
-
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-        if self.config.position_embedding_type != "rope":
-            return None
-        frequencies = rotary_frequencies(self.config, positions.device)
-        return rotary_tables(positions, frequencies, dtype)
 
     def _positions(
         self, num_tokens: int, state: ModelState | None, device: torch.device

@@ -298,7 +298,10 @@ def _option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
     """Find the help text of each option: docstrings below fields, or ``Args`` of a function."""
     texts: dict[tuple[Any, str], str] = {}
     for owner in dict.fromkeys(option.owner for option in options):
-        found = _field_texts(owner) if is_dataclass(owner) else _argument_texts(owner)
+        found = _argument_texts(owner)
+        if is_dataclass(owner):
+            bases = [base for base in owner.__mro__ if is_dataclass(base)]  # pyrefly: ignore
+            found = {name: text for base in bases for name, text in _field_texts(base).items()}
         for name, text in found.items():
             texts[owner, name] = " ".join(text.replace("``", "").split())
     return texts

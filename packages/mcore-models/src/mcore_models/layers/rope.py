@@ -13,12 +13,29 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_models.attention_config import yarn_magnitude
 from mcore_models.config import TransformerConfig, rotary_size
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
 
 RotaryTables = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, each ``[S, h]``, or ``[S, B, h]`` where the
 sequences of a batch have positions of their own; h is half the rotated channels."""
+
+
+def build_rotary(
+    config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
+) -> RotaryTables | None:
+    """Tabulate what a model's layers rotate by; None if it rotates nothing.
+
+    Args:
+        config: of the model.
+        positions: ``[S]``, or ``[B, S]``.
+        dtype: of the activations; the tables are float32 or wider.
+    """
+    if config.position_embedding_type != "rope":
+        return None
+    frequencies = rotary_frequencies(config, positions.device)
+    return rotary_tables(positions, frequencies, dtype, rotary_magnitude(config))
 
 
 def rotary_frequencies(
@@ -30,11 +47,24 @@ def rotary_frequencies(
     frequencies = config.rotary_base**-exponents
     if config.use_rope_scaling:
         frequencies = _stretch(frequencies, config)
+    if config.rope_type == "yarn":
+        frequencies = _yarn(frequencies, config)
     return frequencies / config.rotary_seq_len_interpolation_factor
 
 
+def rotary_magnitude(config: TransformerConfig) -> float:
+    """Factor on cosines and sines, hence on rotated queries and keys; 1 without YaRN."""
+    if config.rope_type != "yarn":
+        return 1.0
+    factor = config.rotary_scaling_factor
+    return yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
+
+
 def rotary_tables(
-    positions: Int[Tensor, "*B S"], frequencies: Float[Tensor, " h"], dtype: torch.dtype
+    positions: Int[Tensor, "*B S"],
+    frequencies: Float[Tensor, " h"],
+    dtype: torch.dtype,
+    magnitude: float = 1.0,
 ) -> RotaryTables:
     """Tabulate cosine and sine for ``rotate``.
 
@@ -42,6 +72,7 @@ def rotary_tables(
         positions: ``[S]``, or ``[B, S]``.
         frequencies: of ``rotary_frequencies``.
         dtype: of the activations; the tables are float32 or wider.
+        magnitude: of ``rotary_magnitude``.
 
     Returns:
         Cosine and sine, sequence first: ``[S, h]`` or ``[S, B, h]``.
@@ -49,7 +80,10 @@ def rotary_tables(
     positions = positions if positions.dim() == 1 else positions.t()  # [B, S] -> [S, B]
     angles = positions.unsqueeze(-1) * frequencies
     wide = torch.promote_types(dtype, torch.float32)
-    return angles.cos().to(wide), angles.sin().to(wide)
+    cos, sin = angles.cos(), angles.sin()
+    if magnitude != 1.0:
+        cos, sin = cos * magnitude, sin * magnitude
+    return cos.to(wide), sin.to(wide)
 
 
 def rotate(
@@ -110,3 +144,26 @@ def _stretch(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     turns = context * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
+
+
+def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
+    """Divide frequencies by the factor, except of channels that turn often, and blend between.
+
+    Which channels those are is rounded outwards to whole ones, as in all published models.
+
+    Reference:
+        Peng et al. 2023, YaRN, arXiv:2309.00071, section 3.2.
+    """
+    pairs, context = frequencies.shape[0], config.original_max_position_embeddings
+
+    def channel(turns: float) -> float:
+        """Find the pair that makes so many turns within the original context."""
+        ratio = context / (2 * math.pi * turns)
+        return pairs * math.log(ratio) / math.log(config.rotary_base)
+
+    low = max(math.floor(channel(config.beta_fast)), 0)
+    high = min(math.ceil(channel(config.beta_slow)), 2 * pairs - 1)
+    index = torch.arange(pairs, dtype=torch.float64, device=frequencies.device)
+    # A step where both are one channel.
+    stretched = ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    return frequencies * (1 - stretched + stretched / config.rotary_scaling_factor)
