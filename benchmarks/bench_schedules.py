@@ -26,11 +26,11 @@ from mcore_parallel.pipeline_parallel.runner import StageFunction
 from mcore_parallel.pipeline_parallel.schedule import Action, Kind, build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_train.assembly import Run, assemble
-from mcore_train.losses import count_valid_tokens
+from mcore_train.losses import count_valid
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
-from mcore_train.step import StepLosses, backward, hidden_shape, stage_functions
+from mcore_train.step import StepLosses, backward, payload_shape, stage_functions
 
 FLAGS = {
     "1f1b": ["--pipeline-schedule", "1f1b"],
@@ -121,9 +121,10 @@ def predict(
 
 def stage_durations(run: Run, batches: list, options: argparse.Namespace) -> Durations:
     """Time each chunk of this rank alone: no messages, no waiting."""
-    functions = stage_functions(
-        run, batches, count_valid_tokens(batches, run.ctx), StepLosses(run.ctx.device)
-    )
+    last = run.chunks[-1]
+    num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
+    losses = StepLosses(run.ctx.device, last.loss_coefficients)
+    functions = stage_functions(run, batches, num_valid, losses)
     run.data_parallel.zero_grad()
     with run.data_parallel.no_sync():
         return {
@@ -146,7 +147,7 @@ def chunk_durations(
     chunk, x = run.chunks[number], None
     if not chunk.stage.has_embedding:
         x = torch.randn(
-            hidden_shape(run, batches, 0, 0), device=run.ctx.device, dtype=run.dtype
+            payload_shape(run, batches, 0, 0), device=run.ctx.device, dtype=run.dtype
         )
 
     def median(backward: bool) -> float:

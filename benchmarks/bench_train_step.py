@@ -20,9 +20,9 @@ from step_profile import device_kernels, heaviest, split_ms
 
 from mcore_models.flops import flops_per_token
 from mcore_models.kernels import flash4_attention
+from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run, assemble
-from mcore_train.losses import MicroBatch
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
@@ -76,10 +76,11 @@ def random_batches(run: Run) -> list[MicroBatch]:
 
     return [
         MicroBatch(
-            tokens=draw(),
-            labels=draw(),
-            loss_mask=torch.ones(shape, device=ctx.device),
-            positions=None,
+            {
+                "tokens": draw(),
+                "labels": draw(),
+                "loss_mask": torch.ones(shape, device=ctx.device),
+            }
         )
         for _ in range(plan.num_microbatches)
     ]

@@ -2,10 +2,10 @@
 
 import torch
 
+from mcore_models.protocol import MicroBatch
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import Run, assemble
 from mcore_train.composition import compose
-from mcore_train.losses import MicroBatch
 from mcore_train.resolution import resolve
 
 SMALL = {
@@ -38,6 +38,6 @@ def batches(run: Run, seed: int, count: int = 2, masked: float = 0.0) -> list[Mi
 
     mask = (torch.rand(shape, device="cuda", generator=generator) >= masked).float()
     return [
-        MicroBatch(tokens=draw(), labels=draw(), loss_mask=mask, positions=None)
+        MicroBatch({"tokens": draw(), "labels": draw(), "loss_mask": mask})
         for _ in range(count)
     ]

@@ -74,8 +74,9 @@ def what_each_stage_reads(texts, changes):
     run = build(world_size=3, num_layers=3, data_path=texts[:1], **changes)
     batch = next(train_batches(run))[0]
     losses = losses_of(run)
-    parts = (batch.tokens, batch.labels, batch.loss_mask)
-    return [not part.is_meta for part in parts], {part.shape for part in parts}, losses
+    names = ("tokens", "labels", "loss_mask")
+    read = [name in batch.entries and not batch[name].is_meta for name in names]
+    return read, {part.shape for part in batch.entries.values()}, losses
 
 
 def test_a_pipeline_stage_moves_to_its_device_only_what_it_reads(texts):

@@ -9,9 +9,9 @@ import torch
 from gpu_runs import SMALL, batches, build
 from torch.profiler import ProfilerActivity, profile
 
+from mcore_models.protocol import MicroBatch
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.launch.launcher import deterministic_algorithms
-from mcore_train.losses import MicroBatch
 from mcore_train.step import train_step
 
 pytestmark = [
@@ -99,7 +99,7 @@ def test_packed_documents_are_refused():
     run = build(**SIZES, **GRAPHS)
     borders = torch.tensor([[0, 100, 256]] * 2, dtype=torch.int32)
     step = [
-        MicroBatch(b.tokens, b.labels, b.loss_mask, None, Documents.from_cu_seqlens(borders))
+        MicroBatch(b.entries, None, Documents.from_cu_seqlens(borders))
         for b in batches(run, 0, masked=MASKED)
     ]
     with pytest.raises(RuntimeError, match="--cuda-graph-impl"):

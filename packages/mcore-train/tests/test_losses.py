@@ -1,12 +1,28 @@
 import pytest
 import torch
+from torch import nn
 
+from mcore_models.protocol import LM_LOSS
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
-from mcore_train.losses import count_valid_tokens, place, token_weights
+from mcore_train.losses import count_valid, loss_weights, place
 
 LENGTH = 8
+
+
+class TwoLosses(nn.Module):
+    """What counting needs of a model: the tokens' loss, and one of every row."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss_coefficients = {LM_LOSS: 1.0, "row loss": 0.25}
+
+    def loss_masks(self, batch):
+        return {LM_LOSS: batch["loss_mask"], "row loss": torch.ones(len(batch["tokens"]))}
+
+
+MODEL = TwoLosses()
 
 
 def batch(mask):
@@ -25,9 +41,9 @@ MASK = [[1, 1, 0, 1, 1, 1, 1, 1], [0] * LENGTH]
 def test_one_rank_keeps_its_batch_and_counts_its_mask():
     ctx = ParallelContext.single()
     placed = place(batch(MASK), ctx)
-    assert torch.equal(placed.tokens, batch(MASK)["tokens"])
+    assert torch.equal(placed["tokens"], batch(MASK)["tokens"])
     assert placed.positions is None
-    assert count_valid_tokens([placed, placed], ctx).item() == 14
+    assert count_valid(MODEL, [placed, placed], ctx) == {LM_LOSS: 14, "row loss": 4}
 
 
 def test_packed_rows_bring_their_documents_and_whole_ones_none():
@@ -45,24 +61,25 @@ def test_packed_rows_bring_their_documents_and_whole_ones_none():
 def test_weights_sum_to_one_over_a_step_in_the_models_precision():
     ctx = ParallelContext.single()
     placed = place(batch(MASK), ctx)
-    count = count_valid_tokens([placed], ctx)
-    weights = token_weights(placed, count, torch.float64)
-    assert weights.dtype == torch.float64
-    assert weights.sum().item() == pytest.approx(1.0, rel=1e-15)
-    assert token_weights(placed, count, torch.bfloat16).dtype == torch.float32
+    count = count_valid(MODEL, [placed], ctx)
+    weights = loss_weights(MODEL, placed, count, torch.float64)
+    for name, coefficient in MODEL.loss_coefficients.items():
+        assert weights[name].dtype == torch.float64
+        assert weights[name].sum().item() == pytest.approx(coefficient, rel=1e-15)
+    assert loss_weights(MODEL, placed, count, torch.bfloat16)[LM_LOSS].dtype == torch.float32
 
 
 def test_a_step_without_any_valid_token_has_weights_of_zero():
     ctx = ParallelContext.single()
     placed = place(batch([[0] * LENGTH] * 2), ctx)
-    weights = token_weights(placed, count_valid_tokens([placed], ctx), torch.float32)
-    assert not weights.any()
+    weights = loss_weights(MODEL, placed, count_valid(MODEL, [placed], ctx), torch.float32)
+    assert not weights[LM_LOSS].any()
 
 
 def split_over_context_ranks():
     ctx = ParallelContext.build(ParallelConfig(context_parallel_size=2))
     placed = place(batch(MASK), ctx, has_own_positions=True)
-    return placed, count_valid_tokens([placed], ctx).item()
+    return placed, count_valid(MODEL, [placed], ctx)[LM_LOSS].item()
 
 
 def test_context_ranks_cut_all_tensors_alike_and_count_together():
@@ -71,7 +88,7 @@ def test_context_ranks_cut_all_tensors_alike_and_count_together():
     for rank, columns in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
         placed, count = found[rank]
         assert count == 7
-        assert torch.equal(placed.tokens, whole["tokens"][:, columns])
-        assert torch.equal(placed.labels, whole["labels"][:, columns])
-        assert torch.equal(placed.loss_mask, whole["loss_mask"][:, columns])
+        assert torch.equal(placed["tokens"], whole["tokens"][:, columns])
+        assert torch.equal(placed["labels"], whole["labels"][:, columns])
+        assert torch.equal(placed["loss_mask"], whole["loss_mask"][:, columns])
         assert torch.equal(placed.positions, whole["position_ids"][:, columns])

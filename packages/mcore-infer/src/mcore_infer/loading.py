@@ -72,7 +72,7 @@ def load_model(
             "checkpoint that mcore-train or mcore-ckpt convert wrote."
         )
     description = ModelDescription.from_dict(index.extra["model"], families)
-    model = families[description.family].build(
+    built = families[description.family].build(
         description.config,
         ctx,
         vocab_size=description.vocab_size,
@@ -80,6 +80,12 @@ def load_model(
         device="meta",  # weights are read, not drawn
         dtype=dtype or _dtype_for(ctx.device, index),
     )
+    if not isinstance(built, LanguageModel):
+        raise ValueError(
+            f"{folder} holds a model of the family {description.family}, which predicts no "
+            "next token: it can neither generate nor be scored on a text."
+        )
+    model = built
     model.to_empty(device=ctx.device)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 _EXPORTS: dict[str, str] = {
     "Attention": "layers.attention",
+    "Entry": "protocol",
     "FAMILIES": "families",
     "Family": "families",
     "GPT": "gpt",
@@ -18,11 +19,13 @@ _EXPORTS: dict[str, str] = {
     "LayerNorm": "layers.norm",
     "LayerState": "protocol",
     "MLP": "layers.mlp",
+    "MicroBatch": "protocol",
     "ModelDescription": "description",
     "ModelState": "protocol",
     "RMSNorm": "layers.norm",
     "RecomputeConfig": "config",
     "TransformerBlock": "layers.block",
+    "TrainableModel": "protocol",
     "TransformerConfig": "config",
     "attend": "kernels.attention_backends",
     "check_layout": "layout_checks",

@@ -1,7 +1,7 @@
 """The table of model families: how each is built, counted and checked.
 
 A family is one file with its model and one entry here. Training, generation and verification
-know a model only as a ``LanguageModel`` and its family only as an entry, so a family may also
+know a model only as a ``TrainableModel`` and its family only as an entry, so a family may also
 be defined outside of this package and given to them. No torch here.
 """
 
@@ -14,7 +14,7 @@ from mcore_models.flops import flops_per_token
 from mcore_models.layout_checks import layout_problems
 
 if TYPE_CHECKING:
-    from mcore_models.protocol import LanguageModel
+    from mcore_models.protocol import TrainableModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Family:
     name: str
     """What a checkpoint calls it."""
 
-    model: "str | Callable[..., LanguageModel]"
+    model: "str | Callable[..., TrainableModel]"
     """Builds it, with the arguments of ``GPT``: a class or function, or ``module:name`` of
     one, which is imported when the first model is built."""
 
@@ -35,7 +35,7 @@ class Family:
     """What keeps a model from being split, with the arguments of
     ``layout_checks.layout_problems``."""
 
-    def build(self, *arguments: Any, **options: Any) -> "LanguageModel":
+    def build(self, *arguments: Any, **options: Any) -> "TrainableModel":
         """Build a model, or one pipeline stage of it; see ``GPT`` for the arguments."""
         model = self.model
         if isinstance(model, str):

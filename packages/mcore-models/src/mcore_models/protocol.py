@@ -1,10 +1,15 @@
 """What others give to a model or need from it, as types.
 
-Training, generation and verification know models as ``LanguageModel`` and nothing of their
-layers. A model runs with any ``ModelState``; no class need be inherited for one.
+Training and verification know models as ``TrainableModel`` and nothing of their layers:
+named tensors of a batch in, a payload from stage to stage, named losses out. Generation knows
+those that are ``LanguageModel`` as well. A model runs with any ``ModelState``; no class need
+be inherited for one.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int, Shaped
@@ -13,7 +18,43 @@ from torch import Tensor, nn
 from mcore_models.config import AttentionBackend, TransformerConfig
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import Axis
+from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.pipeline_parallel.stages import Stage
+
+LM_LOSS = "lm loss"
+"""Name of the main loss of every model, as in Megatron's log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named tensor of a batch."""
+
+    length: str = "seq_length"
+    """Option that says how long its rows are; empty: one number a row."""
+    is_cut: bool = True
+    """Whether context ranks each keep their part of a row; else all keep it whole."""
+
+
+TOKENS, LABELS, LOSS_MASK = "tokens", "labels", "loss_mask"
+"""Entries of a batch of plain text, all ``[B, S]``: ids, next ids, 1 where they count."""
+TEXT: Mapping[str, Entry] = MappingProxyType({n: Entry() for n in (TOKENS, LABELS, LOSS_MASK)})
+"""What a decoder-only model reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch as a rank sees it: its context rank's part of each sequence."""
+
+    entries: Mapping[str, Shaped[Tensor, "B ..."]]
+    """By name, batch first; on the meta device what no stage of this rank reads."""
+    positions: Int[Tensor, "B Q"] | None = None
+    """Places of the tokens where rows count them themselves; None: from 0 to S-1."""
+    documents: Documents | None = field(default=None)
+    """Documents that the whole rows pack and that do not see each other."""
+
+    def __getitem__(self, name: str) -> Shaped[Tensor, "B ..."]:
+        """Return an entry."""
+        return self.entries[name]
 
 
 @runtime_checkable
@@ -59,20 +100,113 @@ class ModelState(Protocol):
         ...
 
 
-class LanguageModel(nn.Module, ABC):
-    """A model that scores tokens, whole or one pipeline stage of it.
+class TrainableModel(nn.Module, ABC):
+    """A model that trains, whole or one pipeline stage of it.
+
+    A stage runs on a micro-batch and on what the stage before sent, and sends on; the last
+    one turns what it has into losses, each with its own mask. A loss is the sum of its token
+    losses over the number of those that count, over all micro-batches, data and context
+    ranks, times its coefficient; what is trained is the sum of all.
 
     Attributes:
         config: shape and numerics of the layers.
         vocab_size: true number of tokens.
         stage: which layers are here, and whether embedding and loss are.
         tp: ranks that share a head's rows.
+        entries: of a batch; the first of each ``length`` says how long the rows are.
+        loss_coefficients: by name of the loss, the main one first; the same on all stages.
     """
 
     config: TransformerConfig
     vocab_size: int
     stage: Stage
     tp: Axis
+    entries: Mapping[str, Entry] = TEXT
+    loss_coefficients: Mapping[str, float] = MappingProxyType({LM_LOSS: 1.0})
+
+    @property
+    @abstractmethod
+    def read_entries(self) -> frozenset[str]:
+        """Entries that this stage reads, after ``prepare``."""
+
+    def prepare(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Add entries that follow from others and need whole rows, before they are cut.
+
+        Args:
+            batch: whole rows of what this stage and others on its rank read.
+
+        Returns:
+            The batch; its own entries must stay as they are.
+        """
+        return batch
+
+    @abstractmethod
+    def run_stage(
+        self, batch: MicroBatch, received: Payload | None
+    ) -> tuple[Payload, Float[Tensor, ""]]:
+        """Run this stage's layers on one micro-batch.
+
+        Args:
+            batch: has what ``read_entries`` says.
+            received: from the stage before; None on the first.
+
+        Returns:
+            What the next stage needs, or ``losses`` on the last one; and this stage's
+            auxiliary losses, coefficients included.
+        """
+
+    @abstractmethod
+    def payload_shape(self, batch: MicroBatch, sender: int, num_cuts: int, /) -> PayloadShape:
+        """Shape of what a stage sends on, from shapes of the batch alone.
+
+        Args:
+            batch: also with entries on the meta device.
+            sender: the stage, counted in the order of the model.
+            num_cuts: tensor ranks that share a sequence; 1 without sequence parallelism.
+        """
+
+    @abstractmethod
+    def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
+        """Say which token losses of each loss count on this rank; on the last stage.
+
+        Returns:
+            By name of the loss, of the shape that ``unreduced_losses`` gives it.
+        """
+
+    @abstractmethod
+    def losses(
+        self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Float[Tensor, ""]]:
+        """Sum each loss with weights; every sum must be a root of backward.
+
+        Args:
+            output: of ``run_stage`` on the last stage.
+            batch: the same.
+            weights: of each token loss: mask x coefficient / global count.
+        """
+
+    @abstractmethod
+    def unreduced_losses(
+        self, output: Payload, batch: MicroBatch
+    ) -> Mapping[str, Float[Tensor, "..."]]:
+        """Return every token's losses, float32 or wider, coefficients left out.
+
+        Args:
+            output: of ``run_stage`` on the last stage.
+            batch: the same.
+        """
+
+    @abstractmethod
+    def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
+        """Score the vocabulary: this rank's slice of it, padding included.
+
+        Args:
+            output: of ``run_stage`` on the last stage.
+        """
+
+
+class LanguageModel(TrainableModel):
+    """A causal model: scores the next token at every place, and can generate."""
 
     @abstractmethod
     def forward(
@@ -131,3 +265,46 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             The sum, and every token's loss without gradient.
         """
+
+    @property
+    def read_entries(self) -> frozenset[str]:
+        """Tokens where they are embedded, labels and mask where the loss is."""
+        names = (TOKENS,) * self.stage.has_embedding
+        names += (LABELS, LOSS_MASK) * self.stage.has_loss
+        return frozenset(names)
+
+    def run_stage(
+        self, batch: MicroBatch, received: Payload | None
+    ) -> tuple[Payload, Float[Tensor, ""]]:
+        """Run ``forward`` on the tokens, or on the hidden state of the stage before."""
+        x = batch[TOKENS] if received is None else received
+        assert isinstance(x, Tensor)
+        return self(x, batch.positions, documents=batch.documents)
+
+    def payload_shape(self, batch: MicroBatch, _sender: int, num_cuts: int, /) -> PayloadShape:
+        """Shape of a hidden state, the same for all stages."""
+        num_rows, length = batch[TOKENS].shape
+        return length // num_cuts, num_rows, self.config.hidden_size
+
+    def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
+        """Return the mask of the next tokens."""
+        return {LM_LOSS: batch[LOSS_MASK]}
+
+    def losses(
+        self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Float[Tensor, ""]]:
+        """Sum ``loss``."""
+        assert isinstance(output, Tensor)
+        return {LM_LOSS: self.loss(output, batch[LABELS], weights[LM_LOSS])[0]}
+
+    def unreduced_losses(
+        self, output: Payload, batch: MicroBatch
+    ) -> Mapping[str, Float[Tensor, "..."]]:
+        """Return ``token_losses``."""
+        assert isinstance(output, Tensor)
+        return {LM_LOSS: self.token_losses(output, batch[LABELS])}
+
+    def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
+        """Return ``logits``."""
+        assert isinstance(output, Tensor)
+        return self.logits(output)

@@ -15,7 +15,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch, describe_sources
 from mcore_data.tracing.tracing import prefixes
 from mcore_models.kernel_choice import optional_kernels
-from mcore_models.protocol import LanguageModel
+from mcore_models.protocol import TrainableModel
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
@@ -61,7 +61,7 @@ class Run:
 
     plan: Plan
     ctx: ParallelContext
-    chunks: list[LanguageModel]
+    chunks: list[TrainableModel]
     """Model chunks of this rank, in forward order; one without interleaving."""
     data_parallel: DataParallel
     optimizer: DistributedOptimizer
@@ -93,11 +93,8 @@ class Run:
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """Entries of batches that this rank reads: a middle pipeline stage none."""
-        has_embedding = any(chunk.stage.has_embedding for chunk in self.chunks)
-        has_loss = any(chunk.stage.has_loss for chunk in self.chunks)
-        names = ("tokens",) * has_embedding + ("labels", "loss_mask") * has_loss
-        return frozenset(names)
+        """Entries of batches that this rank reads: of a GPT a middle stage none."""
+        return frozenset().union(*(chunk.read_entries for chunk in self.chunks))
 
     def actions_of(self, num_microbatches: int) -> Sequence[Action]:
         """This rank's part of the schedule of a step of so many micro-batches."""

@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from mcore_data.loading.loader import build_loader
+from mcore_models.protocol import MicroBatch
 from mcore_train.assembly import Dataset, Run
-from mcore_train.losses import ENTRIES, MicroBatch, place
+from mcore_train.config import flag
+from mcore_train.losses import place
 
 Batch = Mapping[str, Tensor]
 
@@ -56,7 +58,14 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
 def place_for(run: Run, batch: Batch) -> MicroBatch:
     """Move what this rank reads of a batch to its device; no communication."""
     own = run.plan.config.data.reset_position_ids
-    return place(batch, run.ctx, has_own_positions=own, read=run.read_entries)
+    model = run.chunks[0]
+    return place(
+        model.prepare(batch),
+        run.ctx,
+        has_own_positions=own,
+        entries=model.entries,
+        read=run.read_entries,
+    )
 
 
 def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
@@ -112,11 +121,14 @@ def _share(run: Run) -> dict[str, Any]:
     """Say which part of the samples this rank has, and how it is read."""
     config, data = run.plan.config, run.plan.config.data
     is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking or data.sft
-    read = {"tokens"} | run.read_entries
+    entries = run.chunks[0].entries
+    # Entries by their length, so that the first of each stays, which shows how long rows are.
+    firsts = {entry.length: name for name, entry in reversed(list(entries.items()))}
+    read = {*firsts.values()} | run.read_entries
     if data.reset_position_ids or is_packed or not run.datasets.sources:
         read |= {"position_ids"}
     return {
-        "without": {*ENTRIES, "position_ids"} - read,
+        "without": {*entries, "position_ids"} - read,
         "micro_batch_size": config.batch.micro_batch_size,
         "dp_rank": run.ctx.dp.rank,
         "dp_size": run.ctx.dp.size,
@@ -161,15 +173,17 @@ def _next(source: Iterator[Batch], run: Run) -> Batch:
 def _check(batch: Batch, run: Run) -> None:
     """Hold a batch of the caller's to the shapes that the run was planned with."""
     options = run.plan.config.batch
-    expected = (options.micro_batch_size, options.seq_length)
-    needed = [*ENTRIES]
+    needed = {name: entry.length for name, entry in run.chunks[0].entries.items()}
     if run.plan.config.data.reset_position_ids or "cu_seqlens" in batch:
-        needed.append("position_ids")
-    for name in needed:
+        needed["position_ids"] = "seq_length"
+    for name, length in needed.items():
+        row = (getattr(options, length),) if length else ()
+        expected = (options.micro_batch_size, *row)
         shape = tuple(batch[name].shape) if name in batch else None
         if shape != expected:
             found = f"of shape {shape}" if shape else "missing"
+            flags = ["--micro-batch-size", *([flag(length)] if length else [])]
             raise ValueError(
                 f"--dataloader-type external: {name} is {found}, and every micro-batch needs "
-                f"it as {expected} (--micro-batch-size, --seq-length)."
+                f"it as {expected} ({', '.join(flags)})."
             )

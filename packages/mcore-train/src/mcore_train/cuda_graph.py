@@ -9,20 +9,24 @@ depend on data, and hosts that wait.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from mcore_models.protocol import MicroBatch
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.rng import RngStreams
-from mcore_train.losses import MicroBatch, StepLosses
+from mcore_train.losses import StepLosses
 
 Compute = Callable[[Sequence[MicroBatch]], StepLosses]
 """Computes the summed gradients of a step from this rank's micro-batches."""
 
 Signature = tuple[tuple[tuple[str, torch.Size, torch.dtype], ...], ...]
 """The tensors of each micro-batch of a step."""
+
+
+_POSITIONS = "position_ids"
 
 
 class BackwardRecorder:
@@ -83,8 +87,9 @@ class BackwardRecorder:
         if self._graph is None:
             self._record(compute, batches)
         for kept, batch in zip(self._inputs, batches, strict=True):
-            for name in _tensors_of(batch):
-                getattr(kept, name).copy_(getattr(batch, name), non_blocking=True)
+            new = _tensors_of(batch)
+            for name, tensor in _tensors_of(kept).items():
+                tensor.copy_(new[name], non_blocking=True)
         assert self._graph is not None
         assert self._outputs is not None
         self._graph.replay()
@@ -122,20 +127,21 @@ class BackwardRecorder:
         self._graph = graph
 
 
-def _tensors_of(batch: MicroBatch) -> list[str]:
+def _tensors_of(batch: MicroBatch) -> dict[str, Tensor]:
     if batch.documents is not None:
         raise RuntimeError(
             "packed documents change from step to step, and a graph's kernels do not: leave "
             "--cuda-graph-impl out."
         )
-    names = [field.name for field in fields(batch)]
-    return [name for name in names if isinstance(getattr(batch, name), Tensor)]
+    positions = {} if batch.positions is None else {_POSITIONS: batch.positions}
+    return {**batch.entries, **positions}
 
 
 def _signature_of(batch: MicroBatch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
-    tensors = {name: getattr(batch, name) for name in _tensors_of(batch)}
-    return tuple((name, each.shape, each.dtype) for name, each in tensors.items())
+    return tuple((name, each.shape, each.dtype) for name, each in _tensors_of(batch).items())
 
 
 def _copy_of(batch: MicroBatch) -> MicroBatch:
-    return replace(batch, **{name: getattr(batch, name).clone() for name in _tensors_of(batch)})
+    entries = {name: tensor.clone() for name, tensor in batch.entries.items()}
+    positions = None if batch.positions is None else batch.positions.clone()
+    return replace(batch, entries=entries, positions=positions)

@@ -2,19 +2,23 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from mcore_models.protocol import LanguageModel
+from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.pipeline_parallel.runner import StageFunction, StageOutput, run_schedule
+from mcore_parallel.pipeline_parallel.runner import (
+    Payload,
+    StageFunction,
+    StageOutput,
+    run_schedule,
+)
 from mcore_train.assembly import Run
 from mcore_train.batches import place_for
-from mcore_train.losses import MicroBatch
-from mcore_train.step import hidden_shape
+from mcore_train.step import payload_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Score:
     """Nats over all tokens."""
     num_tokens: int
     """Tokens that were predicted."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Means of the model's other losses, by name."""
 
     @property
     def loss(self) -> float:
@@ -50,7 +56,8 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
         num_batches: how many to take, the same on all ranks; must not exceed what there is.
     """
     iterator = iter(batches)
-    totals = torch.zeros(2, dtype=torch.float64, device=run.ctx.device)
+    names = list(run.chunks[-1].loss_coefficients)
+    totals = torch.zeros(len(names), 2, dtype=torch.float64, device=run.ctx.device)
     for chunk in run.chunks:
         chunk.eval()
     with torch.no_grad():
@@ -63,17 +70,24 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
     for chunk in run.chunks:
         chunk.train()
     totals = all_reduce(all_reduce(totals, run.ctx.dp_cp), run.ctx.pp)
-    return Score(totals[0].item(), int(totals[1].item()))
+    (loss_sum, num_tokens), *others = totals.tolist()
+    return Score(
+        loss_sum,
+        int(num_tokens),
+        {name: total / max(1.0, n) for name, (total, n) in zip(names[1:], others, strict=True)},
+    )
 
 
 def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None:
     """Add losses and tokens of some micro-batches, in place, on the last stage alone."""
 
-    def add(model: LanguageModel, hidden: Tensor, microbatch: int) -> None:
+    def add(model: TrainableModel, output: Payload, microbatch: int) -> None:
         batch = batches[microbatch]
-        losses = model.token_losses(hidden, batch.labels)
-        totals[0] += (losses * batch.loss_mask).sum(dtype=torch.float64)
-        totals[1] += batch.loss_mask.sum(dtype=torch.float64)
+        masks = model.loss_masks(batch)
+        losses = model.unreduced_losses(output, batch)
+        for total, name in zip(totals, model.loss_coefficients, strict=True):
+            total[0] += (losses[name] * masks[name]).sum(dtype=torch.float64)
+            total[1] += masks[name].sum(dtype=torch.float64)
 
     forward_pass(run, batches, add)
 
@@ -81,28 +95,26 @@ def _add_scores(run: Run, batches: Sequence[MicroBatch], totals: Tensor) -> None
 def forward_pass(
     run: Run,
     batches: Sequence[MicroBatch],
-    at_end: Callable[[LanguageModel, Tensor, int], None],
+    at_end: Callable[[TrainableModel, Payload, int], None],
 ) -> None:
     """Run micro-batches through all stages, forward only; all ranks call it together.
 
     Args:
         run: gives the model.
         batches: this rank's micro-batches.
-        at_end: called on the last stage with the model, its last hidden state and the number
-            of the micro-batch.
+        at_end: called on the last stage with the model, its output and the number of the
+            micro-batch.
     """
 
     def build(number: int) -> StageFunction:
         model = run.chunks[number]
 
-        def forward(x: Tensor | None, microbatch: int) -> StageOutput:
-            batch = batches[microbatch]
-            x = batch.tokens if x is None else x
-            hidden, _ = model(x, batch.positions, documents=batch.documents)
+        def forward(x: Payload | None, microbatch: int) -> StageOutput:
+            output, aux = model.run_stage(batches[microbatch], x)
             if not model.stage.has_loss:
-                return StageOutput(hidden, None)
-            at_end(model, hidden, microbatch)
-            return StageOutput(hidden.new_zeros(()), None)
+                return StageOutput(output, None)
+            at_end(model, output, microbatch)
+            return StageOutput(aux.new_zeros(()), None)
 
         return forward
 
@@ -110,7 +122,7 @@ def forward_pass(
         run.forward_actions_of(len(batches)),
         {number: build(number) for number in range(len(run.chunks))},
         axis=run.ctx.pp,
-        shape=partial(hidden_shape, run, batches),
+        shape=partial(payload_shape, run, batches),
         dtype=run.dtype,
         device=run.ctx.device,
         rendezvous="evaluate" not in run.warmed_up,

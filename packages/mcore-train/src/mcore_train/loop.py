@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_data.tracing.data_plan import Stretch
+from mcore_models.protocol import MicroBatch
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.logical_tensors import moe_layers
 from mcore_train.assembly import Run
@@ -19,7 +20,6 @@ from mcore_train.guards.gc_control import GCControl
 from mcore_train.guards.nan_guard import FiniteGradients
 from mcore_train.guards.replica_guard import WeightCopies
 from mcore_train.guards.signals import StopRequest
-from mcore_train.losses import MicroBatch
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.log import Reporter, StepReport
@@ -126,15 +126,18 @@ def validate(run: Run, reporter: Reporter) -> Score:
 
 def _report_score(run: Run, reporter: Reporter, kind: str, score: Score) -> None:
     split, _, name = kind.partition(" ")
+    others = "".join(f" {loss} value: {value:.6E} |" for loss, value in score.others.items())
     log.info(
-        " %s loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |",
+        " %s loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |%s",
         "validation" if split == "valid" else split,
         run.iteration,
         f" on {name}" if name else "",
         score.loss,
         score.perplexity,
+        others,
     )
     numbers = {"loss": score.loss, "perplexity": score.perplexity, "tokens": score.num_tokens}
+    numbers |= {loss.replace(" ", "_"): value for loss, value in score.others.items()}
     reporter.record(kind, run.iteration, numbers)
 
 
@@ -210,7 +213,7 @@ class Interval:
         """Add one step; waits for nothing."""
         self.is_first = self._num_reports == 0
         self._num_steps += 1
-        losses = torch.stack((result.loss, result.aux_loss)).double()
+        losses = torch.stack((*result.losses.values(), result.aux_loss)).double()
         self._sums = losses if self._sums is None else self._sums + losses
         self._norm = result.grad_norm
         if result.balance is not None:
@@ -231,7 +234,8 @@ class Interval:
         run, plan = self.run, self.run.plan
         assert self._sums is not None
         assert self._norm is not None
-        loss, aux_loss = self._reduced()
+        (loss, *others), aux_loss = self._reduced()
+        names = list(run.chunks[-1].loss_coefficients)[1:]
         grad_norm = self._norm.item()
         experts = self._experts()
         elapsed_s = time.perf_counter() - self._started_s
@@ -260,6 +264,7 @@ class Interval:
             global_batch_size=size,
             loss=loss,
             aux_loss=aux_loss,
+            other_losses=dict(zip(names, others, strict=True)),
             grad_norm=grad_norm,
             peak_gib=peak_gib,
             expert_imbalance=max(
@@ -281,10 +286,10 @@ class Interval:
             for name, value in zip(("imbalance", "idle_experts"), values, strict=True)
         }
 
-    def _reduced(self) -> tuple[float, float]:
+    def _reduced(self) -> tuple[list[float], float]:
         """Average over steps, sum over ranks: those of a tensor axis share the loss."""
         ctx = self.run.ctx
         assert self._sums is not None
         sums = all_reduce(all_reduce(self._sums / self._num_steps, ctx.dp_cp), ctx.pp)
-        loss, aux_loss = sums[0], all_reduce(sums[1], ctx.tp)
-        return loss.item(), aux_loss.item()
+        aux_loss = all_reduce(sums[-1], ctx.tp)
+        return sums[:-1].tolist(), aux_loss.item()

@@ -6,48 +6,39 @@ count is taken before the first forward pass, so any split of a batch gives one 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from mcore_models.protocol import TEXT, Entry, MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_split
 from mcore_parallel.mesh import ParallelContext
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One micro-batch as this rank sees it: its context rank's part of each sequence."""
-
-    tokens: Int[Tensor, "B Q"]
-    labels: Int[Tensor, "B Q"]
-    loss_mask: Float[Tensor, "B Q"]
-    positions: Int[Tensor, "B Q"] | None
-    """Places of the tokens where rows count them themselves; None: from 0 to S-1."""
-    documents: Documents | None = None
-    """Documents that the whole rows pack and that do not see each other."""
-
-
 class StepLosses:
-    """Sums of the losses of a step's micro-batches on this rank, without gradients."""
+    """Sums of the losses of a step's micro-batches on this rank, without gradients.
 
-    def __init__(self, device: torch.device) -> None:
+    Attributes:
+        named: each loss of the model, by its name; its coefficient left out.
+        aux_loss: what experts add.
+    """
+
+    def __init__(self, device: torch.device, names: Collection[str]) -> None:
         """Begin at zero."""
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.aux_loss = torch.zeros((), dtype=torch.float64, device=device)
+        zero = partial(torch.zeros, (), dtype=torch.float64, device=device)
+        self.named = {name: zero() for name in names}
+        self.aux_loss = zero()
 
     def clone(self) -> "StepLosses":
         """Return a copy that later sums into this one do not change."""
-        copy = StepLosses(self.loss.device)
-        copy.loss, copy.aux_loss = self.loss.clone(), self.aux_loss.clone()
+        copy = StepLosses(self.aux_loss.device, ())
+        copy.named = {name: value.clone() for name, value in self.named.items()}
+        copy.aux_loss = self.aux_loss.clone()
         return copy
-
-
-ENTRIES = ("tokens", "labels", "loss_mask")
-"""What every batch has of each token."""
 
 
 def place(
@@ -55,59 +46,79 @@ def place(
     ctx: ParallelContext,
     *,
     has_own_positions: bool = False,
-    read: Collection[str] = ENTRIES,
+    entries: Mapping[str, Entry] = TEXT,
+    read: Collection[str] = tuple(TEXT),
 ) -> MicroBatch:
     """Move a batch to this rank's device and keep its context rank's part; no communication.
 
     Args:
-        batch: tokens, labels, loss_mask and, if they are used, position_ids, each [B, S];
-            with cu_seqlens, [B, n] and on the CPU, rows are packed (``Documents``) and
-            position_ids count.
+        batch: the entries and, if they are used, position_ids; batch first. With cu_seqlens,
+            [B, n] and on the CPU, rows are packed (``Documents``) and position_ids count.
         ctx: the layout.
         has_own_positions: whether rows count their positions themselves
             (``--reset-position-ids``).
+        entries: of the model.
         read: entries that this rank's pipeline stages read, which the batch must have. Of the
-            others only the shape is kept, on the meta device.
+            others only the shape is kept, on the meta device, and only if they are there.
     """
     documents = None
     if "cu_seqlens" in batch:
         packed = Documents.from_cu_seqlens(batch["cu_seqlens"])
         documents = None if packed.are_whole_rows else packed
 
-    def part(name: str) -> Tensor:
-        return zigzag_split(batch[name].to(ctx.device, non_blocking=True), ctx.cp, 1)
+    def part(name: str, entry: Entry) -> Tensor:
+        device = ctx.device if name in read else torch.device("meta")
+        whole = batch[name].to(device, non_blocking=True)
+        return zigzag_split(whole, ctx.cp, 1) if entry.is_cut and whole.dim() > 1 else whole
 
-    shape = zigzag_split(batch["tokens"].to("meta"), ctx.cp, 1)
-    return MicroBatch(
-        part("tokens") if "tokens" in read else shape,
-        part("labels") if "labels" in read else shape,
-        part("loss_mask") if "loss_mask" in read else shape.float(),
-        part("position_ids") if has_own_positions or documents is not None else None,
-        documents,
-    )
-
-
-def count_valid_tokens(
-    batches: Sequence[MicroBatch], ctx: ParallelContext
-) -> Float[Tensor, ""]:
-    """Count the tokens of a step that have a loss; all-reduces over data and context ranks.
-
-    Returns:
-        The count in float64, on the device. A step without any gives 0.
-    """
-    sums = [batch.loss_mask.sum(dtype=torch.float64) for batch in batches]
-    return all_reduce(torch.stack(sums).sum(), ctx.dp_cp)
+    has_positions = has_own_positions or documents is not None
+    kept = {n: part(n, entry) for n, entry in entries.items() if n in read or n in batch}
+    positions = batch.get("position_ids") if has_positions else None
+    if positions is not None:
+        positions = zigzag_split(positions.to(ctx.device, non_blocking=True), ctx.cp, 1)
+    return MicroBatch(kept, positions, documents)
 
 
-def token_weights(
-    batch: MicroBatch, num_valid: Float[Tensor, ""], dtype: torch.dtype
-) -> Float[Tensor, "B Q"]:
-    """Return each token's factor in the step's loss: its mask over the global count.
+def count_valid(
+    model: TrainableModel, batches: Sequence[MicroBatch], ctx: ParallelContext
+) -> dict[str, Float[Tensor, ""]]:
+    """Count what has a loss in a step, loss by loss; all-reduces over data and context ranks.
 
     Args:
-        batch: holds the mask.
-        num_valid: of ``count_valid_tokens``.
+        model: a last stage.
+        batches: this rank's micro-batches of the step.
+        ctx: the layout.
+
+    Returns:
+        By name of the loss, in float64, on the device. A step without any gives 0.
+    """
+    masks = [model.loss_masks(batch) for batch in batches]
+    names = list(model.loss_coefficients)
+    sums = [
+        torch.stack([mask[name].sum(dtype=torch.float64) for mask in masks]).sum()
+        for name in names
+    ]
+    return dict(zip(names, all_reduce(torch.stack(sums), ctx.dp_cp).unbind(), strict=True))
+
+
+def loss_weights(
+    model: TrainableModel,
+    batch: MicroBatch,
+    num_valid: Mapping[str, Float[Tensor, ""]],
+    dtype: torch.dtype,
+) -> dict[str, Float[Tensor, "..."]]:
+    """Return each token's factors in the step's losses: mask x coefficient / global count.
+
+    Args:
+        model: a last stage.
+        batch: holds what the masks follow from.
+        num_valid: of ``count_valid``.
         dtype: of the model; the factors are float32 or wider.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    return batch.loss_mask.to(wide) / num_valid.clamp(min=1.0).to(wide)
+    weights = {}
+    for name, mask in model.loss_masks(batch).items():
+        factor = mask.to(wide) / num_valid[name].clamp(min=1.0).to(wide)
+        coefficient = model.loss_coefficients[name]
+        weights[name] = factor if coefficient == 1.0 else factor * coefficient
+    return weights

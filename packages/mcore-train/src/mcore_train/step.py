@@ -3,7 +3,7 @@
 Nothing here waits for the device: results stay tensors until they are read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,19 +11,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_models.protocol import MicroBatch
 from mcore_moe.stats import RouterStats, finish_step
 from mcore_parallel.data_parallel.grads import clip_coefficient
-from mcore_parallel.pipeline_parallel.runner import StageFunction, StageOutput, run_schedule
+from mcore_parallel.pipeline_parallel.runner import (
+    Payload,
+    PayloadShape,
+    StageFunction,
+    StageOutput,
+    run_schedule,
+)
 from mcore_train.assembly import Run
-from mcore_train.losses import MicroBatch, StepLosses, count_valid_tokens, token_weights
+from mcore_train.losses import StepLosses, count_valid, loss_weights
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Numbers of one step, on the device."""
 
-    loss: Float[Tensor, ""]
-    """This rank's part of the mean token loss: the sum over ``dp_cp`` and ``pp`` is it."""
+    losses: Mapping[str, Float[Tensor, ""]]
+    """This rank's parts of the mean losses, by name, the main one first: the sum over
+    ``dp_cp`` and ``pp`` is the mean."""
     aux_loss: Float[Tensor, ""]
     """This rank's part of what experts add to the loss: the sum over the world is it."""
     grad_norm: Float[Tensor, ""]
@@ -31,6 +39,11 @@ class StepResult:
     balance: Float[Tensor, "L 2"] | None = None
     """How this rank's layers shared tokens out among experts: rows of the busiest expert over
     the mean, and experts without any; 0 for layers of other stages and without experts."""
+
+    @property
+    def loss(self) -> Float[Tensor, ""]:
+        """The main loss."""
+        return next(iter(self.losses.values()))
 
 
 def train_step(
@@ -57,7 +70,7 @@ def train_step(
         before_update()
     run.optimizer.step(lr, weight_decay, scale)
     balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
-    return StepResult(losses.loss, losses.aux_loss, norm, balance)
+    return StepResult(losses.named, losses.aux_loss, norm, balance)
 
 
 def _finish_routers(run: Run) -> Float[Tensor, "L 2"]:
@@ -85,16 +98,15 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     run.data_parallel.zero_grad()
     # Ranks that sum the count are of one stage: all of them need it, or none does.
-    num_valid = torch.zeros((), dtype=torch.float64, device=run.ctx.device)
-    if "loss_mask" in run.read_entries:
-        num_valid = count_valid_tokens(batches, run.ctx)
-    losses = StepLosses(run.ctx.device)
+    last = run.chunks[-1]
+    num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
+    losses = StepLosses(run.ctx.device, last.loss_coefficients)
     with run.data_parallel.no_sync(), run.weight_casts.keeping():
         run_schedule(
             run.actions_of(len(batches)),
             stage_functions(run, batches, num_valid, losses),
             axis=run.ctx.pp,
-            shape=partial(hidden_shape, run, batches),
+            shape=partial(payload_shape, run, batches),
             dtype=run.dtype,
             device=run.ctx.device,
             before_last_backward=run.data_parallel.start_sync,
@@ -112,7 +124,7 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 def stage_functions(
     run: Run,
     batches: Sequence[MicroBatch],
-    num_valid: Float[Tensor, ""],
+    num_valid: Mapping[str, Float[Tensor, ""]],
     losses: StepLosses,
 ) -> Mapping[int, StageFunction]:
     """Build what the pipeline calls for each model chunk of this rank, by chunk number."""
@@ -122,34 +134,42 @@ def stage_functions(
     def build(number: int) -> StageFunction:
         model = run.chunks[number]
 
-        def forward(x: Tensor | None, microbatch: int) -> StageOutput:
+        def forward(x: Payload | None, microbatch: int) -> StageOutput:
             batch = batches[microbatch]
-            x = batch.tokens if x is None else x
-            hidden, aux = model(x, batch.positions, documents=batch.documents)
+            output, aux = model.run_stage(batch, x)
             extra = aux * aux_weight if has_aux else None
             if extra is not None:
                 losses.aux_loss += extra.detach()
             if not model.stage.has_loss:
-                return StageOutput(hidden, extra)
-            weights = token_weights(batch, num_valid, run.dtype)
-            loss, _ = model.loss(hidden, batch.labels, weights)
-            losses.loss += loss.detach()
-            return StageOutput(loss, extra)
+                return StageOutput(output, extra)
+            weights = loss_weights(model, batch, num_valid, run.dtype)
+            found = model.losses(output, batch, weights)
+            for name, loss in found.items():
+                coefficient = model.loss_coefficients[name]
+                mean = loss.detach()
+                losses.named[name] += mean if coefficient == 1.0 else mean / coefficient
+            return StageOutput(_sum(found.values()), extra)
 
         return forward
 
     return {number: build(number) for number in range(len(run.chunks))}
 
 
-def hidden_shape(
-    run: Run, batches: Sequence[MicroBatch], microbatch: int, _sender: int
-) -> tuple[int, int, int]:
-    """Shape of what stages send on: sequence, micro-batch and hidden size on this rank.
+def _sum(losses: Iterable[Tensor]) -> Tensor:
+    """Add losses; one alone stays the tensor that it is."""
+    first, *others = losses
+    for loss in others:
+        first = first + loss
+    return first
+
+
+def payload_shape(
+    run: Run, batches: Sequence[MicroBatch], microbatch: int, sender: int
+) -> PayloadShape:
+    """Shape of what a stage sends on, as this rank holds it.
 
     Read off the micro-batch itself, which every stage has, so that lengths may differ from
     one micro-batch to the next without a message.
     """
-    num_rows, length = batches[microbatch].tokens.shape
-    if run.plan.config.parallelism.sequence_parallel:
-        length //= run.ctx.tp.size
-    return length, num_rows, run.plan.config.model.hidden_size
+    cuts = run.ctx.tp.size if run.plan.config.parallelism.sequence_parallel else 1
+    return run.chunks[0].payload_shape(batches[microbatch], sender, cuts)

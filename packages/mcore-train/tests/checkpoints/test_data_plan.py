@@ -81,7 +81,7 @@ def train_and_watch(monkeypatch, run, **options):
     original = loop.train_step
 
     def watched(run, batches, *arguments):
-        rows = np.concatenate([batch.tokens.numpy() for batch in batches])
+        rows = np.concatenate([batch["tokens"].numpy() for batch in batches])
         seen[run.iteration + 1] = rows
         return original(run, batches, *arguments)
 
@@ -369,7 +369,7 @@ def test_chats_are_trained_on_and_explained(tmp_path, monkeypatch):
     batch = next(train_batches(run))[0]
     assert batch.documents is not None
     assert batch.positions is not None
-    learnt = batch.labels[batch.loss_mask > 0].tolist()
+    learnt = batch["labels"][batch["loss_mask"] > 0].tolist()
     assert all(turn.isdecimal() for turn in bytes(learnt).decode().split("<|im_end|>\n")[:-1])
     seen = train_and_watch(monkeypatch, run)
     data = RunData(tmp_path / "run")
@@ -395,7 +395,7 @@ def test_rewritten_documents_are_trained_on_and_explained_as_stored(texts, tmp_p
         train_iters=1,
         save=str(tmp_path / "run"),
     )
-    assert (next(train_batches(run))[0].tokens == 1).any()
+    assert (next(train_batches(run))[0]["tokens"] == 1).any()
     train(run, Reporter(None))
     assert mcore_data(["explain", "--run", str(tmp_path / "run"), "--step", "1"]) == 0
     assert "(as stored; --fim-data rewrites it" in capsys.readouterr().out

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_models.protocol import LanguageModel
+from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_gather
+from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Piece, Shard, named_parameters, named_shards
 from mcore_parallel.testing.ranks import gather_logical
@@ -27,7 +29,6 @@ from mcore_train.checkpoints.resuming import load_run, model_shards, optimizer_s
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import evaluate, forward_pass
 from mcore_train.loop import Interval, one_step
-from mcore_train.losses import MicroBatch, place
 from mcore_train.resolution import Plan
 from mcore_train.step import backward
 
@@ -305,11 +306,11 @@ def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
     ctx, V = run.ctx, run.plan.vocab_size
     shards: dict[str, Shard] = {}
 
-    def keep(model: LanguageModel, hidden: Tensor, microbatch: int) -> None:
-        logits = model.logits(hidden)
+    def keep(model: TrainableModel, output: Payload, microbatch: int) -> None:
+        logits = model.stage_logits(output)
         v = logits.shape[-1]
         begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))
-        num_rows, num_tokens = batches[microbatch].tokens.shape
+        num_tokens, num_rows = logits.shape[:2]
         first_row = (microbatch * ctx.dp.size + ctx.dp.rank) * num_rows
         for row in range(num_rows):
             pieces, at = [], 0
@@ -332,9 +333,7 @@ def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
 
 def _places(ctx: ParallelContext, seq_length: int) -> list[int]:
     """List the places of a sequence that this context rank computes, in its order."""
-    counted = torch.arange(seq_length)[None]
-    names = ("tokens", "labels", "loss_mask", "position_ids")
-    return place(dict.fromkeys(names, counted), ctx).tokens[0].tolist()
+    return zigzag_positions(seq_length, ctx.cp).tolist()
 
 
 def _runs_of(places: list[int]) -> list[tuple[int, int]]:

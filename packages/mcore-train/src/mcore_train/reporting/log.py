@@ -100,6 +100,8 @@ class StepReport:
     expert_imbalance: float = 0.0
     """Rows of the busiest expert over the mean, in the layer where that is most; 1 is even, 0
     without experts."""
+    other_losses: Mapping[str, float] = field(default_factory=dict)
+    """Means of the model's losses beside the main one, by name, coefficients left out."""
     experts: Mapping[str, float] = field(default_factory=dict)
     """By layer of experts: ``imbalance/layer_3`` as above, ``idle_experts/layer_3`` those that
     got no token."""
@@ -117,6 +119,7 @@ class StepReport:
             f"learning rate: {self.lr:.6E}",
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
+            *(f"{name}: {value:.6E}" for name, value in self.other_losses.items()),
             f"load_balancing_loss: {self.aux_loss:.6E}" if self.aux_loss else "",
             f"expert imbalance: {self.expert_imbalance:.2f}" if self.experts else "",
             f"grad norm: {self.grad_norm:.3f}",
@@ -126,7 +129,9 @@ class StepReport:
 
     def numbers(self) -> dict[str, float | int]:
         """Return the report as a flat table with stable keys, without what is by layer."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "experts"}
+        apart = ("experts", "other_losses")
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
+        return found | {n.replace(" ", "_"): value for n, value in self.other_losses.items()}
 
 
 class Reporter:
