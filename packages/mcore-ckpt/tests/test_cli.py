@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_ckpt.cli import explain_redirection, main, parse_direction, parse_size
+from mcore_ckpt.cli import explain_redirection, main, parse_direction
 from mcore_ckpt.save_load.saving import save
+from mcore_ckpt.storage.sizes import parse_size, size_text
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 
@@ -163,6 +165,10 @@ def test_sizes_have_units():
     for wrong in ("five", "-1GB", "3XB", "0"):
         with pytest.raises(ValueError, match="is no size"):
             parse_size(wrong)
+    sizes = (0, 999, 1000, 23_456, 999_600, 5_432_100_000, 3_000_000_000_000_000)
+    assert [size_text(size) for size in sizes] == [
+        *("0 bytes", "999 bytes", "1 kB", "23.5 kB", "1 MB", "5.43 GB", "3e+03 TB")
+    ]
 
 
 def test_help_loads_no_torch():
@@ -242,9 +248,10 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(tmp_path, monkeypatch,
             assert main([*words.split(), *more]) == 0
             monkeypatch.undo()
             drawn = b"".join(iter(screen.readall, None)).decode()
-        ends = [line for line in drawn.split("\r") if line.startswith("100 % of 0.00 GB  ")]
+        ends = re.findall(r"\r100 % of [1-9][0-9.]* [kM]B  (.*)", drawn)
         assert len(ends) == len(ways[words]), (words, drawn)
         for end, doing in zip(ends, ways[words], strict=True):
-            assert end.startswith(f"100 % of 0.00 GB  {doing}"), (words, drawn)
+            assert end.startswith(doing), (words, drawn)
     assert main(["verify", run]) == 0
+    assert re.search(r"tensors, [1-9][0-9.]* [kM]B, every", capsys.readouterr().out)
     assert capsys.readouterr().err == ""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.storage.sizes import parse_size, size_text
 from mcore_parallel.command_line import parse
 from mcore_parallel.entry_point import run_program
 
@@ -138,7 +139,7 @@ def convert(
     tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
     print(
         f"{report.output}: {report.family}, {report.num_tensors} tensors, "
-        f"{report.num_bytes / 1e9:.3f} GB; {proof}.{behind}{tokens}",
+        f"{size_text(report.num_bytes)}; {proof}.{behind}{tokens}",
         file=out,
     )
     if report.fingerprint:
@@ -189,7 +190,7 @@ def verify(folder: Path, /) -> int:
     from mcore_ckpt.conversion.inspection import check
 
     step, num_tensors, num_bytes = check(folder, _progress())
-    print(f"{step}: {num_tensors} tensors, {num_bytes / 1e9:.3f} GB, every checksum right.")
+    print(f"{step}: {num_tensors} tensors, {size_text(num_bytes)}, every checksum right.")
     return 0
 
 
@@ -295,24 +296,6 @@ def _is_standard_output(path: Path) -> bool:
     return is_same and stat.S_ISREG(file.st_mode)
 
 
-def parse_size(text: str) -> int:
-    """Read a size such as ``500MB`` or ``5GB`` in bytes; units are powers of 1000.
-
-    Raises:
-        ValueError: if it is none, or is not positive.
-    """
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    digits = text.rstrip("KMGTBkmgtb")
-    unit = text[len(digits) :].upper()
-    try:
-        size = int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise ValueError(f"--max-shard-size {text} is no size: use a number with MB or GB.")
-    return size
-
-
 def _progress(stream: TextIO | None = None) -> Callable[[int, int, str], None] | None:
     """Draw a line of progress, on a terminal only."""
     stream = stream or sys.stderr
@@ -326,7 +309,7 @@ def _progress(stream: TextIO | None = None) -> Callable[[int, int, str], None] |
         if percent != shown:
             shown = percent
             end = "\n" if done == total else ""
-            stream.write(f"\r{percent:3d} % of {total / 1e9:.2f} GB  {name:60.60}{end}")
+            stream.write(f"\r{percent:3d} % of {size_text(total)}  {name:60.60}{end}")
             stream.flush()
 
     return show

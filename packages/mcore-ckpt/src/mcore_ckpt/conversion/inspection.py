@@ -27,6 +27,7 @@ from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, read_index
 from mcore_ckpt.storage.paths import is_complete, latest_step, resolve_folder, step_folder
 from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.shard_plans import name_problems
+from mcore_ckpt.storage.sizes import size_text
 from mcore_ckpt.storage.stores import as_path
 
 
@@ -185,16 +186,16 @@ def describe(folder: str | Path, config: str = "") -> str:
         total += _num_bytes(dtype, shape)
     lines = [
         f"{held.folder} ({held.form})",
-        f"{len(held.tensors)} tensors, {total / 1e9:.3f} GB, {held.num_files} files",
+        f"{len(held.tensors)} tensors, {size_text(total)}, {held.num_files} files",
     ]
     for key, value in sorted(held.extra.items()):
         lines.append(f"extra.{key}: {value!s:.100}")
     width = max((len(pattern) for pattern, *_ in groups), default=0)
     for (pattern, dtype, shape, cut), count in sorted(groups.items(), key=lambda g: g[0][0]):
-        size = count * _num_bytes(dtype, shape) / 1e6
+        size = size_text(count * _num_bytes(dtype, shape))
         lines.append(
             f"  {pattern:{width}}  x{count:<5d} {dtype:5} {list(shape)!s:18} {cut:10} "
-            f"{size:12.3f} MB"
+            f"{size:>10}"
         )
     return "\n".join(lines)
 

@@ -21,6 +21,7 @@ from mcore_ckpt.storage.paths import (
     step_folder,
     sync_folder,
 )
+from mcore_ckpt.storage.sizes import size_text
 from mcore_ckpt.storage.stores import is_store
 
 log = logging.getLogger(__name__)
@@ -85,17 +86,9 @@ def check_room(output: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(_standing(output.resolve())).free
     if num_bytes > free:
         raise CheckpointError(
-            f"--output {output} needs {_size(num_bytes)}, and its disk has {_size(free)} free: "
-            "make room, or give a folder on another disk."
+            f"--output {output} needs {size_text(num_bytes)}, and its disk has "
+            f"{size_text(free)} free: make room, or give a folder on another disk."
         )
-
-
-def _size(num_bytes: int) -> str:
-    """Write a size with three digits and its unit."""
-    size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 999.5 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}"
 
 
 @contextmanager
