@@ -58,7 +58,11 @@ def earlier(tmp_path):
     [
         ({}, "--save .* holds step 2 of an earlier run.*--load .*--auto-resume.*--overwrite"),
         ({"load": "other"}, "this one would begin anew"),
-        ({"load": "earlier", "finetune": True}, "this one would begin anew"),
+        ({"load": "earlier", "finetune": True}, "begin anew .*: leave out --finetune"),
+        (
+            {"load": "earlier/iter_0000002", "finetune": True, "overwrite": True},
+            "--overwrite would delete the run .* starts from",
+        ),
         ({"load": "earlier", "overwrite": True}, "--overwrite would delete the run"),
         ({"auto_resume": True, "overwrite": True}, "--overwrite would delete the run"),
         ({"load": "earlier"}, ""),

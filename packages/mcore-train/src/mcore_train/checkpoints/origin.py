@@ -65,16 +65,21 @@ def start_of(config: TrainConfig) -> LoadConfig:
     return dataclasses.replace(loading, load=save, ckpt_step=0, finetune=False)
 
 
-def continues_saved_run(config: TrainConfig) -> bool:
-    """Whether a run starts from the one in ``--save``, and counts its steps on."""
-    loading = start_of(config)
-    if not loading.load:
+def loads_from_save(config: TrainConfig) -> bool:
+    """Whether a run starts from the run folder in ``--save`` or one of its steps."""
+    load = start_of(config).load
+    if not load:
         return False
-    there, here = as_path(loading.load), as_path(config.saving.save)
+    there, here = as_path(load), as_path(config.saving.save)
     if not is_store(here) and not is_store(there):
         there, here = there.resolve(), here.resolve()
-    counts_anew = loading.finetune and latest_step(here) != RELEASE
-    return here in (there, there.parent) and not counts_anew
+    return here in (there, there.parent)
+
+
+def continues_saved_run(config: TrainConfig) -> bool:
+    """Whether a run starts from the one in ``--save``, and counts its steps on."""
+    counts_anew = start_of(config).finetune and latest_step(config.saving.save) != RELEASE
+    return loads_from_save(config) and not counts_anew
 
 
 def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:

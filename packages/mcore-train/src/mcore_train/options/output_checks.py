@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_ckpt.storage.paths import RELEASE, latest_step
 from mcore_ckpt.storage.stores import as_path, is_store
-from mcore_train.checkpoints.origin import continues_saved_run
+from mcore_train.checkpoints.origin import continues_saved_run, loads_from_save
 from mcore_train.composition import TrainConfig
 
 
@@ -35,18 +35,24 @@ def _check_earlier_run(config: TrainConfig) -> None:
     """Refuse to begin anew in a folder that holds a run, and to delete what is continued."""
     save, overwrite = config.saving.save, config.saving.overwrite
     latest = latest_step(save)
-    is_continued = continues_saved_run(config)
-    if is_continued and overwrite:
+    if overwrite and loads_from_save(config):
         raise ValueError(
-            f"--overwrite would delete the run in --save {save} that this one continues: leave "
-            "it out, or do not load from there."
+            f"--overwrite would delete the run in --save {save} that this one starts from: "
+            "leave it out, give another --save, or do not load from there."
         )
-    if latest is not None and not is_continued and not overwrite:
-        raise ValueError(
-            f"--save {save} holds {latest if latest == RELEASE else f'step {latest}'} of an "
-            f"earlier run, and this one would begin anew over it: give --load {save} (or "
-            "--auto-resume) to continue it, another --save, or --overwrite to delete it."
+    if latest is None or overwrite or continues_saved_run(config):
+        return
+    if loads_from_save(config):
+        mend = "leave out --finetune to continue it, or give another --save."
+    else:
+        mend = (
+            f"give --load {save} (or --auto-resume) to continue it, another --save, or "
+            "--overwrite to delete it."
         )
+    raise ValueError(
+        f"--save {save} holds {latest if latest == RELEASE else f'step {latest}'} of an "
+        f"earlier run, and this one would begin anew over it: {mend}"
+    )
 
 
 def check_folder(flag: str, path: str) -> None:
