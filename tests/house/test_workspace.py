@@ -224,6 +224,20 @@ def test_extras_are_locked_and_a_plain_sync_installs_none_of_them():
     assert installed & KERNELS == set()
 
 
+def test_attention_kernels_are_compiled_for_the_cuda_of_the_locked_torch():
+    lock = locked()
+    asked = {
+        item["name"]: item
+        for item in lock["mcore-models"][0]["optional-dependencies"]["flash4"]
+    }
+    cuda = {
+        item["name"].rpartition("-")[2]
+        for item in lock["torch"][0]["dependencies"]
+        if item["name"].startswith("nvidia-")
+    }
+    assert set(asked["flash-attn-4"]["extra"]) == cuda & {"cu12", "cu13", "cu14"} != set()
+
+
 def test_what_exists_only_as_source_is_locked_without_a_build():
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
     written = {e["name"] for e in root["tool"]["uv"].get("dependency-metadata", [])}
