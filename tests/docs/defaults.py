@@ -22,12 +22,12 @@ other default is Megatron's.
 | --- | --- | --- | --- |
 """
 _TAIL = """
-Tokenizer types that give other ids than Megatron-Core's, in some or all of its versions:
+Tokenizer types that give other ids than Megatron-Core's, run beside its version 0.19:
 
 - `Llama2Tokenizer` starts every text with BOS, as Llama 2 was trained; Megatron-Core's adds
   none, as our `SentencePieceTokenizer`.
-- `NullTokenizer` of `--vocab-size N` has N + 1 ids and ends documents with N; Megatron-Core's
-  ends them with N or N - 1.
+- `NullTokenizer` of `--vocab-size N` has N + 1 ids and ends documents with N, as older versions
+  of Megatron-Core's; that of 0.19 has N and ends them with N - 1.
 - `BertWordPieceLowerCase` and `BertWordPieceCase` give the ids of the words alone, and the
   dataset adds [CLS] and [SEP]; Megatron-Core's add both to every text already.
 """
