@@ -1,0 +1,121 @@
+"""Pages of the key/value cache: who uses each, and which prefixes they hold.
+
+A page holds the keys and values of a fixed number of neighbouring tokens, in all layers. This
+room counts pages and never touches their memory. A complete page can be published under the
+key of its tokens and all earlier ones; a later request with the same beginning then shares it
+instead of computing it again. Published pages that no request uses stay until memory is
+needed, the one that was left longest ago goes first.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+Key = bytes
+"""Names the content of a page: its tokens and all before them."""
+
+
+def first_key(salt: bytes = b"") -> Key:
+    """Return the key before the first page.
+
+    Args:
+        salt: whatever else the keys and values depend on (weights, an adapter), so that texts
+            under another salt share nothing; empty: nothing.
+    """
+    return hashlib.sha256(salt).digest() if salt else bytes(32)
+
+
+def next_key(key: Key, tokens: Sequence[int]) -> Key:
+    """Name a complete page: SHA256 of the key before it and its tokens.
+
+    Tokens are hashed as little-endian 64-bit integers, as Megatron's engine does.
+    """
+    return hashlib.sha256(key + np.asarray(tokens, dtype="<i8").tobytes()).digest()
+
+
+class PagePool:
+    """Counts the users of each page.
+
+    Attributes:
+        num_pages: pages in memory, numbered from 0.
+        page_tokens: tokens in a page.
+    """
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        """Begin with all pages free.
+
+        Args:
+            num_pages: pages in memory.
+            page_tokens: tokens in a page.
+        """
+        self.num_pages, self.page_tokens = num_pages, page_tokens
+        self._users = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._key: dict[int, Key] = {}
+        self._page: dict[Key, int] = {}
+        self._unused: OrderedDict[int, None] = OrderedDict()  # published, the oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Pages that ``take`` can give, those of unused prefixes included."""
+        return len(self._free) + len(self._unused)
+
+    def num_users(self, page: int) -> int:
+        """Requests that hold a page."""
+        return self._users[page]
+
+    def take(self) -> int:
+        """Give a page to one user; an unused prefix is forgotten where all are published."""
+        assert self.num_free, "all pages are used"
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._unused.popitem(last=False)
+            del self._page[self._key.pop(page)]
+        self._users[page] = 1
+        return page
+
+    def share_prefix(self, keys: Iterable[Key]) -> list[int]:
+        """Return the published pages at the beginning of a text, and add a user to each."""
+        pages = []
+        for key in keys:
+            page = self._page.get(key)
+            if page is None:
+                break
+            if not self._users[page]:
+                del self._unused[page]
+            self._users[page] += 1
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, key: Key) -> None:
+        """Let later requests share a complete page; the first page of equal content stays."""
+        if key not in self._page and page not in self._key:
+            self._page[key], self._key[page] = page, key
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove one user from each page of a request.
+
+        Args:
+            pages: in the order of the text. The last become unused first, so that no prefix
+                outlives the pages before it.
+        """
+        for page in reversed(pages):
+            assert self._users[page] > 0, f"page {page} is released twice"
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._key:
+                self._unused[page] = None
+            else:
+                self._free.append(page)
+
+    def forget_prefixes(self) -> None:
+        """Publish nothing that was published before, for weights that have changed."""
+        for page in self._unused:
+            self._free.append(page)
+        self._unused.clear()
+        self._key.clear()
+        self._page.clear()

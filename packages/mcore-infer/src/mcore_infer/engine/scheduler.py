@@ -1,0 +1,361 @@
+"""What each step of the engine computes: a pure plan, no tensors.
+
+Every step takes at most ``max_tokens`` tokens. Requests that are writing come first with one
+token each, so that a long prompt never holds them up; prompts fill what is left, cut into
+chunks where they do not fit. Where pages run out, the request that came last gives its pages
+back and is computed again later: the oldest always goes on, so all end. Plans depend on
+nothing but the calls before them, so that all ranks make the same ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mcore_infer.engine.pages import Key, PagePool, first_key, next_key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step."""
+
+    max_requests: int = 64
+    """Requests that are computed together; each has a slot."""
+
+    max_tokens: int = 2048
+    """Tokens of one step, of prompts and of writing together; at least ``max_requests``."""
+
+    max_sequence_tokens: int = 2048
+    """Prompt and new tokens of one request."""
+
+    chunked_prefill: bool = True
+    """Cut prompts where a step is full; else a prompt is computed whole, in a step of its own
+    size where it exceeds ``max_tokens``."""
+
+    prefix_cache: bool = True
+    """Share the pages of equal beginnings. Not for models with a recurrent state."""
+
+    def __post_init__(self) -> None:
+        """Check the limits against each other.
+
+        Raises:
+            ValueError: with the option to change.
+        """
+        if self.max_requests < 1:
+            raise ValueError(f"--max-requests {self.max_requests} must be 1 or more.")
+        if self.max_tokens < self.max_requests:
+            raise ValueError(
+                f"--max-tokens {self.max_tokens} must be at least --max-requests "
+                f"{self.max_requests}: each request that writes takes a token of every step."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of one request that a step computes."""
+
+    request: int
+    """Number that the caller gave."""
+    slot: int
+    """Row of per-request memory, below ``max_requests``; kept while the request runs."""
+    begin: int
+    """Position of the first token."""
+    tokens: tuple[int, ...]
+    """To be computed; their keys and values go behind those of earlier tokens."""
+    pages: tuple[int, ...]
+    """Of the whole request up to the last of these tokens; those out of every window are
+    ``-1``."""
+    wants_token: bool
+    """Whether the step chooses the token after the last of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is computed together."""
+
+    chunks: tuple[Chunk, ...]
+    preempted: tuple[int, ...]
+    """Requests that lost their pages before this step and will be computed again."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    id: int
+    tokens: list[int]
+    shares_prefix: bool
+    order: int  # of arrival
+    keys: list[Key]  # of complete pages, behind the one before the first
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0  # pages
+    slot: int = -1
+    num_in_flight: int = 0
+    is_over: bool = False
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_computed - self.num_in_flight
+
+
+class Scheduler:
+    """Plans the steps of one engine.
+
+    Attributes:
+        config: limits.
+        pool: pages of the cache.
+        window: earlier tokens that any layer sees besides a token's own; -1: all.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool, *, window: int = -1) -> None:
+        """Begin without requests.
+
+        Args:
+            config: limits.
+            pool: pages of the cache, all free.
+            window: the widest attention window of the model's layers, whose older pages go
+                back while a request runs; -1: some layer sees everything.
+        """
+        self.config, self.pool, self.window = config, pool, window
+        self._waiting: list[_Request] = []  # by order of arrival
+        self._running: list[_Request] = []  # by order of arrival
+        self._requests: dict[int, _Request] = {}
+        self._slots = list(range(config.max_requests - 1, -1, -1))
+        self._num_arrived = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none yet, or none any more."""
+        return len(self._waiting)
+
+    def add(
+        self,
+        request: int,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        salt: bytes = b"",
+        shares_prefix: bool = True,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request: a number that none has now.
+            prompt: token ids, at least one.
+            max_new_tokens: that it may write.
+            salt: see ``first_key``.
+            shares_prefix: whether pages of others may stand for its beginning; no where
+                something of each prompt token is wanted, such as its log probability.
+
+        Raises:
+            ValueError: if it could never run.
+        """
+        if request in self._requests:
+            raise ValueError(f"request {request} is queued already")
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(
+                "a request needs a prompt of at least one token, and one to write."
+            )
+        limit, total = self.config.max_sequence_tokens, len(prompt) + max_new_tokens
+        if total > limit:
+            raise ValueError(
+                f"the maximum context length was exceeded: {len(prompt)} tokens of prompt and "
+                f"{max_new_tokens} to write are more than {limit}. Shorten the prompt or write "
+                "fewer."
+            )
+        # The last new token is never computed.
+        if self._num_pages(total - 1) > self.pool.num_pages:
+            room = self.pool.num_pages * self.pool.page_tokens
+            raise ValueError(
+                f"{len(prompt)} tokens of prompt and {max_new_tokens} to write do not fit into "
+                f"the cache, which holds {room}: give it more memory, or write fewer."
+            )
+        if not self.config.chunked_prefill and total - 1 > self.config.max_tokens:
+            raise ValueError(
+                f"{total} tokens do not fit into a step of --max-tokens "
+                f"{self.config.max_tokens} without --enable-chunked-prefill."
+            )
+        keys = [first_key(salt)]
+        new = _Request(request, list(prompt), shares_prefix, self._num_arrived, keys)
+        self._num_arrived += 1
+        self._requests[request] = new
+        self._waiting.append(new)
+
+    def plan(self) -> Step | None:
+        """Choose the next step; None where nothing can be computed now.
+
+        A request whose tokens are in flight is left out until ``complete``.
+        """
+        preempted: list[int] = []
+        chunks: dict[int, Chunk] = {}
+        budget = self.config.max_tokens
+        is_writing = [r for r in self._running if r.num_left == 1]
+        is_reading = [r for r in self._running if r.num_left > 1]
+        for request in is_writing + is_reading:
+            if request.slot < 0:  # preempted by one before it
+                continue
+            count = self._share(request, budget)
+            if count and self._make_room(request, count, chunks, preempted):
+                chunks[request.id] = self._chunk(request, count)
+                budget -= count
+        while not preempted and self._waiting and self._slots:
+            request = self._waiting[0]
+            count = self._begin(request, budget)
+            if not count:
+                break
+            self._running.append(self._waiting.pop(0))
+            self._running.sort(key=lambda r: r.order)
+            chunks[request.id] = self._chunk(request, count)
+            budget -= count
+        if not chunks:
+            return None
+        for chunk in chunks.values():
+            self._requests[chunk.request].num_in_flight = len(chunk.tokens)
+        return Step(tuple(chunks.values()), tuple(preempted))
+
+    def complete(self, step: Step, new_tokens: Mapping[int, int]) -> None:
+        """Take the results of a step.
+
+        Args:
+            step: what ``plan`` returned.
+            new_tokens: by request, for every chunk that wants one and whose request was
+                neither finished nor aborted since.
+        """
+        for chunk in step.chunks:
+            request = self._requests[chunk.request]
+            request.num_computed += request.num_in_flight
+            request.num_in_flight = 0
+            if request.is_over:
+                self._drop(request)
+                continue
+            if chunk.wants_token:
+                request.tokens.append(new_tokens[chunk.request])
+            self._publish(request)
+            self._leave_window(request)
+
+    def finish(self, request: int) -> None:
+        """End a request, wherever it is; its pages go back once no step writes them."""
+        ending = self._requests[request]
+        if ending.num_in_flight:
+            ending.is_over = True
+        else:
+            self._drop(ending)
+
+    def has(self, request: int) -> bool:
+        """Whether a request is queued or runs."""
+        found = self._requests.get(request)
+        return found is not None and not found.is_over
+
+    def _share(self, request: _Request, budget: int) -> int:
+        """Tokens of a request that the step can take."""
+        if request.num_in_flight or request.is_over:
+            return 0
+        if request.num_left <= budget:
+            return request.num_left
+        return budget if self.config.chunked_prefill else 0
+
+    def _begin(self, request: _Request, budget: int) -> int:
+        """Give a waiting request its first pages; return how many tokens it computes."""
+        if not budget:
+            return 0
+        page_tokens = self.pool.page_tokens
+        if self.config.prefix_cache and request.shares_prefix:
+            # At least the last token is computed: its scores are wanted.
+            keys = self._keys(request)[: (len(request.tokens) - 1) // page_tokens]
+            request.pages = self.pool.share_prefix(keys)
+            request.num_published = len(request.pages)
+            request.num_computed = len(request.pages) * page_tokens
+        count = self._share(request, budget)
+        needed = self._num_pages(request.num_computed + count) - len(request.pages)
+        # One page for each that runs, or the newcomer would be preempted at once.
+        if not count or needed + len(self._running) > self.pool.num_free:
+            self._give_back(request)
+            return 0
+        request.pages += [self.pool.take() for _ in range(needed)]
+        request.slot = self._slots.pop()
+        return count
+
+    def _make_room(
+        self, request: _Request, count: int, chunks: dict[int, Chunk], preempted: list[int]
+    ) -> bool:
+        """Take the pages of a request's next tokens; later ones lose theirs if need be."""
+        needed = self._num_pages(request.num_computed + count) - len(request.pages)
+        while self.pool.num_free < needed:
+            later = [r for r in self._running if r.order >= request.order]
+            idle = [r for r in later if not r.num_in_flight and r.id not in chunks]
+            if idle == [request] and len(later) > 1:
+                return False  # those after it are computed now, and lose theirs next time
+            self._preempt(idle[-1], preempted)
+            if idle[-1] is request:
+                return False
+        request.pages += [self.pool.take() for _ in range(needed)]
+        return True
+
+    def _preempt(self, request: _Request, preempted: list[int]) -> None:
+        self._running.remove(request)
+        self._give_back(request)
+        self._waiting.append(request)
+        self._waiting.sort(key=lambda r: r.order)
+        preempted.append(request.id)
+
+    def _give_back(self, request: _Request) -> None:
+        self.pool.release([page for page in request.pages if page >= 0])
+        request.pages, request.num_computed, request.num_published = [], 0, 0
+        if request.slot >= 0:
+            self._slots.append(request.slot)
+            request.slot = -1
+
+    def _drop(self, request: _Request) -> None:
+        if request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._give_back(request)
+        del self._requests[request.id]
+
+    def _chunk(self, request: _Request, count: int) -> Chunk:
+        begin = request.num_computed
+        return Chunk(
+            request.id,
+            request.slot,
+            begin,
+            tuple(request.tokens[begin : begin + count]),
+            tuple(request.pages),
+            wants_token=begin + count == len(request.tokens),
+        )
+
+    def _publish(self, request: _Request) -> None:
+        """Let others share the pages that are complete by now."""
+        if not self.config.prefix_cache:
+            return
+        complete = request.num_computed // self.pool.page_tokens
+        for i in range(request.num_published, complete):
+            self.pool.publish(request.pages[i], self._keys(request)[i])
+        request.num_published = complete
+
+    def _keys(self, request: _Request) -> list[Key]:
+        """Keys of a request's complete pages."""
+        size = self.pool.page_tokens
+        keys = request.keys
+        for begin in range((len(keys) - 1) * size, len(request.tokens) - size + 1, size):
+            keys.append(next_key(keys[-1], request.tokens[begin : begin + size]))
+        return keys[1:]
+
+    def _leave_window(self, request: _Request) -> None:
+        """Give back the pages that no later token sees."""
+        if self.window < 0:
+            return
+        out = max(0, request.num_computed - self.window) // self.pool.page_tokens
+        gone = [page for page in request.pages[:out] if page >= 0]
+        self.pool.release(gone)
+        request.pages[:out] = [-1] * out
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.page_tokens)
