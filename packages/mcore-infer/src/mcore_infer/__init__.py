@@ -8,9 +8,11 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 _EXPORTS: dict[str, str] = {
-    "Generation": "generation",
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.engine",
+    "Generation": "writing",
     "LoadedModel": "loading",
-    "NewToken": "generation",
+    "NewToken": "writing",
     "SamplingConfig": "config",
     "StaticCache": "cache",
     "TextScore": "evaluation",

@@ -8,8 +8,6 @@ prompt alone, and equals reading the whole text anew for every token.
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -19,33 +17,11 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.cache import StaticCache
 from mcore_infer.config import SamplingConfig
 from mcore_infer.sampling import log_probs_of, sample
+from mcore_infer.writing import Generation, NewToken, Writing
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_gather, all_reduce
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NewToken:
-    """A token that a row has written and that nothing will take back."""
-
-    row: int
-    """Which prompt it belongs to."""
-    id: int
-    log_prob: float
-    """That the model gave to it, before temperature and cut-off."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What was written after one prompt."""
-
-    ids: tuple[int, ...]
-    """Without the prompt and stop words; an end of document is kept."""
-    log_probs: tuple[float, ...]
-    """Of each id, before temperature and cut-off."""
-    finish_reason: Literal["stop", "length"]
-    """Whether an end of document or stop word ended it, or the number of tokens."""
 
 
 def generate(
@@ -163,7 +139,7 @@ def next_logits(
         return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
 
 
-class _Row:
+class _Row(Writing):
     """One prompt and what is written after it."""
 
     def __init__(
@@ -174,55 +150,8 @@ class _Row:
         eod: int | None,
         stop: Sequence[Sequence[int]],
     ) -> None:
-        self.prompt, self.num_tokens, self.eod = prompt, num_tokens, eod
-        self.stop = [list(s) for s in stop if s]
-        self.random = torch.Generator().manual_seed(seed)
-        self.ids: list[int] = []
-        self.log_probs: list[float] = []
-        self.num_released = 0
-        self.finish_reason: Literal["stop", "length"] | None = None
-
-    def draw(self) -> float:
-        return torch.rand((), generator=self.random, dtype=torch.float64).item()
-
-    def add(self, token: int, log_prob: float) -> list[tuple[int, float]]:
-        """Take a token; return those that nothing will take back any more."""
-        self.ids.append(token)
-        self.log_probs.append(log_prob)
-        for sequence in self.stop:
-            if self.ids[-len(sequence) :] == sequence:
-                del self.ids[-len(sequence) :], self.log_probs[-len(sequence) :]
-                self.finish_reason = "stop"
-                break
-        else:
-            if token == self.eod:
-                self.finish_reason = "stop"
-            elif len(self.ids) == self.num_tokens:
-                self.finish_reason = "length"
-        held = 0 if self.finish_reason else self._undecided()
-        end = len(self.ids) - held
-        released = list(
-            zip(
-                self.ids[self.num_released : end],
-                self.log_probs[self.num_released : end],
-                strict=True,
-            )
-        )
-        self.num_released = max(self.num_released, end)
-        return released
-
-    def _undecided(self) -> int:
-        """Tokens at the end that may be the beginning of a stop sequence."""
-        longest = 0
-        for sequence in self.stop:
-            for length in range(1, min(len(sequence), len(self.ids) + 1)):
-                if self.ids[-length:] == sequence[:length]:
-                    longest = max(longest, length)
-        return longest
-
-    def result(self) -> Generation:
-        assert self.finish_reason is not None
-        return Generation(tuple(self.ids), tuple(self.log_probs), self.finish_reason)
+        super().__init__(num_tokens, seed, eod, stop)
+        self.prompt = prompt
 
 
 class _Writer:

@@ -1,0 +1,164 @@
+"""Keys and values in pages: the memory of the engine, and a step's view of it.
+
+The tokens of all chunks of a step lie one after the other in a batch of one row. Each layer
+writes their keys and values to the places that the scheduler gave, then every chunk attends
+to its own request's pages.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_infer.engine.scheduler import Chunk, Step
+from mcore_models.config import AttentionBackend
+from mcore_models.kernels.attention_backends import attend
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkView:
+    """Where one chunk's tokens and their request's keys are."""
+
+    begin: int
+    """First token in the row of the step."""
+    end: int
+    first: int
+    """Position of that token in its request."""
+    pages: Int[Tensor, " P"]
+    """Of the request, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A step on the device."""
+
+    tokens: Int[Tensor, "1 T"]
+    positions: Int[Tensor, " T"]
+    places: Int[Tensor, " T"]
+    """Where each token's key goes: page times tokens of a page, plus offset."""
+    last: Int[Tensor, " R"]
+    """Of the chunks that want a token: their last one, in the row."""
+    chunks: tuple[ChunkView, ...]
+
+
+def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
+    """Lay a step out for the model; copies to the device without waiting for it."""
+    tokens = [token for chunk in step.chunks for token in chunk.tokens]
+    positions = [p for chunk in step.chunks for p in _positions(chunk)]
+    places = [
+        chunk.pages[p // page_tokens] * page_tokens + p % page_tokens
+        for chunk in step.chunks
+        for p in _positions(chunk)
+    ]
+    last, views, begin = [], [], 0
+    pages = _on([page for chunk in step.chunks for page in chunk.pages], device)
+    pages_of = pages.split([len(chunk.pages) for chunk in step.chunks])
+    for chunk, its_pages in zip(step.chunks, pages_of, strict=True):
+        end = begin + len(chunk.tokens)
+        views.append(ChunkView(begin, end, chunk.begin, its_pages))
+        if chunk.wants_token:
+            last.append(end - 1)
+        begin = end
+    return StepTensors(
+        _on(tokens, device)[None],
+        _on(positions, device),
+        _on(places, device),
+        _on(last, device),
+        tuple(views),
+    )
+
+
+class PagedCache:
+    """A ``ModelState`` (see ``mcore_models.protocol``) of pages.
+
+    Attributes:
+        num_pages: pages in memory.
+        page_tokens: tokens in a page.
+    """
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        """Take no memory yet: a layer takes its own when its first tokens come.
+
+        Args:
+            num_pages: pages in memory.
+            page_tokens: tokens in a page.
+        """
+        self.num_pages, self.page_tokens = num_pages, page_tokens
+        self.step: StepTensors | None = None
+        self._layers: dict[int, _PagedLayer] = {}
+
+    @property
+    def length(self) -> int:
+        """Zero: the requests of a step stand at positions of their own."""
+        return 0
+
+    def layer(self, number: int) -> "_PagedLayer":
+        """Return the view of a layer, by its global number."""
+        if number not in self._layers:
+            self._layers[number] = _PagedLayer(self)
+        return self._layers[number]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken so far."""
+        tensors = (t for layer in self._layers.values() for t in (layer.keys, layer.values))
+        return sum(t.nbytes for t in tensors if t is not None)
+
+
+class _PagedLayer:
+    """The keys and values of one layer, a ``LayerState``."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        self.keys: Float[Tensor, "P Z G H"] | None = None
+        self.values: Float[Tensor, "P Z G H"] | None = None
+
+    def attend(
+        self,
+        q: Float[Tensor, "S 1 N H"],
+        k: Float[Tensor, "S 1 G H"],
+        v: Float[Tensor, "S 1 G H"],
+        *,
+        window: int = -1,
+        backend: AttentionBackend = "auto",
+    ) -> Float[Tensor, "S 1 N H"]:
+        """Write the new keys and values to their places; each chunk attends to its request."""
+        step = self.cache.step
+        assert step is not None
+        if self.keys is None or self.values is None:
+            size = (self.cache.num_pages, self.cache.page_tokens)
+            self.keys = k.new_zeros(*size, *k.shape[2:])
+            self.values = v.new_zeros(*size, *v.shape[2:])
+        self.keys.flatten(0, 1)[step.places] = k[:, 0]
+        self.values.flatten(0, 1)[step.places] = v[:, 0]
+        return torch.cat(
+            [
+                attend(
+                    q[chunk.begin : chunk.end],
+                    self._seen(self.keys, chunk, window),
+                    self._seen(self.values, chunk, window),
+                    window=window,
+                    backend=backend,
+                )
+                for chunk in step.chunks
+            ]
+        )
+
+    def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Float[Tensor, "Z 1 G H"]:
+        """Gather what a chunk sees. Pages before every window may be another request's."""
+        size = self.cache.page_tokens
+        first_page = 0 if window < 0 else max(0, chunk.first - window) // size
+        end = chunk.first + chunk.end - chunk.begin - first_page * size
+        return memory[chunk.pages[first_page:]].flatten(0, 1)[:end].unsqueeze(1)
+
+
+def _positions(chunk: Chunk) -> range:
+    return range(chunk.begin, chunk.begin + len(chunk.tokens))
+
+
+def _on(numbers: list[int], device: torch.device) -> Tensor:
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
