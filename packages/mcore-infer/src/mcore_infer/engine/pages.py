@@ -10,8 +10,7 @@ needed, the one that was left longest ago goes first.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-
-import numpy as np
+from struct import pack
 
 Key = bytes
 """Names the content of a page: its tokens and all before them."""
@@ -32,7 +31,7 @@ def next_key(key: Key, tokens: Sequence[int]) -> Key:
 
     Tokens are hashed as little-endian 64-bit integers, as Megatron's engine does.
     """
-    return hashlib.sha256(key + np.asarray(tokens, dtype="<i8").tobytes()).digest()
+    return hashlib.sha256(key + pack(f"<{len(tokens)}q", *tokens)).digest()
 
 
 class PagePool:
