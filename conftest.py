@@ -1,7 +1,8 @@
-"""What all tests share: bytecode for the many processes that they start, and patience.
+"""What all tests share: one thread a process, bytecode for the many processes, and patience.
 
-Loading torch and what belongs to it takes three times as long from source. Where Python was
-told to leave no bytecode beside the sources, it goes into pytest's own folder.
+Tests fork, and a fork of a process whose torch computes on several threads waits for ever in
+its first parallel loop. Loading torch and what belongs to it takes three times as long from
+source: where Python writes no bytecode beside the sources, it goes into pytest's own folder.
 """
 
 import os
@@ -9,9 +10,12 @@ import sys
 
 import pytest
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep bytecode in pytest's cache if nowhere else; let examples take their time."""
+    """Keep to one thread, and bytecode in pytest's cache if nowhere else; set patience."""
+    os.environ.update(ONE_THREAD | os.environ)  # Before torch is loaded, which reads it then.
     cache = getattr(config, "cache", None)
     if sys.dont_write_bytecode and cache is not None:
         folder = str(cache.mkdir("bytecode"))

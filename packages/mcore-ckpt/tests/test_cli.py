@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import exit_code, fork
 from safetensors.torch import save_file
 
 from mcore_ckpt.cli import explain_redirection, main, parse_direction
@@ -39,15 +40,15 @@ def redirected(text, folder, *files):
     """
     for name in files:
         (folder / name).write_bytes(b"")
-    child = os.fork()
-    if child == 0:
+
+    def work():
         os.chdir(folder)
         for name, stream in ((files[-1], 1), ("told", 2)):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
         with open(1, "w") as sys.stdout, open(2, "w") as sys.stderr:
-            code = main(text.split())
-        os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            return main(text.split())
+
+    code = exit_code(fork(work))
     told = (folder / "told").read_text()
     (folder / "told").unlink()
     return code, told

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import exit_code, fork
 from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.cli import main
@@ -450,18 +451,18 @@ def test_a_folder_without_a_tokenizer_says_so(home, capsys):
 
 def in_a_child(words, prepare):
     """Run the command in a process of its own, after ``prepare``; return code and errors."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+    reader, writer = os.pipe()  # a disk that is full takes no errors either
+
+    def work():
         os.dup2(writer, 2)
         prepare()
         with open(1, "w", closefd=False) as sys.stdout, open(2, "w") as sys.stderr:
-            code = main(words.split())
-        os._exit(code)
+            return main(words.split())
+
+    code = exit_code(fork(work))
     os.close(writer)
     with open(reader) as told:
-        text = told.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+        return code, told.read()
 
 
 @pytest.mark.parametrize("num_bytes", [10, 4000])

@@ -4,12 +4,12 @@ import errno
 import logging
 import os
 import shutil
-import signal
 import threading
 import time
 
 import pytest
 import torch
+from forks import fork, kill
 
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.save_load.async_saving import AsyncSaver
@@ -196,16 +196,15 @@ def save_on_ranks(folder):
     "attempt", [*range(3), *(pytest.param(n, marks=pytest.mark.crash) for n in range(3, 25))]
 )
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path, attempt):
-    child = os.fork()
-    if child == 0:
+    def work():
         saver = AsyncSaver(SINGLE)
         for step in range(1, 10_000):
             saver.save(tmp_path, step, {"w": whole(torch.full((100_000,), float(step)))})
             saver.poll()
-        os._exit(0)
+
+    child = fork(work)
     time.sleep(0.03 + 0.017 * attempt)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    kill(child)
     step = latest_step(tmp_path)
     if step is not None:
         assert torch.all(read_tensor(resolve_folder(tmp_path), "w") == step)

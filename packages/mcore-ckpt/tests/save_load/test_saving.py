@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forks import exit_code, fork, kill
 from safetensors.torch import load_file
 
 from mcore_ckpt.save_load.loading import load, read_tensor
@@ -353,26 +354,22 @@ def test_a_world_that_saves_again_plans_once_and_anew_when_it_changes(tmp_path):
 
 def dies_at(event_number, folder, work):
     """Fork, and kill the child at its n-th file operation below a folder; say if it died."""
-    child = os.fork()
-    if child == 0:
-        seen = 0
+    seen = 0
 
-        def count(event, arguments):
-            nonlocal seen
-            if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link"):
-                seen += str(folder) in str(arguments[0])
-                if seen == event_number:
-                    os.kill(os.getpid(), signal.SIGKILL)
+    def count(event, arguments):
+        nonlocal seen
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link"):
+            seen += str(folder) in str(arguments[0])
+            if seen == event_number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
+    def watched():
         sys.addaudithook(count)
-        try:
-            work()
-            os._exit(0)
-        except BaseException:  # noqa: BLE001 - the parent sees the code
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+        work()
+
+    code = exit_code(fork(watched))
+    assert code in {0, -signal.SIGKILL}
+    return code != 0
 
 
 def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path):
@@ -412,14 +409,13 @@ def test_a_kill_at_every_file_operation_of_a_replacement_leaves_one_of_the_two(t
 
 
 def kill_after(delay_s, run):
-    child = os.fork()
-    if child == 0:
+    def work():
         for step in range(2, 10_000):
             save(run, step, state(step, 200_000), world=SINGLE)
-        os._exit(0)
+
+    child = fork(work)
     time.sleep(delay_s)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    kill(child)
 
 
 @pytest.mark.parametrize(
@@ -436,17 +432,14 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path, attempt):
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(tmp_path):
-    save(tmp_path, 1, state(1), world=SINGLE)
-    child = os.fork()
-    if child == 0:
+    def fill():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        try:
+        with pytest.raises(RuntimeError, match="the disk or a quota is full"):
             save(tmp_path, 2, state(2, 100_000), world=SINGLE)
-        except RuntimeError as error:
-            os._exit(0 if "the disk or a quota is full" in str(error) else 3)
-        os._exit(4)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    save(tmp_path, 1, state(1), world=SINGLE)
+    assert exit_code(fork(fill)) == 0
     assert complete_steps(tmp_path) == [1]
     assert not list(step_folder(tmp_path, 2).glob("*.safetensors"))
     assert_holds(tmp_path, 1)

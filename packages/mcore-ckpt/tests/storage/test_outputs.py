@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forks import exit_code, fork
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.folder_lock import LOCK
@@ -31,10 +32,8 @@ def make(output, meanwhile=None):
 
 
 def dead_pid():
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
+    child = fork(lambda: None)
+    exit_code(child)
     return child
 
 

@@ -1,8 +1,8 @@
 import json
-import multiprocessing
 
 import numpy as np
 import pytest
+from forks import exit_code, fork
 
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.inspection import look_over, verify_pair
@@ -114,10 +114,7 @@ def test_a_merge_replaces_what_other_files_made_only_when_asked(pair, tmp_path):
 def test_two_merges_do_not_write_one_prefix(pair, tmp_path):
     path = tmp_path / "z.lock"
     with only_writer(tmp_path / "z"):
-        held = multiprocessing.get_context("fork").Process(target=refused, args=(pair, path))
-        held.start()
-        held.join()
-        assert held.exitcode == 0
+        assert exit_code(fork(lambda: refused(pair, path))) == 0
 
 
 def refused(pair, path):

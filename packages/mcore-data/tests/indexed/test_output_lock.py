@@ -1,9 +1,9 @@
 """Outputs that stay, are replaced when asked, and have one writer at a time."""
 
-import multiprocessing
 import resource
 
 import pytest
+from forks import exit_code, fork
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.indexed.manifest import read_manifest
@@ -53,10 +53,7 @@ def test_a_new_run_that_fails_leaves_the_old_pair_and_its_manifest(source):
 
 def test_two_processes_do_not_write_one_prefix(source):
     with only_writer(source / "out"):
-        child = multiprocessing.get_context("fork").Process(target=refused, args=(source,))
-        child.start()
-        child.join()
-        assert child.exitcode == 0
+        assert exit_code(fork(lambda: refused(source))) == 0
     make(source)
     assert not (source / "out.lock").exists()
 
@@ -70,10 +67,7 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(source):
     lines = [f'{{"text": "{"word " * 50}{i}"}}\n' for i in range(400)]
     (source / "in.jsonl").write_text("".join(lines))
     make(source, output_prefix=str(source / "whole"))
-    child = multiprocessing.get_context("fork").Process(target=fill_up, args=(source,))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
+    assert exit_code(fork(lambda: fill_up(source))) == 0
     assert not (source / "out_text_document.bin").exists()
     make(source)
     for suffix in (".bin", ".idx"):

@@ -1,13 +1,11 @@
 """Preprocessing that is killed at random points gives what an undisturbed run gives."""
 
 import json
-import multiprocessing
-import os
 import random
-import signal
 import time
 
 import pytest
+from forks import exit_code, fork, kill
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.preprocessing.preprocessing import preprocess
@@ -46,22 +44,13 @@ def source(tmp_path_factory):
 
 
 def kill_until_done(folder, source, workers, num_kills, seed):
-    """Run in a child that is killed without notice, again and again; return the kills."""
+    """Run in a child that is killed without notice, again and again, and then to the end."""
     draw = random.Random(seed)
-    context = multiprocessing.get_context("fork")
-    kills = 0
-    while True:
-        child = context.Process(target=work, args=(folder / "out", source, workers))
-        child.start()
-        if kills < num_kills:
-            time.sleep(draw.uniform(0.01, 0.25))
-            os.kill(child.pid, signal.SIGKILL)
-            child.join()
-            kills += 1
-            continue
-        child.join()
-        assert child.exitcode == 0
-        return kills
+    for _ in range(num_kills):
+        child = fork(lambda: work(folder / "out", source, workers))
+        time.sleep(draw.uniform(0.01, 0.25))
+        kill(child)
+    assert exit_code(fork(lambda: work(folder / "out", source, workers))) == 0
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +74,14 @@ def test_twenty_kills_at_other_points_change_no_byte(tmp_path, source, expected,
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path, source):
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=work, args=(tmp_path / "out", source, 2))
-    child.start()
-    children = f"/proc/{child.pid}/task/{child.pid}/children"
+    child = fork(lambda: work(tmp_path / "out", source, 2))
+    children = f"/proc/{child}/task/{child}/children"
     deadline = time.monotonic() + 120
     workers = []
     while len(workers) < 2 and time.monotonic() < deadline:
         with open(children) as file:
             workers = list(map(int, file.read().split()))
-    os.kill(child.pid, signal.SIGKILL)
-    child.join()
+    kill(child)
     assert len(workers) == 2
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -3,9 +3,10 @@ import json
 import os
 import signal
 from contextlib import closing
-from multiprocessing import get_context
+from functools import partial
 
 import pytest
+from forks import exit_code, fork
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.engines.gigatoken import GigatokenEngine
@@ -60,17 +61,10 @@ def _ask(process, tokenizer, text):
 
 def test_forked_processes_ask_one_at_a_time(ranks):
     tokenizer = build_tiktoken(ranks)
-    context = get_context("fork")
     with closing(ReferenceProcess(build_tiktoken(ranks))) as process:
-        asking = [
-            context.Process(target=_ask, args=(process, tokenizer, f"the {i} " * i))
-            for i in (1, 2000)
-        ]
-        for each in asking:
-            each.start()
-        for each in asking:
-            each.join()
-    assert [each.exitcode for each in asking] == [0, 0]
+        texts = [f"the {i} " * i for i in (1, 2000)]
+        asking = [fork(partial(_ask, process, tokenizer, text)) for text in texts]
+        assert [exit_code(child) for child in asking] == [0, 0]
 
 
 def test_what_the_tokenizer_raises_is_raised_where_it_was_asked(ranks):
