@@ -27,3 +27,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # On a busy host a second may draw few examples: no test hangs on how many.
     settings.register_profile("suite", suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Hand out whole files under ``pytest -n``, and tests/parity, which shares trainings."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/parity" if "parity/" in nodeid else super()._split_scope(nodeid)
+
+    return ByFile(config, log)

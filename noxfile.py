@@ -31,6 +31,8 @@ EXTRAS = {
         ],
     ),
 }
+# Files of tests run side by side; more processes than this would wait for one another's ranks.
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4")
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -41,7 +43,7 @@ def _in_workspace(session: nox.Session, *command: str) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the default suite; arguments after `--` go to pytest."""
-    _in_workspace(session, "pytest", *session.posargs)
+    _in_workspace(session, "pytest", *SIDE_BY_SIDE, *session.posargs)
 
 
 @nox.session
@@ -113,7 +115,7 @@ def tests_newest(session: nox.Session) -> None:
     # --no-config leaves the workspace's constraint on torch out.
     session.run("uv", "pip", "install", "--no-config", "--upgrade", *_editables("dev"))
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    session.run("python", "-m", "pytest", *session.posargs, env=THREADS)
+    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, env=THREADS)
 
 
 @nox.session(venv_backend="uv", python="3.12")
