@@ -1,4 +1,4 @@
-"""The commands as a user types them."""
+"""The commands as a user types them: by Python once, else in children forked for them."""
 
 import gzip
 import json
@@ -7,20 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import run
 
+from mcore_data.cli import main
 from mcore_data.indexed.reader import IndexedDataset
 
 TEXTS = ["In the beginning was the word.", "", "And the word was with care.", "word " * 50]
 
 
-def data(*words, cwd=None):
-    return subprocess.run(
-        [sys.executable, "-m", "mcore_data", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-    )
+def data(*words, cwd="."):
+    return run(main, *words, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +26,9 @@ def book(tmp_path_factory):
     (folder / "book.jsonl").write_text(lines)
     with gzip.open(folder / "book.jsonl.gz", "wt") as file:
         file.write(lines)
-    done = data(
-        "train-tokenizer",
-        "--input",
-        folder / "book.jsonl.gz",
-        "--output",
-        folder / "tokenizer",
-        "--vocab-size",
-        300,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("--input", "book.jsonl.gz", "--output", "tokenizer", "--vocab-size", "300")
+    command = [sys.executable, "-m", "mcore_data", "train-tokenizer", *words]
+    subprocess.run(command, check=True, cwd=folder)
     return folder
 
 
