@@ -91,6 +91,9 @@ DENSE = {
 }
 """Layouts of the dense model; each trains on the same twelve sequences a step."""
 
+LONG = {"tp2_dp3", "pp2_dp2_strided"}
+"""Those of the long suite: others nearly hold them."""
+
 SPARSE = {
     "one": LayoutCase(1, 2, {**EXPERTS}),
     "ep2": LayoutCase(2, 2, {**EXPERTS, "expert_model_parallel_size": 2}),

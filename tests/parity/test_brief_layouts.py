@@ -102,6 +102,9 @@ LONG = {
     "cp2 pp2 lengths vary, one by one",
     "pipeline ranks first",
     "pp2 zb-h1 experts",
+    "cp4 a2a, two kv heads",
+    "pp4 zb-h1",
+    "tp2 sp pp2 zb-h1",
 }
 """Rows that others nearly hold: in the long suite."""
 

@@ -4,16 +4,20 @@ The comparison is that of ``mcore-train verify``; AdamW in float64 is held to 1e
 """
 
 import pytest
-from parity.case import DENSE, SPARSE
+from parity.case import DENSE, LONG, SPARSE
 
 from mcore_train.layout_check.certificate import compare
+
+
+def marked(name):
+    return pytest.param(name, marks=pytest.mark.parity_long) if name in LONG else name
 
 
 def failures(outcome, oracle):
     return [line for line in compare(outcome, oracle) if not line.passed]
 
 
-@pytest.mark.parametrize("name", [name for name in DENSE if name != "one"])
+@pytest.mark.parametrize("name", [marked(name) for name in DENSE if name != "one"])
 def test_a_layout_trains_as_one_rank_does(dense, name):
     assert failures(dense[name], dense["one"]) == []
 
@@ -30,7 +34,7 @@ def test_the_oracle_clips_and_has_experts_that_add_to_the_loss(dense, sparse):
     assert all(float(t.abs().max()) > 0 for t in dense["one"].gradients.values())
 
 
-@pytest.mark.parametrize("name", list(DENSE))
+@pytest.mark.parametrize("name", [marked(name) for name in DENSE])
 def test_stopping_and_continuing_under_one_layout_changes_no_bit(dense, name):
     assert dense[name].resumed == dense[name].final
 

@@ -28,7 +28,7 @@ def run(folder, lines, tokenizer=BYTES, block_bytes=1 << 22, **options):
     return IndexedDataset(folder / "out_text_document")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     texts=st.lists(st.text(max_size=30), max_size=12),
     ascii_only=st.booleans(),
@@ -99,7 +99,7 @@ def damaged(data, kind, at, much):
     return (data[:at] + bytes(much) + data[at + much :])[: len(data)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(damage=DAMAGE, kind=st.sampled_from(["idx", "bin"]))
 def test_a_damaged_pair_is_an_error_or_reads_the_same_and_never_verifies(
     tmp_path_factory, sound, damage, kind

@@ -356,7 +356,7 @@ def eager_and_compiled(changes, moe):
     """Hidden state and gradients of plain and of compiled blocks."""
     ids, found = tokens(), []
     for is_compiled in (False, True):
-        model = gpt({"num_layers": 2} | changes, moe)
+        model = gpt({"num_layers": 1} | changes, moe)
         if is_compiled:
             for block in model.blocks.values():
                 block.compile(backend="aot_eager", fullgraph=not moe)

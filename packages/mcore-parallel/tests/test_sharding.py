@@ -111,7 +111,7 @@ def elements(shards):
     return found
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(descriptions())
 def test_shards_of_a_parameter_hold_each_element_once_at_its_logical_place(description):
     named = build(*description)
@@ -119,7 +119,7 @@ def test_shards_of_a_parameter_hold_each_element_once_at_its_logical_place(descr
     assert elements(shards) == account(named)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(descriptions(), st.data())
 def test_flat_ranges_hold_each_of_their_elements_once_at_its_logical_place(description, data):
     named = build(*description)

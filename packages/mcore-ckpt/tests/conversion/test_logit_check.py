@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 
 from mcore_ckpt.conversion.conversion import hf_to_mcore
 from mcore_ckpt.save_load.loading import load, read_index
@@ -100,6 +99,8 @@ MODELS = {
 
 def theirs(name, folder):
     """Save a random model of theirs; return tokens and its logits, in float64."""
+    import transformers  # seconds that the ranks need not spend
+
     architecture, values = MODELS[name]
     config = getattr(transformers, f"{architecture}Config")(**values)
     head = "GPT2LMHeadModel" if architecture == "GPT2" else f"{architecture}ForCausalLM"

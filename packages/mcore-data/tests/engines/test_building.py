@@ -83,7 +83,7 @@ def words(bert, llama2):
     return [(each, build_engine(each, "words")) for each in (*bert.values(), llama)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=4))
 def test_words_give_the_ids_of_word_pieces_and_of_sentencepiece(words, texts):
     for tokenizer, engine in words:
@@ -205,7 +205,7 @@ def test_a_bert_tokenizer_gets_words_and_bytes_get_bytes(bert):
     assert_equal(build_engine(numbers), numbers, ["1 2", ""])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=4))
 def test_gigatoken_gives_the_ids_of_byte_pairs(bpe_folder, texts):
     pytest.importorskip("gigatoken")
@@ -218,7 +218,7 @@ def test_gigatoken_gives_the_ids_of_byte_pairs(bpe_folder, texts):
     assert_equal(engine, tokenizer, ["<|endoftext|>in the<|endoftext|>"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=4))
 def test_gigatoken_gives_the_ids_of_sentencepiece_with_its_control_pieces_as_text(
     llama2, texts

@@ -76,7 +76,7 @@ def test_zero_bubble_h1_runs_weight_halves_behind_by_the_rank():
     assert computations(third) == "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(pp=st.integers(1, 8), num_microbatches=st.integers(1, 20))
 def test_1f1b_has_the_bubble_and_the_memory_of_theory(pp, num_microbatches):
     found = simulate(one_f_one_b(pp, num_microbatches), num_microbatches=num_microbatches)
@@ -84,7 +84,7 @@ def test_1f1b_has_the_bubble_and_the_memory_of_theory(pp, num_microbatches):
     assert found.peak_activations == [min(pp - r, num_microbatches) for r in range(pp)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(pp=st.integers(2, 6), groups=st.integers(1, 4), vpp=st.integers(1, 4))
 def test_interleaving_divides_the_bubble_and_holds_a_warm_up_more(pp, groups, vpp):
     num_microbatches = groups * pp
@@ -106,7 +106,7 @@ def refusal(function, *arguments):
     return ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from(["", "1f1b", "zb-h1"]),
     pp=st.integers(1, 5),
@@ -124,7 +124,7 @@ def test_checking_refuses_what_building_refuses(name, pp, vpp, group, num_microb
     assert refusal(check_schedule, *case) == refusal(build_schedule, *case)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     pp=st.integers(2, 5),
     vpp=st.integers(2, 4),
@@ -139,7 +139,7 @@ def test_interleaved_schedules_of_any_group_size_are_sound(pp, vpp, wider, group
     simulate(schedule, num_microbatches=num_microbatches, num_chunks=vpp)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(pp=st.integers(1, 8), more=st.integers(0, 12))
 def test_zero_bubble_h1_keeps_a_third_of_the_bubble_and_the_memory_of_1f1b(pp, more):
     num_microbatches = 2 * pp + more
@@ -148,7 +148,7 @@ def test_zero_bubble_h1_keeps_a_third_of_the_bubble_and_the_memory_of_1f1b(pp, m
     assert found.peak_activations == [pp] * pp
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(pp=st.integers(1, 6), num_microbatches=st.integers(1, 5))
 def test_zero_bubble_h1_is_sound_with_few_microbatches(pp, num_microbatches):
     simulate(zero_bubble_h1(pp, num_microbatches), num_microbatches=num_microbatches)
@@ -182,7 +182,7 @@ def messages_meet_one_by_one(schedule):
     return not any(left)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     pp=st.integers(2, 5),
     groups=st.integers(1, 3),
@@ -205,7 +205,7 @@ def test_messages_that_cross_cannot_be_posted_one_by_one():
     assert not messages_meet_one_by_one([sends_first, last])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(pp=st.integers(2, 5), num_microbatches=st.integers(1, 9), vpp=st.integers(1, 3))
 def test_forward_only_schedules_are_sound(pp, num_microbatches, vpp):
     schedule = forward_only(pp, num_microbatches, vpp)

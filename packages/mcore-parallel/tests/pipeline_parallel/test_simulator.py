@@ -82,7 +82,7 @@ def test_messages_of_two_microbatches_swapped_at_one_end_are_refused(
                 refused(mutant(schedule, rank, swapped), num_microbatches, num_chunks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_schedule_with_an_action_lost_doubled_moved_or_too_early_is_refused(data):
     pp, vpp = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 3))
