@@ -21,7 +21,7 @@ from mcore_models.kernels import flash4_attention
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.layers.norm import RMSNorm
-from mcore_moe.kernels import fused_gated
+from mcore_moe.kernels.gate import fused_gated
 from mcore_parallel.grad_slot import accumulate_matmul, grad_slot
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows

@@ -3,9 +3,19 @@
 import pytest
 import torch
 
-from mcore_moe import MoEConfig, MoELayer, grouped_linear, sequential_linear
+from mcore_moe import MoEConfig, MoELayer, Router, grouped_linear, sequential_linear
 from mcore_moe.activations import weighted_gated
-from mcore_moe.grouped_gemm import has_grouped_kernel
+from mcore_moe.grouped_gemm import add_weight_gradient_plain, has_grouped_kernel
+from mcore_moe.permutation import (
+    offsets_of,
+    permute,
+    permute_reference,
+    plan_rows,
+    plan_rows_plain,
+    unpermute,
+    unpermute_reference,
+)
+from mcore_moe.router import top_experts, top_experts_plain
 from mcore_parallel.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -16,25 +26,92 @@ pytestmark = pytest.mark.gpu
 )
 def test_the_grouped_kernel_equals_a_loop_with_gradients(counts):
     torch.manual_seed(0)
-    counts = torch.tensor(counts, device="cuda")
-    shape = (int(counts.sum()), 128)
+    offsets = offsets_of(torch.tensor(counts, device="cuda"))
+    shape = (sum(counts), 128)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     assert has_grouped_kernel(x, weight)
     grad = torch.randn(shape[0], 64, device="cuda", dtype=torch.bfloat16)
     results = []
     for linear in (grouped_linear, sequential_linear):
-        y = linear(x, weight, counts)
+        y = linear(x, weight, offsets)
         results.append((y, *torch.autograd.grad(y, (x, weight), grad)))
     for result, expected in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=1.6e-2, atol=0.3)
+
+
+@pytest.mark.parametrize("num_experts", [4, 130, 256])
+def test_experts_and_rows_are_those_of_stable_sorts(num_experts):
+    torch.manual_seed(0)
+    scores = torch.randn(1001, num_experts, device="cuda").mul(30).round()
+    scores[5, 2] = float("nan")
+    ids = top_experts(scores, 3)
+    assert torch.equal(ids, top_experts_plain(scores, 3))
+    keep = torch.rand(ids.shape, device="cuda") < 0.5
+    dropped = ids.where(keep, num_experts)
+    most = int(dropped.flatten().bincount(minlength=num_experts + 1)[:-1].max())
+    for kept, capacity in ((None, 0), (keep, 0), (keep, most + 5)):
+        plan = plan_rows(ids, num_experts, kept, capacity)
+        expected = plan_rows_plain(
+            ids if kept is None else dropped, num_experts, capacity, has_all=kept is None
+        )
+        num_rows = expected.choices.numel()
+        assert torch.equal(plan.choices[:num_rows], expected.choices.int())
+        assert torch.equal(plan.slots.clamp(max=num_rows), expected.slots.int())
+        assert torch.equal(plan.offsets, expected.offsets)
+        x = torch.randn(1001, 24, device="cuda", dtype=torch.bfloat16)
+        rows = torch.randn(plan.choices.numel(), 24, device="cuda", dtype=torch.bfloat16)
+        rows[num_rows:] = float("nan")  # of no expert
+        permuted, summed = permute(x.requires_grad_(), plan), unpermute(rows, plan)
+        assert not permuted[num_rows:].any()
+        wide = x.detach().double().requires_grad_()
+        want = permute_reference(wide, expected)
+        assert torch.equal(permuted[:num_rows].double(), want)
+        want_sum = unpermute_reference(rows[:num_rows].double(), expected)
+        torch.testing.assert_close(summed.double(), want_sum, rtol=1.6e-2, atol=1e-2)
+        grad = torch.randn_like(permuted)
+        (got_grad,) = torch.autograd.grad(permuted, x, grad)
+        (want_grad,) = torch.autograd.grad(want, wide, grad[:num_rows].double())
+        torch.testing.assert_close(got_grad.double(), want_grad, rtol=1.6e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("counts", [[200, 0, 56, 1], [0, 0, 1257, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_main_gradients_of_experts_equal_plain_float64(counts, overwrite):
+    from mcore_moe.kernels.weight_grad import fused_weight_gradient
+
+    torch.manual_seed(0)
+    offsets = offsets_of(torch.tensor(counts, device="cuda"))
+    dy, x = (
+        torch.randn(sum(counts), n, device="cuda", dtype=torch.bfloat16) for n in (200, 136)
+    )
+    got = torch.randn(4, 200, 136, device="cuda")
+    want = got.double()
+    fused_weight_gradient(got, dy, x, offsets, overwrite=overwrite)
+    add_weight_gradient_plain(want, dy.double(), x.double(), offsets, overwrite=overwrite)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
+
+
+def test_float32_logits_of_bfloat16_tokens_are_near_float64():
+    torch.manual_seed(0)
+    config = MoEConfig(num_experts=32, moe_router_topk=2, moe_router_dtype="fp32")
+    router = Router(512, config, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(700, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    got = router._logits(x)
+    wide = [x.detach().double().requires_grad_(), router.weight.detach().double()]
+    want = torch.nn.functional.linear(wide[0], wide[1].requires_grad_())
+    grad = torch.randn_like(got)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(got, (x, router.weight), grad)
+    for a, b in zip(found, torch.autograd.grad(want, wide, grad.double()), strict=True):
+        assert (a.double() - b).abs().max() < 2**-8 * b.abs().max()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(9, 7), (64, 1024), (33, 2500), (0, 16)], ids=str)
 def test_the_weighted_gate_equals_plain_float64(shape, dtype, activation):
-    from mcore_moe.kernels import fused_weighted_gated
+    from mcore_moe.kernels.gate import fused_weighted_gated
 
     torch.manual_seed(0)
     num_rows, width = shape

@@ -7,7 +7,7 @@ import torch
 from mcore_models.config import KernelConfig, TransformerConfig, activation
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
-from mcore_models.layers.rope import ROTARY_KERNEL
+from mcore_models.layers.rope import NORM_ROTARY_KERNEL, ROTARY_KERNEL
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_parallel.config import Fp8Config
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads
@@ -54,7 +54,8 @@ def optional_kernels(
     if is_gated(config) and activation(config) in FUSED:
         found.append((GATE_KERNELS, (dtype,)))
     if config.position_embedding_type == "rope":
-        found.append((ROTARY_KERNEL, (dtype, H)))
+        norms = config.qk_layernorm and config.normalization == "RMSNorm"
+        found.append((NORM_ROTARY_KERNEL if norms else ROTARY_KERNEL, (dtype, H)))
     if kernels.attention_backend in ("auto", "flash4"):
         heads = config.num_attention_heads // tp.size, max(1, num_kv_heads(config) // tp.size)
         q, v = (torch.empty(1, 1, n, H, device=device, dtype=dtype) for n in heads)

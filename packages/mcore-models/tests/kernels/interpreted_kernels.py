@@ -11,11 +11,24 @@ import triton.runtime.interpreter as interpreter
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels.norm import fused_add_and_norm, fused_norm
+from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
 from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.rope import rotate
 from mcore_moe.activations import gated, weighted_gated
-from mcore_moe.kernels import fused_gated, fused_weighted_gated
+from mcore_moe.grouped_gemm import WEIGHT_GRAD_KERNEL, add_weight_gradient_plain
+from mcore_moe.kernels.gate import fused_gated, fused_weighted_gated
+from mcore_moe.kernels.rows import copy_to_rows, fused_plan, sum_rows
+from mcore_moe.kernels.topk import fused_top_experts
+from mcore_moe.kernels.weight_grad import fused_weight_gradient
+from mcore_moe.permutation import (
+    ROWS_KERNELS,
+    offsets_of,
+    permute_reference,
+    plan_rows_plain,
+    unpermute_reference,
+)
+from mcore_moe.router import TOP_KERNEL, top_experts_plain
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
@@ -144,6 +157,56 @@ def check_rotation():
     compare(*[torch.autograd.grad(y, [qkv], grads) for y in (got, want)])
 
 
+def check_norm_and_rotation():
+    n, g, size = 3, 2, 10
+    qkv = torch.randn(5, 2, (n + 2 * g) * size, requires_grad=True)
+    norms = [RMSNorm(size, zero_centered=True) for _ in range(2)]
+    weights = [norm.weight for norm in norms]
+    for weight in weights:
+        torch.nn.init.normal_(weight)
+    angle = torch.randn(5, size // 2)
+    tables = angle.cos(), angle.sin()
+    got = fused_norm_rotary_split(qkv, *weights, *tables, n, g, epsilon=1e-5, offset=1.0)
+    q, k, v = qkv.view(5, 2, n + 2 * g, size).split([n, g, g], 2)
+    want = rotate(norms[0](q), tables), rotate(norms[1](k), tables), v
+    compare(got, want)
+    grads = [torch.randn_like(t) for t in want]
+    compare(*[torch.autograd.grad(y, [qkv, *weights], grads) for y in (got, want)], atol=1e-4)
+
+
+def check_experts_of_tokens():
+    for num_tokens, num_experts, topk in ((0, 3, 1), (1, 1, 1), (90, 5, 3), (7, 9, 9)):
+        scores = torch.randn(num_tokens, num_experts).mul(2).round()  # many are equal
+        scores[scores == 1] = -0.0
+        ids = top_experts_plain(scores, topk)
+        assert torch.equal(fused_top_experts(scores, topk), ids)
+        dropped = ids.where(torch.rand(ids.shape) < 0.7, num_experts)
+        most = int(dropped.flatten().bincount(minlength=num_experts + 1)[:-1].max())
+        for chosen, capacity in ((ids, 0), (dropped, 0), (dropped, most + 2)):
+            has_all = chosen is ids
+            choices, slots, offsets = fused_plan(chosen, num_experts, capacity, has_all=has_all)
+            plan = plan_rows_plain(chosen, num_experts, capacity, has_all=has_all)
+            num_rows = plan.choices.numel()
+            got = choices[:num_rows], slots.clamp(max=num_rows), offsets
+            compare(got, [plan.choices.int(), plan.slots.int(), plan.offsets], rtol=0, atol=0)
+            x, rows = torch.randn(num_tokens, 1030), torch.randn(num_rows, 1030)
+            copied = copy_to_rows(x, slots, num_rows, plan.is_complete)
+            compare([copied], [permute_reference(x, plan)])
+            compare([sum_rows(rows, slots)], [unpermute_reference(rows, plan)])
+
+
+def check_weight_gradients():
+    for counts in ([70, 0, 1, 130], [0, 0, 0, 0]):
+        offsets = offsets_of(torch.tensor(counts))
+        dy, x = torch.randn(sum(counts), 130), torch.randn(sum(counts), 20)
+        for overwrite in (False, True):
+            got = torch.randn(4, 130, 20)
+            want = got.clone()
+            fused_weight_gradient(got, dy, x, offsets, overwrite=overwrite)
+            add_weight_gradient_plain(want, dy, x, offsets, overwrite=overwrite)
+            compare([got], [want], atol=1e-4)
+
+
 def check_fp8_casts():
     for narrow in (torch.float8_e4m3fn, torch.float8_e5m2):
         # Numbers that fp8 holds: the interpreter rounds others wrongly.
@@ -165,8 +228,9 @@ def check_trials():
     config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8)
     device = torch.device("cpu")
     wanted = optional_kernels(config, KernelConfig(), device, torch.float32)
+    wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (WEIGHT_GRAD_KERNEL, (torch.float32,))]
     failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
-    assert len(failures) == 6
+    assert len(failures) == 9
     assert not any(failures.values()), failures
 
 
@@ -179,6 +243,9 @@ if __name__ == "__main__":
         check_norms,
         check_gates,
         check_rotation,
+        check_norm_and_rotation,
+        check_experts_of_tokens,
+        check_weight_gradients,
         check_fp8_casts,
         check_trials,
     ):

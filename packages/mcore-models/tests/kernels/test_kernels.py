@@ -19,7 +19,7 @@ def error(got, want):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [7, 1024, 2500])
 def test_gated_units_equal_plain_torch(dtype, activation, width):
-    from mcore_moe.kernels import fused_gated
+    from mcore_moe.kernels.gate import fused_gated
 
     torch.manual_seed(0)
     x = torch.randn(9, 2, 2 * width, device="cuda", dtype=dtype, requires_grad=True)
@@ -132,3 +132,39 @@ def test_a_norm_gives_the_same_bits_every_time():
         for _ in range(2)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "g", "size"), [(4, 2, 64), (3, 1, 80), (32, 4, 128)])
+def test_norm_and_rotary_split_equals_plain_torch(dtype, n, g, size):
+    from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
+
+    torch.manual_seed(0)
+    seq, batch = 37, 2
+    qkv = torch.randn(seq, batch, (n + 2 * g) * size, device="cuda", dtype=dtype)
+    weights = [torch.randn(size, device="cuda", dtype=dtype) for _ in range(2)]
+    angle = torch.randn(seq, size // 2, device="cuda")
+    tables = angle.cos(), angle.sin()
+    grads = [torch.randn(seq, batch, h, size, device="cuda", dtype=dtype) for h in (n, g, g)]
+
+    def plain(packed, q_weight, k_weight):
+        q, k, v = packed.view(seq, batch, n + 2 * g, size).split([n, g, g], 2)
+        q, k = F.rms_norm(q, (size,), q_weight, 1e-6), F.rms_norm(k, (size,), k_weight, 1e-6)
+        c, s = (table.double()[:, None, None] for table in tables)
+        turned = []
+        for t in (q, k):
+            a, b = t.chunk(2, -1)
+            turned.append(torch.cat([a * c - b * s, b * c + a * s], -1))
+        return *turned, v
+
+    narrow = [t.requires_grad_() for t in (qkv, *weights)]
+    wide = [t.detach().double().requires_grad_() for t in narrow]
+    got = fused_norm_rotary_split(*narrow, *tables, n, g, epsilon=1e-6)
+    want = plain(*wide)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b.detach()) < TOLERANCE[dtype]
+    found = torch.autograd.grad(got, narrow, grads)
+    for a, b in zip(
+        found, torch.autograd.grad(want, wide, [g.double() for g in grads]), strict=True
+    ):
+        assert error(a, b) < TOLERANCE[dtype]

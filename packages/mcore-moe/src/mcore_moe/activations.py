@@ -67,7 +67,7 @@ def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
         Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
     """
     if _has_kernel(x, activation):
-        from mcore_moe.kernels import fused_gated
+        from mcore_moe.kernels.gate import fused_gated
 
         return fused_gated(x, activation)
     gate, up = x.chunk(2, -1)
@@ -85,7 +85,7 @@ def weighted_gated(
         activation: a key of ``ACTIVATIONS``.
     """
     if _has_kernel(x, activation):
-        from mcore_moe.kernels import fused_weighted_gated
+        from mcore_moe.kernels.gate import fused_weighted_gated
 
         return fused_weighted_gated(x, probs, activation)
     return weighted_gated_plain(x, probs, activation)
@@ -111,7 +111,7 @@ def _has_kernel(x: Tensor, activation: str) -> bool:
 
 
 def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels import fused_weighted_gated
+    from mcore_moe.kernels.gate import fused_weighted_gated
 
     x, probs = (wave(*shape, device=device, dtype=dtype) for shape in ((3, 32), (3,)))
     got, want = (

@@ -27,6 +27,7 @@ from mcore_moe.permutation import (
     permute_probs,
     plan_rows,
     reorder,
+    trimmed,
     unpermute,
     within_capacity,
 )
@@ -43,10 +44,15 @@ class Dispatched:
     """Sorted by expert."""
     probs: Float[Tensor, " R"]
     """Weight of each row."""
-    counts: Int[Tensor, " e"]
-    """Rows of each of this rank's experts."""
+    offsets: Int[Tensor, " e1"]
+    """Where the rows of each of this rank's experts begin, and the end of the last; int32."""
     handle: Any
     """State for ``combine`` of the same dispatcher."""
+
+    @property
+    def counts(self) -> Int[Tensor, " e"]:
+        """Rows of each of this rank's experts."""
+        return self.offsets.diff()
 
 
 @runtime_checkable
@@ -79,10 +85,10 @@ class LocalDispatcher:
         self.config = config
 
     def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
-        """Sort the tokens by expert; waits for the device only when tokens may be dropped."""
+        """Sort the tokens by expert; on a GPU the host does not wait for it."""
         plan = plan_within_capacity(routing, self.config)
         return Dispatched(
-            permute(x, plan), permute_probs(routing.probs, plan), plan.counts, plan
+            permute(x, plan), permute_probs(routing.probs, plan), plan.offsets, plan
         )
 
     def combine(self, rows: Float[Tensor, "R D"], handle: RowPlan) -> Float[Tensor, "T D"]:
@@ -132,18 +138,22 @@ class AllToAllDispatcher:
         The host waits once for the counts of all ranks.
         """
         plan = plan_within_capacity(routing, self.config)
-        chunks = self._chunks(plan.counts)  # [expert_tp, ep, e]: rows by source and expert
-        send_counts = plan.counts.view(self.ep.size, -1).sum(1)
+        counts = plan.counts
+        chunks = self._chunks(counts)  # [expert_tp, ep, e]: rows by source and expert
+        send_counts = counts.view(self.ep.size, -1).sum(1)
         host = torch.cat([send_counts, chunks.sum(-1).reshape(-1)]).tolist()
         send, rest = host[: self.ep.size], host[self.ep.size :]
         receive = [rest[i : i + self.ep.size] for i in range(0, len(rest), self.ep.size)]
 
-        order = _expert_major(chunks.flatten(0, 1), sum(rest))
-        inverse = order.argsort()
+        by_expert = plan_rows(
+            _experts_of_rows(chunks.flatten(0, 1), sum(rest)), chunks.shape[2]
+        )
+        order, inverse = by_expert.choices, by_expert.slots[:, 0]
+        plan = trimmed(plan, sum(send))
         trip = _Trip(plan, send, receive, order, inverse)
         rows = self._there(permute(x, plan), trip)
         probs = self._there(permute_probs(routing.probs, plan), trip)
-        return Dispatched(rows, probs, chunks.sum((0, 1)), trip)
+        return Dispatched(rows, probs, by_expert.offsets, trip)
 
     def combine(self, rows: Float[Tensor, "R D"], handle: _Trip) -> Float[Tensor, "T D"]:
         """Reverse dispatch: sum over ``expert_tp``, all-to-all over ``ep``, sum by token."""
@@ -165,11 +175,10 @@ class AllToAllDispatcher:
         return reorder(x, trip.order, trip.inverse)
 
 
-def _expert_major(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, " R"]:
-    """Return the order that brings rows from source-major to expert-major."""
+def _experts_of_rows(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, "R 1"]:
+    """Return the expert of each row, of rows sorted by source and then by expert."""
     experts = torch.arange(chunks.shape[1], device=chunks.device).repeat(chunks.shape[0])
-    experts = experts.repeat_interleave(chunks.reshape(-1), output_size=num_rows)
-    return experts.argsort(stable=True)
+    return experts.repeat_interleave(chunks.reshape(-1), output_size=num_rows)[:, None]
 
 
 class AllGatherDispatcher:
@@ -196,8 +205,9 @@ class AllGatherDispatcher:
         own = ids - self.ep.rank * num_local
         keep = (own >= 0) & (own < num_local)
         plan = plan_rows(own.where(keep, 0), num_local, keep)
+        plan = trimmed(plan, int(plan.offsets[-1]))
         return Dispatched(
-            permute(x, plan), permute_probs(probs, plan), plan.counts, (plan, sizes)
+            permute(x, plan), permute_probs(probs, plan), plan.offsets, (plan, sizes)
         )
 
     def combine(

@@ -1,6 +1,7 @@
 """The experts of a rank: stacked weights, and the forward pass of their rows.
 
-Rows are sorted by expert, ``counts`` holds the rows of each; ``grouped_gemm`` does the GEMMs.
+Rows are sorted by expert, ``offsets`` says where those of each begin; ``grouped_gemm`` does
+the GEMMs.
 The weight of a choice multiplies the activation before the second GEMM (and the
 second bias), so that the sum over a token's rows is all that is left to do.
 
@@ -15,12 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_moe.activations import activation_function, weighted_gated
-from mcore_moe.grouped_gemm import (
-    deferred_linear,
-    grouped_linear,
-    sequential_linear,
-)
-from mcore_parallel.grad_slot import grad_slot
+from mcore_moe.grouped_gemm import accumulating_linear, grouped_linear, sequential_linear
+from mcore_parallel.grad_slot import overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.rng import fill_parameter_
@@ -96,8 +93,8 @@ class Experts(nn.Module):
             full = (self.num_local_experts, *shape)
             return nn.Parameter(torch.empty(full, device=device, dtype=dtype))
 
-        self.fc1_weight = allocate(rows, hidden_size)
-        self.fc2_weight = allocate(hidden_size, width)
+        self.fc1_weight = overwrites(allocate(rows, hidden_size))
+        self.fc2_weight = overwrites(allocate(hidden_size, width))
         self.fc1_bias = allocate(rows) if bias else None
         self.fc2_bias = allocate(hidden_size) if bias else None
         self.reset_parameters()
@@ -128,7 +125,7 @@ class Experts(nn.Module):
         self,
         rows: Float[Tensor, "R D"],
         probs: Float[Tensor, " R"],
-        counts: Int[Tensor, " e"],
+        offsets: Int[Tensor, " e1"],
     ) -> Float[Tensor, "R D"]:
         """Run every row through its expert and weigh the result; no communication.
 
@@ -137,16 +134,17 @@ class Experts(nn.Module):
         Args:
             rows: sorted by expert.
             probs: weight of each row.
-            counts: rows of each of this rank's experts.
+            offsets: where the rows of each of this rank's experts begin, and the end of the
+                last; int32.
         """
         linear = grouped_linear if self.grouped else sequential_linear
-        if grad_slot(self.fc1_weight).queue is not None:
-            linear = partial(deferred_linear, linear=linear)
-        hidden = linear(rows, self.fc1_weight, counts)
+        if slot_of(self.fc1_weight) is not None:
+            linear = partial(accumulating_linear, linear=linear)
+        hidden = linear(rows, self.fc1_weight, offsets)
         if self.fc1_bias is not None:
-            hidden = hidden + self._of_rows(self.fc1_bias, rows, counts)
+            hidden = hidden + self._of_rows(self.fc1_bias, rows, offsets)
         activate = partial(self._activate, probs=probs)
-        project = partial(linear, weight=self.fc2_weight, counts=counts)
+        project = partial(linear, weight=self.fc2_weight, offsets=offsets)
         if self.recompute_activation and self.training:
             out = recompute_between(activate, project, hidden)
         else:
@@ -154,7 +152,7 @@ class Experts(nn.Module):
         if self.fc2_bias is not None:
             # Weighed like the rest, and once in the sum over expert_tp: by its first rank.
             bias_probs = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
-            bias = self._of_rows(self.fc2_bias, rows, counts)
+            bias = self._of_rows(self.fc2_bias, rows, offsets)
             out = out + (bias * bias_probs[:, None]).to(out.dtype)
         return out
 
@@ -210,10 +208,11 @@ class Experts(nn.Module):
             parts |= {"fc1_bias": bias1, "fc2_bias": bias2}
         return {name: Layout(tuple(p), data="expert") for name, p in parts.items()}
 
-    def _of_rows(self, bias: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        return bias.repeat_interleave(
-            counts, dim=0, output_size=rows.shape[0]
-        )  # [e, N] -> [R, N]
+    def _of_rows(self, bias: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+        row = torch.arange(rows.shape[0], device=rows.device)
+        experts = torch.searchsorted(offsets[1:], row, right=True)
+        # Rows of no expert take the last one's.
+        return bias[experts.clamp(max=bias.shape[0] - 1)]  # [e, N] -> [R, N]
 
     def extra_repr(self) -> str:
         """Describe the layer for ``print(model)``."""

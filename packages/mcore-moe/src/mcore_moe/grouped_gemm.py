@@ -1,8 +1,9 @@
 """Rows sorted by expert times stacked weights: one expert after the other, or in one kernel.
 
 The sequential form loops over the experts; the grouped GEMM is a single kernel. Both compute
-the same function; device and dtype decide which one runs. Either may defer the gradient of its
-weights, for pipeline schedules that split backward.
+the same function; device and dtype decide which one runs. Where the weight has a main gradient
+(``grad_slot``) either adds its gradient to it, on a GPU in the epilogue of a grouped GEMM, at
+once or, for pipeline schedules that split backward, later.
 """
 
 from collections.abc import Callable
@@ -14,28 +15,32 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_parallel.autocasting import cast_factor
-from mcore_parallel.grad_slot import GradSlot, grad_slot
+from mcore_parallel.grad_slot import GradSlot, accumulate_matmul, slot_of
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+
+Linear = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``grouped_linear`` or ``sequential_linear``."""
 
 
 def sequential_linear(
-    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], counts: Int[Tensor, " e"]
+    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], offsets: Int[Tensor, " e1"]
 ) -> Float[Tensor, "R N"]:
     """Multiply each expert's rows with its weight, one expert after the other.
 
-    The host waits for the device to learn ``counts``.
+    The host waits for the device to learn ``offsets``.
 
     Args:
         x: rows sorted by expert.
         weight: of all experts of this rank.
-        counts: rows of each; their sum is R.
+        offsets: where the rows of each begin, and the end of the last, R; int32.
     """
     x, weight = cast_factor(x), cast_factor(weight)
-    parts = x.split(counts.tolist())
+    parts = x.split(offsets.diff().tolist())
     return torch.cat([F.linear(rows, w) for rows, w in zip(parts, weight, strict=True)])
 
 
 def grouped_linear(
-    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], counts: Int[Tensor, " e"]
+    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], offsets: Int[Tensor, " e1"]
 ) -> Float[Tensor, "R N"]:
     """Multiply each expert's rows with its weight in one kernel; no wait for the device.
 
@@ -44,31 +49,31 @@ def grouped_linear(
     """
     x, weight = cast_factor(x), cast_factor(weight)
     if not has_grouped_kernel(x, weight):
-        return sequential_linear(x, weight, counts)
+        return sequential_linear(x, weight, offsets)
     if x.shape[0] == 0:
         return F.linear(x, weight[0])  # the kernel refuses tensors without rows
-    return _GroupedLinear.apply(x, weight, counts.cumsum(0).to(torch.int32))
+    return _GroupedLinear.apply(x, weight, offsets)
 
 
-def deferred_linear(
+def accumulating_linear(
     x: Float[Tensor, "R K"],
     weight: Float[Tensor, "e N K"],
-    counts: Int[Tensor, " e"],
+    offsets: Int[Tensor, " e1"],
     *,
-    linear: Callable[[Tensor, Tensor, Tensor], Tensor],
+    linear: Linear,
 ) -> Float[Tensor, "R N"]:
-    """Multiply as ``linear``, with the weight's gradient deferred to its slot's queue.
+    """Multiply as ``linear``; backward adds the weight's gradient to its main gradient.
 
-    The rows and the gradient of the result are kept until it is made, which adds it to the
-    weight's main gradient.
+    Autograd sees no gradient of the weight then. With a queue in the weight's slot the rows
+    and the gradient of the result are kept until the queue makes it.
 
     Args:
         x: rows sorted by expert.
-        weight: of all experts of this rank, with a queue and a main gradient in its slot.
-        counts: rows of each.
+        weight: of all experts of this rank, with a main gradient in its slot.
+        offsets: where the rows of each begin, and the end of the last.
         linear: ``grouped_linear`` or ``sequential_linear``.
     """
-    return _DeferredLinear.apply(x, weight, counts, linear)
+    return _AccumulatingLinear.apply(x, weight, offsets, linear)
 
 
 def has_grouped_kernel(x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"]) -> bool:
@@ -89,53 +94,98 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, offsets = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        grad_x = F.grouped_mm(grad, weight, offs=offsets) if needs_x else None
-        grad_weight = F.grouped_mm(grad.t(), x, offs=offsets) if needs_weight else None
+        grad, ends = grad.contiguous(), offsets[1:]
+        grad_x = F.grouped_mm(grad, weight, offs=ends) if needs_x else None
+        grad_weight = F.grouped_mm(grad.t(), x, offs=ends) if needs_weight else None
         return grad_x, grad_weight, None
 
 
-class _DeferredLinear(torch.autograd.Function):
+class _AccumulatingLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        counts: Tensor,
-        linear: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, linear: Linear) -> Tensor:
         # Saved tensors may come back as copies; the slot is the original's.
-        ctx.slot, ctx.linear = grad_slot(weight), linear
+        ctx.slot, ctx.linear = slot_of(weight), linear
         x, weight = cast_factor(x), cast_factor(weight)
-        ctx.save_for_backward(x, weight, counts)
-        return linear(x, weight, counts)
+        ctx.save_for_backward(x, weight, offsets)
+        return linear(x, weight, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, counts = ctx.saved_tensors
+        x, weight, offsets = ctx.saved_tensors
         grad, slot = grad.contiguous(), ctx.slot
-        if ctx.needs_input_grad[1]:
-            slot.queue.put(lambda: _add_weight_gradient(slot, grad, x, counts))
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.linear(grad, weight.transpose(1, 2), counts)
+            grad_x = ctx.linear(grad, weight.transpose(1, 2), offsets)
+        if ctx.needs_input_grad[1] and slot.queue is not None:
+            slot.queue.put(lambda: _add_weight_gradient(slot, grad, x, offsets))
+        elif ctx.needs_input_grad[1]:
+            _add_weight_gradient(slot, grad, x, offsets)
         return grad_x, None, None, None
 
 
-def _add_weight_gradient(slot: GradSlot, grad: Tensor, x: Tensor, counts: Tensor) -> None:
+def _add_weight_gradient(slot: GradSlot, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
     """Add the gradient of stacked weights to their main gradient, and say so."""
-    assert slot.main is not None
-    if x.shape[0] and has_grouped_kernel(x, slot.main):
-        offsets = counts.cumsum(0).to(torch.int32)
-        slot.main.add_(F.grouped_mm(grad.t(), x, offs=offsets))
+    main, overwrite = slot.main, slot.take_stale()
+    assert main is not None
+    if _has_accumulating_kernel(main, x):
+        from mcore_moe.kernels.weight_grad import fused_weight_gradient
+
+        fused_weight_gradient(main, grad, x, offsets, overwrite=overwrite)
+    elif x.shape[0] and has_grouped_kernel(x, main):
+        total = F.grouped_mm(grad.t(), x, offs=offsets[1:])
+        main.copy_(total) if overwrite else main.add_(total)
     else:
-        parts = zip(grad.split(counts.tolist()), x.split(counts.tolist()), strict=True)
-        for total, (rows, inputs) in zip(slot.main, parts, strict=True):
-            total.add_(rows.t() @ inputs)
+        add_weight_gradient_plain(main, grad, x, offsets, overwrite=overwrite)
     slot.ready()
+
+
+def add_weight_gradient_plain(
+    main: Float[Tensor, "e N K"],
+    grad: Float[Tensor, "R N"],
+    x: Float[Tensor, "R K"],
+    offsets: Int[Tensor, " e1"],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Reference of ``kernels.weight_grad.fused_weight_gradient``, expert by expert."""
+    sizes = offsets.diff().tolist()
+    parts = zip(main, grad.split(sizes), x.split(sizes), strict=True)
+    for total, rows, inputs in parts:
+        accumulate_matmul(total, rows.t(), inputs, overwrite=overwrite)
+
+
+def _has_accumulating_kernel(main: Tensor, x: Tensor) -> bool:
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and main.dtype == torch.float32
+        and main.is_contiguous()
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and works(WEIGHT_GRAD_KERNEL, x.device, x.dtype)
+    )
+
+
+def _try_kernel(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    from mcore_moe.kernels.weight_grad import fused_weight_gradient
+
+    offsets = torch.tensor([0, 5, 5, 16], dtype=torch.int32, device=device)
+    grad, x = (wave(16, n, device=device, dtype=dtype) for n in (24, 40))
+    pairs = []
+    for overwrite in (False, True):
+        got, want = (wave(3, 24, 40, device=device, dtype=torch.float32) for _ in range(2))
+        fused_weight_gradient(got, grad, x, offsets, overwrite=overwrite)
+        wide = grad.float(), x.float()
+        add_weight_gradient_plain(want, *wide, offsets, overwrite=overwrite)
+        pairs.append((got, want))
+    return pairs
+
+
+WEIGHT_GRAD_KERNEL = OptionalKernel(
+    "main gradients of experts in Triton", ("triton",), _try_kernel
+)

@@ -169,7 +169,7 @@ class MoELayer(nn.Module):
 
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
         sent = self.dispatcher.dispatch(cast_factor(own), routing)
-        rows = self.experts(sent.rows, sent.probs, sent.counts)
+        rows = self.experts(sent.rows, sent.probs, sent.offsets)
         y = self.dispatcher.combine(rows, sent.handle)
 
         if self.splits_tokens:

@@ -2,9 +2,10 @@
 
 A *row* is one token for one of its experts; rows are sorted by expert, then by token. The plan
 holds both directions (the token of each row, the row of each choice), so forward and backward
-of ``permute`` and ``unpermute`` are gathers and a sum over k in fixed order: no atomic
+of ``permute`` and ``unpermute`` are copies and a sum over k in fixed order: no atomic
 addition, the same bits in every run. Without dropping, the number of rows is T*k, which the
-host knows without waiting.
+host knows without waiting. On a GPU the plan is a counting sort, and every movement one
+kernel (``kernels.rows``).
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +26,21 @@ class RowPlan:
     """Choice of each row; T*k for a padding row."""
     slots: Int[Tensor, "T k"]
     """Row of each choice; R for a choice that was dropped."""
-    counts: Int[Tensor, " E"]
-    """Rows of each expert; they follow each other."""
+    offsets: Int[Tensor, " E1"]
+    """Where each expert's rows begin, and the end of the last; int32. There may be more rows,
+    of no expert."""
     is_complete: bool
     """Whether rows and choices are known to match one to one: none dropped, none filled."""
+
+    @property
+    def counts(self) -> Int[Tensor, " E"]:
+        """Rows of each expert."""
+        return self.offsets.diff()
+
+
+def offsets_of(counts: Int[Tensor, " E"]) -> Int[Tensor, " E1"]:
+    """Return where the rows of each expert begin, and the end of the last, as int32."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def plan_rows(
@@ -40,24 +54,44 @@ def plan_rows(
     Args:
         ids: chosen experts; a token names none twice.
         num_experts: E.
-        keep: choices that get a row; left out: all. With it the host waits for the device
-            to learn the number of rows, unless ``capacity`` is given.
+        keep: choices that get a row; left out: all. With it there are T*k rows on a GPU, so
+            that the host need not wait: the last are zero and belong to no expert.
         capacity: rows that every expert gets, filled where fewer chose it; 0: as chosen.
             ``keep`` must not leave more.
     """
-    num_choices = ids.numel()
     if keep is not None:
         ids = ids.where(keep, num_experts)  # behind all experts
+    if _has_plan_kernel(ids):
+        from mcore_moe.kernels.rows import fused_plan
+
+        has_all = keep is None and not capacity
+        return RowPlan(*fused_plan(ids, num_experts, capacity, has_all=has_all), has_all)
+    return plan_rows_plain(ids, num_experts, capacity, has_all=keep is None)
+
+
+def plan_rows_plain(
+    ids: Int[Tensor, "T k"], num_experts: int, capacity: int = 0, *, has_all: bool = False
+) -> RowPlan:
+    """Reference of ``kernels.rows.fused_plan`` in plain torch, by sorting.
+
+    Args:
+        ids: chosen experts; ``num_experts``: the choice gets no row.
+        num_experts: E.
+        capacity: as in ``plan_rows``.
+        has_all: whether every choice gets a row; else the host waits for their number.
+    """
+    num_choices = ids.numel()
     flat = ids.reshape(-1)
     order = flat.argsort(stable=True)
     counts = _count(flat, num_experts + 1)[:num_experts]
     if capacity:
         return _filled(order, flat, counts, tuple(ids.shape), capacity)
-    if keep is not None:
+    if not has_all:
         order = order[: int(counts.sum())]
     slots = torch.full_like(flat, order.numel())
     slots[order] = torch.arange(order.numel(), device=ids.device)
-    return RowPlan(order, slots.view(ids.shape), counts, order.numel() == num_choices)
+    is_complete = order.numel() == num_choices
+    return RowPlan(order, slots.view(ids.shape), offsets_of(counts), is_complete)
 
 
 def _filled(
@@ -79,9 +113,16 @@ def _filled(
     choices[rows] = order
     slots = torch.empty_like(flat)
     slots[order] = rows
-    return RowPlan(
-        choices[:num_rows], slots.view(shape), torch.full_like(counts, capacity), False
-    )
+    offsets = offsets_of(torch.full_like(counts, capacity))
+    return RowPlan(choices[:num_rows], slots.view(shape), offsets, False)
+
+
+def trimmed(plan: RowPlan, num_rows: int) -> RowPlan:
+    """Return the plan with the first rows only, where the others belong to no expert."""
+    if num_rows == plan.choices.numel():
+        return plan
+    slots = plan.slots.clamp(max=num_rows)
+    return RowPlan(plan.choices[:num_rows], slots, plan.offsets, is_complete=False)
 
 
 def within_capacity(
@@ -166,9 +207,51 @@ def _take(x: Tensor, index: Tensor, is_complete: bool) -> Tensor:
     return x.index_select(0, index)
 
 
+def _copy_tokens(x: Tensor, choices: Tensor, slots: Tensor, is_complete: bool) -> Tensor:
+    if _has_kernels(x):
+        from mcore_moe.kernels.rows import copy_to_rows
+
+        return copy_to_rows(x, slots, choices.numel(), is_complete)
+    return _take(x, choices // slots.shape[1], is_complete)
+
+
 def _sum_slots(rows: Tensor, slots: Tensor, is_complete: bool) -> Tensor:
+    if _has_kernels(rows):
+        from mcore_moe.kernels.rows import sum_rows
+
+        return sum_rows(rows, slots)
     taken = _take(rows, slots.reshape(-1), is_complete)
     return taken.view(*slots.shape, rows.shape[1]).sum(1)  # [T*k, D] -> [T, D]
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.dtype != torch.float64 and _has_plan_kernel(x)
+
+
+def _has_plan_kernel(x: Tensor) -> bool:
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return False
+    return works(ROWS_KERNELS, x.device)
+
+
+def _try_kernels(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    from mcore_moe.kernels import rows
+
+    ids = torch.tensor([[2, 0], [0, 3], [2, 3]], device=device)
+    choices, slots, offsets = rows.fused_plan(ids, 3)
+    plan = plan_rows_plain(ids, 3)
+    taken = [choices[:4], slots.clamp(max=4), offsets], [plan.choices, plan.slots, plan.offsets]
+    x = wave(3, 40, device=device, dtype=torch.bfloat16)
+    got = rows.copy_to_rows(x, slots, 4, is_complete=False)
+    want = both_passes(lambda x: unpermute_reference(permute_reference(x, plan), plan), x)
+    return [
+        *zip(*taken, strict=True),
+        (got, permute_reference(x, plan)),
+        (rows.sum_rows(got, slots), want[0]),
+    ]
+
+
+ROWS_KERNELS = OptionalKernel("rows by expert in Triton", ("triton",), _try_kernels)
 
 
 class _Permute(torch.autograd.Function):
@@ -176,7 +259,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, choices: Tensor, slots: Tensor, complete: bool) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.complete = complete
-        return _take(x, choices // slots.shape[1], complete)
+        return _copy_tokens(x, choices, slots, complete)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -189,14 +272,14 @@ class _Unpermute(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, choices: Tensor, slots: Tensor, complete: bool
     ) -> Tensor:
-        ctx.save_for_backward(choices)
-        ctx.topk, ctx.complete = slots.shape[1], complete
+        ctx.save_for_backward(choices, slots)
+        ctx.complete = complete
         return _sum_slots(rows, slots, complete)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (choices,) = ctx.saved_tensors
-        return _take(grad, choices // ctx.topk, ctx.complete), None, None, None
+        choices, slots = ctx.saved_tensors
+        return _copy_tokens(grad, choices, slots, ctx.complete), None, None, None
 
 
 class _PermuteProbs(torch.autograd.Function):

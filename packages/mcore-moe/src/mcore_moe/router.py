@@ -8,11 +8,13 @@ Where scores are equal the expert with the lower number wins, on every device.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mcore_moe.balance import (
     aux_loss,
@@ -26,6 +28,7 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel.autocasting import without_autocast
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.rng import RngStreams, reset_weight_
 from mcore_parallel.sharding import Layout, whole
 
@@ -93,9 +96,34 @@ def _scaled(probs: Tensor, config: MoEConfig) -> Tensor:
     return probs * factor if factor else probs
 
 
-def top_experts(scores: Float[Tensor, "... E"], topk: int) -> Int[Tensor, "... k"]:
+def top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
     """Return the ids of the largest scores, best first; equal scores in order of the id."""
-    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+    scores = scores.detach()
+    if (
+        scores.is_cuda
+        and scores.dtype == torch.float32
+        and not torch.compiler.is_compiling()
+        and works(TOP_KERNEL, scores.device)
+    ):
+        from mcore_moe.kernels.topk import fused_top_experts
+
+        return fused_top_experts(scores, topk)
+    return top_experts_plain(scores, topk)
+
+
+def top_experts_plain(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
+    """Reference of ``kernels.topk.fused_top_experts``: a stable sort of all scores."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+
+
+def _try_top_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    from mcore_moe.kernels.topk import fused_top_experts
+
+    scores = wave(5, 37, device=device, dtype=torch.float32).round(decimals=1)
+    return [(fused_top_experts(scores, 7), top_experts_plain(scores, 7))]
+
+
+TOP_KERNEL = OptionalKernel("choice of experts in Triton", ("triton",), _try_top_kernel)
 
 
 def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
@@ -231,8 +259,15 @@ class Router(nn.Module):
         aux = torch.zeros((), dtype=routing.probs.dtype, device=x.device)
         if self.training:
             self._count(routing.ids, mask)
-            aux = aux + self._losses(logits, sequences, num_sequences, mask)
+            ids = routing.ids if self._chooses_plainly() else None
+            aux = aux + self._losses(logits, ids, sequences, num_sequences, mask)
         return routing, aux
+
+    def _chooses_plainly(self) -> bool:
+        """Whether the chosen experts are those of the highest scores, in this order."""
+        config = self.config
+        sinkhorn = config.moe_router_load_balancing_type == "sinkhorn"
+        return self.expert_bias is None and not config.moe_router_group_topk and not sinkhorn
 
     def _logits(self, x: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps
@@ -242,6 +277,8 @@ class Router(nn.Module):
             with stream:
                 x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
         dtype = _DTYPES.get(self.config.moe_router_dtype, x.dtype)
+        if dtype == torch.float32 and _is_narrow(x) and _is_narrow(self.weight):
+            return _WideLinear.apply(x, self.weight)
         return F.linear(x.to(dtype), self.weight.to(dtype))
 
     def _assign(self, logits: Tensor) -> Routing:
@@ -258,6 +295,7 @@ class Router(nn.Module):
     def _losses(
         self,
         logits: Tensor,
+        ids: Tensor | None,
         sequences: Tensor | None,
         num_sequences: int,
         mask: Tensor | None,
@@ -267,13 +305,14 @@ class Router(nn.Module):
         if config.moe_z_loss_coeff:
             total = config.moe_z_loss_coeff * z_loss(logits, mask, self.cp_tp)
         if config.moe_aux_loss_coeff:
-            balance = self._balance_loss(logits, sequences, num_sequences, mask)
+            balance = self._balance_loss(logits, ids, sequences, num_sequences, mask)
             total = total + config.moe_aux_loss_coeff * balance
         return total
 
     def _balance_loss(
         self,
         logits: Tensor,
+        ids: Tensor | None,
         sequences: Tensor | None,
         num_sequences: int,
         mask: Tensor | None,
@@ -283,7 +322,8 @@ class Router(nn.Module):
         scores = expert_scores(logits, self.config.moe_router_score_function)
         if self.config.moe_router_score_function != "softmax":
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        ids = top_experts(scores, topk)
+        if ids is None:
+            ids = top_experts(scores, topk)
         if kind == "seq_aux_loss":
             if sequences is None:
                 sequences = torch.zeros(scores.shape[0], dtype=torch.int64, device=ids.device)
@@ -306,6 +346,33 @@ class Router(nn.Module):
             )
         self.step_scored_counts += counts
         return all_reduce(self.step_scored_counts, self.dp_cp_tp)
+
+
+def _is_narrow(x: Tensor) -> bool:
+    is_here = x.is_cuda and not torch.compiler.is_compiling() and not isinstance(x, DTensor)
+    return is_here and x.dtype == torch.bfloat16
+
+
+class _WideLinear(torch.autograd.Function):
+    """A linear of bfloat16 factors with float32 results, without float32 copies of either.
+
+    Forward adds exact products in float32, as the GEMM of float32 copies does. In backward the
+    float32 gradient enters as the sum of two bfloat16 numbers, 16 bits of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        high = grad.to(x.dtype)
+        both = torch.cat([high, (grad - high).to(x.dtype)], 1)  # [T, 2E]
+        grad_weight = torch.mm(both.t(), x, out_dtype=torch.float32)
+        grad_weight = grad_weight.view(2, *weight.shape).sum(0).to(weight.dtype)
+        return both @ weight.repeat(2, 1), grad_weight
 
 
 def _is_replayed() -> bool:

@@ -5,9 +5,9 @@ operation that can add to it directly (a GEMM in its epilogue, an embedding row 
 tensor of the parameter's size, its sum and its cast; it then returns None as the parameter's
 gradient. The parameter's hook still runs at the end of backward and counts it.
 
-A layer whose operations all write by ``GradSlot.add_matmul`` says so with ``overwrites``: then
-``zero_grad`` leaves the memory as it is, and the first GEMM of a step is written over it
-instead of being added. Neither zeros are written nor read.
+A layer whose operations all write by ``GradSlot.add_matmul``, or ask ``take_stale`` first, says
+so with ``overwrites``: then ``zero_grad`` leaves the memory as it is, and the first GEMM of a
+step is written over it instead of being added. Neither zeros are written nor read.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class GradSlot:
 
     Attributes:
         main: the main gradient, of the parameter's shape; None: autograd has the gradient.
-        overwrites: whether all additions go through ``add_matmul``.
+        overwrites: whether all direct additions heed ``take_stale``.
         is_stale: whether the next addition is written over ``main`` instead of being added.
         queue: takes the weight's gradient later (zero-bubble schedules); None: at once.
         on_ready: called when an operation has added a gradient that a queue put off.
@@ -111,7 +111,7 @@ def slot_of(parameter: Any) -> GradSlot | None:
 
 
 def overwrites(parameter: nn.Parameter) -> nn.Parameter:
-    """Declare that all direct additions to the main gradient go through ``add_matmul``."""
+    """Declare that all direct additions to the main gradient heed ``take_stale``."""
     grad_slot(parameter).overwrites = True
     return parameter
 

@@ -17,8 +17,13 @@ from mcore_models.config import KernelConfig, TransformerConfig, rotary_size, wi
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.norm import build_norm
-from mcore_models.layers.rope import ROTARY_KERNEL, RotaryTables, rotate
+from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
+from mcore_models.layers.rope import (
+    NORM_ROTARY_KERNEL,
+    ROTARY_KERNEL,
+    RotaryTables,
+    rotate,
+)
 from mcore_models.layout_checks import cp_comm_type, has_window_or_dropout
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -26,7 +31,7 @@ from mcore_parallel.context_parallel.ring_attention import ring_attention
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optional_kernels import works
+from mcore_parallel.optional_kernels import OptionalKernel, works
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
@@ -170,10 +175,18 @@ class Attention(nn.Module):
         """Split the product into heads, norm them, rotate them."""
         H = head_dim(self.config)
         if rotary is not None and self._has_kernel(qkv, rotary):
+            rows_q, rows_k, _ = self.qkv.output_sizes
+            heads = rows_q // H, rows_k // H
+            q_norm, k_norm = self.q_norm, self.k_norm
+            if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+                from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
+
+                weights = q_norm.weight, k_norm.weight
+                constants = {"epsilon": q_norm.epsilon, "offset": float(q_norm.zero_centered)}
+                return fused_norm_rotary_split(qkv, *weights, *rotary, *heads, **constants)
             from mcore_models.kernels.rope import fused_rotary_split
 
-            rows_q, rows_k, _ = self.qkv.output_sizes
-            return fused_rotary_split(qkv, *rotary, rows_q // H, rows_k // H)
+            return fused_rotary_split(qkv, *rotary, *heads)
         parts = qkv.split(self.qkv.output_sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, H)) for part in parts)  # [S, B, N*H] -> [S, B, N, H]
         if self.q_norm is not None and self.k_norm is not None:
@@ -190,8 +203,11 @@ class Attention(nn.Module):
             and qkv.dtype != torch.float64
             and rotary[0].dim() == 2
             and rotary_size(config) == head_dim(config)
-            and not config.qk_layernorm
+            and not isinstance(self.q_norm, LayerNorm)
             and not config.rotary_interleaved
             and not torch.compiler.is_compiling()
-            and works(ROTARY_KERNEL, qkv.device, qkv.dtype, head_dim(config))
+            and works(self._rotary_kernel(), qkv.device, qkv.dtype, head_dim(config))
         )
+
+    def _rotary_kernel(self) -> OptionalKernel:
+        return ROTARY_KERNEL if self.q_norm is None else NORM_ROTARY_KERNEL

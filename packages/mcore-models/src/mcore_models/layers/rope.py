@@ -10,6 +10,7 @@ Su et al. 2021, arXiv:2104.09864.
 import math
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -125,7 +126,30 @@ def _try_kernel(
     return list(zip(got, both_passes(plain, qkv), strict=True))
 
 
+def _try_norm_kernel(
+    device: torch.device, dtype: torch.dtype, size: int
+) -> list[tuple[Tensor, Tensor]]:
+    from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
+
+    cos, sin = (wave(3, size // 2, device=device, dtype=torch.float32) for _ in range(2))
+
+    def plain(qkv: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.unflatten(-1, (4, size)).split((2, 1, 1), 2)
+        q, k = F.rms_norm(q, (size,), of_q, 1e-5), F.rms_norm(k, (size,), of_k, 1e-5)
+        return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
+
+    def fused(qkv: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
+        return fused_norm_rotary_split(qkv, of_q, of_k, cos, sin, 2, 1, epsilon=1e-5)
+
+    shapes = (3, 2, 4 * size), (size,), (size,)
+    inputs = [wave(*shape, device=device, dtype=dtype) for shape in shapes]
+    return list(zip(both_passes(fused, *inputs), both_passes(plain, *inputs), strict=True))
+
+
 ROTARY_KERNEL = OptionalKernel("rotary embedding in Triton", ("triton",), _try_kernel)
+NORM_ROTARY_KERNEL = OptionalKernel(
+    "norm and rotary embedding in Triton", ("triton",), _try_norm_kernel
+)
 
 
 def _for_heads(table: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 _KINDS = {"silu": 0, "gelu_tanh": 1}
-_BLOCK = 1024
+_WIDEST = 1024  # columns of one program
 
 
 @triton.jit
@@ -95,10 +95,18 @@ class _Gated(torch.autograd.Function):
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
         if out.numel():
-            grid = (out.numel() // width, triton.cdiv(width, _BLOCK))
+            block, num_warps = _block(width)
+            grid = (out.numel() // width, triton.cdiv(width, block))
             is_weighted = weight is not None
             _forward[grid](
-                x, weight if is_weighted else x, out, width, kind, is_weighted, _BLOCK
+                x,
+                weight if is_weighted else x,
+                out,
+                width,
+                kind,
+                is_weighted,
+                block,
+                num_warps=num_warps,
             )
         return out
 
@@ -110,7 +118,8 @@ class _Gated(torch.autograd.Function):
         dx = torch.empty_like(x)
         dweight = torch.empty_like(weight) if is_weighted else None
         if x.numel():
-            span = width if is_weighted else _BLOCK
+            block, num_warps = _block(width)
+            span = width if is_weighted else block
             _backward[(x.numel() // (2 * width), triton.cdiv(width, span))](
                 x,
                 weight if is_weighted else x,
@@ -121,9 +130,16 @@ class _Gated(torch.autograd.Function):
                 span,
                 ctx.kind,
                 is_weighted,
-                _BLOCK,
+                block,
+                num_warps=num_warps,
             )
         return dx, dweight, None
+
+
+def _block(width: int) -> tuple[int, int]:
+    """Return the columns of one program, and warps so that a thread moves 16 bytes."""
+    block = min(_WIDEST, 1 << (width - 1).bit_length())
+    return block, max(1, block // 256)
 
 
 def fused_gated(x: Float[Tensor, "*R F2"], activation: str = "silu") -> Float[Tensor, "*R F"]:

@@ -1,0 +1,66 @@
+"""Triton kernel that finds the experts of highest score, in place of a sort of all scores.
+
+The order is that of a stable descending sort: of equal scores the lower expert first, NaN
+above everything. The reference is ``router.top_experts_plain``.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_TOKENS = 4  # of one program
+
+
+@triton.jit
+@no_type_check
+def _top(
+    scores,
+    ids,
+    num_tokens,
+    num_experts,
+    TOPK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    lane = tl.arange(0, LANES)[None, :]
+    real = (token < num_tokens)[:, None] & (lane < num_experts)
+    score = tl.load(scores + token[:, None] * num_experts + lane, mask=real, other=0.0)
+    score = tl.where(score == 0.0, 0.0, score)  # one zero, not two
+    bits = score.to(tl.int32, bitcast=True)
+    # Integers in the order of the floats: a negative number's bits turn, but for its sign.
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, key).to(tl.int64)
+    # The lane in the low bits makes keys differ and the lower expert win.
+    key = tl.where(lane < num_experts, key * 65536 + (65535 - lane), -(2**62))
+    for j in tl.static_range(TOPK):
+        best = tl.max(key, 1)
+        expert = 65535 - (best & 65535)
+        tl.store(ids + token * TOPK + j, expert, mask=token < num_tokens)
+        key = tl.where(lane == expert[:, None], -(2**62), key)
+
+
+def fused_top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
+    """Return the ids of the largest scores, best first, as int64.
+
+    Args:
+        scores: float32, E from ``topk`` to 65536.
+        topk: how many.
+    """
+    num_tokens, num_experts = scores.shape
+    ids = torch.empty(num_tokens, topk, dtype=torch.int64, device=scores.device)
+    if num_tokens:
+        _top[(triton.cdiv(num_tokens, _TOKENS),)](
+            scores.contiguous(),
+            ids,
+            num_tokens,
+            num_experts,
+            topk,
+            _TOKENS,
+            triton.next_power_of_2(num_experts),
+        )
+    return ids
