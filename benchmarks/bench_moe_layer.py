@@ -1,38 +1,91 @@
-"""Time one mixture-of-experts layer on one GPU, forward and backward.
+"""Time one mixture-of-experts layer on one GPU, forward and backward, over a table of shapes.
 
-    python benchmarks/bench_moe_layer.py --name mixtral-8x7b --hidden-size 4096 \
-        --ffn-hidden-size 14336 --num-experts 8 --topk 2 --tokens 8192
+    python benchmarks/bench_moe_layer.py --name moe-layer-h200 --output benchmarks/results
 
-Prints one JSON line: median with p10 and p90, the TFLOP/s of the experts' products, and the
-split of a profiled step by kind of kernel; with ``--output`` it is kept too.
+Prints one JSON line: for every shape the median with p10 and p90, the TFLOP/s of the experts'
+GEMMs over the whole layer's time, peak memory, and the split of a profiled step. With
+``--main-grads`` the experts' gradients are added to float32 main gradients, as in training.
 """
 
 import argparse
+import re
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
-from step_profile import device_kernels, heaviest
+from step_profile import Kernel, device_kernels, heaviest, union_us
 
 from mcore_moe import MoEConfig, MoELayer
+from mcore_parallel.grad_slot import grad_slot
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One layer and the tokens that it gets."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_experts: int
+    topk: int
+    tokens: int = 16384
+
+
+SHAPES = {
+    "d4096-n512-e128-k8": Shape(4096, 512, 128, 8),
+    "d4096-n256-e256-k16": Shape(4096, 256, 256, 16),
+    "qwen3-30b": Shape(2048, 768, 128, 8),
+    "d4096-n2048-e64-k4": Shape(4096, 2048, 64, 4),
+    "deepseek-v3-share": Shape(7168, 2048, 32, 8, 4096),
+    "mixtral-8x7b": Shape(4096, 14336, 8, 2, 8192),
+}
+
+KINDS = (
+    ("permute", re.compile(r"_copy_rows|_sum_rows|index_?select|gather|indexSelect|Reduce")),
+    (
+        "sort",
+        re.compile(r"sort|radix|_count_block|_place_block|_top|[sS]can|histogram|scatter"),
+    ),
+    ("activation", re.compile(r"^_forward|^_backward|silu|SiLU")),
+    ("gemm", re.compile(r"gemm|nvjet|cutlass|xmma|cublas|wgmma|matmul|_accumulate|Gemm")),
+    ("add", re.compile(r"add|Add")),
+)
+"""Kernels by name, tried in order; anything else is ``other``."""
 
 
 def main() -> None:
     """Run the benchmark that the command line asks for."""
     options = _options()
+    table = {name: _measure(name, SHAPES[name], options) for name in options.shapes}
+    row = {
+        "name": options.name,
+        **versions(options),
+        "main_grads": options.main_grads,
+        "compiled": options.compile,
+        "warmup": options.warmup,
+        "steps": options.steps,
+        "shapes": table,
+    }
+    keep(options, row)
+
+
+def _measure(name: str, shape: Shape, options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     config = MoEConfig(
-        num_experts=options.num_experts,
-        moe_router_topk=options.topk,
+        num_experts=shape.num_experts,
+        moe_router_topk=shape.topk,
         moe_aux_loss_coeff=1e-2,
         moe_router_dtype="fp32",
         moe_grouped_gemm=not options.sequential,
     )
     layer = MoELayer(
-        options.hidden_size,
-        options.ffn_hidden_size,
+        shape.hidden_size,
+        shape.ffn_hidden_size,
         config,
         device="cuda",
         dtype=torch.bfloat16,
@@ -40,8 +93,10 @@ def main() -> None:
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    shape = (options.tokens, options.hidden_size)
-    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    if options.main_grads:
+        _own_gradients(layer.experts)
+    size = (shape.tokens, shape.hidden_size)
+    inputs = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     run = torch.compile(layer) if options.compile else layer
 
     def step(i: int) -> None:
@@ -54,43 +109,58 @@ def main() -> None:
     times = time_steps(step, options.warmup, options.steps)
     median = statistics.median(times)
     # Three matrices an expert, two operations a weight, backward twice forward.
-    flops = 18 * options.tokens * options.topk * options.hidden_size * options.ffn_hidden_size
-    row = {
-        "name": options.name,
-        **versions(options),
-        "tokens": options.tokens,
-        "hidden_size": options.hidden_size,
-        "ffn_hidden_size": options.ffn_hidden_size,
-        "num_experts": options.num_experts,
-        "topk": options.topk,
-        "grouped": not options.sequential,
-        "compiled": options.compile,
-        "warmup": options.warmup,
-        "steps": options.steps,
+    flops = 18 * shape.tokens * shape.topk * shape.hidden_size * shape.ffn_hidden_size
+    kernels, wall_us = _profile(step)
+    print(name, *heaviest(kernels, 1), sep="\n", file=sys.stderr)
+    return {
+        **{field: getattr(shape, field) for field in Shape.__slots__},
         **quantiles(times),
         "tflops": round(flops / median / 1e9, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "split_ms": _split(kernels, wall_us),
     }
-    keep(options, row)
-    print("\n".join(_kernels(step)), file=sys.stderr)
 
 
-def _kernels(step: Callable[[int], None]) -> list[str]:
+def _own_gradients(module: torch.nn.Module) -> None:
+    """Give the parameters float32 main gradients, as ``DataParallel`` does."""
+
+    def add(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            grad_slot(parameter).add(parameter.grad)
+            parameter.grad = None
+
+    for parameter in module.parameters():
+        grad_slot(parameter).main = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.register_post_accumulate_grad_hook(add)
+
+
+def _profile(step: Callable[[int], None]) -> tuple[list[Kernel], float]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.profiler.profile(activities=activities) as profile:
+        begin.record()
         step(0)
+        end.record()
         torch.cuda.synchronize()
-    return heaviest(device_kernels(profile), 1)
+    return device_kernels(profile), 1e3 * begin.elapsed_time(end)
+
+
+def _split(kernels: list[Kernel], wall_us: float) -> dict[str, float]:
+    """Return milliseconds by kind of kernel; ``gap`` is when the device does nothing."""
+    by_kind: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        kind = next((kind for kind, names in KINDS if names.search(kernel.name)), "other")
+        by_kind[kind] += kernel.end - kernel.begin
+    by_kind["gap"] = wall_us - union_us(kernel.interval for kernel in kernels)
+    by_kind["step"] = wall_us
+    return {kind: round(us / 1e3, 3) for kind, us in by_kind.items()}
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--name", required=True)
-    parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--ffn-hidden-size", type=int, default=14336)
-    parser.add_argument("--num-experts", type=int, default=8)
-    parser.add_argument("--topk", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--main-grads", action="store_true")
     parser.add_argument("--sequential", action="store_true", help="one expert after the other")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--warmup", type=int, default=5)
