@@ -20,6 +20,19 @@ from mcore_moe import MoEConfig, expert_capacity
         ({"num_experts": 4, "moe_router_enable_expert_bias": True}, "sigmoid"),
         ({"num_experts": 4, "moe_router_num_groups": 2}, "--moe-router-group-topk 0"),
         (
+            {"num_experts": 4, "moe_router_group_score_topk": 1},
+            "no effect without --moe-router",
+        ),
+        (
+            {
+                "num_experts": 4,
+                "moe_router_num_groups": 2,
+                "moe_router_group_topk": 1,
+                "moe_router_group_score_topk": 3,
+            },
+            "--moe-router-group-score-topk 3 must be from 0 to the experts of a group, 2",
+        ),
+        (
             {"num_experts": 4, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
             "must divide --num-experts 4",
         ),

@@ -42,6 +42,10 @@ class MoEConfig:
     moe_router_group_topk: int = 0
     """Groups that each token may use."""
 
+    moe_router_group_score_topk: int = 0
+    """Best experts of a group whose scores sum to its own; 0: as many as it may give,
+    --moe-router-topk / --moe-router-group-topk."""
+
     moe_router_enable_expert_bias: bool = False
     """Balance by a bias on the choice, moved after each step, instead of by a loss."""
 
@@ -137,6 +141,11 @@ class MoEConfig:
     def _check_groups(self) -> None:
         groups, kept = self.moe_router_num_groups, self.moe_router_group_topk
         if groups == 0 and kept == 0:
+            if self.moe_router_group_score_topk:
+                raise ValueError(
+                    "--moe-router-group-score-topk has no effect without "
+                    "--moe-router-num-groups: leave it out."
+                )
             return
         if groups < 1 or not 1 <= kept <= groups:
             raise ValueError(
@@ -148,13 +157,17 @@ class MoEConfig:
                 f"--moe-router-num-groups {groups} must divide --num-experts "
                 f"{self.num_experts}."
             )
-        if self.moe_router_topk % kept or self.moe_router_topk > kept * (
-            self.num_experts // groups
-        ):
+        size, scored = self.num_experts // groups, self.moe_router_group_score_topk
+        if not 0 <= scored <= size:
+            raise ValueError(
+                f"--moe-router-group-score-topk {scored} must be from 0 to the experts of a "
+                f"group, {size}."
+            )
+        if (not scored and self.moe_router_topk % kept) or self.moe_router_topk > kept * size:
             raise ValueError(
                 f"--moe-router-topk {self.moe_router_topk} must be a multiple of "
                 f"--moe-router-group-topk {kept}, and fit into the experts of the kept groups "
-                f"({kept * (self.num_experts // groups)})."
+                f"({kept * size})."
             )
 
     def _check_losses(self) -> None:

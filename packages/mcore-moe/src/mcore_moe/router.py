@@ -130,9 +130,10 @@ def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
     topk, kept = config.moe_router_topk, config.moe_router_group_topk
     if not kept:
         return top_experts(scores, topk)
-    # A group is worth the sum of as many of its experts as it may give.
+    # A group is worth the sum of its best experts: as many as it may give by default.
+    scored = config.moe_router_group_score_topk or topk // kept
     grouped = scores.detach().unflatten(1, (config.moe_router_num_groups, -1))
-    worth = grouped.topk(topk // kept, dim=-1).values.sum(-1)
+    worth = grouped.topk(scored, dim=-1).values.sum(-1)
     allowed = torch.zeros_like(worth, dtype=torch.bool)
     allowed = allowed.scatter(1, top_experts(worth, kept), True)
     return top_experts(grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1), topk)
