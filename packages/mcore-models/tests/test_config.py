@@ -131,7 +131,7 @@ def test_bad_options_are_answered_with_what_to_change(changes, words):
         ({"recompute_modules": ("mlp",)}, "no effect without --recompute-granularity sel"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ("attn",)},
-            "--recompute-modules attn is not known: use core_attn, layernorm, mlp, mlp_act,",
+            "--recompute-modules attn is not known: use core_attn, layernorm, mla_up_proj,",
         ),
         ({"distribute_saved_activations": True}, "no effect without --recompute-granularity f"),
         ({"recompute_granularity": "full", "recompute_num_layers": 0}, "must be 1 or more"),

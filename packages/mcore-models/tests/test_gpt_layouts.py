@@ -51,7 +51,40 @@ GPT2 = {
     "make_vocab_size_divisible_by": 3,
     "init_method_std": 0.2,
 }
+MLA = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 12,
+    "multi_latent_attention": True,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 5,
+    "qk_head_dim": 3,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+    "qk_layernorm": True,
+    "rotary_interleaved": True,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale_all_dim": 0.7,
+    "make_vocab_size_divisible_by": 4,
+    "init_method_std": 0.2,
+}
 EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.3, "moe_layer_freq": "2"}
+
+
+DEEPSEEK = {
+    "num_experts": 4,
+    "moe_layer_freq": "[0,1]",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +142,13 @@ TWO_RANKS = {
     "cp2, a2a, packed": Case(LLAMA, layout(cp=2, cp_comm_type="a2a"), packed=True),
     "tp2 sp, packed": Case(LLAMA, layout(tp=2, sequence_parallel=True), packed=True),
     "pp2, packed": Case(GPT2, layout(pp=2), packed=True),
+    "tp2, latent": Case(MLA | {"q_lora_rank": 0}, layout(tp=2)),
+    "tp2 sp, latent, packed": Case(MLA, layout(tp=2, sequence_parallel=True), packed=True),
+    "cp2, latent, packed": Case(MLA, layout(cp=2), packed=True),
+    "cp2, latent, all-gather": Case(MLA, layout(cp=2, cp_comm_type="all_gather")),
+    "cp2, latent, a2a": Case(MLA, layout(cp=2, cp_comm_type="a2a")),
+    "pp2, latent, experts": Case(MLA, layout(pp=2), DEEPSEEK),
+    "ep2, latent, experts": Case(MLA, layout(ep=2), DEEPSEEK),
 }
 FOUR_RANKS = {
     "tp4, 2 kv heads": Case(LLAMA, layout(tp=4)),
@@ -120,6 +160,9 @@ FOUR_RANKS = {
     "cp4, 2 kv heads, all-gather": Case(LLAMA, layout(cp=4, cp_comm_type="all_gather")),
     "cp4, 2 kv heads, a2a": Case(LLAMA, layout(cp=4, cp_comm_type="a2a")),
     "tp2 cp2, 1 kv head a rank, a2a": Case(LLAMA, layout(tp=2, cp=2, cp_comm_type="a2a")),
+    "tp2 cp2 sp, latent, experts": Case(
+        MLA, layout(tp=2, cp=2, ep=2, sequence_parallel=True), DEEPSEEK
+    ),
     "cp4, packed": Case(LLAMA, layout(cp=4), packed=True),
 }
 

@@ -66,20 +66,23 @@ class _StaticLayer:
         self.cache = cache
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.has_shared_values = False
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
+        own = (self.keys, None if self.has_shared_values else self.values)
+        return sum(t.nbytes for t in own if t is not None)
 
     def attend(
         self,
         q: Float[Tensor, "S B N H"],
         k: Float[Tensor, "S B G H"],
-        v: Float[Tensor, "S B G H"],
+        v: Float[Tensor, "S B G J"] | None,
         *,
+        value_dim: int = 0,
         window: int = -1,
         backend: AttentionBackend = "auto",
-    ) -> Float[Tensor, "S B N H"]:
+    ) -> Float[Tensor, "S B N J"]:
         """Write the new keys and values behind the old ones and attend to views of all.
 
         Raises:
@@ -91,7 +94,11 @@ class _StaticLayer:
             raise ValueError(f"{end} tokens do not fit into a cache of {capacity}")
         if self.keys is None or self.values is None:
             self.keys = k.new_empty(capacity, *k.shape[1:])
-            self.values = v.new_empty(capacity, *v.shape[1:])
+            self.has_shared_values = v is None
+            self.values = (
+                self.keys[..., :value_dim] if v is None else v.new_empty(capacity, *v.shape[1:])
+            )
         self.keys[begin:end] = k
-        self.values[begin:end] = v
+        if v is not None:
+            self.values[begin:end] = v
         return attend(q, self.keys[:end], self.values[:end], window=window, backend=backend)

@@ -1,4 +1,4 @@
-"""Options of attention beyond heads and windows: YaRN's positions.
+"""Options of attention beyond heads and windows: YaRN's positions and latent attention.
 
 ``AttentionConfig`` is the base of ``TransformerConfig`` and never used alone. The standard
 library only.
@@ -6,15 +6,16 @@ library only.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig:
-    """How rotary wavelengths are stretched."""
+    """How rotary wavelengths are stretched, and keys and values compressed."""
 
     rope_type: Literal["rope", "yarn"] = "rope"
-    """How rotary wavelengths are stretched for longer contexts: not, or as YaRN does."""
+    """How rotary wavelengths are stretched for longer contexts: not, or as YaRN does.
+    Megatron's default: yarn with latent attention."""
 
     rotary_scaling_factor: float = 40.0
     """By how much YaRN stretches the longest wavelengths."""
@@ -33,7 +34,28 @@ class AttentionConfig:
     0.1 x ln(--rotary-scaling-factor) + 1."""
 
     mscale_all_dim: float = 0.0
-    """See --mscale."""
+    """In latent attention YaRN multiplies all scores by the square of m(this)."""
+
+    multi_latent_attention: bool = False
+    """Compress keys and values of all heads to one latent vector a token. DeepSeek's models
+    also have --qk-layernorm and --rotary-interleaved."""
+
+    q_lora_rank: int = 0
+    """Width of the latent vector of the queries; 0: they are not compressed. Megatron's
+    default: 512."""
+
+    kv_lora_rank: int = 512
+    """Width of the latent vector of keys and values."""
+
+    qk_head_dim: int = 128
+    """Channels of a latent head's queries and keys that are not rotated."""
+
+    qk_pos_emb_head_dim: int = 64
+    """Channels of a latent head's queries that are rotated, and of the one rotated key that
+    all heads share."""
+
+    v_head_dim: int = 128
+    """Channels of a latent head's values."""
 
     def check_attention(self) -> None:
         """Check the fields above, for ``TransformerConfig``.
@@ -43,16 +65,49 @@ class AttentionConfig:
         """
         for name in (
             *("rotary_scaling_factor", "original_max_position_embeddings", "beta_slow"),
+            *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)} must be above 0.")
-        for name in ("mscale", "mscale_all_dim"):
+        for name in ("q_lora_rank", "mscale", "mscale_all_dim"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)} must be 0 or more.")
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"--beta-fast {self.beta_fast} must be --beta-slow {self.beta_slow} or more."
             )
+
+
+def check_latent(config: Any) -> None:
+    """Compare latent attention with the other fields of a ``TransformerConfig``.
+
+    Raises:
+        ValueError: with the flag to change.
+    """
+    heads = config.num_attention_heads
+    if not config.multi_latent_attention:
+        return
+    if config.qk_pos_emb_head_dim % 2:
+        raise ValueError(
+            f"--qk-pos-emb-head-dim {config.qk_pos_emb_head_dim} must be even: channels are "
+            "rotated in pairs."
+        )
+    without_effect = {
+        "kv_channels": 0,
+        "rotary_percent": 1.0,
+        "add_qkv_bias": False,
+        "window_size": (-1, 0),
+    }
+    for name, value in without_effect.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"{_flag(name)} has no effect with --multi-latent-attention: leave it out."
+            )
+    if config.num_query_groups not in (0, heads):
+        raise ValueError(
+            f"--num-query-groups {config.num_query_groups}: with --multi-latent-attention "
+            f"every head has keys of its own. Use 0 or --num-attention-heads, {heads}."
+        )
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:

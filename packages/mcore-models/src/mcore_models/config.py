@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from mcore_models.attention_config import AttentionConfig
+from mcore_models.attention_config import AttentionConfig, check_latent
 from mcore_parallel.logical_tensors import head_dim
 
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
@@ -158,6 +158,7 @@ class TransformerConfig(AttentionConfig):
             _check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         _check(self, "make_vocab_size_divisible_by", self.make_vocab_size_divisible_by >= 1)
         self.check_attention()
+        check_latent(self)
         self._check_heads()
         self._check_positions()
         self._check_activation()
@@ -165,7 +166,8 @@ class TransformerConfig(AttentionConfig):
 
     def _check_heads(self) -> None:
         heads, groups = self.num_attention_heads, self.num_query_groups
-        if not self.kv_channels and self.hidden_size % heads:
+        has_own_width = self.kv_channels or self.multi_latent_attention
+        if not has_own_width and self.hidden_size % heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} cannot be split over --num-attention-heads "
                 f"{heads}: use a multiple of {heads}, such as "
@@ -239,6 +241,7 @@ class TransformerConfig(AttentionConfig):
 RECOMPUTE_MODULES = (
     "core_attn",
     "layernorm",
+    "mla_up_proj",
     "mlp",
     "mlp_act",
     "moe",
@@ -263,8 +266,9 @@ class RecomputeConfig:
     """Layers recomputed together (uniform), or layers of a stage that are (block)."""
 
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """With selective: core_attn (attention without its projections), mlp, moe, shared_experts;
-    and, whose outputs are forgotten: layernorm, mlp_act and moe_act (activations)."""
+    """With selective: core_attn (attention without its projections), mla_up_proj (latent
+    attention behind its latent vectors), mlp, moe, shared_experts; and, whose outputs are
+    forgotten: layernorm, mlp_act and moe_act (activations)."""
 
     distribute_saved_activations: bool = False
     """With full: each tensor rank keeps a piece of what a recomputed layer begins from, and
@@ -311,6 +315,8 @@ class KernelConfig:
 
 def rotary_size(config: TransformerConfig) -> int:
     """Channels of each head that are rotated."""
+    if config.multi_latent_attention:
+        return config.qk_pos_emb_head_dim
     return int(head_dim(config) * config.rotary_percent)
 
 

@@ -26,6 +26,7 @@ from mcore_parallel.logical_tensors import (
     moe_layers,
     num_kv_heads,
     tensor_shapes,
+    value_dim,
 )
 
 _NO_EXPERTS = MoEConfig()
@@ -82,7 +83,7 @@ def model_flops(
         Narayanan et al. 2021, arXiv:2104.04473, appendix; with the causal half of attention
         and grouped key/value heads. Megatron counts the same, but for windows.
     """
-    N, H = config.num_attention_heads, head_dim(config)
+    N = config.num_attention_heads
     matrices = {
         name: prod(shape)
         for name, shape in tensor_shapes(config, 0, moe).items()
@@ -100,7 +101,8 @@ def model_flops(
         for layer in range(config.num_layers)
     )
     # 3 passes x 2 operations for each weight and token; scores and their mix for each pair.
-    return 6 * sum(seq_lengths) * weights + 6 * N * H * pairs
+    channels = head_dim(config) + value_dim(config)
+    return 6 * sum(seq_lengths) * weights + 3 * N * channels * pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +241,7 @@ def _kept_elements(
     attention that keeps no scores and an activation that keeps no intermediate.
     """
     D, N, G, H = _sizes(config)
+    J = value_dim(config)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     tokens = num_tokens // parallel.context_parallel_size
     stream = tp if parallel.sequence_parallel else 1
@@ -246,8 +249,13 @@ def _kept_elements(
     if any(moe_layers(moe, config.num_layers)):
         width = expert_size(config, moe) * moe.moe_router_topk
         width += moe.moe_shared_expert_intermediate_size
-    inner = ((2 * N + 2 * G) * H + (3 if is_gated(config) else 2) * width) // tp
-    layer = tokens * (4 * D // stream + inner)
+    inner = ((N + G) * (H + J) + (3 if is_gated(config) else 2) * width) // tp
+    latent = 0
+    if config.multi_latent_attention:
+        # Values are a view of what the projection up gave, keys' unrotated channels in it.
+        inner += N * config.qk_head_dim // tp
+        latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
+    layer = tokens * ((4 * D + 2 * latent) // stream + inner)
     layers = -(-config.num_layers // pp)
     kept = layers * layer
     if recomputing.recompute_granularity == "full":

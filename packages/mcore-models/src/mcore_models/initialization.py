@@ -19,7 +19,7 @@ from mcore_models.config import TransformerConfig
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import named_parameters
 
-_RESIDUAL = (".attention.proj.weight", ".fc2.weight")
+_RESIDUAL = (".attention.proj.weight", ".mla.proj.weight", ".fc2.weight")
 _TABLES = ("embedding.weight", "position_embedding.weight")
 
 

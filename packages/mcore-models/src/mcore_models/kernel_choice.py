@@ -10,7 +10,7 @@ from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
 from mcore_models.layers.rope import NORM_ROTARY_KERNEL, ROTARY_KERNEL
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_parallel.config import Fp8Config
-from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads
+from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.adamw import ADAM_KERNEL
 from mcore_parallel.optional_kernels import OptionalKernel
@@ -53,12 +53,13 @@ def optional_kernels(
         found.append((NORM_KERNELS, (dtype,)))
     if is_gated(config) and activation(config) in FUSED:
         found.append((GATE_KERNELS, (dtype,)))
-    if config.position_embedding_type == "rope":
+    if config.position_embedding_type == "rope" and not config.multi_latent_attention:
         norms = config.qk_layernorm and config.normalization == "RMSNorm"
         found.append((NORM_ROTARY_KERNEL if norms else ROTARY_KERNEL, (dtype, H)))
     if kernels.attention_backend in ("auto", "flash4"):
         heads = config.num_attention_heads // tp.size, max(1, num_kv_heads(config) // tp.size)
-        q, v = (torch.empty(1, 1, n, H, device=device, dtype=dtype) for n in heads)
+        shapes = zip(heads, (H, value_dim(config)), strict=True)
+        q, v = (torch.empty(1, 1, *shape, device=device, dtype=dtype) for shape in shapes)
         if not flash4.misfit(q, v, config.attention_dropout):
             found.append((flash4.FLASH4_KERNEL, flash4.kind(q, v)))
     return found

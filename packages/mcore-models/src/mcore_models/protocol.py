@@ -65,17 +65,19 @@ class LayerState(Protocol):
         self,
         q: Float[Tensor, "S B N H"],
         k: Float[Tensor, "S B G H"],
-        v: Float[Tensor, "S B G H"],
+        v: Float[Tensor, "S B G J"] | None,
         *,
+        value_dim: int = 0,
         window: int = -1,
         backend: AttentionBackend = "auto",
-    ) -> Float[Tensor, "S B N H"]:
+    ) -> Float[Tensor, "S B N J"]:
         """Remember the new tokens, and let them attend to themselves and all earlier ones.
 
         Args:
             q: queries of the new tokens, rotated; this rank's heads.
             k: their keys, rotated.
-            v: their values.
+            v: their values; None (latent attention): the first J channels of ``k``.
+            value_dim: J where ``v`` is None.
             window: earlier keys that a query sees besides its own; -1: all.
             backend: kernels to use, see ``attend``.
         """

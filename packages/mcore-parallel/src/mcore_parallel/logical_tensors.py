@@ -17,8 +17,15 @@ Shape = tuple[int, ...]
 
 
 def head_dim(config: Any) -> int:
-    """Channels of one attention head, H."""
+    """Channels of one attention head, H; in latent attention, of its queries and keys."""
+    if config.multi_latent_attention:
+        return config.qk_head_dim + config.qk_pos_emb_head_dim
     return config.kv_channels or config.hidden_size // config.num_attention_heads
+
+
+def value_dim(config: Any) -> int:
+    """Channels of one head's values, J."""
+    return config.v_head_dim if config.multi_latent_attention else head_dim(config)
 
 
 def num_kv_heads(config: Any) -> int:
@@ -79,7 +86,8 @@ def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
         ValueError: as ``moe_layers``.
     """
     experts = moe_layers(moe, config.num_layers)
-    return tuple(("attention", "moe" if has_experts else "mlp") for has_experts in experts)
+    attention = "mla" if config.multi_latent_attention else "attention"
+    return tuple((attention, "moe" if has_experts else "mlp") for has_experts in experts)
 
 
 def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
@@ -135,6 +143,24 @@ def _attention(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | _linear("attention.proj", D, queries, config.add_bias_linear)
 
 
+def _latent_attention(config: Any, _: Any) -> dict[str, Shape]:
+    D, N, H = config.hidden_size, config.num_attention_heads, head_dim(config)
+    rank, rotated = config.kv_lora_rank, config.qk_pos_emb_head_dim
+    shapes: dict[str, Shape] = {}
+    if config.q_lora_rank:
+        shapes["mla.q_down.weight"] = (config.q_lora_rank, D)
+        if config.qk_layernorm:
+            shapes["mla.q_norm.weight"] = (config.q_lora_rank,)
+        shapes["mla.q_up.weight"] = (N * H, config.q_lora_rank)
+    else:
+        shapes["mla.q.weight"] = (N * H, D)
+    shapes["mla.kv_down.weight"] = (rank + rotated, D)
+    if config.qk_layernorm:
+        shapes["mla.kv_norm.weight"] = (rank,)
+    shapes["mla.kv_up.weight"] = (N * (config.qk_head_dim + config.v_head_dim), rank)
+    return shapes | _linear("mla.proj", D, N * config.v_head_dim, config.add_bias_linear)
+
+
 def _dense(config: Any, _: Any) -> dict[str, Shape]:
     width, bias = ffn_size(config), config.add_bias_linear
     return _mlp("mlp", config.hidden_size, width, is_gated(config), bias)
@@ -165,6 +191,7 @@ def _experts(config: Any, moe: Any) -> dict[str, Shape]:
 
 MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "attention": _attention,
+    "mla": _latent_attention,
     "mlp": _dense,
     "moe": _experts,
 }
@@ -172,6 +199,7 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
 
 MIXER_NORMS: Mapping[str, str] = {
     "attention": "attention_norm",
+    "mla": "attention_norm",
     "mlp": "mlp_norm",
     "moe": "mlp_norm",
 }

@@ -112,38 +112,38 @@ class _PagedLayer:
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
         self.keys: Float[Tensor, "P Z G H"] | None = None
-        self.values: Float[Tensor, "P Z G H"] | None = None
+        self.values: Float[Tensor, "P Z G J"] | None = None
 
     def attend(
         self,
         q: Float[Tensor, "S 1 N H"],
         k: Float[Tensor, "S 1 G H"],
-        v: Float[Tensor, "S 1 G H"],
+        v: Float[Tensor, "S 1 G J"] | None,
         *,
+        value_dim: int = 0,
         window: int = -1,
         backend: AttentionBackend = "auto",
-    ) -> Float[Tensor, "S 1 N H"]:
+    ) -> Float[Tensor, "S 1 N J"]:
         """Write the new keys and values to their places; each chunk attends to its request."""
         step = self.cache.step
         assert step is not None
-        if self.keys is None or self.values is None:
-            size = (self.cache.num_pages, self.cache.page_tokens)
+        size = (self.cache.num_pages, self.cache.page_tokens)
+        if self.keys is None:
             self.keys = k.new_zeros(*size, *k.shape[2:])
-            self.values = v.new_zeros(*size, *v.shape[2:])
         self.keys.flatten(0, 1)[step.places] = k[:, 0]
-        self.values.flatten(0, 1)[step.places] = v[:, 0]
-        return torch.cat(
-            [
-                attend(
-                    q[chunk.begin : chunk.end],
-                    self._seen(self.keys, chunk, window),
-                    self._seen(self.values, chunk, window),
-                    window=window,
-                    backend=backend,
-                )
-                for chunk in step.chunks
-            ]
-        )
+        if v is not None:
+            if self.values is None:
+                self.values = v.new_zeros(*size, *v.shape[2:])
+            self.values.flatten(0, 1)[step.places] = v[:, 0]
+        mixed = []
+        for chunk in step.chunks:
+            keys = self._seen(self.keys, chunk, window)
+            values = keys[..., :value_dim]
+            if self.values is not None:
+                values = self._seen(self.values, chunk, window)
+            own = q[chunk.begin : chunk.end]
+            mixed.append(attend(own, keys, values, window=window, backend=backend))
+        return torch.cat(mixed)
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Float[Tensor, "Z 1 G H"]:
         """Gather what a chunk sees. Pages before every window may be another request's."""

@@ -41,7 +41,7 @@ _TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
 def attend(
     q: Float[Tensor, "S B N H"],
     k: Float[Tensor, "Z B G H"],
-    v: Float[Tensor, "Z B G H"],
+    v: Float[Tensor, "Z B G J"],
     *,
     causal: bool = True,
     scale: float | None = None,
@@ -49,7 +49,7 @@ def attend(
     dropout_prob: float = 0.0,
     documents: Documents | None = None,
     backend: AttentionBackend = "auto",
-) -> Float[Tensor, "S B N H"]:
+) -> Float[Tensor, "S B N J"]:
     """Mix values by softmax(q·k) over the keys that each query may see.
 
     Z is the number of keys. The last query belongs to the last key: with Z > S the queries
@@ -59,7 +59,7 @@ def attend(
     Args:
         q: queries.
         k: keys, G dividing N.
-        v: values.
+        v: values, of a width J of their own.
         causal: whether a query sees only keys up to its own place.
         scale: of the scores; None: 1/sqrt(H).
         window: earlier keys that a query sees besides its own; -1: all. Only if causal.
@@ -201,6 +201,8 @@ def _varlen(
     """Attend within documents by the kernel that knows their borders, without any mask."""
     pieces = documents.flat()
     borders, longest = pieces.cu_seqlens(q.device), pieces.longest
+    J = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - J))  # the kernel has one width for all
     # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H], free of copies for one row.
     flat_q, flat_k, flat_v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
     out = varlen_attn(
@@ -215,4 +217,4 @@ def _varlen(
         window_size=(window, 0),
     )
     assert isinstance(out, Tensor)  # a pair where more was asked for
-    return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)
+    return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)[..., :J]

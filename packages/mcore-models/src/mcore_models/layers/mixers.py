@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mcore_models.config import KernelConfig, TransformerConfig, activation
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
 from mcore_moe.config import MoEConfig
 from mcore_moe.layer import MoELayer
@@ -75,6 +76,19 @@ def _build_attention(setup: LayerSetup) -> Attention:
     )
 
 
+def _build_latent_attention(setup: LayerSetup) -> LatentAttention:
+    return LatentAttention(
+        setup.config,
+        setup.ctx,
+        setup.layer,
+        streams=setup.streams,
+        recomputed=setup.recomputed,
+        kernels=setup.kernels,
+        gemms=setup.gemms,
+        **setup.placed,
+    )
+
+
 def _build_mlp(setup: LayerSetup) -> MLP:
     return MLP(
         setup.config.hidden_size,
@@ -110,7 +124,9 @@ def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
     }
 
 
-def _run_attention(attention: Attention, inputs: BlockInputs, x: Tensor) -> Tensor:
+def _run_attention(
+    attention: Attention | LatentAttention, inputs: BlockInputs, x: Tensor
+) -> Tensor:
     return attention(x, inputs)
 
 
@@ -125,6 +141,7 @@ def _run_experts(moe: MoELayer, _: BlockInputs, x: Tensor) -> tuple[Tensor, Tens
 
 MIXERS: Mapping[str, Mixer] = {
     "attention": Mixer(build=_build_attention, run=_run_attention),
+    "mla": Mixer(build=_build_latent_attention, run=_run_attention),
     "mlp": Mixer(build=_build_mlp, run=_run_mlp, recomputed_as="mlp"),
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
 }

@@ -57,6 +57,11 @@ def shrink_model(
         hidden_size=heads * channels + (16 if own_head_dim else 0),
         ffn_hidden_size=(FP8_MULTIPLE if is_fp8 else 12) * parallel.tensor_model_parallel_size,
         max_position_embeddings=length if model.max_position_embeddings else 0,
+        q_lora_rank=channels if model.q_lora_rank else 0,
+        kv_lora_rank=channels,
+        qk_head_dim=channels,
+        qk_pos_emb_head_dim=channels // 2,
+        v_head_dim=channels + 2 * (model.v_head_dim != model.qk_head_dim) * (not is_fp8),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         window_size=_shrink_window(plan, length),
@@ -167,6 +172,7 @@ def shrink_experts(
         moe_router_topk=topk,
         moe_router_num_groups=groups,
         moe_router_group_topk=kept_groups,
+        moe_router_group_score_topk=min(experts.moe_router_group_score_topk, kept_groups),
         moe_router_load_balancing_type=(
             "aux_loss" if is_global_loss(experts) else experts.moe_router_load_balancing_type
         ),

@@ -86,11 +86,14 @@ def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:
             "--distribute-saved-activations has no effect with --tensor-model-parallel-size 1, "
             "nor with --sequence-parallel, which cuts them already: leave it out."
         )
-    if options.recompute_granularity != "selective" or config.experts.num_experts:
+    if options.recompute_granularity != "selective":
         return
     for module in options.recompute_modules:
-        if module in ("moe", "moe_act", "shared_experts"):
+        if module in ("moe", "moe_act", "shared_experts") and not config.experts.num_experts:
             yield f"--recompute-modules {module} has no effect without --num-experts."
+        if module == "mla_up_proj" and not config.model.multi_latent_attention:
+            flag = "--multi-latent-attention"
+            yield f"--recompute-modules {module} has no effect without {flag}."
 
 
 def _graph_conflicts(config: TrainConfig) -> Iterator[str]:

@@ -1,0 +1,263 @@
+"""Multi-head latent attention: keys and values of all heads made from one small vector.
+
+A token's latent vector (``kv_lora_rank`` channels) and one rotated key that all heads share
+are all that later tokens need of it, so these are what a cache holds. In training they are
+projected up to keys and values of every head. In decoding the projection moves to the other
+side ("absorbed"): queries are projected down instead and attend to the latent vectors.
+
+Heads are split over the tensor ranks. The projections down are whole on every rank: all heads
+read what they give, so its gradient is summed over the ranks where heads begin.
+
+DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
+"""
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_models.attention_config import yarn_magnitude
+from mcore_models.config import KernelConfig, TransformerConfig
+from mcore_models.kernels.attention_backends import attend, check_backend
+from mcore_models.kernels.fused_blocks import blocks_for
+from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.norm import RMSNorm
+from mcore_models.layers.replicated_linear import ReplicatedLinear
+from mcore_models.layers.rope import RotaryTables, rotate
+from mcore_models.layout_checks import cp_comm_type
+from mcore_models.protocol import LayerState
+from mcore_parallel.collectives import copy_to, gather_partial_from
+from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.ring_attention import ring_attention
+from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
+
+LATENT_EPSILON = 1e-6
+"""Of the norms of latent vectors, whatever the other norms': as DeepSeek released them."""
+_ANY_KERNELS = KernelConfig()
+_NOTHING_MORE = BlockInputs()
+
+
+class LatentAttention(nn.Module):
+    """Causal multi-head latent attention of one layer.
+
+    Attributes:
+        q: D to this rank's queries, without ``q_lora_rank``.
+        q_down, q_norm, q_up: D to the queries' latent vector, its norm, to this rank's
+            queries, with ``q_lora_rank``.
+        kv_down: D to the latent vector of keys and values, and to the shared rotated key.
+        kv_norm: norm of the latent vector, or None.
+        kv_up: latent vector to this rank's keys (their part that is not rotated) and values.
+        proj: heads to D.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        layer: int,
+        *,
+        streams: RngStreams,
+        recomputed: frozenset[str] = frozenset(),
+        kernels: KernelConfig = _ANY_KERNELS,
+        gemms: LinearGemms = PLAIN_GEMMS,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's heads; weights are zero until the model fills them.
+
+        Args:
+            config: of the model.
+            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
+            layer: global number.
+            streams: for dropping attention weights.
+            recomputed: ``core_attn`` computes everything behind the projections up again in
+                backward, ``mla_up_proj`` these too.
+            kernels: that compute the attention.
+            gemms: what multiplies in the projections of heads; those down to latent vectors
+                multiply in the model's dtype.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.config, self.layer, self.tp, self.cp = config, layer, ctx.tp, ctx.cp
+        self.streams, self.recomputed = streams, recomputed
+        self.comm_type = cp_comm_type(config, ctx.config, layer)
+        check_backend(kernels.attention_backend)
+        self.backend = kernels.attention_backend
+        self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        D, N = config.hidden_size, config.num_attention_heads
+        R, rotated = config.kv_lora_rank, config.qk_pos_emb_head_dim
+        self.key_sizes = (config.qk_head_dim, rotated)
+        self.score_factor = _score_factor(config)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        split: dict[str, Any] = {
+            "axis": ctx.tp,
+            "sequence_parallel": self.sequence_parallel,
+            **placed,
+        }
+        up: dict[str, Any] = {"init_std": 0.0, "gemm": gemms.column, **split}
+        queries = N * sum(self.key_sizes)
+        if config.q_lora_rank:
+            self.q_down = ReplicatedLinear(D, config.q_lora_rank, **split)
+            self.q_norm = self._norm(config.q_lora_rank, placed)
+            self.q_up = ColumnParallelLinear(config.q_lora_rank, queries, **up)
+        else:
+            self.q = ColumnParallelLinear(D, queries, **up)
+        self.kv_down = ReplicatedLinear(D, R + rotated, **split)
+        self.kv_norm = self._norm(R, placed)
+        self.kv_up = ColumnParallelLinear(R, N * (config.qk_head_dim + config.v_head_dim), **up)
+        self.proj = RowParallelLinear(
+            N * config.v_head_dim,
+            D,
+            bias=config.add_bias_linear,
+            init_std=0.0,
+            gemm=gemms.row,
+            **split,
+        )
+
+    def _norm(self, size: int, placed: dict[str, Any]) -> RMSNorm | None:
+        """Make the norm of a latent vector, where the model has one."""
+        if not self.config.qk_layernorm:
+            return None
+        partial = self.tp if self.sequence_parallel else SINGLE
+        return RMSNorm(
+            size, epsilon=LATENT_EPSILON, replicas=self.tp, partial=partial, **placed
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "s B D"],
+        inputs: BlockInputs = _NOTHING_MORE,
+    ) -> Float[Tensor, "s B D"]:
+        """Let every token gather from itself and earlier ones.
+
+        Communicates as the linears do (latent vectors, not D channels, are gathered under
+        sequence parallelism), and over ``cp``.
+
+        Args:
+            x: this rank's tokens.
+            inputs: their rotary tables, documents and what is remembered of earlier ones.
+        """
+        latents = (*self._latents(x), inputs)
+        if inputs.state is not None:
+            mixed = self._decode(*latents, inputs.state.layer(self.layer))
+        elif "mla_up_proj" in self.recomputed and self.training:
+            mixed = recompute(self._mixed, *latents, streams=self.streams)
+        else:
+            mixed = self._mixed(*latents)
+        return self.proj(mixed)
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project down: to what queries, keys and values are made of, and the shared key."""
+        if self.config.q_lora_rank:
+            x_q = self.q_down(x)
+            x_q = x_q if self.q_norm is None else self.q_norm(x_q)
+        else:
+            x_q = x
+        sizes = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
+        latent, k_rotated = self.kv_down(x).split(sizes, dim=-1)
+        latent = latent if self.kv_norm is None else self.kv_norm(latent)
+        # Every rank's heads read the whole key, as a column-parallel linear reads its input.
+        gather = gather_partial_from if self.sequence_parallel else copy_to
+        return x_q, latent, gather(k_rotated, self.tp)
+
+    def _project_queries(self, x_q: Tensor) -> Tensor:
+        return self.q_up(x_q) if self.config.q_lora_rank else self.q(x_q)
+
+    def _split_queries(self, q: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor]:
+        """Return this rank's queries, ``[S, B, N, .]``: what stays, and what is rotated."""
+        q = q.unflatten(-1, (-1, sum(self.key_sizes)))  # [S, B, N*H] -> [S, B, N, H]
+        if self.score_factor != 1.0:
+            q = q * self.score_factor
+        plain, rotated = q.split(self.key_sizes, dim=-1)
+        return plain, self._rotated(rotated, rotary)
+
+    def _rotated(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
+        return x if rotary is None else rotate(x, rotary, self.config.rotary_interleaved)
+
+    def _mixed(
+        self, x_q: Tensor, latent: Tensor, k_rotated: Tensor, inputs: BlockInputs
+    ) -> Tensor:
+        """Project up and attend."""
+        tensors = self._project_queries(x_q), self.kv_up(latent), k_rotated
+        if "core_attn" in self.recomputed and self.training:
+            return recompute(self._core, *tensors, inputs, streams=self.streams)
+        return self._core(*tensors, inputs)
+
+    def _core(
+        self, q: Tensor, kv: Tensor, k_rotated: Tensor, inputs: BlockInputs
+    ) -> Float[Tensor, "S B X"]:
+        q = torch.cat(self._split_queries(q, inputs.rotary), -1)
+        sizes = self.config.qk_head_dim, self.config.v_head_dim
+        k_plain, v = kv.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
+        shared = self._rotated(k_rotated.unsqueeze(2), inputs.rotary)
+        k = torch.cat([k_plain, shared.expand(-1, -1, q.shape[2], -1)], -1)
+        return self._mix(q, k, v, inputs.documents).flatten(-2)  # [S, B, N, J] -> [S, B, N*J]
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        """Attend over the whole sequence, wherever its keys are."""
+        on_rank = partial(self._attend, documents=documents)
+        if self.cp.size == 1:
+            return on_rank(q, k, v)
+        if self.comm_type == "a2a":
+            return ulysses_attention(q, k, v, self.cp, on_rank)
+        if self.comm_type == "p2p":
+            return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
+        if self.config.attention_dropout > 0:
+            return context_attention(q, k, v, self.cp, on_rank)
+        return gathered_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        prob = self.config.attention_dropout if self.training else 0.0
+        # Heads are split over the tensor ranks, so each rank drops its own weights.
+        stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
+        with stream:
+            return attend(q, k, v, dropout_prob=prob, documents=documents, backend=self.backend)
+
+    def _decode(
+        self,
+        x_q: Tensor,
+        latent: Tensor,
+        k_rotated: Tensor,
+        inputs: BlockInputs,
+        remembered: LayerState,
+    ) -> Float[Tensor, "S B X"]:
+        """Attend to remembered latent vectors: one key head, whose first channels are values.
+
+        The score of a head is q·(K c) = (K^T q)·c with K its rows of ``kv_up``, and its
+        output V (sum of p c), so keys and values of heads are never made.
+        """
+        R = self.config.kv_lora_rank
+        sizes = self.config.qk_head_dim, self.config.v_head_dim
+        weight = self.kv_up.weight.unflatten(0, (-1, sum(sizes)))
+        to_keys, to_values = weight.split(sizes, dim=1)  # [N, nope, R], [N, J, R]
+        plain, q_rotated = self._split_queries(self._project_queries(x_q), inputs.rotary)
+        if self.sequence_parallel:
+            latent = gather_partial_from(latent, self.tp)
+        q = torch.cat([torch.einsum("sbnh,nhr->sbnr", plain, to_keys), q_rotated], -1)
+        # A state scales scores by the width of q; ours are those of the heads' own width.
+        q = q * math.sqrt(q.shape[-1] / sum(self.key_sizes))
+        k_rotated = self._rotated(k_rotated.unsqueeze(2), inputs.rotary)
+        k = torch.cat([latent.unsqueeze(2), k_rotated], -1)
+        mixed = remembered.attend(q, k, None, value_dim=R, backend=self.backend)
+        return torch.einsum("sbnr,njr->sbnj", mixed, to_values).flatten(-2)
+
+
+def _score_factor(config: TransformerConfig) -> float:
+    """Factor on all scores beside that of their width: YaRN's, in latent attention only."""
+    if config.rope_type != "yarn":
+        return 1.0
+    return yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim) ** 2

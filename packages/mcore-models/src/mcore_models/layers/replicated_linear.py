@@ -1,0 +1,58 @@
+"""A linear that every tensor rank holds whole, for the narrow matrices between split ones."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
+
+
+class ReplicatedLinear(nn.Module):
+    """``y = x W^T``, the same on all tensor ranks.
+
+    Under sequence parallelism each rank multiplies its own tokens, and its gradient of the
+    weight is a part of a sum; otherwise all see all tokens, and the gradient is whole.
+
+    Attributes:
+        weight: ``[F, D]``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: Axis = SINGLE,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate the weight: zeros until the model fills them.
+
+        Args:
+            in_features: D.
+            out_features: F.
+            axis: ranks that hold the weight.
+            sequence_parallel: whether each of them sees its own tokens.
+            device: of the weight.
+            dtype: of the weight.
+        """
+        super().__init__()
+        self.replicas = axis
+        self.partial = axis if sequence_parallel else SINGLE
+        shape = (out_features, in_features)
+        self.weight = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B F"]:
+        """Multiply; no communication."""
+        return column_parallel(x, self.weight, None, SINGLE, False)
+
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``WeightQueue`` may serve."""
+        return [self.weight]
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the weight, see ``mcore_parallel.sharding``."""
+        return {"weight": whole("", tuple(self.weight.shape), self.replicas, self.partial)}
