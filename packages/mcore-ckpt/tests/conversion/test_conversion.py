@@ -31,6 +31,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 500000.0,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 LATENT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -134,7 +142,14 @@ MODELS = {
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {**ODD_MOE, **LATENT, "q_lora_rank": 7, "n_group": 2, "topk_group": 1},
+        {
+            **ODD_MOE,
+            **LATENT,
+            "q_lora_rank": 7,
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": YARN,
+        },
     ),
     "mamba2": (
         "Mamba2",
@@ -425,7 +440,10 @@ def edit(folder, **values):
     [
         ({"hidden_act": "relu6"}, "hidden_act='relu6'"),
         ({"attention_bias": True}, "attention_bias=True and mlp_bias=False"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type='yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}},
+            "rope_type='dynamic'",
+        ),
         ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"model_type": "bloom"}, "'bloom' is not known; known are llama"),

@@ -105,7 +105,9 @@ def test_each_family_refuses_flags_that_it_cannot_say():
         if name == "nemotron":
             described["config"] |= {"normalization": "LayerNorm", "apply_layernorm_1p": True}
             described["config"] |= {"swiglu": False, "squared_relu": True}
-        if MODEL_TYPES.index(name) > MODEL_TYPES.index("phi3"):
+        if name.startswith("deepseek"):
+            message = "cannot say --multi-latent-attention False"
+        elif MODEL_TYPES.index(name) > MODEL_TYPES.index("phi3"):
             message = "cannot say a model of the family 'gpt'"
         with pytest.raises(ValueError, match=message):
             family_of(name).to_theirs(described)
@@ -115,8 +117,8 @@ def test_predictors_of_deepseek_v3_stand_after_the_last_layer_and_share_the_embe
     family = family_of("deepseek_v3")
     config = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     config |= {"intermediate_size": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 4}
-    config |= {"qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 2, "vocab_size": 9}
-    config |= {"num_experts_per_tok": 1, "moe_intermediate_size": 5, "q_lora_rank": 3}
+    config |= {"qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 16, "vocab_size": 9}
+    config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 5, "q_lora_rank": 3}
     config |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
     description = family.to_ours(config)
     table = family.table(description)
@@ -124,7 +126,7 @@ def test_predictors_of_deepseek_v3_stand_after_the_last_layer_and_share_the_embe
     at = "model.layers.2."
     assert pairs[f"{at}eh_proj.weight"] == ("mtp.0.eh_proj.weight",)
     assert pairs[f"{at}shared_head.norm.weight"] == ("mtp.0.final_norm.weight",)
-    assert pairs[f"{at}self_attn.q_b_proj.weight"] == ("mtp.0.block.attention.q_up.weight",)
+    assert pairs[f"{at}self_attn.q_b_proj.weight"] == ("mtp.0.block.mla.q_up.weight",)
     assert pairs[f"{at}mlp.experts.1.up_proj.weight"] == (
         "mtp.0.block.moe.experts.1.fc1.up.weight",
     )

@@ -5,10 +5,18 @@ Reads the old spellings (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and 
 transformers since 4.40 reads a folder.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mcore_ckpt.families.fields import Fields, require, require_family, setting, settings
+from mcore_ckpt.families.fields import (
+    DEFAULTS,
+    Fields,
+    require,
+    require_family,
+    setting,
+    settings,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
@@ -50,7 +58,7 @@ def read_common(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
         "init_method_std": fields.take("initializer_range", 0.02),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
     }
-    ours |= _read_rope(fields)
+    ours |= read_rope(fields, ours["max_position_embeddings"])
     if not partial and ours["rotary_percent"] != 1.0:
         raise ValueError(
             f"config.json has partial_rotary_factor={ours['rotary_percent']!r}, which this "
@@ -59,7 +67,16 @@ def read_common(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
     return ours
 
 
-def _read_rope(fields: Fields) -> dict[str, Any]:
+def read_rope(fields: Fields, max_positions: int) -> dict[str, Any]:
+    """Read rotary positions, in the old spellings and in the new.
+
+    Args:
+        fields: of the config.json.
+        max_positions: the context that YaRN stretches, where it does not say.
+
+    Raises:
+        ValueError: for a way of stretching them that we cannot represent.
+    """
     rope = Fields({**fields.take("rope_scaling", {}), **fields.take("rope_parameters", {})})
     ours = {"rotary_base": float(rope.take("rope_theta", fields.take("rope_theta", 10000.0)))}
     partial = fields.take("partial_rotary_factor", 1.0)
@@ -77,13 +94,41 @@ def _read_rope(fields: Fields) -> dict[str, Any]:
                 "original_max_position_embeddings"
             ),
         }
+    elif kind == "yarn":
+        ours |= _read_yarn(rope, max_positions)
     elif kind != "default":
         raise ValueError(
             f"config.json has rope_type={kind!r}, which mcore cannot represent: only default, "
-            "linear and llama3."
+            "linear, llama3 and yarn."
         )
     rope.finish()
     return ours
+
+
+def _read_yarn(rope: Fields, max_positions: int) -> dict[str, Any]:
+    rope.must_be("truncate", True)
+    factor, scale = float(rope.take("factor")), float(rope.maybe("mscale") or 0.0)
+    all_dim = float(rope.maybe("mscale_all_dim") or 0.0)
+    if not scale and all_dim:
+        raise ValueError("config.json has mscale_all_dim without mscale, which we cannot say.")
+    given = rope.maybe("attention_factor")
+    if given is not None and abs(given - (0.1 * math.log(factor) + 1)) > 1e-6:
+        raise ValueError(
+            f"config.json has attention_factor={given}, which mcore cannot represent: only "
+            "that of YaRN's rule, 0.1 x ln(factor) + 1."
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": rope.take(
+            "original_max_position_embeddings", max_positions
+        ),
+        "beta_fast": float(rope.take("beta_fast", 32.0)),
+        "beta_slow": float(rope.take("beta_slow", 1.0)),
+        # They count together only: one alone leaves YaRN's rule as it is.
+        "mscale": scale if all_dim else 1.0,
+        "mscale_all_dim": all_dim,
+    }
 
 
 def write_common(
@@ -106,6 +151,7 @@ def write_common(
         rotary_interleaved=False,
         hidden_dropout=0.0,
         window_attn_skip_freq=0,
+        multi_latent_attention=False,
     )
     if not partial:
         require(description, rotary_percent=1.0)
@@ -127,7 +173,7 @@ def write_common(
         "attention_dropout": setting(description, "attention_dropout"),
         "tie_word_embeddings": not setting(description, "untie_embeddings_and_output_weights"),
     }
-    return theirs | _write_rope(description)
+    return theirs | write_rope(description)
 
 
 def write_rms_silu(
@@ -148,7 +194,12 @@ def read_rms_silu(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
     return read_common(fields, partial=partial)
 
 
-def _write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
+def write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write rotary positions, in the old spellings and in the new.
+
+    Raises:
+        ValueError: if two of our ways to stretch them are on.
+    """
     base = setting(description, "rotary_base")
     scaling: dict[str, Any] = {}
     factor = setting(description, "rotary_seq_len_interpolation_factor")
@@ -169,6 +220,8 @@ def _write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
         }
     elif factor != 1.0:
         scaling = {"rope_type": "linear", "factor": factor}
+    elif setting(description, "rope_type") == "yarn":
+        scaling = _write_yarn(description)
     percent = setting(description, "rotary_percent")
     partial = {"partial_rotary_factor": percent} if percent != 1.0 else {}
     parameters = {"rope_type": "default", **scaling, "rope_theta": base, **partial}
@@ -177,6 +230,21 @@ def _write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": base,
         "rope_scaling": scaling or None,
         "rope_parameters": parameters,
+    }
+
+
+def _write_yarn(description: Mapping[str, Any]) -> dict[str, Any]:
+    scale, all_dim = (setting(description, name) for name in ("mscale", "mscale_all_dim"))
+    if not all_dim and scale != 1.0:
+        raise ValueError(f"it cannot say --mscale {scale} without --mscale-all-dim")
+    betas = {name: setting(description, name) for name in ("beta_fast", "beta_slow")}
+    name = "original_max_position_embeddings"
+    return {
+        "rope_type": "yarn",
+        "factor": setting(description, "rotary_scaling_factor"),
+        name: setting(description, name),
+        **{n: value for n, value in betas.items() if value != DEFAULTS[n]},
+        **({"mscale": scale, "mscale_all_dim": all_dim} if all_dim else {}),
     }
 
 

@@ -1,52 +1,46 @@
 """DeepSeek-V3: latent attention, sigmoid routing in groups, shared experts, extra predictors.
 
-No model here runs latent attention yet: the fields that have no flag keep Megatron's names
-where it has them, else the family's own.
+What V2 has in common with it is here too.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import ANGLES, around, tied_copies
+from mcore_ckpt.families.decoder import ANGLES, around, gpt, read_rope, tied_copies, write_rope
 from mcore_ckpt.families.experts import expert_layers, expert_rules, expert_setting
 from mcore_ckpt.families.fields import (
     REQUIRED,
     Fields,
-    Nullable,
     read_pairs,
+    require,
     require_family,
     setting,
-    write_pairs,
 )
-from mcore_ckpt.families.shapes import Shapes, gpt_shapes
 from mcore_ckpt.mapping.rules import Rule, Table
 
 PAIRS = (
     ("num_layers", "num_hidden_layers", REQUIRED),
     ("hidden_size", "hidden_size", REQUIRED),
     ("num_attention_heads", "num_attention_heads", REQUIRED),
-    ("num_query_groups", "num_key_value_heads", Nullable(None)),
     ("ffn_hidden_size", "intermediate_size", REQUIRED),
     ("max_position_embeddings", "max_position_embeddings", 4096),
     ("norm_epsilon", "rms_norm_eps", 1e-6),
     ("attention_dropout", "attention_dropout", 0.0),
     ("init_method_std", "initializer_range", 0.02),
-    ("q_lora_rank", "q_lora_rank", Nullable(1536)),
     ("kv_lora_rank", "kv_lora_rank", REQUIRED),
     ("qk_head_dim", "qk_nope_head_dim", REQUIRED),
     ("qk_pos_emb_head_dim", "qk_rope_head_dim", REQUIRED),
     ("v_head_dim", "v_head_dim", REQUIRED),
-    ("rope_interleave", "rope_interleave", None),
-    ("rope_parameters", "rope_parameters", None),
-    ("rope_theta", "rope_theta", None),
-    ("rope_scaling", "rope_scaling", None),
 )
 """Our fields and theirs, of both versions."""
 
 _ABSENT = {"n_group": 8, "topk_group": 4, "n_shared_experts": 1} | {
     "first_k_dense_replace": 3,
     "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
 }
+_SCORED = 2
+"""Experts whose scores sum to that of their group."""
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,12 +53,23 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     fields.must_be("scoring_func", "sigmoid")
     fields.must_be("topk_method", "noaux_tc")
     fields.must_be("norm_topk_prob", True)
-    described = read(fields, "deepseek_v3")
-    described["config"]["mtp_num_layers"] = fields.take("num_nextn_predict_layers", 0)
-    described["moe"] |= {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-    }
+    interleaved = fields.take("rope_interleave", True)
+    groups = fields.take("n_group", 1), fields.take("topk_group", 1)
+    described = read(fields, interleaved)
+    predictors = fields.take("num_nextn_predict_layers", 0)
+    if predictors:
+        described["config"]["mtp_num_layers"] = predictors
+    moe = described["moe"]
+    if moe["moe_router_topk"] == 1:
+        raise ValueError(
+            "config.json has num_experts_per_tok=1, whose weight is then always 1, which mcore "
+            "cannot represent here: only 2 or more."
+        )
+    moe |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    if groups != (1, 1):
+        moe["moe_router_num_groups"], moe["moe_router_group_topk"] = groups
+        if moe["moe_router_topk"] != _SCORED * groups[1]:
+            moe["moe_router_group_score_topk"] = _SCORED
     fields.finish()
     return described
 
@@ -73,14 +78,33 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """Write a description as a config.json.
 
     Raises:
-        ValueError: if it is of another family.
+        ValueError: naming a flag that the family cannot say.
     """
     theirs = write(description, "deepseek_v3", "DeepseekV3ForCausalLM")
+    topk, groups, kept, scored, score, bias = (
+        expert_setting(description, f"moe_router_{name}")
+        for name in (
+            *("topk", "num_groups", "group_topk", "group_score_topk", "score_function"),
+            "enable_expert_bias",
+        )
+    )
+    if score != "sigmoid" or not bias:
+        raise ValueError(
+            "it cannot say experts but with --moe-router-score-function sigmoid and "
+            "--moe-router-enable-expert-bias"
+        )
+    if kept and (scored or topk // kept) != _SCORED:
+        raise ValueError(
+            f"it cannot say groups of experts but with --moe-router-group-score-topk {_SCORED}"
+        )
     return theirs | {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
-        "num_nextn_predict_layers": description["config"]["mtp_num_layers"],
+        "n_group": groups or 1,
+        "topk_group": kept or 1,
+        "rope_interleave": setting(description, "rotary_interleaved"),
+        "num_nextn_predict_layers": description["config"].get("mtp_num_layers", 0),
     }
 
 
@@ -89,10 +113,11 @@ def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, 
     there = f"model.layers.{setting(description, 'num_layers')}.eh_proj.weight"
     if there in names:
         return description
-    return {**description, "config": {**description["config"], "mtp_num_layers": 0}}
+    left = {name: v for name, v in description["config"].items() if name != "mtp_num_layers"}
+    return {**description, "config": left}
 
 
-def read(fields: Fields, family: str) -> dict[str, Any]:
+def read(fields: Fields, interleaved: bool) -> dict[str, Any]:
     """Read what both versions say alike; the caller finishes the fields."""
     for name in ("attention_bias", "mlp_bias"):
         fields.must_be(name, False)
@@ -101,8 +126,17 @@ def read(fields: Fields, family: str) -> dict[str, Any]:
     for name in ("ep_size", "seq_aux", "head_dim", "qk_head_dim"):
         fields.maybe(name)
     ours = read_pairs(fields, PAIRS)
-    tied = fields.take("tie_word_embeddings", False)
-    ours["untie_embeddings_and_output_weights"] = not tied
+    fields.must_be("num_key_value_heads", ours["num_attention_heads"])
+    rope = read_rope(fields, ours["max_position_embeddings"])
+    if rope.pop("rotary_percent") != 1.0:
+        raise ValueError("config.json has partial_rotary_factor, which this family lacks.")
+    ours |= rope | {
+        "multi_latent_attention": True,
+        "q_lora_rank": fields.maybe("q_lora_rank") or 0,
+        "qk_layernorm": True,
+        "rotary_interleaved": interleaved,
+        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
+    }
     dense = fields.take("first_k_dense_replace", 0)
     count = ours["num_layers"]
     if not 0 <= dense <= count:
@@ -118,39 +152,58 @@ def read(fields: Fields, family: str) -> dict[str, Any]:
         "moe_ffn_hidden_size": width,
         "moe_layer_freq": f"[0]*{dense}+[1]*{count - dense}" if dense else "1",
         "moe_shared_expert_intermediate_size": width * shared,
-        "moe_router_num_groups": fields.take("n_group", 0),
-        "moe_router_group_topk": fields.take("topk_group", 0),
         "moe_router_topk_scaling_factor": float(fields.take("routed_scaling_factor", 1.0)),
+        "moe_router_dtype": "fp32",
         "moe_aux_loss_coeff": fields.take("aux_loss_alpha", 0.0),
     }
-    vocab_size = fields.take("vocab_size")
-    return {"family": family, "vocab_size": vocab_size, "config": ours, "moe": moe}
+    return gpt(ours, fields.take("vocab_size"), moe)
 
 
 def write(description: Mapping[str, Any], family: str, architecture: str) -> dict[str, Any]:
     """Write what both versions say alike.
 
     Raises:
-        ValueError: if it is of another family.
+        ValueError: naming a flag that neither can say.
     """
-    require_family(description, family)
+    require_family(description, "gpt")
+    require(
+        description,
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        apply_layernorm_1p=False,
+        swiglu=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+    )
     width = expert_setting(description, "moe_ffn_hidden_size")
     shared = expert_setting(description, "moe_shared_expert_intermediate_size")
+    pattern = expert_layers(description)
+    dense = pattern.index(1) if 1 in pattern else len(pattern)
+    if not width or shared % width or 0 in pattern[dense:]:
+        raise ValueError(
+            "it cannot say experts but with --moe-ffn-hidden-size that divides "
+            "--moe-shared-expert-intermediate-size, in all layers after the first dense ones"
+        )
+    if expert_setting(description, "moe_shared_expert_gate"):
+        raise ValueError("it cannot say --moe-shared-expert-gate")
     return {
         "model_type": family,
         "architectures": [architecture],
         "vocab_size": description["vocab_size"],
-        **write_pairs(description, PAIRS),
+        **{there: setting(description, ours) for ours, there, _ in PAIRS},
+        **write_rope(description),
+        "num_key_value_heads": setting(description, "num_attention_heads"),
+        "q_lora_rank": setting(description, "q_lora_rank") or None,
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": not setting(description, "untie_embeddings_and_output_weights"),
-        "first_k_dense_replace": expert_layers(description).count(0),
+        "first_k_dense_replace": dense,
         "moe_intermediate_size": width,
         "n_shared_experts": shared // width,
         "n_routed_experts": expert_setting(description, "num_experts"),
         "num_experts_per_tok": expert_setting(description, "moe_router_topk"),
-        "n_group": expert_setting(description, "moe_router_num_groups"),
-        "topk_group": expert_setting(description, "moe_router_group_topk"),
         "routed_scaling_factor": expert_setting(description, "moe_router_topk_scaling_factor"),
         "aux_loss_alpha": expert_setting(description, "moe_aux_loss_coeff"),
     }
@@ -190,19 +243,19 @@ def _attention(description: Mapping[str, Any]) -> list[Rule]:
     names = {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
-        "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-        "attention.kv_norm": "self_attn.kv_a_layernorm",
-        "attention.kv_up": "self_attn.kv_b_proj",
-        "attention.proj": "self_attn.o_proj",
+        "mla.kv_down": "self_attn.kv_a_proj_with_mqa",
+        "mla.kv_norm": "self_attn.kv_a_layernorm",
+        "mla.kv_up": "self_attn.kv_b_proj",
+        "mla.proj": "self_attn.o_proj",
     }
-    if description["config"]["q_lora_rank"]:
+    if setting(description, "q_lora_rank"):
         names |= {
-            "attention.q_down": "self_attn.q_a_proj",
-            "attention.q_norm": "self_attn.q_a_layernorm",
-            "attention.q_up": "self_attn.q_b_proj",
+            "mla.q_down": "self_attn.q_a_proj",
+            "mla.q_norm": "self_attn.q_a_layernorm",
+            "mla.q_up": "self_attn.q_b_proj",
         }
     else:
-        names["attention.q"] = "self_attn.q_proj"
+        names["mla.q"] = "self_attn.q_proj"
     return [
         Rule(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight")
         for ours, theirs in names.items()
@@ -245,27 +298,3 @@ def _predictor(
         for expert in range(expert_setting(description, "num_experts") if many else 1):
             rules.append(Rule(a.replace("*", str(expert)), b.replace("*", str(expert))))
     return rules
-
-
-def shapes(description: Mapping[str, Any]) -> Shapes:
-    """List the shapes of the weights, see ``families.shapes``."""
-    config = description["config"]
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    rank, rotated = config["kv_lora_rank"], config["qk_pos_emb_head_dim"]
-    query = heads * (config["qk_head_dim"] + rotated)
-    q_rank = config["q_lora_rank"] or 0
-    # The number of heads need not divide the hidden size.
-    found = gpt_shapes({**description, "config": {**config, "kv_channels": 1}})
-    return found | {
-        "attention.kv_down": (rank + rotated, hidden),
-        "attention.kv_norm": (rank,),
-        "attention.kv_up": (heads * (config["qk_head_dim"] + config["v_head_dim"]), rank),
-        "attention.q": (query, hidden),
-        "attention.q_down": (q_rank, hidden),
-        "attention.q_norm": (q_rank,),
-        "attention.q_up": (query, q_rank),
-        "attention.proj": (hidden, heads * config["v_head_dim"]),
-        "enorm": (hidden,),
-        "hnorm": (hidden,),
-        "eh_proj": (hidden, 2 * hidden),
-    }

@@ -18,6 +18,7 @@ MOE_DEFAULTS: dict[str, Any] = {
     "moe_router_topk_scaling_factor": 0.0,
     "moe_router_num_groups": 0,
     "moe_router_group_topk": 0,
+    "moe_router_group_score_topk": 0,
     "moe_router_enable_expert_bias": False,
     "moe_router_dtype": "",
     "moe_aux_loss_coeff": 0.0,

@@ -70,6 +70,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         qk_layernorm=False,
         untie_embeddings_and_output_weights=False,
         window_size=(-1, 0),
+        multi_latent_attention=False,
     )
     heads, hidden = (setting(description, n) for n in ("num_attention_heads", "hidden_size"))
     if setting(description, "num_query_groups") not in (0, heads):

@@ -30,6 +30,7 @@ def table(description: Mapping[str, Any]) -> Table:
         add_qkv_bias=False,
         position_embedding_type="rope",
         rotary_interleaved=False,
+        multi_latent_attention=False,
     )
     num_experts = expert_setting(description, "num_experts")
     pattern = expert_layers(description) if num_experts else []

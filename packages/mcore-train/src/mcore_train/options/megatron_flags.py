@@ -168,13 +168,6 @@ INSTEAD: dict[str, str] = {
     ),
     "--encoder-num-layers --decoder-num-layers": "there are no encoders yet; use --num-layers.",
     "--encoder-seq-length --decoder-seq-length": "there are no encoders yet; use --seq-length.",
-    (
-        "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim "
-        "--qk-pos-emb-head-dim --v-head-dim --mscale* --rotary-scaling-factor"
-    ): (
-        "multi-latent attention is not built into training yet; use --num-query-groups for "
-        "fewer keys and values."
-    ),
     "--hybrid-* --mamba-* --is-hybrid-model": (
         "Mamba layers are not built into training yet; use a model of attention layers."
     ),

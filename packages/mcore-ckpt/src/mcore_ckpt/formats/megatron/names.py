@@ -59,6 +59,8 @@ def table(
     """
     if description.get("family") != "gpt":
         raise ValueError(f"Megatron's format has no table for {description.get('family')!r}.")
+    if setting(description, "multi_latent_attention"):
+        raise ValueError("Megatron's format has no table for --multi-latent-attention.")
     pattern = expert_layers(description) if _has_experts(description) else []
     is_mixed = len(set(pattern)) > 1 or is_numbered
     # Layers that are alike are one tensor; the number then is an index, not part of a name.
