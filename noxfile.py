@@ -33,11 +33,10 @@ EXTRAS = {
 }
 # Files of tests run side by side; more processes than this would wait for one another's ranks.
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4")
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _in_workspace(session: nox.Session, *command: str) -> None:
-    session.run("uv", "run", "--locked", *command, external=True, env=THREADS)
+    session.run("uv", "run", "--locked", *command, external=True)
 
 
 @nox.session
@@ -70,7 +69,7 @@ def extras(session: nox.Session, group: str) -> None:
     """Run the tests that skip without a service's packages, with these: s3, resiliency."""
     imports, tests = EXTRAS[group]
     environment = Path(session.create_tmp()).resolve() / group
-    env = {**THREADS, "UV_PROJECT_ENVIRONMENT": str(environment)}
+    env = {"UV_PROJECT_ENVIRONMENT": str(environment)}
     run = ("uv", "run", "--locked", "--no-default-groups", "--group", group)
     # Ask for the packages first: without them the tests would skip and the session pass.
     session.run(*run, "python", "-W", "ignore", "-c", imports, external=True, env=env)
@@ -115,14 +114,14 @@ def tests_newest(session: nox.Session) -> None:
     # --no-config leaves the workspace's constraint on torch out.
     session.run("uv", "pip", "install", "--no-config", "--upgrade", *_editables("dev"))
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs, env=THREADS)
+    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
 
 
 @nox.session(venv_backend="uv", python="3.12")
 def megatron(session: nox.Session) -> None:
     """Exchange files and numbers with megatron-core, which asks for Python 3.12."""
     session.run("uv", "pip", "install", *_editables("test"), "megatron-core", "psutil")
-    session.run("python", "-m", "pytest", "-m", "megatron", *session.posargs, env=THREADS)
+    session.run("python", "-m", "pytest", "-m", "megatron", *session.posargs)
 
 
 def _editables(group: str) -> list[str]:
@@ -169,7 +168,7 @@ def wheels(session: nox.Session) -> None:
             siblings = sorted(_siblings(name))
             session.run(python, "-I", str(scripts / "only_these.py"), *siblings, external=True)
             smoke = str(scripts / f"smoke_{name}.py")
-            session.run(python, "-I", "-W", "error", smoke, external=True, env=THREADS)
+            session.run(python, "-I", "-W", "error", smoke, external=True)
 
 
 def _project(name: str) -> dict:
