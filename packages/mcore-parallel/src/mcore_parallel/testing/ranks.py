@@ -155,12 +155,6 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
     return whole
 
 
-def shut_down_pools() -> None:
-    """End the pools' processes; the next ``run_ranks`` starts new ones."""
-    while _POOLS:
-        _POOLS.popitem()[1].stop()
-
-
 def _packed(data: "Tensor") -> bytes:
     """Return a piece as bytes; torch would pickle a tensor for longer than a step takes."""
     import torch
