@@ -19,8 +19,6 @@ import torch.multiprocessing as mp
 from megatron_optimizer_peer import SCHEDULE, AsIfCuda, join
 from safetensors.torch import save_file
 
-from mcore_parallel.grad_slot import grad_slot
-
 WORLD, VOCAB_SIZE, STEPS = 4, 128, 2
 SIZES = {
     "hidden_size": 24,
@@ -151,7 +149,7 @@ def _update(chunks: list, optimizer: object, step: int) -> None:
                 gradient = torch.randn(parameter.shape) + number
             if not getattr(parameter, "tensor_model_parallel", False):
                 dist.broadcast(gradient, first, group=group)
-            grad_slot(parameter).main.copy_(gradient)
+            parameter.main_grad.copy_(gradient)
     optimizer.step()
 
 
