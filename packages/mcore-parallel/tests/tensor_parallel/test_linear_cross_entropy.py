@@ -22,20 +22,23 @@ def inputs(scale=1.0):
     return x, weight, labels, weights
 
 
-def twin(x, weight, labels, weights, label_smoothing):
+def twin(x, weight, labels, weights, label_smoothing, softcap=0.0):
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     logits = (x @ weight.t()).permute(1, 2, 0)  # [S, B, V] -> [B, V, S]
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     total = (losses * weights).sum()
     total.backward()
     return total.detach(), losses.detach(), x.grad, weight.grad
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("label_smoothing", "softcap"), [(0.0, 0.0), (0.1, 0.0), (0.0, 2.0), (0.1, 3.0)]
+)
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
-def test_head_loss_equals_whole_logits(label_smoothing, chunk_tokens):
+def test_head_loss_equals_whole_logits(label_smoothing, softcap, chunk_tokens):
     x, weight, labels, weights = inputs()
-    want = twin(x, weight, labels, weights, label_smoothing)
+    want = twin(x, weight, labels, weights, label_smoothing, softcap)
     total, losses = head_loss(
         x.requires_grad_(),
         weight.requires_grad_(),
@@ -43,6 +46,7 @@ def test_head_loss_equals_whole_logits(label_smoothing, chunk_tokens):
         weights,
         vocab_size=V,
         label_smoothing=label_smoothing,
+        softcap=softcap,
         chunk_tokens=chunk_tokens,
     )
     total.backward()

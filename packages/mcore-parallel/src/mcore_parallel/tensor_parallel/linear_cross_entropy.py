@@ -32,6 +32,7 @@ def head_loss(
     axis: Axis = SINGLE,
     sequence_parallel: bool = False,
     label_smoothing: float = 0.0,
+    softcap: float = 0.0,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "B Q"]]:
     """Return the weighted sum of token losses and, without gradient, each token's loss.
@@ -52,6 +53,7 @@ def head_loss(
         axis: ranks that split the vocabulary.
         sequence_parallel: whether ``x`` is split along the sequence.
         label_smoothing: as ``torch.nn.functional.cross_entropy`` defines it.
+        softcap: logits become softcap x tanh(logit / softcap) before the loss; 0: they stay.
         chunk_tokens: tokens whose logits are alive at once.
 
     Raises:
@@ -88,6 +90,7 @@ def head_loss(
             vocab_size,
             axis,
             label_smoothing,
+            softcap,
             chunk_tokens,
         )
     return total, losses.view(labels.t().shape).t()
@@ -105,6 +108,7 @@ class _HeadLoss(torch.autograd.Function):
         vocab_size: int,
         axis: Axis,
         label_smoothing: float,
+        softcap: float,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         # The matrix is the weight, or its cast under autocast.
@@ -123,7 +127,7 @@ class _HeadLoss(torch.autograd.Function):
         stats, gradient_ = _passes(x)
         for begin in range(0, x.shape[0], chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            logits = x[part] @ matrix.t()
+            logits, slope = _scored(x[part], matrix, softcap)
             peak, total, target, plain = stats(
                 logits, labels[part], width, first, label_smoothing > 0.0
             )
@@ -144,7 +148,7 @@ class _HeadLoss(torch.autograd.Function):
                     label_smoothing,
                     vocab_size,
                 )
-                torch.mm(logits, matrix, out=dx[part])
+                torch.mm(_bent_(logits, slope), matrix, out=dx[part])
                 accumulate_matmul(dw, logits.t(), x[part], overwrite=is_new)
                 is_new = False
         if is_new:  # no token came
@@ -153,9 +157,7 @@ class _HeadLoss(torch.autograd.Function):
             ctx.save_for_backward(dx, *(() if main is not None else (dw,)))
             ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
-        # A token without weight may be anything, so its loss must not reach the sum as NaN.
-        kept = torch.where(weights == 0, torch.zeros_like(losses), losses)
-        return (kept * weights).sum(), losses
+        return _weighted_sum(losses, weights), losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _losses: Tensor) -> Any:
@@ -164,7 +166,27 @@ class _HeadLoss(torch.autograd.Function):
         if ctx.slot is not None:
             ctx.slot.ready()
         own = dw[0].to(ctx.dtype) if dw else None
-        return dx, own, None, None, None, None, None, None, None
+        return dx, own, *(None,) * 8
+
+
+def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    # A token without weight may be anything, so its loss must not reach the sum as NaN.
+    kept = torch.where(weights == 0, torch.zeros_like(losses), losses)
+    return (kept * weights).sum()
+
+
+def _bent_(gradient: Tensor, slope: Tensor | None) -> Tensor:
+    """Pass the gradient of bounded logits through the bound, in place."""
+    return gradient if slope is None else gradient.mul_(slope)
+
+
+def _scored(x: Tensor, matrix: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Compute logits, bounded smoothly if asked, and then the slope of each."""
+    logits = x @ matrix.t()
+    if not softcap:
+        return logits, None
+    bent = torch.tanh(logits / softcap)
+    return bent * softcap, 1 - bent.square()
 
 
 def _passes(x: Tensor) -> tuple[Any, Any]:
