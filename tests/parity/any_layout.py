@@ -148,7 +148,7 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
         {"reset_position_ids": True},
         {"reset_position_ids": True, "reset_attention_mask": True},
         {"window_size": (5, 0)},
-        {"window_size": (5, 0), "window_attn_skip_freq": 2},
+        {"window_size": (5, 0), "window_attn_skip_freq": "2"},
     ),
     ({"micro_batch_size": 1}, {"micro_batch_size": 2}),
 )

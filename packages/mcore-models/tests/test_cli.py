@@ -24,6 +24,15 @@ def test_list_shows_every_preset_with_its_size(capsys):
     code, out, _ = run(capsys, "list")
     assert code == 0
     assert "8,030,261,248" in out
+    code, out, _ = run(capsys, "show", "gemma-2-9b", "--bf16", "--seq-length", "1024")
+    assert code == 0
+    assert "gemma-2-9b: Gemma team 2024" in out
+    assert "layers 0, 2, 4, ... (21 of them)" in out
+    assert "16 heads of 256, 8 key/value heads, window of 4,096, scores capped at 50" in out
+    assert "rank_total_gib" in out
+    code, _, err = run(capsys, "show")
+    assert code == 2
+    assert "mcore-models show needs a preset" in err
 
 
 def test_count_takes_a_preset_with_flags_over_it(capsys):

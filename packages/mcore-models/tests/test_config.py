@@ -112,7 +112,7 @@ def test_switches_choose_the_activation(changes, wanted):
         ),
         ({"window_size": (8, 1)}, "--window-size 8 1"),
         ({"window_size": (-2, 0)}, "--window-size -2 0"),
-        ({"window_attn_skip_freq": 2}, "no effect without --window-size"),
+        ({"window_attn_skip_freq": "2"}, "no effect without --window-size"),
     ],
 )
 def test_bad_options_are_answered_with_what_to_change(changes, words):
@@ -143,7 +143,7 @@ def test_recomputing_refuses_options_without_effect(options, words):
 
 
 def test_every_nth_layer_may_ignore_the_window():
-    made = config(window_size=(128, 0), window_attn_skip_freq=3)
+    made = config(window_size=(128, 0), window_attn_skip_freq="3")
     assert [window(made, layer) for layer in range(6)] == [128, 128, -1, 128, 128, -1]
     assert window(config(window_size=(7, 0)), 5) == 7
     assert window(config(), 0) == -1

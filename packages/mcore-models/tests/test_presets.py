@@ -5,17 +5,138 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_models.config import config_to_dict
 from mcore_models.description import ModelDescription
 from mcore_models.families import GPT_FAMILY
-from mcore_models.presets import load_preset, preset_names
-from mcore_parallel.logical_tensors import head_dim
+from mcore_models.flops import num_parameters
+from mcore_models.presets import load_preset, preset_names, presets
+from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads
+
+PUBLISHED = {
+    "gemma-2-9b": {
+        "model_type": "gemma2",
+        "head_dim": 256,
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+        "vocab_size": 256000,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+    "olmo-2-7b": {
+        "model_type": "olmo2",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
+    "granite-3.0-2b": {
+        "model_type": "granite",
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "logits_scaling": 8.0,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000,
+        "tie_word_embeddings": True,
+        "vocab_size": 49155,
+    },
+    "pythia-1.4b": {
+        "model_type": "gpt_neox",
+        "hidden_act": "gelu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "vocab_size": 50304,
+    },
+}
+"""config.json of some published models."""
 
 
-def test_every_preset_can_be_read():
-    names = preset_names()
-    assert {"llama-3-8b", "gpt3-175b", "mixtral-8x7b", "qwen3-30b-a3b", "tiny"} <= set(names)
-    for name in names:
-        assert load_preset(name).vocab_size > 0
+def test_every_preset_has_the_published_number_of_parameters():
+    known = presets()
+    assert {"llama-3-8b", "gpt3-175b", "mixtral-8x7b", "qwen3-30b-a3b", "tiny"} <= set(known)
+    rounded = {
+        "gpt3-1.3b": 1.3,
+        "gpt3-175b": 175,
+        "nemotron-4-15b": 15.6,
+        "nemotron-4-340b": 341,
+    }
+    alike = {"llama-3.1-8b": "llama-3-8b", "llama-3.1-70b": "llama-3-70b"}
+    for name, preset in known.items():
+        model = ModelDescription.from_flags(preset.flags)
+        count = num_parameters(model.config, model.vocab_size, model.moe)
+        if name in rounded:
+            assert count / 1e9 == pytest.approx(rounded[name], rel=0.02)
+        else:
+            assert count == known[alike.get(name, name)].parameters, name
+        assert preset.source
+        table = json.loads(json.dumps(model.to_dict()))
+        assert set(table) == {"family", "vocab_size", "config", "moe"}
+        assert ModelDescription.from_dict(table) == model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_what_its_published_config_says(name):
+    """Fields of config.json as released; what is left out is the class's default there."""
+    families = pytest.importorskip("mcore_ckpt.families")
+    config = PUBLISHED[name]
+    description = families.family_of(config["model_type"]).to_ours(config)
+    read, preset = ModelDescription.from_dict(description), load_preset(name)
+    assert read.vocab_size == preset.vocab_size
+    there, mine = (config_to_dict(one.config) for one in (read, preset))
+    # Equal settings may be said in two ways, and how weights begin is not compared.
+    for one, sizes in ((mine, preset.config), (there, read.config)):
+        one["num_query_groups"] = num_kv_heads(sizes)
+        one["kv_channels"], one["ffn_hidden_size"] = head_dim(sizes), ffn_size(sizes)
+        del one["init_method_std"]
+    for field, value in mine.items():
+        is_number = isinstance(value, float)
+        assert there[field] == (pytest.approx(value) if is_number else value), field
 
 
 def test_a_wrong_name_is_answered_with_the_nearest():
@@ -28,14 +149,6 @@ def test_a_wrong_name_is_answered_with_the_nearest():
 def test_head_widths_that_do_not_follow_are_kept():
     assert head_dim(load_preset("qwen3-30b-a3b").config) == 128
     assert head_dim(load_preset("llama-3.2-1b").config) == 64
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_a_description_survives_json(name):
-    made = load_preset(name)
-    table = json.loads(json.dumps(made.to_dict()))
-    assert set(table) == {"family", "vocab_size", "config", "moe"}
-    assert ModelDescription.from_dict(table) == made
 
 
 def test_a_description_without_experts_is_dense():

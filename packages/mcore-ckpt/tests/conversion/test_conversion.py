@@ -439,11 +439,8 @@ def edit(folder, **values):
     ("change", "message"),
     [
         ({"hidden_act": "relu6"}, "hidden_act='relu6'"),
-        ({"attention_bias": True}, "attention_bias=True and mlp_bias=False"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}},
-            "rope_type='dynamic'",
-        ),
+        ({"mlp_bias": True}, "attention_bias=False and mlp_bias=True"),
+        ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1.0}}, "rope_type='ntk'"),
         ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"model_type": "bloom"}, "'bloom' is not known; known are llama"),

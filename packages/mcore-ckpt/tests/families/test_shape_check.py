@@ -40,6 +40,13 @@ CONFIGS = {
     "nemotron": ROPE | HEAD,
     "phi3": ROPE | HEADS,
     "olmo2": ROPE | HEADS,
+    "olmo3": ROPE | HEADS,
+    "granite": ROPE | HEADS,
+    "cohere": ROPE | HEADS,
+    "cohere2": ROPE | HEAD,
+    "starcoder2": ROPE | HEADS,
+    "smollm3": ROPE | HEADS,
+    "gpt_neox": ROPE | {"num_attention_heads": 3},
     "gemma2": ROPE | HEAD,
     "gemma3_text": ROPE | HEAD,
     "deepseek_v2": ROPE | LATENT | {"q_lora_rank": None},
@@ -65,6 +72,7 @@ SHAPELESS = {
     ("qwen3_moe", "intermediate_size"),
     # As many heads, so much narrower: the matrices stay as they are.
     ("gpt2", "n_head"),
+    ("gpt_neox", "num_attention_heads"),
     ("bert", "num_attention_heads"),
     ("megatron-bert", "num_attention_heads"),
 }

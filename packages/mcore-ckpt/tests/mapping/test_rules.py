@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mcore_ckpt.families import MODEL_TYPES, experts, family_of, fields
+from mcore_ckpt.families import MODEL_TYPES, cohere, experts, family_of, fields, gemma2, olmo2
 from mcore_ckpt.mapping.rules import Link, Rule, Table, expand, match_ours, match_theirs
 from mcore_ckpt.storage.index import TensorEntry
 
@@ -88,29 +88,38 @@ def test_our_defaults_are_the_configs_own():
 
 def test_each_family_refuses_flags_that_it_cannot_say():
     plain = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-    for name in MODEL_TYPES:
+    fits = {"qwen2": {"add_qkv_bias": True}, "granite": {"embedding_multiplier": 2.0}}
+    fits |= {"gemma2": gemma2.FIXED | {"embedding_multiplier": 8**0.5}, "cohere": cohere.FIXED}
+    fits |= {"gemma3_text": fits["gemma2"], "cohere2": cohere.FIXED | {"window_size": (3, 0)}}
+    fits |= {"olmo2": olmo2.FIXED, "olmo3": olmo2.FIXED}
+    gelu = {"normalization": "LayerNorm", "swiglu": False, "openai_gelu": True}
+    fits |= {"starcoder2": gelu, "gpt_neox": gelu | {"add_bias_linear": True}}
+    fits["gpt2"] = fits["gpt_neox"] | {"position_embedding_type": "learned_absolute"}
+    fits["nemotron"] = {"normalization": "LayerNorm", "apply_layernorm_1p": True}
+    fits["nemotron"] |= {"swiglu": False, "squared_relu": True}
+    for name in MODEL_TYPES[: MODEL_TYPES.index("deepseek_v2")]:
+        has_norms = name in ("qwen3", "qwen3_moe", "gemma3_text")
         described = {
             "family": "gpt",
             "vocab_size": 9,
-            "config": plain | {"rotary_interleaved": True},
+            "config": plain
+            | fits.get(name, {})
+            | ({"qk_layernorm": True} if has_norms else {}),
             "moe": {"num_experts": 2} if "moe" in name or name == "mixtral" else {},
         }
-        message = "cannot say --rotary-interleaved True"
-        if name in ("qwen3", "qwen3_moe"):
-            described["config"] |= {"qk_layernorm": True}
-        if name == "qwen2":
-            described["config"] |= {"add_qkv_bias": True}
-        if name == "gpt2":
-            message = "cannot say --position-embedding-type rope"
-        if name == "nemotron":
-            described["config"] |= {"normalization": "LayerNorm", "apply_layernorm_1p": True}
-            described["config"] |= {"swiglu": False, "squared_relu": True}
+        family_of(name).to_theirs(described)
+        for flag, value in (("qk_l2_norm", True), ("attention_chunk_size", 4)):
+            odd = {**described, "config": described["config"] | {flag: value}}
+            with pytest.raises(
+                ValueError, match=f"cannot say --{flag.replace('_', '-')} {value}"
+            ):
+                family_of(name).to_theirs(odd)
+    for name in MODEL_TYPES[MODEL_TYPES.index("deepseek_v2") :]:
+        message = "cannot say a model of the family 'gpt'"
         if name.startswith("deepseek"):
             message = "cannot say --multi-latent-attention False"
-        elif MODEL_TYPES.index(name) > MODEL_TYPES.index("phi3"):
-            message = "cannot say a model of the family 'gpt'"
         with pytest.raises(ValueError, match=message):
-            family_of(name).to_theirs(described)
+            family_of(name).to_theirs(described | {"moe": {}})
 
 
 def test_predictors_of_deepseek_v3_stand_after_the_last_layer_and_share_the_embedding():

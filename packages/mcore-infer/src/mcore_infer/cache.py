@@ -4,6 +4,8 @@ All rows of a batch have the same length; memory for the longest text is taken a
 the first use of a layer, whose tensors give number of heads, dtype and device.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -82,6 +84,7 @@ class _StaticLayer:
         value_dim: int = 0,
         window: int = -1,
         backend: AttentionBackend = "auto",
+        **scores: Any,
     ) -> Float[Tensor, "S B N J"]:
         """Write the new keys and values behind the old ones and attend to views of all.
 
@@ -101,4 +104,5 @@ class _StaticLayer:
         self.keys[begin:end] = k
         if v is not None:
             self.values[begin:end] = v
-        return attend(q, self.keys[:end], self.values[:end], window=window, backend=backend)
+        keys, values = self.keys[:end], self.values[:end]
+        return attend(q, keys, values, window=window, backend=backend, **scores)

@@ -13,15 +13,16 @@ from typing import Any, Literal
 class AttentionConfig:
     """How rotary wavelengths are stretched, and keys and values compressed."""
 
-    rope_type: Literal["rope", "yarn"] = "rope"
-    """How rotary wavelengths are stretched for longer contexts: not, or as YaRN does.
+    rope_type: Literal["rope", "yarn", "dynamic", "longrope"] = "rope"
+    """How rotary wavelengths are stretched for longer contexts: not, as YaRN does, by a base
+    that grows with the sequence (dynamic), or by a factor for each channel (longrope).
     Megatron's default: yarn with latent attention."""
 
     rotary_scaling_factor: float = 40.0
-    """By how much YaRN stretches the longest wavelengths."""
+    """By how much --rope-type stretches the longest wavelengths."""
 
     original_max_position_embeddings: int = 4096
-    """Context, in tokens, that the model knew before YaRN."""
+    """Context, in tokens, that the model knew before --rope-type stretched it."""
 
     beta_fast: float = 32.0
     """Channels that turn more often than this within the original context stay."""
@@ -97,6 +98,16 @@ def check_latent(config: Any) -> None:
         "rotary_percent": 1.0,
         "add_qkv_bias": False,
         "window_size": (-1, 0),
+        "add_attention_bias": False,
+        "qk_norm_width": "head",
+        "qk_l2_norm": False,
+        "softmax_scale": 0.0,
+        "attn_logit_softcapping": 0.0,
+        "softmax_type": "vanilla",
+        "attention_chunk_size": 0,
+        "rope_skip_freq": "0",
+        "rotary_base_local": 0.0,
+        "attention_temperature_span": 0,
     }
     for name, value in without_effect.items():
         if getattr(config, name) != value:

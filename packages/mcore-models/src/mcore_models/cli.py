@@ -1,22 +1,26 @@
 """The command ``mcore-models``: what a model holds and costs, before anything is built.
 
-``list`` shows the presets, ``count`` one model: a preset, flags, or a preset with flags laid
-over it. Help and counting load no torch.
+``list`` shows the presets, ``show`` the architecture of one, ``count`` what one model holds and
+costs: a preset, flags, or a preset with flags laid over it. None of them loads torch.
 """
 
 import json
 import sys
 from collections.abc import Callable, Sequence
 
+from mcore_models.architecture import tree
 from mcore_models.counting import CountConfig, build_report, parse_count
+from mcore_models.description import ModelDescription
 from mcore_models.flops import num_active_parameters, num_parameters
-from mcore_models.presets import load_preset, preset_names
-from mcore_parallel.command_line import parse
+from mcore_models.presets import find_preset, presets
+from mcore_parallel.command_line import is_flag, parse
 from mcore_parallel.entry_point import run_program
 
 ABOUT = """Parameters, FLOPs and bytes of language models, from their shapes alone.
 
 examples:
+  mcore-models list
+  mcore-models show gemma-2-9b --bf16 --world-size 8 --tensor-model-parallel-size 8
   mcore-models count --preset llama-3-8b --bf16 --world-size 8 --use-distributed-optimizer \\
     --gpu h100
   mcore-models count --num-layers 12 --hidden-size 768 --num-attention-heads 12 \\
@@ -36,21 +40,47 @@ def exit_code(error: BaseException) -> int:
 def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
     if function is count:
         return count(*parse_count(words))
+    if function is show and words and not is_flag(words[0]):
+        return show(words[0], *parse_count(["--preset", *words]))
+    if function is show:
+        raise ValueError("mcore-models show needs a preset: see mcore-models list.")
     return parse(function, program, words)
 
 
 def list_presets() -> int:
-    """Print every preset with its size."""
-    print(f"{'preset':<16} {'parameters':>16} {'active':>16} {'layers':>7} {'hidden':>7}")
-    for name in preset_names():
-        model = load_preset(name)
+    """Print every preset with its size and source."""
+    known = presets()
+    width = max(map(len, known))
+    sizes = f"{'parameters':>15} {'active':>15} {'layers':>6} {'hidden':>6}"
+    print(f"{'preset':<{width}} {sizes}  source")
+    for preset in known.values():
+        model = ModelDescription.from_flags(preset.flags)
         arguments = (model.config, model.vocab_size, model.moe)
         print(
-            f"{name:<16} {num_parameters(*arguments):>16,} "
-            f"{num_active_parameters(*arguments):>16,} "
-            f"{model.config.num_layers:>7} {model.config.hidden_size:>7}"
+            f"{preset.name:<{width}} {num_parameters(*arguments):>15,} "
+            f"{num_active_parameters(*arguments):>15,} {model.config.num_layers:>6} "
+            f"{model.config.hidden_size:>6}  {preset.source}"
         )
     return 0
+
+
+def show(name: str, config: CountConfig, unused: Sequence[str]) -> int:
+    """Print the architecture of a preset as a tree, and what it holds and costs.
+
+    Args:
+        name: of the preset.
+        config: the model and the run, as of ``count``.
+        unused: flags of training that count nothing, to be named.
+
+    Raises:
+        ValueError: for options that contradict.
+    """
+    model = ModelDescription(
+        config=config.model, vocab_size=config.options.vocab_size, moe=config.experts
+    )
+    if not config.options.json:
+        print(f"{name}: {find_preset(name).source}", *tree(model), "", sep="\n")
+    return count(config, unused)
 
 
 def count(config: CountConfig, unused: Sequence[str]) -> int:
@@ -78,7 +108,8 @@ def count(config: CountConfig, unused: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
-    "list": ("the presets, with their sizes", list_presets),
+    "list": ("the presets, with their sizes and sources", list_presets),
+    "show": ("the architecture of a preset, and what it holds and costs: show NAME", show),
     "count": ("one model: --preset NAME, or the flags of mcore-train gpt", count),
 }
 

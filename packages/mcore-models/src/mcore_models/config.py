@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from mcore_models.attention_config import AttentionConfig, check_latent
-from mcore_parallel.logical_tensors import head_dim
+from mcore_models.attention_config import check_latent
+from mcore_models.layer_config import LayerConfig, layers_skip
+from mcore_parallel.logical_tensors import head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
@@ -20,7 +21,7 @@ Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerConfig(AttentionConfig):
+class TransformerConfig(LayerConfig):
     """Shape and numerics of the layers of a GPT."""
 
     num_layers: int
@@ -118,13 +119,6 @@ class TransformerConfig(AttentionConfig):
     attention_dropout: float = 0.0
     """Probability of dropping an attention weight. Megatron's default: 0.1."""
 
-    window_size: tuple[int, int] = (-1, 0)
-    """Tokens that a query sees before and after its own; -1 before: all. The second is 0 in
-    a causal model."""
-
-    window_attn_skip_freq: int = 0
-    """Every N-th layer ignores --window-size and sees all earlier tokens; 0: none does."""
-
     init_method_std: float = 0.02
     """Standard deviation of initial weights; those that write to the residual stream get it
     divided by sqrt(2 x --num-layers)."""
@@ -148,7 +142,6 @@ class TransformerConfig(AttentionConfig):
             "kv_channels",
             "ffn_hidden_size",
             "max_position_embeddings",
-            "window_attn_skip_freq",
             "embedding_init_method_std",
         ):
             _check(self, name, getattr(self, name) >= 0, "0 or more")
@@ -159,10 +152,10 @@ class TransformerConfig(AttentionConfig):
         _check(self, "make_vocab_size_divisible_by", self.make_vocab_size_divisible_by >= 1)
         self.check_attention()
         check_latent(self)
+        self.check_layers(self.num_layers)
         self._check_heads()
         self._check_positions()
         self._check_activation()
-        self._check_window()
 
     def _check_heads(self) -> None:
         heads, groups = self.num_attention_heads, self.num_query_groups
@@ -206,11 +199,16 @@ class TransformerConfig(AttentionConfig):
                 f"--rotary-percent {self.rotary_percent} of heads of {head_dim(self)} "
                 f"channels rotates {rotary_size(self)}: that must be an even number, 2 or more."
             )
-        if self.rope_type == "yarn" and (self.use_rope_scaling or factor != 1):
+        if self.rope_type != "rope" and (self.use_rope_scaling or factor != 1):
             raise ValueError(
-                "--rope-type yarn excludes --use-rope-scaling and "
+                f"--rope-type {self.rope_type} excludes --use-rope-scaling and "
                 "--rotary-seq-len-interpolation-factor: each stretches positions. Keep one."
             )
+        pairs = rotary_size(self) // 2
+        for name in ("longrope_short_factor", "longrope_long_factor"):
+            count, wanted = len(getattr(self, name)), pairs * (self.rope_type == "longrope")
+            if count != wanted:
+                raise ValueError(f"{_flag(name)} has {count} factors: it must have {wanted}.")
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         if self.use_rope_scaling and not 0 < low < high:
             raise ValueError(
@@ -219,23 +217,16 @@ class TransformerConfig(AttentionConfig):
             )
 
     def _check_activation(self) -> None:
-        kinds = ("swiglu", "quick_geglu", "squared_relu", "openai_gelu")
+        kinds = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
         chosen = [_flag(name) for name in kinds if getattr(self, name)]
         if len(chosen) > 1:
             raise ValueError(
                 f"{' and '.join(chosen)} exclude each other: keep one"
                 + (" (--no-swiglu drops the default)." if self.swiglu else ".")
             )
-
-    def _check_window(self) -> None:
-        before, after = self.window_size
-        if before < -1 or after != 0:
-            raise ValueError(
-                f"--window-size {before} {after}: the first must be -1 (all) or more tokens, "
-                "the second 0, since no token may see a later one."
-            )
-        if self.window_attn_skip_freq and before == -1:
-            raise ValueError("--window-attn-skip-freq has no effect without --window-size.")
+        for name in ("activation_func_clamp_value", "glu_linear_offset"):
+            if getattr(self, name) and not is_gated(self):
+                raise ValueError(f"{_flag(name)} has no effect without a gate: see --swiglu.")
 
 
 RECOMPUTE_MODULES = (
@@ -324,6 +315,8 @@ def activation(config: TransformerConfig) -> str:
     """Name of the function in feed-forward layers, see ``mcore_moe.activations``."""
     if config.swiglu:
         return "silu"
+    if config.geglu:
+        return "gelu_tanh"
     if config.quick_geglu:
         return "quick_gelu"
     if config.squared_relu:
@@ -333,8 +326,32 @@ def activation(config: TransformerConfig) -> str:
 
 def window(config: TransformerConfig, layer: int) -> int:
     """Earlier tokens that a query of this layer (counted from 0) sees; -1: all."""
-    skip = config.window_attn_skip_freq
-    return -1 if skip and (layer + 1) % skip == 0 else config.window_size[0]
+    return config.window_size[0] if is_local(config, layer) else -1
+
+
+def chunk(config: TransformerConfig, layer: int) -> int:
+    """Tokens of the chunks within which this layer attends; 0: it is not cut."""
+    return config.attention_chunk_size if is_local(config, layer) else 0
+
+
+def is_local(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer (counted from 0) attends within a window or a chunk."""
+    if config.window_size[0] < 0 and not config.attention_chunk_size:
+        return False
+    text = config.window_attn_skip_freq
+    return not layers_skip(text, config.num_layers, "window_attn_skip_freq", ones=False)[layer]
+
+
+def is_rotated(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer (counted from 0) rotates its queries and keys."""
+    if config.position_embedding_type != "rope":
+        return False
+    return not layers_skip(config.rope_skip_freq, config.num_layers, "rope_skip_freq")[layer]
+
+
+def has_plain_scores(config: TransformerConfig) -> bool:
+    """Whether fused kernels know the scores of attention: neither caps nor sinks."""
+    return not config.attn_logit_softcapping and config.softmax_type == "vanilla"
 
 
 def divisors(number: int) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from mcore_models.config import RecomputeConfig, TransformerConfig, window
+from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
     AdamConfig,
@@ -96,7 +96,7 @@ def model_flops(
     weights += sum(matrices.values()) - lookup - routed + active
     # Pairs of query and key, doubled: L * L in a causal layer of L tokens.
     pairs = sum(
-        _doubled_pairs(length, window(config, layer))
+        _doubled_pairs(length, window(config, layer), chunk(config, layer))
         for length in seq_lengths
         for layer in range(config.num_layers)
     )
@@ -210,8 +210,11 @@ def _sizes(config: TransformerConfig) -> tuple[int, int, int, int]:
     )
 
 
-def _doubled_pairs(length: int, seen: int) -> int:
+def _doubled_pairs(length: int, seen: int, chunk_tokens: int = 0) -> int:
     """Twice the pairs of query and key in a causal layer, the diagonal counted by half."""
+    if chunk_tokens:
+        whole, rest = divmod(length, chunk_tokens)
+        return whole * chunk_tokens**2 + rest**2
     width = length if seen < 0 else min(length, seen + 1)
     return width * (2 * length - width)
 

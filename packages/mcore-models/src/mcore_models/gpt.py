@@ -20,8 +20,8 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual
-from mcore_models.layers.rope import build_rotary
-from mcore_models.layout_checks import check_layout, too_long
+from mcore_models.layers.rope import build_local_rotary, build_rotary, query_temperature
+from mcore_models.layout_checks import check_layout, check_length
 from mcore_models.protocol import LanguageModel, ModelState
 from mcore_moe.config import MoEConfig
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -206,16 +206,18 @@ class GPT(LanguageModel):
                 rows.
         """
         num_tokens = self._check_inputs(x, state, documents)
-        device = x.device
+        length = num_tokens * self.cp.size + (0 if state is None else state.length)
         if positions is None:
-            positions = self._positions(num_tokens, state, device)
+            positions = self._positions(num_tokens, state, x.device)
         elif positions.dim() == 2 and positions.shape[0] == 1:
             # Tables without a batch are smaller, and fused kernels' own.
             positions = positions[0]
         if self.stage.has_embedding:
             x = self._embed(x, positions)
         inputs = BlockInputs(
-            rotary=build_rotary(self.config, positions, x.dtype),
+            rotary=build_rotary(self.config, positions, x.dtype, length),
+            local_rotary=build_local_rotary(self.config, positions, x.dtype),
+            temperature=query_temperature(self.config, positions, x.dtype),
             documents=documents,
             state=state,
         )
@@ -245,9 +247,11 @@ class GPT(LanguageModel):
         Args:
             hidden: of ``forward`` on the last stage.
         """
-        return column_parallel(
-            hidden, self.output_weight, None, self.tp, self.sequence_parallel
+        scores = column_parallel(
+            self._scaled(hidden), self.output_weight, None, self.tp, self.sequence_parallel
         )
+        cap = self.config.final_logit_softcapping
+        return cap * torch.tanh(scores / cap) if cap else scores
 
     def token_losses(
         self,
@@ -292,7 +296,7 @@ class GPT(LanguageModel):
             The sum, and every token's loss without gradient.
         """
         return head_loss(
-            hidden,
+            self._scaled(hidden),
             self.output_weight,
             labels,
             weights,
@@ -300,7 +304,12 @@ class GPT(LanguageModel):
             axis=self.tp,
             sequence_parallel=self.sequence_parallel,
             label_smoothing=label_smoothing,
+            softcap=self.config.final_logit_softcapping,
         )
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Multiply what the head reads, which multiplies its scores."""
+        return hidden * factor if (factor := self.config.logits_multiplier) != 1 else hidden
 
     @property
     def output_weight(self) -> Float[Tensor, "v D"]:
@@ -310,6 +319,9 @@ class GPT(LanguageModel):
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        if self.config.embedding_multiplier != 1.0:
+            # Rounded to the model's dtype first, as published models were trained.
+            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype).item()
         if self.config.position_embedding_type == "learned_absolute":
             x = x + self.position_embedding(positions)
         return self.dropout(x)
@@ -367,10 +379,7 @@ class GPT(LanguageModel):
         return num_tokens
 
     def _check_length(self, num_tokens: int, num_remembered: int) -> None:
-        limit = self.config.max_position_embeddings
-        length = num_tokens * self.cp.size + num_remembered
-        if limit and length > limit:
-            raise ValueError(too_long(length, limit))
+        check_length(self.config, num_tokens * self.cp.size, num_remembered)
         if self.sequence_parallel and num_tokens % self.tp.size:
             raise ValueError(
                 f"--sequence-parallel cannot cut {num_tokens} tokens over "

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 
 import torch
 
-from mcore_models.config import KernelConfig, TransformerConfig, activation
+from mcore_models.config import KernelConfig, TransformerConfig, activation, has_plain_scores
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
 from mcore_models.layers.rope import NORM_ROTARY_KERNEL, ROTARY_KERNEL
@@ -56,7 +56,7 @@ def optional_kernels(
     if config.position_embedding_type == "rope" and not config.multi_latent_attention:
         norms = config.qk_layernorm and config.normalization == "RMSNorm"
         found.append((NORM_ROTARY_KERNEL if norms else ROTARY_KERNEL, (dtype, H)))
-    if kernels.attention_backend in ("auto", "flash4"):
+    if kernels.attention_backend in ("auto", "flash4") and has_plain_scores(config):
         heads = config.num_attention_heads // tp.size, max(1, num_kv_heads(config) // tp.size)
         shapes = zip(heads, (H, value_dim(config)), strict=True)
         q, v = (torch.empty(1, 1, *shape, device=device, dtype=dtype) for shape in shapes)

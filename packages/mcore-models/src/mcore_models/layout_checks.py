@@ -4,7 +4,7 @@ All problems are found at once, each with the flag and what it may be, so that e
 refuses alike and no collective is left waiting. No torch here.
 """
 
-from mcore_models.config import TransformerConfig, divisors, window
+from mcore_models.config import TransformerConfig, divisors, has_plain_scores, is_local
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.logical_tensors import ffn_size, num_kv_heads
@@ -75,6 +75,12 @@ def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[
             f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
         )
         return [problem]
+    if config.qk_layernorm and config.qk_norm_width == "layer" and groups % tp:
+        problem = (
+            f"--qk-norm-width layer cannot norm keys of --num-query-groups {groups} over "
+            f"--tensor-model-parallel-size {tp}: use {_listed(divisors(groups))}."
+        )
+        return [problem]
     return []
 
 
@@ -95,6 +101,9 @@ def _context_problems(config: TransformerConfig, parallel: ParallelConfig) -> li
             f"--cp-comm-type p2p has no {what} ({flag}): use all_gather or a2a."
             for what, flag, used in (
                 ("windows", "--window-size", config.window_size[0] >= 0),
+                ("chunks", "--attention-chunk-size", config.attention_chunk_size > 0),
+                ("caps", "--attn-logit-softcapping", config.attn_logit_softcapping > 0),
+                ("sinks", "--softmax-type", config.softmax_type == "learnable"),
                 ("dropout", "--attention-dropout", config.attention_dropout > 0),
             )
             if used
@@ -156,6 +165,29 @@ def _sequence_problems(
     return problems
 
 
+def check_length(config: TransformerConfig, num_tokens: int, num_remembered: int) -> None:
+    """Refuse sequences that a model's positions do not reach.
+
+    Args:
+        config: of the model.
+        num_tokens: new ones, over all context ranks.
+        num_remembered: tokens before them that a state holds.
+
+    Raises:
+        ValueError: with the flag to change.
+    """
+    limit, length = config.max_position_embeddings, num_tokens + num_remembered
+    if limit and length > limit:
+        raise ValueError(too_long(length, limit))
+    context = config.original_max_position_embeddings
+    if config.rope_type == "longrope" and 0 < num_remembered <= context < length:
+        raise ValueError(
+            f"--rope-type longrope rotates all positions anew beyond {context} tokens, and "
+            f"{num_remembered} are remembered as they were rotated: start again without a "
+            "state, from all tokens."
+        )
+
+
 def too_long(seq_length: int, limit: int) -> str:
     """Say that a sequence exceeds the positions of a model."""
     return (
@@ -168,12 +200,14 @@ def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int
     """Say how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
     if parallel.cp_comm_type:
         return parallel.cp_comm_type
-    return "all_gather" if has_window_or_dropout(config, layer) else "p2p"
+    return "all_gather" if cannot_be_cut(config, layer) else "p2p"
 
 
-def has_window_or_dropout(config: TransformerConfig, layer: int) -> bool:
+def cannot_be_cut(config: TransformerConfig, layer: int) -> bool:
     """Whether a layer attends in a way that cannot be cut into blocks."""
-    return window(config, layer) >= 0 or config.attention_dropout > 0
+    return (
+        is_local(config, layer) or config.attention_dropout > 0 or not has_plain_scores(config)
+    )
 
 
 def _listed(values: list[int]) -> str:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ class LayerState(Protocol):
         value_dim: int = 0,
         window: int = -1,
         backend: AttentionBackend = "auto",
+        **scores: Any,
     ) -> Float[Tensor, "S B N J"]:
         """Remember the new tokens, and let them attend to themselves and all earlier ones.
 
@@ -80,6 +81,8 @@ class LayerState(Protocol):
             value_dim: J where ``v`` is None.
             window: earlier keys that a query sees besides its own; -1: all.
             backend: kernels to use, see ``attend``.
+            scores: ``scale``, ``chunk``, ``softcap`` and ``sinks`` where a model has them, for
+                ``attend``.
         """
         ...
 

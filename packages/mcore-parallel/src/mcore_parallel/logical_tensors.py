@@ -10,7 +10,7 @@ with those of mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
 """
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -50,12 +50,17 @@ def expert_size(config: Any, moe: Any) -> int:
 
 def is_gated(config: Any) -> bool:
     """Whether feed-forward layers multiply two projections."""
-    return config.swiglu or config.quick_geglu
+    return config.swiglu or config.geglu or config.quick_geglu
 
 
 def has_qkv_bias(config: Any) -> bool:
     """Whether queries, keys and values have biases."""
-    return config.add_bias_linear or config.add_qkv_bias
+    return has_attention_bias(config) or config.add_qkv_bias
+
+
+def has_attention_bias(config: Any) -> bool:
+    """Whether attention's output has a bias."""
+    return config.add_bias_linear or config.add_attention_bias
 
 
 def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
@@ -66,7 +71,7 @@ def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
     """
     if moe.num_experts == 0:
         return (False,) * num_layers
-    pattern = _read_pattern(moe.moe_layer_freq)
+    pattern = read_pattern(moe.moe_layer_freq, "--moe-layer-freq")
     if isinstance(pattern, int):
         if pattern < 1:
             raise ValueError(f"--moe-layer-freq {pattern} must be 1 or more.")
@@ -90,6 +95,19 @@ def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
     return tuple((attention, "moe" if has_experts else "mlp") for has_experts in experts)
 
 
+def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Name the norms before and after each mixer of a layer; empty: there is none."""
+    found = []
+    for place, mixer in enumerate(mixers):
+        before = MIXER_NORMS[mixer]
+        after = f"{before.removesuffix('_norm')}_post_norm"
+        shares = place > 0 and config.parallel_residual == "one_norm"
+        is_bare = config.norm_placement == "output" or shares
+        has_after = config.norm_placement != "pre"
+        found.append(("" if is_bare else before, after if has_after else ""))
+    return tuple(found)
+
+
 def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     """List every logical tensor of a model with its global shape.
 
@@ -110,8 +128,10 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     if config.position_embedding_type == "learned_absolute":
         shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
     for layer, mixers in enumerate(layer_mixers(config, moe)):
-        for mixer in mixers:
-            inside = _norm(config, MIXER_NORMS[mixer], D) | MIXER_SHAPES[mixer](config, moe)
+        for mixer, norms in zip(mixers, layer_norms(config, mixers), strict=True):
+            inside = MIXER_SHAPES[mixer](config, moe)
+            for name in filter(None, norms):
+                inside = _norm(config, name, D) | inside
             shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
     shapes |= _norm(config, "final_norm", D)
     if config.untie_embeddings_and_output_weights:
@@ -119,8 +139,13 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     return shapes
 
 
+def norm_has_bias(config: Any) -> bool:
+    """Whether norms have a bias beside their weight."""
+    return config.normalization == "LayerNorm" and config.norm_bias
+
+
 def _norm(config: Any, name: str, width: int) -> dict[str, Shape]:
-    kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    kinds = ("weight", "bias") if norm_has_bias(config) else ("weight",)
     return {f"{name}.{kind}": (width,) for kind in kinds}
 
 
@@ -136,11 +161,12 @@ def _attention(config: Any, _: Any) -> dict[str, Shape]:
     for part, outputs in (("q", queries), ("k", keys), ("v", keys)):
         shapes |= _linear(f"attention.qkv.{part}", outputs, D, has_qkv_bias(config))
     if config.qk_layernorm:
-        shapes |= {
-            **_norm(config, "attention.q_norm", H),
-            **_norm(config, "attention.k_norm", H),
-        }
-    return shapes | _linear("attention.proj", D, queries, config.add_bias_linear)
+        is_whole = config.qk_norm_width == "layer"
+        shapes |= _norm(config, "attention.q_norm", queries if is_whole else H)
+        shapes |= _norm(config, "attention.k_norm", keys if is_whole else H)
+    if config.softmax_type == "learnable":
+        shapes["attention.sinks"] = (config.num_attention_heads,)
+    return shapes | _linear("attention.proj", D, queries, has_attention_bias(config))
 
 
 def _latent_attention(config: Any, _: Any) -> dict[str, Shape]:
@@ -206,12 +232,17 @@ MIXER_NORMS: Mapping[str, str] = {
 """Name of the norm before each mixer."""
 
 
-def _read_pattern(text: str) -> int | list[int]:
+def read_pattern(text: str, flag: str) -> int | list[int]:
+    """Read a number, or a list of numbers that may be written with + and *.
+
+    Raises:
+        ValueError: with the flag, if it is neither.
+    """
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, KeyError) as error:
         raise ValueError(
-            f"--moe-layer-freq {text!r} is neither a number nor a list such as [0]*3+[1]*58."
+            f"{flag} {text!r} is neither a number nor a list such as [0]*3+[1]*58."
         ) from error
 
 

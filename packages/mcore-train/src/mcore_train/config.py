@@ -348,6 +348,8 @@ class RunConfig:
 class LaunchConfig:
     """How this command itself is read and started."""
 
+    model: str = ""
+    """Begin from the shape of a published model, such as llama-3-8b: see mcore-models list."""
     recipe: tuple[str, ...] = ()
     """TOML files of options, laid over each other from left to right, then the flags."""
     nproc: int = 0

@@ -27,7 +27,7 @@ SIZES = {"tiles of an initial weight"}
 TP4 = {"tensor_model_parallel_size": 4}
 CP2 = {"context_parallel_size": 2}
 SIX = {"num_attention_heads": 6, "num_query_groups": 3}
-WINDOW = {"window_size": (512, 0), "window_attn_skip_freq": 4}
+WINDOW = {"window_size": (512, 0), "window_attn_skip_freq": "4"}
 EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 2}
 FLAGS = {
     "six heads of three groups": (CP2 | SIX | {"cp_comm_type": "a2a"}, 2),

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,18 @@ def test_every_shipped_recipe_reads_and_gives_a_valid_config(path):
     shape = [] if path.parent.name == "model" else shape
     config = parse(["--recipe", str(path), *shape])
     assert config.launch.recipe == (str(path),)
+
+
+def test_a_published_model_is_named_and_flags_and_recipes_lie_over_it(tmp_path):
+    config = parse(["--model", "gemma-2-9b", "--num-layers", "4", "--window-size", "7", "0"])
+    preset = load_preset("gemma-2-9b")
+    assert config.model == replace(preset.config, num_layers=4, window_size=(7, 0))
+    assert config.tokenizer.vocab_size == preset.vocab_size
+    path = write(tmp_path, 'model = "llama-3-8b"\nnum_layers = 2\n')
+    again = parse(["--recipe", str(path)])
+    assert again.model == replace(load_preset("llama-3-8b").config, num_layers=2)
+    with pytest.raises(ValueError, match="no preset is called llama-9: did you mean llama-"):
+        parse(["--model", "llama-9"])
 
 
 @pytest.mark.parametrize(

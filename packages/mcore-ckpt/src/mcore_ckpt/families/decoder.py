@@ -5,20 +5,29 @@ Reads the old spellings (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and 
 transformers since 4.40 reads a folder.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.fields import (
-    DEFAULTS,
+    ROPE_VARIANTS,
     Fields,
+    refuse_variants,
     require,
     require_family,
     setting,
     settings,
 )
+from mcore_ckpt.families.rope import read_rope, write_rope
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
+from mcore_parallel.logical_tensors import (
+    ffn_size,
+    has_attention_bias,
+    has_qkv_bias,
+    head_dim,
+    is_gated,
+    norm_has_bias,
+    num_kv_heads,
+)
 
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -32,11 +41,15 @@ ANGLES = ("*.rotary_emb.inv_freq",)
 _LONG = 131072
 
 
-def read_common(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
+def read_common(
+    fields: Fields, *, partial: bool = False, epsilon: str = "", theta: float = 10000.0
+) -> dict[str, Any]:
     """Read what all Llama-like families say alike: sizes, norms, ties, rotary positions.
 
     Args:
         fields: of the config.json.
+        epsilon: its name for what norms add; empty: ``rms_norm_eps``.
+        theta: rotary base where none is said.
         partial: whether the family can rotate a part of each head; others rotate all of it,
             whatever their config.json says, so that they must not say otherwise.
 
@@ -53,12 +66,14 @@ def read_common(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
         "kv_channels": fields.take("head_dim", hidden // heads),
         "ffn_hidden_size": fields.take("intermediate_size"),
         "max_position_embeddings": fields.take("max_position_embeddings", 0),
-        "norm_epsilon": fields.take("rms_norm_eps", fields.take("norm_eps", 1e-6)),
+        "norm_epsilon": fields.take(epsilon)
+        if epsilon
+        else fields.take("rms_norm_eps", fields.take("norm_eps", 1e-6)),
         "attention_dropout": fields.take("attention_dropout", 0.0),
         "init_method_std": fields.take("initializer_range", 0.02),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
     }
-    ours |= read_rope(fields, ours["max_position_embeddings"])
+    ours |= read_rope(fields, ours["max_position_embeddings"], theta=theta)
     if not partial and ours["rotary_percent"] != 1.0:
         raise ValueError(
             f"config.json has partial_rotary_factor={ours['rotary_percent']!r}, which this "
@@ -67,72 +82,12 @@ def read_common(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
     return ours
 
 
-def read_rope(fields: Fields, max_positions: int) -> dict[str, Any]:
-    """Read rotary positions, in the old spellings and in the new.
-
-    Args:
-        fields: of the config.json.
-        max_positions: the context that YaRN stretches, where it does not say.
-
-    Raises:
-        ValueError: for a way of stretching them that we cannot represent.
-    """
-    rope = Fields({**fields.take("rope_scaling", {}), **fields.take("rope_parameters", {})})
-    ours = {"rotary_base": float(rope.take("rope_theta", fields.take("rope_theta", 10000.0)))}
-    partial = fields.take("partial_rotary_factor", 1.0)
-    ours["rotary_percent"] = rope.take("partial_rotary_factor", partial)
-    kind = rope.take("rope_type", rope.take("type", "default"))
-    if kind == "linear":
-        ours["rotary_seq_len_interpolation_factor"] = float(rope.take("factor"))
-    elif kind == "llama3":
-        ours |= {
-            "use_rope_scaling": True,
-            "rope_scaling_factor": float(rope.take("factor")),
-            "rope_scaling_low_freq_factor": float(rope.take("low_freq_factor")),
-            "rope_scaling_high_freq_factor": float(rope.take("high_freq_factor")),
-            "rope_scaling_original_max_position_embeddings": rope.take(
-                "original_max_position_embeddings"
-            ),
-        }
-    elif kind == "yarn":
-        ours |= _read_yarn(rope, max_positions)
-    elif kind != "default":
-        raise ValueError(
-            f"config.json has rope_type={kind!r}, which mcore cannot represent: only default, "
-            "linear, llama3 and yarn."
-        )
-    rope.finish()
-    return ours
-
-
-def _read_yarn(rope: Fields, max_positions: int) -> dict[str, Any]:
-    rope.must_be("truncate", True)
-    factor, scale = float(rope.take("factor")), float(rope.maybe("mscale") or 0.0)
-    all_dim = float(rope.maybe("mscale_all_dim") or 0.0)
-    if not scale and all_dim:
-        raise ValueError("config.json has mscale_all_dim without mscale, which we cannot say.")
-    given = rope.maybe("attention_factor")
-    if given is not None and abs(given - (0.1 * math.log(factor) + 1)) > 1e-6:
-        raise ValueError(
-            f"config.json has attention_factor={given}, which mcore cannot represent: only "
-            "that of YaRN's rule, 0.1 x ln(factor) + 1."
-        )
-    return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": factor,
-        "original_max_position_embeddings": rope.take(
-            "original_max_position_embeddings", max_positions
-        ),
-        "beta_fast": float(rope.take("beta_fast", 32.0)),
-        "beta_slow": float(rope.take("beta_slow", 1.0)),
-        # They count together only: one alone leaves YaRN's rule as it is.
-        "mscale": scale if all_dim else 1.0,
-        "mscale_all_dim": all_dim,
-    }
-
-
 def write_common(
-    description: Mapping[str, Any], architecture: str, *, partial: bool = False
+    description: Mapping[str, Any],
+    architecture: str,
+    *,
+    partial: bool = False,
+    says: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Write what all Llama-like families say alike.
 
@@ -140,19 +95,20 @@ def write_common(
         description: of the model.
         architecture: their class.
         partial: whether the family can rotate a part of each head.
+        says: fields that it has beside these: some of ``VARIANTS``, or
+            ``window_attn_skip_freq`` and ``rotary_interleaved``.
 
     Raises:
         ValueError: for fields that none of them can say.
     """
     require_family(description, "gpt")
-    require(
-        description,
-        position_embedding_type="rope",
-        rotary_interleaved=False,
-        hidden_dropout=0.0,
-        window_attn_skip_freq=0,
-        multi_latent_attention=False,
-    )
+    says = set(says)
+    refuse_variants(description, *ROPE_VARIANTS, *says)
+    require(description, position_embedding_type="rope", hidden_dropout=0.0)
+    require(description, multi_latent_attention=False)
+    for name, value in (("rotary_interleaved", False), ("window_attn_skip_freq", "0")):
+        if name not in says:
+            require(description, **{name: value})
     if not partial:
         require(description, rotary_percent=1.0)
     config = settings(description)
@@ -177,75 +133,27 @@ def write_common(
 
 
 def write_rms_silu(
-    description: Mapping[str, Any], architecture: str, *, partial: bool = False
+    description: Mapping[str, Any],
+    architecture: str,
+    *,
+    partial: bool = False,
+    says: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Write what the families with RMSNorm and SwiGLU say alike.
+    """Write what the families with RMSNorm and SwiGLU say alike; as ``write_common``.
 
     Raises:
         ValueError: for fields that none of them can say.
     """
     require(description, normalization="RMSNorm", apply_layernorm_1p=False, swiglu=True)
-    return write_common(description, architecture, partial=partial)
+    return write_common(description, architecture, partial=partial, says=says)
 
 
-def read_rms_silu(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
+def read_rms_silu(
+    fields: Fields, *, partial: bool = False, theta: float = 10000.0
+) -> dict[str, Any]:
     """Read what the families with RMSNorm and SwiGLU say alike; as ``read_common``."""
     fields.must_be("hidden_act", "silu")
-    return read_common(fields, partial=partial)
-
-
-def write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write rotary positions, in the old spellings and in the new.
-
-    Raises:
-        ValueError: if two of our ways to stretch them are on.
-    """
-    base = setting(description, "rotary_base")
-    scaling: dict[str, Any] = {}
-    factor = setting(description, "rotary_seq_len_interpolation_factor")
-    if setting(description, "use_rope_scaling"):
-        if factor != 1.0:
-            raise ValueError(
-                "it cannot say --use-rope-scaling and "
-                f"--rotary-seq-len-interpolation-factor {factor} together"
-            )
-        scaling = {"rope_type": "llama3"} | {
-            name: setting(description, f"rope_scaling_{name}")
-            for name in (
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-            )
-        }
-    elif factor != 1.0:
-        scaling = {"rope_type": "linear", "factor": factor}
-    elif setting(description, "rope_type") == "yarn":
-        scaling = _write_yarn(description)
-    percent = setting(description, "rotary_percent")
-    partial = {"partial_rotary_factor": percent} if percent != 1.0 else {}
-    parameters = {"rope_type": "default", **scaling, "rope_theta": base, **partial}
-    return {
-        **partial,
-        "rope_theta": base,
-        "rope_scaling": scaling or None,
-        "rope_parameters": parameters,
-    }
-
-
-def _write_yarn(description: Mapping[str, Any]) -> dict[str, Any]:
-    scale, all_dim = (setting(description, name) for name in ("mscale", "mscale_all_dim"))
-    if not all_dim and scale != 1.0:
-        raise ValueError(f"it cannot say --mscale {scale} without --mscale-all-dim")
-    betas = {name: setting(description, name) for name in ("beta_fast", "beta_slow")}
-    name = "original_max_position_embeddings"
-    return {
-        "rope_type": "yarn",
-        "factor": setting(description, "rotary_scaling_factor"),
-        name: setting(description, name),
-        **{n: value for n, value in betas.items() if value != DEFAULTS[n]},
-        **({"mscale": scale, "mscale_all_dim": all_dim} if all_dim else {}),
-    }
+    return read_common(fields, partial=partial, theta=theta)
 
 
 def gpt(
@@ -264,15 +172,14 @@ def attention_rules(
         description: of the model.
         norms: our norm's name and theirs; None: one before each half.
     """
-    biased = setting(description, "add_bias_linear")
-    has_norm_bias = setting(description, "normalization") == "LayerNorm"
+    config = settings(description)
     rules = [
         Rule(f"blocks.*.{ours}.{kind}", f"model.layers.*.{theirs}.{kind}")
         for ours, theirs in (NORMS if norms is None else norms).items()
-        for kind in (("weight", "bias") if has_norm_bias else ("weight",))
+        for kind in (("weight", "bias") if norm_has_bias(config) else ("weight",))
     ]
     for kind in ("weight", "bias"):
-        if kind == "weight" or biased or setting(description, "add_qkv_bias"):
+        if kind == "weight" or has_qkv_bias(config):
             rules += [
                 Rule(
                     f"blocks.*.attention.qkv.{part}.{kind}",
@@ -280,7 +187,7 @@ def attention_rules(
                 )
                 for part in "qkv"
             ]
-        if kind == "weight" or biased:
+        if kind == "weight" or has_attention_bias(config):
             there = f"model.layers.*.self_attn.o_proj.{kind}"
             rules.append(Rule(f"blocks.*.attention.proj.{kind}", there))
     return rules + (qk_norm_rules() if setting(description, "qk_layernorm") else [])
@@ -340,8 +247,7 @@ def decoder_table(
 def around(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Put embedding, final norm and head around the rules of the layers."""
     head = [Rule("head.weight", "lm_head.weight")]
-    has_norm_bias = setting(description, "normalization") == "LayerNorm"
-    kinds = ("weight", "bias") if has_norm_bias else ("weight",)
+    kinds = ("weight", "bias") if norm_has_bias(settings(description)) else ("weight",)
     return (
         Rule("embedding.weight", "model.embed_tokens.weight"),
         *layer_rules,

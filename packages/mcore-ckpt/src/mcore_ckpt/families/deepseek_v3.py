@@ -6,16 +6,19 @@ What V2 has in common with it is here too.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import ANGLES, around, gpt, read_rope, tied_copies, write_rope
+from mcore_ckpt.families.decoder import ANGLES, around, gpt, tied_copies
 from mcore_ckpt.families.experts import expert_layers, expert_rules, expert_setting
 from mcore_ckpt.families.fields import (
     REQUIRED,
+    ROPE_VARIANTS,
     Fields,
     read_pairs,
+    refuse_variants,
     require,
     require_family,
     setting,
 )
+from mcore_ckpt.families.rope import read_rope, write_rope
 from mcore_ckpt.mapping.rules import Rule, Table
 
 PAIRS = (
@@ -166,6 +169,7 @@ def write(description: Mapping[str, Any], family: str, architecture: str) -> dic
         ValueError: naming a flag that neither can say.
     """
     require_family(description, "gpt")
+    refuse_variants(description, *ROPE_VARIANTS)
     require(
         description,
         multi_latent_attention=True,

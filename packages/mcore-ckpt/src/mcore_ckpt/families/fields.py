@@ -64,6 +64,47 @@ _SWITCHES = {
 }
 _TABLES = {"rope_parameters", "rope_scaling", "quantization_config"}
 
+ROPE_VARIANTS: dict[str, Any] = {
+    "rope_type": "rope",
+    "rotary_scaling_factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+    "rope_attention_factor": 0.0,
+    "longrope_short_factor": (),
+    "longrope_long_factor": (),
+}
+"""Defaults of how rotary wavelengths are stretched."""
+
+VARIANTS: dict[str, Any] = {
+    **ROPE_VARIANTS,
+    "norm_placement": "pre",
+    "norm_bias": True,
+    "parallel_residual": "off",
+    "add_attention_bias": False,
+    "qk_norm_width": "head",
+    "qk_l2_norm": False,
+    "softmax_scale": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "softmax_type": "vanilla",
+    "attention_chunk_size": 0,
+    "rope_skip_freq": "0",
+    "rotary_base_local": 0.0,
+    "attention_temperature_span": 0,
+    "attention_temperature_scale": 0.1,
+    "geglu": False,
+    "activation_func_clamp_value": 0.0,
+    "glu_linear_offset": 0.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+"""Defaults of what few families have: others refuse them, see ``refuse_variants``."""
+
 DEFAULTS: dict[str, Any] = {
     "num_query_groups": 0,
     "ffn_hidden_size": 0,
@@ -79,13 +120,6 @@ DEFAULTS: dict[str, Any] = {
     "rope_scaling_low_freq_factor": 1.0,
     "rope_scaling_high_freq_factor": 4.0,
     "rope_scaling_original_max_position_embeddings": 8192,
-    "rope_type": "rope",
-    "rotary_scaling_factor": 40.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
     "multi_latent_attention": False,
     "q_lora_rank": 0,
     "kv_lora_rank": 512,
@@ -106,8 +140,9 @@ DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "window_size": (-1, 0),
-    "window_attn_skip_freq": 0,
+    "window_attn_skip_freq": "0",
     "init_method_std": 0.02,
+    **VARIANTS,
 }
 """TransformerConfig's defaults; a test holds them equal to mcore-models'."""
 
@@ -222,6 +257,19 @@ def require(description: Mapping[str, Any], **values: Any) -> None:
         if value != wanted:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"it cannot say {flag} {value}: only {wanted}")
+
+
+def refuse_variants(description: Mapping[str, Any], *said: str) -> None:
+    """Refuse a description with fields of ``VARIANTS`` that a family does not have.
+
+    Args:
+        description: of the model.
+        said: those that the family has, or checks itself.
+
+    Raises:
+        ValueError: as ``require``.
+    """
+    require(description, **{n: v for n, v in VARIANTS.items() if n not in said})
 
 
 REQUIRED = object()

@@ -1,22 +1,13 @@
-"""Gemma 2: norms before and after each half, gains stored minus one, capped logits.
+"""Gemma 2: norms before and after each half, gains stored minus one, capped logits."""
 
-No model here runs it yet: the fields that have no flag keep the family's own names.
-"""
-
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import decoder_table
-from mcore_ckpt.families.fields import (
-    REQUIRED,
-    Fields,
-    Nullable,
-    Pairs,
-    read_pairs,
-    require_family,
-    write_pairs,
-)
-from mcore_ckpt.families.shapes import Shapes, gpt_shapes
+from mcore_ckpt.families.decoder import decoder_table, gpt, read_common, write_common
+from mcore_ckpt.families.experts import no_experts
+from mcore_ckpt.families.fields import Fields, require, setting
+from mcore_ckpt.families.layer_types import read_windows, write_windows
 from mcore_ckpt.mapping.rules import Table
 
 NORMS = {
@@ -27,66 +18,84 @@ NORMS = {
 }
 """Our norms and theirs."""
 
-PAIRS = (
-    ("num_layers", "num_hidden_layers", REQUIRED),
-    ("hidden_size", "hidden_size", REQUIRED),
-    ("num_attention_heads", "num_attention_heads", REQUIRED),
-    ("num_query_groups", "num_key_value_heads", REQUIRED),
-    ("kv_channels", "head_dim", 256),
-    ("ffn_hidden_size", "intermediate_size", REQUIRED),
-    ("max_position_embeddings", "max_position_embeddings", 8192),
-    ("norm_epsilon", "rms_norm_eps", 1e-6),
-    ("attention_dropout", "attention_dropout", 0.0),
-    ("init_method_std", "initializer_range", 0.02),
-    ("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
-    ("attn_logit_softcapping", "attn_logit_softcapping", Nullable(50.0)),
-    ("final_logit_softcapping", "final_logit_softcapping", Nullable(30.0)),
-    ("sliding_window", "sliding_window", Nullable(4096)),
-    ("layer_types", "layer_types", None),
-    ("rope_parameters", "rope_parameters", None),
-    ("rope_theta", "rope_theta", None),
-    ("rope_scaling", "rope_scaling", None),
+FIXED: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "apply_layernorm_1p": True,
+    "norm_placement": "sandwich",
+    "swiglu": False,
+    "geglu": True,
+}
+"""What all Gemmas have."""
+
+ABSENT = {
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+}
+"""What fields mean that are not there."""
+
+SAYS = (
+    *("norm_placement", "geglu", "softmax_scale", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "embedding_multiplier", "window_attn_skip_freq"),
 )
-"""Our fields and theirs."""
+"""Our fields that Gemmas have beside those of all families."""
 
 
-def read(config: Mapping[str, Any], family: str, pairs: Pairs) -> dict[str, Any]:
-    """Read a config.json of one of the Gemmas as a description.
+def read_gemma(fields: Fields, *, every: int, theta: float = 10000.0) -> dict[str, Any]:
+    """Read what all Gemmas say alike.
+
+    Args:
+        fields: of the config.json.
+        every: every so many-th layer has no window where nothing is said.
+        theta: rotary base where none is said.
 
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config, keep=("layer_types",))
-    fields.must_be("attention_bias", False)
-    fields.must_be("tie_word_embeddings", True)
     fields.must_be("hidden_activation", "gelu_pytorch_tanh")
     # The first release wrote another activation here, which nothing reads.
     fields.maybe("hidden_act")
     fields.must_be("use_bidirectional_attention", False)
     fields.maybe("cache_implementation")
-    ours = {"apply_layernorm_1p": True} | read_pairs(fields, pairs)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return {"family": family, "vocab_size": vocab_size, "config": ours, "moe": {}}
+    ours = read_common(fields, theta=theta) | FIXED
+    return ours | {
+        "add_attention_bias": fields.take("attention_bias", False),
+        "embedding_multiplier": math.sqrt(ours["hidden_size"]),
+        "softmax_scale": fields.take("query_pre_attn_scalar") ** -0.5,
+        "attn_logit_softcapping": fields.maybe("attn_logit_softcapping") or 0.0,
+        "final_logit_softcapping": fields.maybe("final_logit_softcapping") or 0.0,
+        **read_windows(fields, ours["num_layers"], every),
+    }
 
 
-def write(
-    description: Mapping[str, Any], family: str, architecture: str, pairs: Pairs
+def write_gemma(
+    description: Mapping[str, Any], architecture: str, says: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Write a description as a config.json of one of the Gemmas.
+    """Write what all Gemmas say alike.
 
     Raises:
-        ValueError: if it is of another family.
+        ValueError: naming a flag that the family cannot say.
     """
-    require_family(description, family)
-    return {
-        "model_type": family,
-        "architectures": [architecture],
-        "vocab_size": description["vocab_size"],
-        **write_pairs(description, pairs),
+    no_experts(description)
+    require(description, **FIXED, add_bias_linear=False, add_qkv_bias=False)
+    theirs = write_common(description, architecture, says=(*SAYS, "add_attention_bias", *says))
+    width = math.sqrt(theirs["hidden_size"])
+    if not math.isclose(setting(description, "embedding_multiplier"), width):
+        raise ValueError(f"it cannot say --embedding-multiplier other than {width}")
+    scale = setting(description, "softmax_scale")
+    scalar = round(scale**-2, 9) if scale else theirs["head_dim"]
+    del theirs["hidden_act"]
+    return theirs | {
         "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "tie_word_embeddings": True,
+        "attention_bias": setting(description, "add_attention_bias"),
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "attn_logit_softcapping": setting(description, "attn_logit_softcapping") or None,
+        "final_logit_softcapping": setting(description, "final_logit_softcapping") or None,
+        **write_windows(description),
     }
 
 
@@ -96,24 +105,23 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    return read(config, "gemma2", PAIRS)
+    fields = Fields(config, keep=("layer_types",), absent=ABSENT)
+    ours = read_gemma(fields, every=2)
+    vocab_size = fields.take("vocab_size")
+    fields.finish()
+    return gpt(ours, vocab_size)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """Write a description as a config.json.
 
     Raises:
-        ValueError: if it is of another family.
+        ValueError: naming a flag that the family cannot say.
     """
-    return write(description, "gemma2", "Gemma2ForCausalLM", PAIRS)
+    require(description, qk_layernorm=False)
+    return {"model_type": "gemma2", **write_gemma(description, "Gemma2ForCausalLM")}
 
 
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
     return decoder_table(description, norms=NORMS)
-
-
-def shapes(description: Mapping[str, Any]) -> Shapes:
-    """List the shapes of the weights, see ``families.shapes``."""
-    hidden = (description["config"]["hidden_size"],)
-    return gpt_shapes(description) | {"attention_post_norm": hidden, "mlp_post_norm": hidden}

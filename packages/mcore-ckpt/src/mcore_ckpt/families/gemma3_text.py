@@ -1,30 +1,20 @@
-"""Gemma 3, its text model: Gemma 2 with norms on queries and keys, and two rotary bases.
-
-No model here runs it yet: the fields that have no flag keep the family's own names.
-"""
+"""Gemma 3, its text model: Gemma 2 with norms on queries and keys, and two rotary bases."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families import gemma2
-from mcore_ckpt.families.decoder import decoder_table
-from mcore_ckpt.families.fields import Nullable
-from mcore_ckpt.families.gemma2 import NORMS, PAIRS, read, write
-from mcore_ckpt.mapping.rules import Table
+from mcore_ckpt.families.decoder import gpt
+from mcore_ckpt.families.fields import Fields, require, setting
+from mcore_ckpt.families.gemma2 import ABSENT, read_gemma, table, write_gemma
+from mcore_ckpt.families.layer_types import FULL, LOCAL
 
-_ABSENT = {
+__all__ = ["table", "to_ours", "to_theirs"]
+
+_ABSENT = ABSENT | {
     "max_position_embeddings": 131072,
-    "attn_logit_softcapping": Nullable(None),
-    "final_logit_softcapping": Nullable(None),
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
 }
-_PAIRS = (
-    *((mine, there, _ABSENT.get(there, default)) for mine, there, default in PAIRS),
-    ("sliding_window_pattern", "sliding_window_pattern", None),
-    ("_sliding_window_pattern", "_sliding_window_pattern", None),
-    ("rope_local_base_freq", "rope_local_base_freq", None),
-)
-
-shapes = gemma2.shapes
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,19 +23,45 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    ours = read(config, "gemma3_text", _PAIRS)
-    return ours | {"config": {**ours["config"], "qk_layernorm": True}}
+    local = config.get("rope_local_base_freq") or 10000.0
+    stated = {name: v for name, v in config.items() if name != "rope_local_base_freq"}
+    nested = config.get("rope_parameters") or {}
+    if FULL in nested:
+        other = dict(nested[LOCAL])
+        local = other.pop("rope_theta", local)
+        if other.pop("rope_type", "default") != "default" or other:
+            raise ValueError(
+                f"config.json has rope_parameters[{LOCAL!r}]={nested[LOCAL]!r}, which mcore "
+                "cannot represent here: only a base (--rotary-base-local)."
+            )
+        stated["rope_parameters"] = nested[FULL]
+    fields = Fields(stated, keep=("layer_types",), absent=_ABSENT)
+    # transformers does not cap this family's scores, whatever the field says.
+    fields.maybe("attn_logit_softcapping")
+    ours = read_gemma(fields, every=6, theta=1e6) | {"qk_layernorm": True}
+    if ours["window_size"][0] >= 0:
+        ours["rotary_base_local"] = float(local)
+    vocab_size = fields.take("vocab_size")
+    fields.finish()
+    return gpt(ours, vocab_size)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """Write a description as a config.json.
 
     Raises:
-        ValueError: if it is of another family.
+        ValueError: naming a flag that the family cannot say.
     """
-    return write(description, "gemma3_text", "Gemma3ForCausalLM", _PAIRS)
-
-
-def table(description: Mapping[str, Any]) -> Table:
-    """List the weights."""
-    return decoder_table(description, norms=NORMS)
+    require(description, qk_layernorm=True, attn_logit_softcapping=0.0)
+    says = ("rotary_base_local", "qk_norm_width")
+    theirs = write_gemma(description, "Gemma3ForCausalLM", says)
+    require(description, qk_norm_width="head")
+    local = setting(description, "rotary_base_local") or setting(description, "rotary_base")
+    nested = {
+        LOCAL: {"rope_type": "default", "rope_theta": local},
+        FULL: theirs["rope_parameters"],
+    }
+    theirs |= {"rope_parameters": nested, "rope_local_base_freq": local}
+    if theirs["rope_scaling"] is None:
+        del theirs["rope_scaling"]
+    return {"model_type": "gemma3_text", **theirs, "use_bidirectional_attention": False}

@@ -5,7 +5,14 @@ from typing import Any
 
 from mcore_ckpt.families.decoder import gpt
 from mcore_ckpt.families.experts import no_experts
-from mcore_ckpt.families.fields import Fields, require, require_family, setting, settings
+from mcore_ckpt.families.fields import (
+    Fields,
+    refuse_variants,
+    require,
+    require_family,
+    setting,
+    settings,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import ffn_size
 
@@ -21,7 +28,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = Fields(config)
     fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
     fields.must_be("scale_attn_weights", True)
-    fields.must_be("tie_word_embeddings", True)
+    tied = fields.take("tie_word_embeddings", True)
     # One dropout of ours stands for two of theirs.
     dropout = fields.take("resid_pdrop", 0.1)
     fields.must_be("embd_pdrop", dropout)
@@ -45,6 +52,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_dropout": dropout,
         "attention_dropout": fields.take("attn_pdrop", 0.1),
         "init_method_std": fields.take("initializer_range", 0.02),
+        "untie_embeddings_and_output_weights": not tied,
     }
     vocab_size = fields.take("vocab_size")
     fields.finish()
@@ -59,6 +67,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """
     require_family(description, "gpt")
     no_experts(description)
+    refuse_variants(description)
     require(
         description,
         position_embedding_type="learned_absolute",
@@ -68,7 +77,6 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         openai_gelu=True,
         add_bias_linear=True,
         qk_layernorm=False,
-        untie_embeddings_and_output_weights=False,
         window_size=(-1, 0),
         multi_latent_attention=False,
     )
@@ -93,7 +101,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "embd_pdrop": dropout,
         "attn_pdrop": setting(description, "attention_dropout"),
         "initializer_range": setting(description, "init_method_std"),
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": not setting(description, "untie_embeddings_and_output_weights"),
     }
 
 
@@ -124,10 +132,13 @@ def table(description: Mapping[str, Any]) -> Table:
     rules += [
         Rule(f"final_norm.{kind}", f"transformer.ln_f.{kind}") for kind in ("weight", "bias")
     ]
+    is_untied = setting(description, "untie_embeddings_and_output_weights")
+    if is_untied:
+        rules.append(Rule("head.weight", "lm_head.weight"))
     return Table(
         tuple(rules),
         setting(description, "num_layers"),
         # Causal masks that old folders carry.
         droppable=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
-        copies={"lm_head.weight": "transformer.wte.weight"},
+        copies={} if is_untied else {"lm_head.weight": "transformer.wte.weight"},
     )

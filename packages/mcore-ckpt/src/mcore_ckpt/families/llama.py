@@ -17,13 +17,15 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: naming a field that we cannot represent.
     """
     fields = Fields(config)
-    biased = fields.take("attention_bias", False)
-    if fields.take("mlp_bias", False) != biased:
+    biased, mlp = fields.take("attention_bias", False), fields.take("mlp_bias", False)
+    if mlp and not biased:
         raise ValueError(
-            f"config.json has attention_bias={biased} and mlp_bias={not biased}: mcore has "
-            "biases in all linears or in none (--add-bias-linear)."
+            "config.json has attention_bias=False and mlp_bias=True: mcore has biases in all "
+            "linears (--add-bias-linear), in attention's (--add-attention-bias), or in none."
         )
-    ours = read_rms_silu(fields) | {"add_bias_linear": biased}
+    ours = read_rms_silu(fields) | {"add_bias_linear": mlp}
+    if biased and not mlp:
+        ours["add_attention_bias"] = True
     vocab_size = fields.take("vocab_size")
     fields.finish()
     return gpt(ours, vocab_size)
@@ -38,7 +40,11 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     no_experts(description)
     biased = setting(description, "add_bias_linear")
     require(description, qk_layernorm=False, window_size=(-1, 0))
-    if not biased:
+    has_bias = biased or setting(description, "add_attention_bias")
+    if not has_bias:
         require(description, add_qkv_bias=False)
-    theirs = {"model_type": "llama", **write_rms_silu(description, "LlamaForCausalLM")}
-    return theirs | {"attention_bias": biased, "mlp_bias": biased}
+    theirs = write_rms_silu(description, "LlamaForCausalLM", says=("add_attention_bias",))
+    heads, hidden = theirs["num_attention_heads"], theirs["hidden_size"]
+    if hidden % heads:
+        raise ValueError(f"it cannot say --hidden-size {hidden}: no multiple of {heads} heads")
+    return {"model_type": "llama", **theirs, "attention_bias": has_bias, "mlp_bias": biased}

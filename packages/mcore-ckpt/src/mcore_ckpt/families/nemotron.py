@@ -5,7 +5,7 @@ from typing import Any
 
 from mcore_ckpt.families.decoder import decoder_table, gpt, read_common, write_common
 from mcore_ckpt.families.experts import no_experts
-from mcore_ckpt.families.fields import Fields, require
+from mcore_ckpt.families.fields import Fields, require, setting
 
 table = decoder_table
 
@@ -29,9 +29,11 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     absent = {"norm_eps": 1e-5, "initializer_range": 0.0134}
     fields = Fields({**config, "partial_rotary_factor": partial}, absent=absent)
     fields.must_be("hidden_act", "relu2")
-    fields.must_be("attention_bias", False)
+    biased = fields.take("attention_bias", False)
     fields.must_be("mlp_bias", False)
     ours = read_common(fields, partial=True) | _FIXED
+    if biased:
+        ours["add_attention_bias"] = True
     vocab_size = fields.take("vocab_size")
     fields.finish()
     return gpt(ours, vocab_size)
@@ -46,9 +48,12 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     no_experts(description)
     require(description, **_FIXED, qk_layernorm=False, window_size=(-1, 0))
     require(description, add_bias_linear=False, add_qkv_bias=False)
-    theirs = write_common(description, "NemotronForCausalLM", partial=True)
+    theirs = write_common(
+        description, "NemotronForCausalLM", partial=True, says=("add_attention_bias",)
+    )
     theirs["norm_eps"] = theirs.pop("rms_norm_eps")
     theirs["partial_rotary_factor"] = theirs.get("partial_rotary_factor", 1.0)
     theirs["rope_parameters"]["partial_rotary_factor"] = theirs["partial_rotary_factor"]
-    theirs |= {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False}
+    theirs |= {"hidden_act": "relu2", "mlp_bias": False}
+    theirs["attention_bias"] = setting(description, "add_attention_bias")
     return {"model_type": "nemotron", **theirs}

@@ -1,34 +1,28 @@
-"""OLMo-2: norms after each half instead of before, and on whole queries and keys.
-
-No model here runs it yet: the fields that have no flag keep the family's own names.
-"""
+"""OLMo-2: norms after each half instead of before, and on whole queries and keys."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.decoder import decoder_table
-from mcore_ckpt.families.fields import REQUIRED, Fields, read_pairs, require_family, write_pairs
-from mcore_ckpt.families.shapes import Shapes, gpt_shapes
+from mcore_ckpt.families.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.experts import no_experts
+from mcore_ckpt.families.fields import Fields, require, setting
 from mcore_ckpt.mapping.rules import Table
 
-_NORMS = {
+NORMS = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
-PAIRS = (
-    ("num_layers", "num_hidden_layers", REQUIRED),
-    ("hidden_size", "hidden_size", REQUIRED),
-    ("num_attention_heads", "num_attention_heads", REQUIRED),
-    ("num_query_groups", "num_key_value_heads", None),
-    ("ffn_hidden_size", "intermediate_size", REQUIRED),
-    ("max_position_embeddings", "max_position_embeddings", 2048),
-    ("norm_epsilon", "rms_norm_eps", 1e-5),
-    ("attention_dropout", "attention_dropout", 0.0),
-    ("init_method_std", "initializer_range", 0.02),
-    ("rope_parameters", "rope_parameters", None),
-    ("rope_theta", "rope_theta", None),
-    ("rope_scaling", "rope_scaling", None),
-)
+"""Our norms and theirs."""
+
+FIXED: dict[str, Any] = {
+    "norm_placement": "output",
+    "qk_layernorm": True,
+    "qk_norm_width": "layer",
+}
+"""What OLMo-2 and OLMo-3 have."""
+
+ABSENT = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+"""What fields mean that are not there."""
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,49 +31,42 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config)
-    fields.must_be("hidden_act", "silu")
-    fields.must_be("attention_bias", False)
-    ours = read_pairs(fields, PAIRS) | {"qk_layernorm": True}
-    tied = fields.take("tie_word_embeddings", False)
-    ours["untie_embeddings_and_output_weights"] = not tied
+    fields = Fields(config, absent=ABSENT)
+    ours = read_rms_silu(fields) | FIXED
+    ours["add_attention_bias"] = fields.take("attention_bias", False)
     vocab_size = fields.take("vocab_size")
     fields.finish()
-    return {"family": "olmo2", "vocab_size": vocab_size, "config": ours, "moe": {}}
+    return gpt(ours, vocab_size)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """Write a description as a config.json.
 
     Raises:
-        ValueError: if it is of another family.
+        ValueError: naming a flag that the family cannot say.
     """
-    require_family(description, "olmo2")
-    tied = not description["config"]["untie_embeddings_and_output_weights"]
-    return {
-        "model_type": "olmo2",
-        "architectures": ["Olmo2ForCausalLM"],
-        "vocab_size": description["vocab_size"],
-        **write_pairs(description, PAIRS),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": tied,
-    }
+    require(description, window_size=(-1, 0))
+    return {"model_type": "olmo2", **write_olmo(description, "Olmo2ForCausalLM")}
+
+
+def write_olmo(
+    description: Mapping[str, Any], architecture: str, says: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Write what OLMo-2 and OLMo-3 say alike.
+
+    Raises:
+        ValueError: naming a flag that the family cannot say.
+    """
+    no_experts(description)
+    require(description, **FIXED, add_bias_linear=False, add_qkv_bias=False)
+    says = (*FIXED, "add_attention_bias", *says)
+    theirs = write_rms_silu(description, architecture, says=says)
+    own = theirs["hidden_size"] // theirs["num_attention_heads"]
+    if theirs.pop("head_dim") != own:
+        raise ValueError(f"it cannot say --kv-channels: only {own}, hidden size / heads")
+    return theirs | {"attention_bias": setting(description, "add_attention_bias")}
 
 
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
-    return decoder_table(description, norms=_NORMS)
-
-
-def shapes(description: Mapping[str, Any]) -> Shapes:
-    """List the shapes of the weights, see ``families.shapes``."""
-    found = gpt_shapes(description)
-    norms = {
-        "attention_post_norm": found["attention_norm"],
-        "mlp_post_norm": found["mlp_norm"],
-        # Over all heads at once.
-        "attention.q_norm": found["attention.qkv.q"][:1],
-        "attention.k_norm": found["attention.qkv.k"][:1],
-    }
-    return found | norms
+    return decoder_table(description, norms=NORMS)

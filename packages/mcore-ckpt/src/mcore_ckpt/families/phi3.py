@@ -23,10 +23,19 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as a description.
 
     Raises:
-        ValueError: naming a field that we cannot represent; long-context variants
-            (``rope_type`` longrope) among them.
+        ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config, absent={"rms_norm_eps": 1e-5})
+    context = config.get("original_max_position_embeddings")
+    stated = dict(config)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name) or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default" and context:
+            # The family says it outside of the table, and calls the same thing by more names.
+            stated[name] = {**rope, "original_max_position_embeddings": context}
+            kind = rope.get("rope_type", rope.get("type"))
+            stated[name]["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+            stated[name].pop("type", None)
+    fields = Fields(stated, absent={"rms_norm_eps": 1e-5})
     fields.must_be("attention_bias", False)
     for name in ("embd_pdrop", "resid_pdrop"):
         fields.must_be(name, 0.0)
@@ -49,6 +58,12 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     own = theirs["hidden_size"] // theirs["num_attention_heads"]
     if theirs.pop("head_dim") != own:
         raise ValueError(f"it cannot say --kv-channels: only {own}, hidden size / heads")
+    # The short context stands outside of the rotary tables too.
+    context = theirs["max_position_embeddings"]
+    if setting(description, "rope_type") in ("longrope", "yarn"):
+        require(description, rope_type="longrope")
+        context = setting(description, "original_max_position_embeddings")
+    theirs["original_max_position_embeddings"] = context
     theirs |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False}
     return {"model_type": "phi3", **theirs, **write_window(description)}
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from mcore_ckpt.families.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
 from mcore_ckpt.families.experts import no_experts
-from mcore_ckpt.families.fields import Fields, require
-from mcore_ckpt.families.qwen2 import ABSENT, no_window
+from mcore_ckpt.families.fields import Fields, require, setting
+from mcore_ckpt.families.qwen2 import ABSENT, read_upper_windows, write_upper_windows
 
 table = decoder_table
 
@@ -17,12 +17,14 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    fields = Fields(config, absent=ABSENT)
-    no_window(fields)
-    fields.must_be("attention_bias", False)
+    fields = Fields(config, keep=("layer_types", "max_window_layers"), absent=ABSENT)
+    biased = fields.take("attention_bias", False)
     # Qwen3 sets 128 where the field is absent, whatever the hidden size.
     head_dim = config.get("head_dim") or 128
     ours = read_rms_silu(fields) | {"qk_layernorm": True, "kv_channels": head_dim}
+    ours |= read_upper_windows(fields, ours["num_layers"])
+    if biased:
+        ours["add_attention_bias"] = True
     vocab_size = fields.take("vocab_size")
     fields.finish()
     return gpt(ours, vocab_size)
@@ -36,6 +38,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """
     no_experts(description)
     require(description, qk_layernorm=True, add_bias_linear=False, add_qkv_bias=False)
-    require(description, window_size=(-1, 0))
-    theirs = {"model_type": "qwen3", **write_rms_silu(description, "Qwen3ForCausalLM")}
-    return theirs | {"use_sliding_window": False, "attention_bias": False}
+    says = ("window_attn_skip_freq", "add_attention_bias")
+    theirs = write_rms_silu(description, "Qwen3ForCausalLM", says=says)
+    theirs["attention_bias"] = setting(description, "add_attention_bias")
+    return {"model_type": "qwen3", **theirs, **write_upper_windows(description)}

@@ -16,7 +16,7 @@ from mcore_ckpt.families.experts import (
     expert_setting,
     require_experts,
 )
-from mcore_ckpt.families.fields import Fields, require
+from mcore_ckpt.families.fields import Fields, require, setting
 from mcore_ckpt.families.qwen2 import no_window
 from mcore_ckpt.mapping.rules import Rule, Table
 
@@ -31,8 +31,10 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = Fields(config, absent=_ABSENT)
     no_window(fields)
-    fields.must_be("attention_bias", False)
+    biased = fields.take("attention_bias", False)
     ours = read_rms_silu(fields) | {"qk_layernorm": True}
+    if biased:
+        ours["add_attention_bias"] = True
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     pattern = [
         int(layer not in dense and (layer + 1) % step == 0)
@@ -65,11 +67,13 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     require(description, window_size=(-1, 0))
     if expert_setting(description, "moe_input_jitter_eps"):
         raise ValueError("it cannot say --moe-input-jitter-eps")
-    theirs = {"model_type": "qwen3_moe", **write_rms_silu(description, "Qwen3MoeForCausalLM")}
+    says = ("add_attention_bias",)
+    theirs = write_rms_silu(description, "Qwen3MoeForCausalLM", says=says)
     experts = expert_setting(description, "num_experts")
     width = expert_setting(description, "moe_ffn_hidden_size") or theirs["intermediate_size"]
     pattern = expert_layers(description)
     return theirs | {
+        "model_type": "qwen3_moe",
         "moe_intermediate_size": width,
         "num_experts": experts,
         "num_local_experts": experts,
@@ -79,7 +83,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, sparse in enumerate(pattern) if not sparse],
         "use_sliding_window": False,
-        "attention_bias": False,
+        "attention_bias": setting(description, "add_attention_bias"),
     }
 
 

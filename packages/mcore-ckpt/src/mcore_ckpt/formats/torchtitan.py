@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.experts import expert_layers, expert_setting
-from mcore_ckpt.families.fields import require, require_family, setting, settings
+from mcore_ckpt.families.fields import (
+    refuse_variants,
+    require,
+    require_family,
+    setting,
+    settings,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import num_kv_heads
 
@@ -22,6 +28,7 @@ def table(description: Mapping[str, Any]) -> Table:
         ValueError: naming a flag that torchtitan's models do not have.
     """
     require_family(description, "gpt")
+    refuse_variants(description)
     require(
         description,
         normalization="RMSNorm",

@@ -46,6 +46,9 @@ def attend(
     causal: bool = True,
     scale: float | None = None,
     window: int = -1,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Float[Tensor, " N"] | None = None,
     dropout_prob: float = 0.0,
     documents: Documents | None = None,
     backend: AttentionBackend = "auto",
@@ -63,6 +66,10 @@ def attend(
         causal: whether a query sees only keys up to its own place.
         scale: of the scores; None: 1/sqrt(H).
         window: earlier keys that a query sees besides its own; -1: all. Only if causal.
+        chunk: keys are cut into chunks of so many, and a query sees those of its own; 0: not.
+        softcap: scores become softcap x tanh(score / softcap); 0: they stay.
+        sinks: a score of each head that takes part in the softmax and mixes no value. Caps and
+            sinks have no fused kernel: they are computed in plain torch.
         dropout_prob: of dropping an attention weight, drawn from the default generator.
         documents: packed in the rows, of which the keys are the first Z tokens; none sees
             another. Only if causal. On a GPU they have one kernel of their own.
@@ -72,7 +79,7 @@ def attend(
     Raises:
         ValueError: if there are more queries than keys, a window or documents without
             causality, documents of another batch, or ``flash4`` cannot be used for these
-            tensors.
+            tensors, or a fused backend is named for caps or sinks.
         RuntimeError: if another backend that was named does not take the shapes.
     """
     num_queries, num_keys = q.shape[0], k.shape[0]
@@ -80,19 +87,30 @@ def attend(
         raise ValueError(f"{num_queries} causal queries need as many keys, not {num_keys}")
     if window >= 0 and not causal:
         raise ValueError("an attention window needs causal attention")
+    is_plain = softcap > 0 or sinks is not None
+    if is_plain and backend not in ("auto", "unfused"):
+        raise ValueError(
+            f"--attention-backend {backend} knows neither soft caps nor sinks: use auto or "
+            "unfused, which compute them in plain torch."
+        )
     if documents is not None:
         _check_documents(documents, k, causal, backend)
-        if num_queries == documents.length and _has_varlen(q, dropout_prob, backend):
+        is_whole = num_queries == documents.length and not (is_plain or chunk)
+        if is_whole and _has_varlen(q, dropout_prob, backend):
             return _varlen(q, k, v, documents, scale, window)
-    elif _uses_flash4(q, k, v, dropout_prob, backend):
+    elif not (is_plain or chunk) and _uses_flash4(q, k, v, dropout_prob, backend):
         return flash4.flash4_attention(q, k, v, causal=causal, scale=scale, window=window)
     mask = None
-    if causal and (window >= 0 or 1 < num_queries < num_keys):
-        mask = visible_keys(num_queries, num_keys, window, q.device)
+    is_whole_row = num_queries in (num_keys, 1)
+    if causal and (window >= 0 or chunk or is_plain or not is_whole_row):
+        mask = visible_keys(num_queries, num_keys, window, q.device, chunk)
     if documents is not None:
         mask = same_document(documents, num_queries, num_keys, q.device) & visible_keys(
-            num_queries, num_keys, window, q.device
+            num_queries, num_keys, window, q.device, chunk
         )
+    if is_plain:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return _plain(q, k, v, mask, scale, softcap, sinks, dropout_prob)
     arguments = {
         "attn_mask": mask,
         "dropout_p": dropout_prob,
@@ -143,7 +161,11 @@ def check_backend(backend: AttentionBackend) -> None:
 
 
 def visible_keys(
-    num_queries: int, num_keys: int, window: int = -1, device: torch.device | None = None
+    num_queries: int,
+    num_keys: int,
+    window: int = -1,
+    device: torch.device | None = None,
+    chunk: int = 0,
 ) -> Bool[Tensor, "S Z"]:
     """Say which keys each query sees; the last query stands at the last key.
 
@@ -152,11 +174,46 @@ def visible_keys(
         num_keys: Z.
         window: earlier keys in sight besides the own; -1: all.
         device: of the result.
+        chunk: a query sees the keys of its own chunk of so many; 0: of all.
     """
     place = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     key = torch.arange(num_keys, device=device)
     seen = key <= place
+    if chunk:
+        seen = seen & (key // chunk == place // chunk)
     return seen if window < 0 else seen & (key >= place - window)
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout_prob: float,
+) -> Float[Tensor, "S B N H"]:
+    """Attend with all scores in memory, float32 or wider: what no fused kernel knows.
+
+    A sink's score is one more column of the softmax, which mixes nothing: Xiao et al. 2023,
+    arXiv:2309.17453, in the learned form. Caps: Gemma team 2024, arXiv:2408.00118.
+    """
+    per_group = q.shape[2] // k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [S, B, N, H] -> [B, N, S, H]
+    k, v = (x.repeat_interleave(per_group, 1) for x in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-1, -2)).to(wide) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    probs = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    out = F.dropout(probs, dropout_prob) @ v
+    return out.permute(2, 0, 1, 3)
 
 
 def same_document(

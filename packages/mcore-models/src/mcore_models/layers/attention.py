@@ -13,28 +13,42 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.config import KernelConfig, TransformerConfig, rotary_size, window
+from mcore_models.config import (
+    KernelConfig,
+    TransformerConfig,
+    chunk,
+    is_local,
+    is_rotated,
+    rotary_size,
+    window,
+)
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
+from mcore_models.layers.norm import RMSNorm, SplitRMSNorm, build_norm, l2_normed
 from mcore_models.layers.rope import (
     NORM_ROTARY_KERNEL,
     ROTARY_KERNEL,
     RotaryTables,
     rotate,
 )
-from mcore_models.layout_checks import cp_comm_type, has_window_or_dropout
+from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
-from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
-from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.logical_tensors import (
+    has_attention_bias,
+    has_qkv_bias,
+    head_dim,
+    num_kv_heads,
+)
+from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.optional_kernels import OptionalKernel, works
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
+from mcore_parallel.sharding import Layout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -51,7 +65,8 @@ class Attention(nn.Module):
     Attributes:
         qkv: D to this rank's queries, keys and values, in this order.
         proj: heads to D.
-        q_norm, k_norm: norms of each head, or None.
+        q_norm, k_norm: norms of each head, or of all heads as one, or None.
+        sinks: score of each of this rank's heads for nothing, or None.
     """
 
     def __init__(
@@ -82,6 +97,8 @@ class Attention(nn.Module):
         """
         super().__init__()
         self.config, self.layer = config, layer
+        self.window, self.chunk = window(config, layer), chunk(config, layer)
+        self.is_local, self.is_rotated = is_local(config, layer), is_rotated(config, layer)
         self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
         self.comm_type = cp_comm_type(config, ctx.config, layer)
         check_backend(kernels.attention_backend)
@@ -104,12 +121,32 @@ class Attention(nn.Module):
             **linear,
         )
         self.proj = RowParallelLinear(
-            N * H, config.hidden_size, bias=config.add_bias_linear, gemm=gemms.row, **linear
+            N * H, config.hidden_size, bias=has_attention_bias(config), gemm=gemms.row, **linear
         )
+        self.q_norm = self._build_qk_norm(N, tp, placed)
+        self.k_norm = self._build_qk_norm(G, tp, placed)
+        self.tp, self.sinks = tp, None
+        if config.softmax_type == "learnable":
+            self.sinks = nn.Parameter(torch.zeros(N // tp.size, **placed))
+
+    def _build_qk_norm(self, heads: int, tp: Axis, placed: dict[str, Any]) -> nn.Module | None:
+        config, H = self.config, head_dim(self.config)
+        if not config.qk_layernorm:
+            return None
+        if config.qk_norm_width == "layer":
+            options = {
+                "epsilon": config.norm_epsilon,
+                "zero_centered": config.apply_layernorm_1p,
+            }
+            return SplitRMSNorm(heads * H, axis=tp, **options, **placed)
         # Each rank norms its own heads: its gradient is their share of the sum.
-        norms: dict[str, Any] = {"replicas": tp, "partial": tp, **placed}
-        self.q_norm = build_norm(config, H, **norms) if config.qk_layernorm else None
-        self.k_norm = build_norm(config, H, **norms) if config.qk_layernorm else None
+        return build_norm(config, H, replicas=tp, partial=tp, **placed)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the sinks, see ``mcore_parallel.sharding``."""
+        if self.sinks is None:
+            return {}
+        return {"sinks": sliced("", (self.config.num_attention_heads,), 0, self.tp)}
 
     def forward(
         self,
@@ -132,14 +169,36 @@ class Attention(nn.Module):
         return self.proj(mixed)
 
     def _core(self, qkv: Tensor, inputs: BlockInputs) -> Float[Tensor, "S B X"]:
-        q, k, v = self._heads(qkv, inputs.rotary)
+        q, k, v = self._heads(qkv, self._rotary(inputs))
+        if inputs.temperature is not None and not self.is_rotated:
+            q = (q * inputs.temperature).to(q.dtype)
         if inputs.state is None:
             mixed = self._mix(q, k, v, inputs.documents)
         else:
-            seen = window(self.config, self.layer)
             remembered = inputs.state.layer(self.layer)
-            mixed = remembered.attend(q, k, v, window=seen, backend=self.backend)
+            rules: dict[str, Any] = {"window": self.window, **self._scores(q.shape[2])}
+            mixed = remembered.attend(q, k, v, backend=self.backend, **rules)
         return mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
+
+    def _rotary(self, inputs: BlockInputs) -> RotaryTables | None:
+        if not self.is_rotated:
+            return None
+        is_other = self.is_local and inputs.local_rotary is not None
+        return inputs.local_rotary if is_other else inputs.rotary
+
+    def _scores(self, num_heads: int) -> dict[str, Any]:
+        """List what makes scores other than plain ones, for ``attend``."""
+        config, sinks = self.config, self.sinks
+        if sinks is not None and sinks.shape[0] != num_heads:
+            # Heads that were exchanged over context ranks: this rank's share of them.
+            sinks = sinks.chunk(self.cp.size)[self.cp.rank]
+        found = {
+            "scale": config.softmax_scale,
+            "chunk": self.chunk,
+            "softcap": config.attn_logit_softcapping,
+        }
+        rules: dict[str, Any] = {name: value for name, value in found.items() if value}
+        return rules if sinks is None else {**rules, "sinks": sinks}
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """Attend over the whole sequence, wherever its keys are."""
@@ -148,10 +207,13 @@ class Attention(nn.Module):
             return on_rank(q, k, v)
         if self.comm_type == "a2a":
             return ulysses_attention(q, k, v, self.cp, on_rank)
+        is_whole = self.comm_type == "all_gather" and cannot_be_cut(self.config, self.layer)
+        if is_whole:
+            return context_attention(q, k, v, self.cp, on_rank)
+        if self.config.softmax_scale:  # blocks divide by the root of the head's width
+            q = q * (self.config.softmax_scale * q.shape[-1] ** 0.5)
         if self.comm_type == "p2p":
             return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
-        if has_window_or_dropout(self.config, self.layer):
-            return context_attention(q, k, v, self.cp, on_rank)
         return gathered_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
@@ -163,10 +225,11 @@ class Attention(nn.Module):
                 q,
                 k,
                 v,
-                window=window(self.config, self.layer),
+                window=self.window,
                 dropout_prob=prob,
                 documents=documents,
                 backend=self.backend,
+                **self._scores(q.shape[2]),
             )
 
     def _heads(
@@ -187,13 +250,18 @@ class Attention(nn.Module):
             from mcore_models.kernels.rope import fused_rotary_split
 
             return fused_rotary_split(qkv, *rotary, *heads)
-        parts = qkv.split(self.qkv.output_sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, H)) for part in parts)  # [S, B, N*H] -> [S, B, N, H]
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = qkv.split(self.qkv.output_sizes, dim=-1)
+        is_whole = self.config.qk_norm_width == "layer"
+        if is_whole and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.unflatten(-1, (-1, H)) for part in (q, k, v))  # N*H -> N, H
+        if not is_whole and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q = rotate(q, rotary, self.config.rotary_interleaved)
             k = rotate(k, rotary, self.config.rotary_interleaved)
+            if self.config.qk_l2_norm:
+                q, k = (l2_normed(x, self.config.norm_epsilon) for x in (q, k))
         return q, k, v
 
     def _has_kernel(self, qkv: Tensor, rotary: RotaryTables) -> bool:
@@ -203,7 +271,8 @@ class Attention(nn.Module):
             and qkv.dtype != torch.float64
             and rotary[0].dim() == 2
             and rotary_size(config) == head_dim(config)
-            and not isinstance(self.q_norm, LayerNorm)
+            and isinstance(self.q_norm, RMSNorm | None)
+            and not config.qk_l2_norm
             and not config.rotary_interleaved
             and not torch.compiler.is_compiling()
             and works(self._rotary_kernel(), qkv.device, qkv.dtype, head_dim(config))

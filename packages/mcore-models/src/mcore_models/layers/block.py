@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
@@ -16,20 +16,24 @@ from mcore_models.layers.mixers import MIXERS, LayerSetup
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.residual import PreNorm, Residual
 from mcore_moe.config import MoEConfig
-from mcore_parallel.logical_tensors import MIXER_NORMS, layer_mixers
+from mcore_parallel.logical_tensors import layer_mixers, layer_norms
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.rng import RngStreams, StreamDropout
+
+_NO_NORM = nn.Identity()
 
 
 class TransformerBlock(nn.Module):
     """A layer of the model; keeps the shape of its input.
 
     Each of its ``mixers`` is a module of that name, with a norm before it: ``attention`` has
-    ``attention_norm``, ``mlp`` and ``moe`` have ``mlp_norm``.
+    ``attention_norm``, ``mlp`` and ``moe`` have ``mlp_norm``. Where ``--norm-placement`` says
+    so, what it adds has a norm of its own: ``attention_post_norm``, ``mlp_post_norm``.
 
     Attributes:
         mixers: names of the halves, in order, see ``MIXERS``.
+        norms: names of the norms before and after each of them; empty: none.
         residual: joins a half to the residual stream.
     """
 
@@ -76,21 +80,24 @@ class TransformerBlock(nn.Module):
             gemms=gemms,
             placed=placed,
         )
+        self.parallel_residual = config.parallel_residual
         self.mixers = layer_mixers(config, moe)[layer]
-        for name in self.mixers:
-            norm = build_norm(
-                config,
-                config.hidden_size,
-                replicas=ctx.tp,
-                # Norms under sequence parallelism see this rank's tokens only.
-                partial=ctx.tp if setup.sequence_parallel else SINGLE,
-                **placed,
-            )
-            self.add_module(MIXER_NORMS[name], norm)
+        self.norms = layer_norms(config, self.mixers)
+        for name, around in zip(self.mixers, self.norms, strict=True):
+            for norm_name in filter(None, around):
+                norm = build_norm(
+                    config,
+                    config.hidden_size,
+                    replicas=ctx.tp,
+                    # Norms under sequence parallelism see this rank's tokens only.
+                    partial=ctx.tp if setup.sequence_parallel else SINGLE,
+                    **placed,
+                )
+                self.add_module(norm_name, norm)
             self.add_module(name, MIXERS[name].build(setup))
         stream = "tensor_parallel" if setup.sequence_parallel else "replicated"
         dropout = StreamDropout(config.hidden_dropout, streams, stream)
-        self.residual = PreNorm(dropout, streams, recomputed)
+        self.residual = PreNorm(dropout, streams, recomputed, config.residual_multiplier)
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
         """Transform the residual stream; communicates as the mixers do.
@@ -102,9 +109,32 @@ class TransformerBlock(nn.Module):
         Returns:
             The stream, to which the last mixer's output is still to be added.
         """
-        for name in self.mixers:
+        if self.parallel_residual != "off":
+            is_one = self.parallel_residual == "one_norm"
+            norm = self._norm(self.norms[0][0]) if is_one else _NO_NORM
+            return self.residual(norm, partial(self._together, inputs), stream)
+        for name, (before, after) in zip(self.mixers, self.norms, strict=True):
             mixer = MIXERS[name]
             layer = partial(mixer.run, getattr(self, name), inputs)
-            norm = getattr(self, MIXER_NORMS[name])
-            stream = self.residual(norm, layer, stream, mixer.recomputed_as)
+            post_norm = self._norm(after) if after else None
+            stream = self.residual(
+                self._norm(before), layer, stream, mixer.recomputed_as, post_norm
+            )
         return stream
+
+    def _norm(self, name: str) -> Any:
+        return getattr(self, name) if name else _NO_NORM
+
+    def _together(self, inputs: BlockInputs, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Add up all mixers of one input: through one norm already, or through one each."""
+        y, aux = None, None
+        for name, (before, _) in zip(self.mixers, self.norms, strict=True):
+            mixer = MIXERS[name]
+            layer = partial(mixer.run, getattr(self, name), inputs)
+            normed = x if self.parallel_residual == "one_norm" else self._norm(before)(x)
+            found = self.residual.call(layer, normed, mixer.recomputed_as)
+            branch, loss = found if isinstance(found, tuple) else (found, None)
+            y = branch if y is None else y + branch
+            aux = loss if aux is None else aux if loss is None else aux + loss
+        assert y is not None
+        return y, aux

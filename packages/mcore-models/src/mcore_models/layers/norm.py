@@ -16,9 +16,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
+from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
-from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.sharding import Layout, sliced, whole
 
 NARROWEST, WIDEST = 256, 16384
 """Channels that the kernels are made for: a row is one program's registers."""
@@ -80,7 +81,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Subtract the mean, divide by the standard deviation, times a weight, plus a bias.
+    """Subtract the mean, divide by the standard deviation, times a weight, plus any bias.
 
     Statistics are float32 or wider; the result has the input's dtype.
 
@@ -94,17 +95,19 @@ class LayerNorm(nn.Module):
         *,
         epsilon: float = 1e-5,
         zero_centered: bool = False,
+        bias: bool = True,
         replicas: Axis = SINGLE,
         partial: Axis = SINGLE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate weight and bias, which begin as the identity; see ``RMSNorm``."""
+        """Allocate weight and, with ``bias``, a bias: the identity; see ``RMSNorm``."""
         super().__init__()
         self.epsilon, self.zero_centered = epsilon, zero_centered
         self.replicas, self.partial = replicas, partial
         self.weight = _identity(size, zero_centered, device, dtype)
-        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+        zeros = torch.zeros(size, device=device, dtype=dtype) if bias else None
+        self.bias = None if zeros is None else nn.Parameter(zeros)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
@@ -136,16 +139,70 @@ def build_norm(
     dtype: torch.dtype | None = None,
 ) -> RMSNorm | LayerNorm:
     """Make the norm that ``config.normalization`` names, over ``size`` channels."""
-    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    return kind(
-        size,
-        epsilon=config.norm_epsilon,
-        zero_centered=config.apply_layernorm_1p,
-        replicas=replicas,
-        partial=partial,
-        device=device,
-        dtype=dtype,
-    )
+    options: dict[str, Any] = {
+        "epsilon": config.norm_epsilon,
+        "zero_centered": config.apply_layernorm_1p,
+        "replicas": replicas,
+        "partial": partial,
+        "device": device,
+        "dtype": dtype,
+    }
+    if config.normalization == "RMSNorm":
+        return RMSNorm(size, **options)
+    return LayerNorm(size, bias=config.norm_bias, **options)
+
+
+class SplitRMSNorm(nn.Module):
+    """RMSNorm over channels that are split over the ranks of an axis: of all heads as one.
+
+    Reference:
+        OLMo team 2024, arXiv:2501.00656, section 3: norms of whole queries and keys.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        epsilon: float = 1e-5,
+        zero_centered: bool = False,
+        axis: Axis = SINGLE,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's share of the weight, which begins as the identity.
+
+        Args:
+            size: channels over all ranks.
+            epsilon: added to the mean square.
+            zero_centered: keep the weight minus 1.
+            axis: ranks that split the channels evenly.
+            device: of the weight.
+            dtype: of the weight.
+        """
+        super().__init__()
+        self.size, self.epsilon, self.zero_centered = size, epsilon, zero_centered
+        self.axis = axis
+        self.weight = _identity(size // axis.size, zero_centered, device, dtype)
+
+    def forward(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
+        """Norm the last dimension; all-reduces a number a token, and its gradient."""
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True)
+        # Every rank's output depends on the sum, so its gradient is summed too.
+        total = reduce_from(copy_to(squares, self.axis), self.axis)
+        normed = wide * torch.rsqrt(total / self.size + self.epsilon)
+        return (normed * weight).to(x.dtype)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the weight, see ``mcore_parallel.sharding``."""
+        return {"weight": sliced("", (self.size,), 0, self.axis)}
+
+
+def l2_normed(x: Float[Tensor, "*B H"], epsilon: float) -> Float[Tensor, "*B H"]:
+    """Divide by the root mean square of the last dimension, float32 or wider inside."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def _add_and_norm(

@@ -16,6 +16,9 @@ from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_parallel.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams
 
+Norm = RMSNorm | LayerNorm | nn.Identity
+"""What a half of a layer reads the stream through; some families norm only what it adds."""
+
 
 class Residual(NamedTuple):
     """The stream between two layers: the sum of ``x`` and ``branch``."""
@@ -42,23 +45,31 @@ class Residual(NamedTuple):
         """Return the stream with the output of a layer, and its auxiliary loss, joined."""
         return Residual(self.total(), branch, self.aux if aux is None else self.aux + aux)
 
-    def normed(self, norm: RMSNorm | LayerNorm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
+    def normed(self, norm: Norm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
         """Return the norm of the stream, and the stream with nothing left to add."""
         if self.branch is None:
             return norm(self.x), self
+        if not isinstance(norm, RMSNorm | LayerNorm):
+            x = self.total()
+            return norm(x), Residual(x, None, self.aux)
         normed, x = norm.add_and_norm(self.x, self.branch)
         return normed, Residual(x, None, self.aux)
 
 
 class PreNorm(nn.Module):
-    """``x + dropout(layer(norm(x)))``: one half of a block.
+    """``x + multiplier * dropout(post_norm(layer(norm(x))))``: one half of a block.
 
     Reference:
-        Xiong et al. 2020, arXiv:2002.04745.
+        Xiong et al. 2020, arXiv:2002.04745. Norms of what is added: Ding et al. 2021, CogView,
+        arXiv:2105.13290.
     """
 
     def __init__(
-        self, dropout: nn.Module, streams: RngStreams, recomputed: frozenset[str]
+        self,
+        dropout: nn.Module,
+        streams: RngStreams,
+        recomputed: frozenset[str],
+        multiplier: float = 1.0,
     ) -> None:
         """Keep what all halves of a block share.
 
@@ -67,16 +78,19 @@ class PreNorm(nn.Module):
             streams: that the layers draw from.
             recomputed: ``--recompute-modules``: layernorm forgets what a norm returns; a
                 layer's name, all that lies inside it.
+            multiplier: factor on what a layer adds.
         """
         super().__init__()
+        self.multiplier = multiplier
         self.dropout, self.streams, self.recomputed = dropout, streams, recomputed
 
     def forward(
         self,
-        norm: RMSNorm | LayerNorm,
+        norm: Norm,
         layer: Callable[[Tensor], Any],
         stream: Residual,
         name: str = "",
+        post_norm: Norm | None = None,
     ) -> Residual:
         """Join a layer to the stream; communicates as the layer does.
 
@@ -85,28 +99,32 @@ class PreNorm(nn.Module):
             layer: returns what is added, or that and an auxiliary loss.
             stream: before the layer.
             name: of the layer among ``--recompute-modules``.
+            post_norm: of what the layer adds; None: none.
         """
-        if "layernorm" in self.recomputed and self.training:
+        has_norm = not isinstance(norm, nn.Identity)
+        if "layernorm" in self.recomputed and self.training and has_norm:
             stream = Residual(stream.total(), None, stream.aux)  # the norm is made from it
             found = self._forgetting_norm(norm, layer, stream.x, name)
         else:
             normed, stream = stream.normed(norm)
-            found = self._call(layer, normed, name)
+            found = self.call(layer, normed, name)
         y, aux = found if isinstance(found, tuple) else (found, None)
-        return stream.plus(self.dropout(y), aux)
+        y = self.dropout(y if post_norm is None else post_norm(y))
+        return stream.plus(y if self.multiplier == 1.0 else y * self.multiplier, aux)
 
     def _forgetting_norm(
         self,
-        norm: RMSNorm | LayerNorm,
+        norm: Norm,
         layer: Callable[[Tensor], Any],
         x: Tensor,
         name: str,
     ) -> Any:
         if name in self.recomputed:
-            return self._call(lambda x: layer(norm(x)), x, name)
+            return self.call(lambda x: layer(norm(x)), x, name)
         return recompute_between(norm, layer, x)
 
-    def _call(self, layer: Callable[[Tensor], Any], x: Tensor, name: str) -> Any:
+    def call(self, layer: Callable[[Tensor], Any], x: Tensor, name: str) -> Any:
+        """Call a layer, which backward does again if ``recomputed`` has its name."""
         if name in self.recomputed and self.training:
             return recompute(layer, x, streams=self.streams)
         return layer(x)

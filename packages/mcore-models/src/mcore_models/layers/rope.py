@@ -24,7 +24,10 @@ sequences of a batch have positions of their own; h is half the rotated channels
 
 
 def build_rotary(
-    config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
+    config: TransformerConfig,
+    positions: Int[Tensor, "*B S"],
+    dtype: torch.dtype,
+    length: int = 0,
 ) -> RotaryTables | None:
     """Tabulate what a model's layers rotate by; None if it rotates nothing.
 
@@ -32,33 +35,104 @@ def build_rotary(
         config: of the model.
         positions: ``[S]``, or ``[B, S]``.
         dtype: of the activations; the tables are float32 or wider.
+        length: tokens of the sequence over all ranks, those that are remembered included: two
+            ways of stretching depend on it.
     """
     if config.position_embedding_type != "rope":
         return None
-    frequencies = rotary_frequencies(config, positions.device)
+    frequencies = rotary_frequencies(config, positions.device, length)
     return rotary_tables(positions, frequencies, dtype, rotary_magnitude(config))
 
 
+def build_local_rotary(
+    config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
+) -> RotaryTables | None:
+    """Tabulate what layers with a window rotate by; None: as the others."""
+    if not config.rotary_base_local or config.position_embedding_type != "rope":
+        return None
+    frequencies = _base_frequencies(config, config.rotary_base_local, positions.device)
+    return rotary_tables(positions, frequencies, dtype)
+
+
+def query_temperature(
+    config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
+) -> Float[Tensor, "S b 1 1"] | None:
+    """Factor on the queries of layers without rotation; None: 1.
+
+    Scores are sharpened as the context grows, as Llama 4's release does.
+    """
+    span = config.attention_temperature_span
+    if not span:
+        return None
+    positions = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
+    wide = torch.promote_types(dtype, torch.float32)
+    spans = ((positions + 1) // span).to(wide)
+    return (1 + config.attention_temperature_scale * torch.log1p(spans))[..., None, None]
+
+
 def rotary_frequencies(
-    config: TransformerConfig, device: torch.device | str | None = None
+    config: TransformerConfig, device: torch.device | str | None = None, length: int = 0
 ) -> Float[Tensor, " h"]:
-    """Angle per position of each pair of channels, float64, stretched as the config says."""
-    size = rotary_size(config)
-    exponents = torch.arange(0, size, 2, dtype=torch.float64, device=device) / size
-    frequencies = config.rotary_base**-exponents
+    """Angle per position of each pair of channels, float64, stretched as the config says.
+
+    Args:
+        config: of the model.
+        device: of the result.
+        length: tokens of the sequence, see ``build_rotary``.
+    """
+    base = config.rotary_base
+    if config.rope_type == "dynamic":
+        base = _grown_base(config, length)
+    frequencies = _base_frequencies(config, base, device)
     if config.use_rope_scaling:
         frequencies = _stretch(frequencies, config)
     if config.rope_type == "yarn":
         frequencies = _yarn(frequencies, config)
+    if config.rope_type == "longrope":
+        is_long = length > config.original_max_position_embeddings
+        factors = config.longrope_long_factor if is_long else config.longrope_short_factor
+        frequencies = frequencies / torch.tensor(factors, dtype=torch.float64, device=device)
     return frequencies / config.rotary_seq_len_interpolation_factor
 
 
 def rotary_magnitude(config: TransformerConfig) -> float:
-    """Factor on cosines and sines, hence on rotated queries and keys; 1 without YaRN."""
-    if config.rope_type != "yarn":
+    """Factor on cosines and sines, hence on rotated queries and keys.
+
+    Reference:
+        LongRoPE: Ding et al. 2024, arXiv:2402.13753; the root is in Phi-3's release.
+    """
+    if config.rope_type not in ("yarn", "longrope"):
         return 1.0
+    if config.rope_attention_factor:
+        return config.rope_attention_factor
     factor = config.rotary_scaling_factor
+    if config.rope_type == "longrope":
+        context = config.original_max_position_embeddings
+        return math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
     return yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
+
+
+def _base_frequencies(
+    config: TransformerConfig, base: float, device: torch.device | str | None
+) -> Float[Tensor, " h"]:
+    size = rotary_size(config)
+    exponents = torch.arange(0, size, 2, dtype=torch.float64, device=device) / size
+    return base**-exponents
+
+
+def _grown_base(config: TransformerConfig, length: int) -> float:
+    """Grow the base with sequences longer than the original context ("dynamic NTK").
+
+    Reference:
+        The blend is bloc97's and emozilla's of 2023, as in Peng et al. 2023, arXiv:2309.00071,
+        section 2.3.
+    """
+    context, factor = config.original_max_position_embeddings, config.rotary_scaling_factor
+    size = rotary_size(config)
+    if length <= context:
+        return config.rotary_base
+    grown = factor * length / context - (factor - 1)
+    return config.rotary_base * grown ** (size / (size - 2))
 
 
 def rotary_tables(
@@ -173,7 +247,7 @@ def _stretch(frequencies: Tensor, config: TransformerConfig) -> Tensor:
 def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     """Divide frequencies by the factor, except of channels that turn often, and blend between.
 
-    Which channels those are is rounded outwards to whole ones, as in all published models.
+    Which channels those are is rounded outwards to whole ones, as in most published models.
 
     Reference:
         Peng et al. 2023, YaRN, arXiv:2309.00071, section 3.2.
@@ -185,8 +259,10 @@ def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
         ratio = context / (2 * math.pi * turns)
         return pairs * math.log(ratio) / math.log(config.rotary_base)
 
-    low = max(math.floor(channel(config.beta_fast)), 0)
-    high = min(math.ceil(channel(config.beta_slow)), 2 * pairs - 1)
+    ends = channel(config.beta_fast), channel(config.beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        ends = math.floor(ends[0]), math.ceil(ends[1])
+    low, high = max(ends[0], 0), min(ends[1], 2 * pairs - 1)
     index = torch.arange(pairs, dtype=torch.float64, device=frequencies.device)
     # A step where both are one channel.
     stretched = ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)

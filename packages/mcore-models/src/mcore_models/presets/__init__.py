@@ -1,21 +1,41 @@
-"""Well-known models by name: TOML files of flags, which serve as recipes too.
+"""Published models by name: one table of flags, ``models.toml``.
 
-Shapes are those of the published configurations; sources stand in each file.
+Shapes are those of the published configurations. Each entry names its paper or release, and
+its published number of parameters where there is one; a test holds ours equal to it.
 """
 
 import difflib
 import tomllib
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from mcore_models.description import ModelDescription
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """One entry of the table."""
+
+    name: str
+    flags: dict[str, Any]
+    """A flat table, as in a recipe."""
+    source: str
+    """Paper or release that the shape is from."""
+    parameters: int
+    """Published count; 0: only a rounded one is known."""
+
+
+def presets() -> dict[str, Preset]:
+    """Read all presets by name: families together, small before large."""
+    file = files("mcore_models").joinpath("presets", "models.toml")
+    table = tomllib.loads(file.read_text("utf-8"))
+    return {name: _preset(name, _flags(name, table)) for name in table}
+
+
 def preset_names() -> list[str]:
-    """List the models that ``load_preset`` knows."""
-    folder = files("mcore_models").joinpath("presets")
-    names = [entry.name for entry in folder.iterdir()]
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+    """List the models that ``load_preset`` knows, as ``presets``."""
+    return list(presets())
 
 
 def load_preset(name: str) -> ModelDescription:
@@ -24,19 +44,31 @@ def load_preset(name: str) -> ModelDescription:
     Raises:
         ValueError: if there is none of that name, with the nearest one.
     """
-    return ModelDescription.from_flags(read_preset(name))
+    return ModelDescription.from_flags(find_preset(name).flags)
 
 
-def read_preset(name: str) -> dict[str, Any]:
-    """Read a preset as a flat table of flags.
+def find_preset(name: str) -> Preset:
+    """Return a preset as it stands in the table.
 
     Raises:
         ValueError: if there is none of that name, with the nearest one.
     """
-    known = preset_names()
+    known = presets()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
         raise ValueError(f"no preset is called {name}: {hint}")
-    text = files("mcore_models").joinpath("presets", f"{name}.toml").read_text("utf-8")
-    return tomllib.loads(text)
+    return known[name]
+
+
+def _preset(name: str, entry: dict[str, Any]) -> Preset:
+    source, count = entry.pop("source"), entry.pop("parameters", 0)
+    return Preset(name=name, flags=entry, source=source, parameters=count)
+
+
+def _flags(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Lay an entry over the one that it is like, whose count is not its own."""
+    own = dict(table[name])
+    like = own.pop("like", "")
+    base = _flags(like, table) if like else {}
+    return {key: value for key, value in base.items() if key != "parameters"} | own

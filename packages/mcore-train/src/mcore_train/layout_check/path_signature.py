@@ -10,8 +10,8 @@ from dataclasses import fields
 from math import lcm
 from typing import Any
 
-from mcore_models.config import window
-from mcore_models.layout_checks import cp_comm_type, has_window_or_dropout
+from mcore_models.config import is_local, is_rotated
+from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.logical_tensors import head_dim, moe_layers, num_kv_heads
 from mcore_train.composition import TrainConfig
@@ -39,6 +39,8 @@ _PARTS = (
 """Parts of a config whose switches change what a step computes."""
 _SPELLED_BELOW = {
     "moe_layer_freq",
+    "window_attn_skip_freq",
+    "rope_skip_freq",
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
@@ -49,6 +51,13 @@ _SPELLED_BELOW = {
 _FEATURES = (
     ("model", "hidden_dropout"),
     ("model", "attention_dropout"),
+    ("model", "softmax_scale"),
+    ("model", "attn_logit_softcapping"),
+    ("model", "final_logit_softcapping"),
+    ("model", "attention_chunk_size"),
+    ("model", "attention_temperature_span"),
+    ("model", "rotary_base_local"),
+    ("model", "activation_func_clamp_value"),
     ("optimizer", "weight_decay"),
     ("optimizer", "clip_grad"),
     ("experts", "moe_aux_loss_coeff"),
@@ -171,13 +180,17 @@ def layer_kinds(config: TrainConfig) -> list[tuple[str, str]]:
     """Name the way of attention and the kind of feed-forward of every layer, in order."""
     num_layers = config.model.num_layers
     return [
-        (_attention(config, layer), "experts" if has_experts else "dense")
+        (
+            _attention(config, layer)
+            + ("" if is_rotated(config.model, layer) else ", unrotated"),
+            "experts" if has_experts else "dense",
+        )
         for layer, has_experts in enumerate(moe_layers(config.experts, num_layers))
     ]
 
 
 def _attention(config: TrainConfig, layer: int) -> str:
-    has_window = window(config.model, layer) >= 0
+    has_window = is_local(config.model, layer)
     if config.parallelism.context_parallel_size == 1:
         return "window" if has_window else "all tokens"
     kind = cp_comm_type(config.model, config.parallelism, layer)
@@ -185,7 +198,7 @@ def _attention(config: TrainConfig, layer: int) -> str:
         return "exchanged heads, window" if has_window else "exchanged heads"
     if kind == "p2p":
         return "ring"
-    is_whole = has_window_or_dropout(config.model, layer)
+    is_whole = cannot_be_cut(config.model, layer)
     return "gathered keys" if is_whole else "gathered keys in blocks"
 
 

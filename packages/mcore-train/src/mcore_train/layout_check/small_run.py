@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mcore_data.config import DataConfig, TokenizerConfig
-from mcore_models.config import RecomputeConfig, TransformerConfig, window
+from mcore_models.config import RecomputeConfig, TransformerConfig, is_local, is_rotated
 from mcore_models.families import Family
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_train.composition import TrainConfig
@@ -30,6 +30,7 @@ from mcore_train.layout_check.small_run_sizes import (
     seq_length,
     shrink_experts,
     shrink_model,
+    shrink_rope_freq,
     shrink_skip_freq,
     vocab_size,
 )
@@ -147,15 +148,22 @@ def _choose_layers(plan: Plan, layers: list[int], count: int, position: int) -> 
     """Choose layers that have a window where the small run has one, of kinds not seen yet."""
     kinds, chosen = layer_kinds(plan.config), []
     model = plan.config.model
-    small = replace(model, window_attn_skip_freq=shrink_skip_freq(model))
+    small = replace(
+        model,
+        window_attn_skip_freq=shrink_skip_freq(model),
+        rope_skip_freq=shrink_rope_freq(model),
+    )
     while len(chosen) < min(count, len(layers)):
-        is_windowed = window(small, position + len(chosen)) >= 0
+        wanted = (
+            is_local(small, position + len(chosen)),
+            is_rotated(small, position + len(chosen)),
+        )
         seen = {kinds[layer] for layer in chosen}
         chosen.append(
             min(
                 (layer for layer in layers if layer not in chosen),
                 key=lambda layer: (
-                    (window(model, layer) >= 0) != is_windowed,
+                    (is_local(model, layer), is_rotated(model, layer)) != wanted,
                     kinds[layer] in seen,
                     layer,
                 ),

@@ -7,7 +7,7 @@ tensor ranks, experts by expert ranks, vocabulary rows by both padding and tenso
 from dataclasses import replace
 from math import lcm
 
-from mcore_models.config import TransformerConfig
+from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.logical_tensors import moe_layers, num_kv_heads
@@ -48,6 +48,7 @@ def shrink_model(
     channels = FP8_MULTIPLE if is_fp8 else HEAD_DIM
     if shards > 1 and cuts_vectors(plan):
         channels *= -(-(vector_length(shards) + 1) // (channels * heads))
+    pairs = int(channels * model.rotary_percent) // 2
     return replace(
         model,
         num_layers=num_layers,
@@ -66,6 +67,10 @@ def shrink_model(
         attention_dropout=0.0,
         window_size=_shrink_window(plan, length),
         window_attn_skip_freq=shrink_skip_freq(model),
+        rope_skip_freq=shrink_rope_freq(model),
+        longrope_short_factor=(model.longrope_short_factor * pairs)[:pairs],
+        longrope_long_factor=(model.longrope_long_factor * pairs)[:pairs],
+        attention_chunk_size=min(model.attention_chunk_size, length // 2),
         init_method_std=0.1,
         embedding_init_method_std=0.0,
         make_vocab_size_divisible_by=_vocab_multiple(plan, parallel),
@@ -102,10 +107,18 @@ def _shrink_window(plan: Plan, length: int) -> tuple[int, int]:
     return min(before, length // 2 - 1), after
 
 
-def shrink_skip_freq(model: TransformerConfig) -> int:
+def shrink_skip_freq(model: TransformerConfig) -> str:
     """Let every second layer see all tokens where some do and some do not."""
-    freq = model.window_attn_skip_freq
-    return 0 if freq > model.num_layers else min(freq, 2)
+    kinds = {is_local(model, layer) for layer in range(model.num_layers)}
+    if len(kinds) == 2:
+        return "2"
+    return "0" if kinds == {True} or model.window_attn_skip_freq == "0" else "1"
+
+
+def shrink_rope_freq(model: TransformerConfig) -> str:
+    """Let every second layer go without rotation where some do and some do not."""
+    kinds = {is_rotated(model, layer) for layer in range(model.num_layers)}
+    return "2" if len(kinds) == 2 else "1" if kinds == {False} else "0"
 
 
 def seq_length(plan: Plan, parallel: ParallelConfig) -> int:

@@ -171,9 +171,7 @@ INSTEAD: dict[str, str] = {
     "--hybrid-* --mamba-* --is-hybrid-model": (
         "Mamba layers are not built into training yet; use a model of attention layers."
     ),
-    "--qk-l2-norm": "use --qk-layernorm.",
     "--attention-output-gate": "attention's output has no gate here; leave it out.",
-    "--softmax-type": "attention's softmax has no sink here; leave it out.",
     "--apply-query-key-layer-scaling": "scores are computed in float32; leave it out.",
     "--fp32-residual-connection": (
         "the residual stream has the run's own format; use --bf16 or float32."
@@ -267,8 +265,8 @@ INSTEAD: dict[str, str] = {
     "--n-embd --d-model --dim": "use --hidden-size.",
     "--block-size --context-length --max-length": "use --seq-length.",
     "--grad-clip --max-grad-norm": "use --clip-grad.",
-    "--config --preset --model --model-size": (
-        "use --recipe FILE, such as recipes/model/llama-3-8b.toml."
+    "--config --preset --model-size --model-name": (
+        "use --model NAME, such as llama-3-8b, or --recipe FILE."
     ),
     "--gpus --num-gpus --world-size": "use --nproc, or torchrun.",
     "--tp": "use --tensor-model-parallel-size.",

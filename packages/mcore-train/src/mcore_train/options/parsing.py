@@ -1,7 +1,8 @@
 """From the words of a command line to a ``TrainConfig``, without torch.
 
-What stands further right wins: defaults, then the model that ``--load`` names, then recipes
-from left to right, then flags. ``megatron_flags`` knows the spellings that differ.
+What stands further right wins: defaults, then the model that ``--load`` names, then the one
+that ``--model`` names, then recipes from left to right, then flags. ``megatron_flags`` knows
+the spellings that differ.
 """
 
 import logging
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from mcore_models.presets import find_preset
 from mcore_parallel.command_line import HELP_FLAGS, options_of, read_words
 from mcore_parallel.command_line import parse as parse_options
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
@@ -31,7 +33,7 @@ USUAL = (
     *("expert_model_parallel_size", "use_distributed_optimizer", "tokenizer_type"),
     *("tokenizer_model", "vocab_size", "data_path", "split", "mock_data", "eval_interval"),
     *("save", "save_interval", "load", "finetune", "log_interval", "seed", "device"),
-    *("recipe", "nproc", "certificate", "quiet"),
+    *("model", "recipe", "nproc", "certificate", "quiet"),
 )
 """What --help shows; the rest belongs to --help-all and to topics."""
 
@@ -51,8 +53,8 @@ def parse(
         config_type: of the result: a command may have options beside a run's.
 
     Raises:
-        ValueError: for an unknown flag or field, a refused one, a value of the wrong type, or
-            values that the configs themselves refuse.
+        ValueError: for an unknown flag, field or model, a refused flag, a value of the wrong
+            type, or values that the configs themselves refuse.
         SystemExit: after help.
     """
     if set(argv) & set(HELP_FLAGS):
@@ -65,6 +67,8 @@ def parse(
     fields: dict[str, Value] = {}
     for recipe in recipes:
         fields |= _checked_recipe(recipe, config_type)
+    if preset := _last_value(words, "--model") or str(fields.get("model", "")):
+        fields = {**find_preset(preset).flags, **fields}
     load = _last_value(words, "--load") or str(fields.get("load", ""))
     step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
     if not step.isdecimal():

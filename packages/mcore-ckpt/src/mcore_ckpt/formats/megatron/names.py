@@ -10,9 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.experts import MOE_DEFAULTS, expert_layers, expert_setting
-from mcore_ckpt.families.fields import DEFAULTS, setting, settings
+from mcore_ckpt.families.fields import DEFAULTS, VARIANTS, refuse_variants, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
-from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
+from mcore_parallel.logical_tensors import (
+    ffn_size,
+    head_dim,
+    is_gated,
+    num_kv_heads,
+    read_pattern,
+)
 
 CHECKPOINT_VERSION = 3.0
 """Version of the order of rows that is written here and read without a change."""
@@ -61,6 +67,7 @@ def table(
         raise ValueError(f"Megatron's format has no table for {description.get('family')!r}.")
     if setting(description, "multi_latent_attention"):
         raise ValueError("Megatron's format has no table for --multi-latent-attention.")
+    refuse_variants(description)
     pattern = expert_layers(description) if _has_experts(description) else []
     is_mixed = len(set(pattern)) > 1 or is_numbered
     # Layers that are alike are one tensor; the number then is an index, not part of a name.
@@ -219,7 +226,9 @@ def _has_experts(description: Mapping[str, Any]) -> bool:
 
 def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict[str, Any]:
     """Write a description as the arguments that Megatron stores with its weights."""
-    values = {name: setting(description, name) for name in DEFAULTS}
+    values = {name: setting(description, name) for name in DEFAULTS if name not in VARIANTS}
+    skipped = values["window_attn_skip_freq"]
+    values["window_attn_skip_freq"] = read_pattern(skipped, "--window-attn-skip-freq")
     values |= {name: expert_setting(description, name) for name in MOE_DEFAULTS}
     values |= {
         name: setting(description, name)
@@ -273,8 +282,9 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
         config["num_query_groups"] = config["num_attention_heads"]
     if arguments.get("window_size") is not None:
         config["window_size"] = list(arguments["window_size"])
-    if isinstance(config.get("window_attn_skip_freq"), list):
-        raise ValueError("--window-attn-skip-freq is a list there: only a number is known.")
+    config = {name: value for name, value in config.items() if name not in VARIANTS}
+    if "window_attn_skip_freq" in config:
+        config["window_attn_skip_freq"] = str(config["window_attn_skip_freq"]).replace(" ", "")
     # Argument files of before these flags have Megatron's defaults, which are not ours.
     config.setdefault("normalization", "LayerNorm")
     config.setdefault("position_embedding_type", "learned_absolute")

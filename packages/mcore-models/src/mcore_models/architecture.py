@@ -1,0 +1,114 @@
+"""``mcore-models show``: a model as a tree that a person reads, without torch.
+
+Layers that are alike are shown once, with the numbers of those that are.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+from mcore_models.config import activation, chunk, is_rotated, window
+from mcore_models.description import ModelDescription
+from mcore_moe.config import MoEConfig
+from mcore_parallel.logical_tensors import (
+    expert_size,
+    ffn_size,
+    head_dim,
+    is_gated,
+    layer_mixers,
+    num_kv_heads,
+    tensor_shapes,
+)
+
+
+def tree(model: ModelDescription) -> Iterator[str]:
+    """Draw a model, a line a part, with the parameters of each."""
+    config = model.config
+    shapes = tensor_shapes(config, model.vocab_size, model.moe)
+    counts = {name: prod(shape) for name, shape in shapes.items()}
+
+    def size(prefix: str) -> str:
+        return f"{sum(n for name, n in counts.items() if name.startswith(prefix)):,}"
+
+    kind = config.position_embedding_type
+    limit = config.max_position_embeddings
+    places = f"{kind}, up to {limit:,} tokens" if limit else kind
+    table = f"{model.vocab_size:,} tokens x {config.hidden_size:,}"
+    yield f"embedding  {table}  [{size('embedding.')}]"
+    yield f"positions  {places}"
+    for layers, lines in _kinds(model):
+        yield f"{_ranges(layers)}  [{size(f'blocks.{layers[0]}.')} each]"
+        yield from (f"  {line}" for line in lines)
+    yield f"final norm  {config.normalization}  [{size('final_norm.')}]"
+    untied = config.untie_embeddings_and_output_weights
+    yield f"head  [{size('head.')}]" if untied else "head  tied to the embedding"
+
+
+def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]]]:
+    """Group the layers that read alike, in the order of the first of each."""
+    mixers = layer_mixers(model.config, model.moe)
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for layer in range(model.config.num_layers):
+        kinds.setdefault(tuple(_lines(model, layer, mixers[layer])), []).append(layer)
+    for lines, layers in kinds.items():
+        yield layers, lines
+
+
+def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
+    config = model.config
+    placed = {"pre": "before", "output": "after", "sandwich": "before and after"}
+    where = placed[config.norm_placement]
+    together = {
+        "off": "",
+        "two_norms": ", side by side",
+        "one_norm": ", side by side, one norm",
+    }
+    yield f"{config.normalization} {where} each part{together[config.parallel_residual]}"
+    for mixer in mixers:
+        if mixer == "attention":
+            yield f"attention  {', '.join(_attention(model, layer))}"
+        elif mixer == "mlp":
+            gate = "gated " if is_gated(config) else ""
+            yield f"mlp  {ffn_size(config):,} wide, {gate}{activation(config)}"
+        elif mixer == "moe":
+            yield f"experts  {', '.join(_experts(model, model.moe))}"
+        else:
+            yield mixer
+
+
+def _attention(model: ModelDescription, layer: int) -> Iterator[str]:
+    config = model.config
+    heads, groups = config.num_attention_heads, num_kv_heads(config)
+    yield f"{heads} heads of {head_dim(config)}"
+    if groups != heads:
+        yield f"{groups} key/value heads"
+    if window(config, layer) >= 0:
+        yield f"window of {window(config, layer) + 1:,}"
+    if chunk(config, layer):
+        yield f"chunks of {chunk(config, layer):,}"
+    if config.position_embedding_type == "rope" and not is_rotated(config, layer):
+        yield "no rotation"
+    if config.qk_layernorm:
+        yield "norms of queries and keys"
+    if config.softmax_type == "learnable":
+        yield "sinks"
+    if config.attn_logit_softcapping:
+        yield f"scores capped at {config.attn_logit_softcapping:g}"
+
+
+def _experts(model: ModelDescription, moe: MoEConfig) -> Iterator[str]:
+    yield f"{moe.moe_router_topk} of {moe.num_experts}"
+    gate = "gated " if is_gated(model.config) else ""
+    yield f"each {expert_size(model.config, moe):,} wide, {gate}{activation(model.config)}"
+    if moe.moe_shared_expert_intermediate_size:
+        yield f"a shared one {moe.moe_shared_expert_intermediate_size:,} wide"
+
+
+def _ranges(layers: list[int]) -> str:
+    """Name layers in few words: "layers 0-31", "layers 5, 11, 17, ... (every 6th)"."""
+    first, last, count = layers[0], layers[-1], len(layers)
+    if count == 1:
+        return f"layer {first}"
+    if last - first == count - 1:
+        return f"layers {first}-{last}"
+    shown = ", ".join(map(str, layers[:3]))
+    return f"layers {shown}{', ...' if count > 3 else ''} ({count} of them)"

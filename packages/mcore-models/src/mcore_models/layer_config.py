@@ -1,0 +1,187 @@
+"""Options in which decoder families differ: where norms stand, how scores are made, factors.
+
+``LayerConfig`` is a base of ``TransformerConfig`` and never used alone. The standard library
+only.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mcore_models.attention_config import AttentionConfig
+from mcore_parallel.logical_tensors import read_pattern
+
+NormPlacement = Literal["pre", "output", "sandwich"]
+ParallelResidual = Literal["off", "two_norms", "one_norm"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerConfig(AttentionConfig):
+    """What sets the layers of one decoder family apart from another's."""
+
+    norm_placement: NormPlacement = "pre"
+    """Norms stand before each half of a layer (pre), on what it adds (output, OLMo-2), or
+    both (sandwich, Gemma)."""
+
+    norm_bias: bool = True
+    """Give LayerNorms a bias; --no-norm-bias: a weight only."""
+
+    parallel_residual: ParallelResidual = "off"
+    """Attention and feed-forward layer read the same stream, through a norm each (two_norms,
+    GPT-NeoX) or one (one_norm, Cohere), and are added together."""
+
+    add_attention_bias: bool = False
+    """Biases of queries, keys, values and attention's output even where other linears have
+    none."""
+
+    qk_norm_width: Literal["head", "layer"] = "head"
+    """With --qk-layernorm: norm each head alone, or all heads of a layer as one (OLMo-2)."""
+
+    qk_l2_norm: bool = False
+    """Divide rotated queries and keys by their root mean square, without weights (Llama 4)."""
+
+    softmax_scale: float = 0.0
+    """Factor on attention scores; 0: 1 / sqrt(width of a head)."""
+
+    attn_logit_softcapping: float = 0.0
+    """Bound scores smoothly by c x tanh(score / c); 0: not at all."""
+
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """Let each head put a learned share of its attention on nothing: a sink (gpt-oss)."""
+
+    window_size: tuple[int, int] = (-1, 0)
+    """Tokens that a query sees before and after its own; -1 before: all. The second is 0 in
+    a causal model."""
+
+    window_attn_skip_freq: str = "0"
+    """Layers that see all earlier tokens though others have a window: "N" for every N-th, or
+    a list of 0 (all) and 1 (window), one a layer; "0": none."""
+
+    attention_chunk_size: int = 0
+    """Windowed layers attend within chunks of so many tokens instead (Llama 4); 0: off."""
+
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN's bounds between stretched and other channels are rounded to whole channels."""
+
+    rope_attention_factor: float = 0.0
+    """Factor on cosines and sines where --rope-type is yarn or longrope; 0: by its formula."""
+
+    longrope_short_factor: tuple[float, ...] = ()
+    """Factor on the wavelength of each pair of channels, in sequences up to
+    --original-max-position-embeddings."""
+
+    longrope_long_factor: tuple[float, ...] = ()
+    """The same in longer sequences."""
+
+    rope_skip_freq: str = "0"
+    """Layers without rotation: "N" for every N-th, or a list of 0 and 1 (without), one a
+    layer; "0": none."""
+
+    rotary_base_local: float = 0.0
+    """Base of the rotary wavelengths in windowed layers, unstretched; 0: as the others."""
+
+    attention_temperature_span: int = 0
+    """In layers without rotation, multiply queries by 1 + --attention-temperature-scale x
+    ln(1 + n), n being how many times this many tokens came before; 0: off."""
+
+    attention_temperature_scale: float = 0.1
+    """See --attention-temperature-span."""
+
+    geglu: bool = False
+    """Feed-forward layers gated by GELU by tanh; needs --no-swiglu."""
+
+    activation_func_clamp_value: float = 0.0
+    """Clamp gates from above and up-projections on both sides before they meet; 0: off."""
+
+    glu_linear_offset: float = 0.0
+    """Added to up-projections before they meet their gate."""
+
+    embedding_multiplier: float = 1.0
+    """Factor on embeddings."""
+
+    residual_multiplier: float = 1.0
+    """Factor on what attention and feed-forward layers add to the residual stream."""
+
+    logits_multiplier: float = 1.0
+    """Factor on the scores of the vocabulary."""
+
+    final_logit_softcapping: float = 0.0
+    """Bound the scores of the vocabulary by c x tanh(score / c); 0: not at all."""
+
+    def check_layers(self, num_layers: int) -> None:
+        """Check the fields above, for ``TransformerConfig``.
+
+        Args:
+            num_layers: of the model.
+
+        Raises:
+            ValueError: with the flag and what it may be.
+        """
+        for name in (
+            *("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
+            *("attention_chunk_size", "attention_temperature_span", "rotary_base_local"),
+            *("activation_func_clamp_value",),
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be 0 or more.")
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_multiplier"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be above 0.")
+        if self.parallel_residual != "off" and self.norm_placement != "pre":
+            raise ValueError(
+                f"--parallel-residual {self.parallel_residual} has its norms before both "
+                f"halves: leave out --norm-placement {self.norm_placement}."
+            )
+        normalization = getattr(self, "normalization")  # noqa: B009 - a field of the heir
+        if self.qk_norm_width == "layer" and normalization != "RMSNorm":
+            raise ValueError("--qk-norm-width layer needs --normalization RMSNorm.")
+        if not self.norm_bias and normalization != "LayerNorm":
+            raise ValueError("--no-norm-bias has no effect without --normalization LayerNorm.")
+        self._check_windows(num_layers)
+
+    def _check_windows(self, num_layers: int) -> None:
+        before, after = self.window_size
+        chunk = self.attention_chunk_size
+        if before < -1 or after != 0:
+            raise ValueError(
+                f"--window-size {before} {after}: the first must be -1 (all) or more tokens, "
+                "the second 0, since no token may see a later one."
+            )
+        if chunk and before >= 0:
+            raise ValueError(
+                f"--attention-chunk-size {chunk} and --window-size {before} {after} exclude "
+                "each other: keep one."
+            )
+        for name in ("window_attn_skip_freq", "rope_skip_freq"):
+            layers_skip(getattr(self, name), num_layers, name)
+        for name in ("window_attn_skip_freq", "rotary_base_local"):
+            if getattr(self, name) not in ("0", 0) and before == -1 and not chunk:
+                raise ValueError(f"{_flag(name)} has no effect without --window-size.")
+
+
+def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tuple[bool, ...]:
+    """Say for each layer whether it goes without something.
+
+    Args:
+        text: "N" for every N-th layer, "0" for none, or a list of 0 and 1, one a layer.
+        num_layers: how many there are.
+        name: of the field, for errors.
+        ones: whether 1 in a list stands for the layers without it.
+
+    Raises:
+        ValueError: if it is neither, or as long as the model is not deep.
+    """
+    pattern = read_pattern(text, _flag(name))
+    if isinstance(pattern, int):
+        if pattern < 0:
+            raise ValueError(f"{_flag(name)} {pattern} must be 0 or more.")
+        return tuple(pattern > 0 and (i + 1) % pattern == 0 for i in range(num_layers))
+    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
+        raise ValueError(
+            f"{_flag(name)} {text} must hold one 0 or 1 for each of --num-layers {num_layers}; "
+            f"it holds {len(pattern)} entries."
+        )
+    return tuple((entry == 1) == ones for entry in pattern)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,189 @@
+"""Tiny random models of every decoder family of transformers, for ``test_families``."""
+
+import transformers
+
+ODD = {
+    "hidden_size": 20,
+    "num_hidden_layers": 3,
+    "vocab_size": 37,
+    "intermediate_size": 12,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+    "pad_token_id": 36,  # its row of the embedding gets no gradient there, and no token is it
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Their grouped GEMMs take no float64.
+ODD_MOE = ODD | {"experts_implementation": "eager"}
+# Heads x head dim is not the hidden size; two key/value heads for four queries.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+EVEN = {"num_attention_heads": 2, "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 5000.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 100.0,
+}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0],
+    "long_factor": [1.0, 3.0, 5.0, 7.0, 9.0],
+    "rope_theta": 1e4,
+}
+
+
+def rope(**parameters):
+    """Say how positions rotate, in the spelling of today."""
+    return {"rope_parameters": {"rope_theta": 1e4, **parameters}}
+
+
+CASES = {
+    "llama": ("Llama", {**ODD, **HEADS}),
+    "llama tied, llama3 scaling": (
+        "Llama",
+        {**ODD, **HEADS, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "llama with biases": ("Llama", {**ODD, **HEADS, "attention_bias": True, "mlp_bias": True}),
+    "llama with attention biases, linear": (
+        "Llama",
+        {**ODD, **HEADS, "attention_bias": True, **rope(rope_type="linear", factor=2.0)},
+    ),
+    "llama dynamic": (
+        "Llama",
+        {
+            **ODD,
+            **HEADS,
+            "max_position_embeddings": 16,
+            **rope(rope_type="dynamic", factor=4.0),
+        },
+    ),
+    "mistral": ("Mistral", {**ODD, **HEADS, "sliding_window": 5}),
+    "qwen2, windows above, yarn": (
+        "Qwen2",
+        {
+            **ODD,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "rope_parameters": YARN,
+        },
+    ),
+    "qwen3": ("Qwen3", {**ODD, **HEADS}),
+    "qwen3 with biases, yarn of a factor": (
+        "Qwen3",
+        {
+            **ODD,
+            **HEADS,
+            "attention_bias": True,
+            "rope_parameters": YARN | {"attention_factor": 1.3, "truncate": False},
+        },
+    ),
+    "phi3": ("Phi3", {**ODD, **EVEN}),
+    "phi3 longrope": (
+        "Phi3",
+        {**ODD, **EVEN, "original_max_position_embeddings": 16, "rope_parameters": LONG},
+    ),
+    "nemotron": ("Nemotron", {**ODD, **HEADS, "head_dim": 8, "norm_eps": 1e-4}),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_embd": 20,
+            "n_layer": 3,
+            "n_head": 2,
+            "n_inner": 26,
+            "n_positions": 64,
+            "vocab_size": 37,
+            "attn_implementation": "eager",
+            "tie_word_embeddings": False,
+        }
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        | {"bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "gemma2": ("Gemma2", {**ODD, **HEADS, "sliding_window": 5, "attn_logit_softcapping": 0.5}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {**ODD, **HEADS, "sliding_window": 5, "layer_types": None, "sliding_window_pattern": 2}
+        | {"query_pre_attn_scalar": 7},
+    ),
+    "olmo2": ("Olmo2", {**ODD, **EVEN, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {**ODD, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | {"sliding_window": 5, "rope_scaling": YARN},
+    ),
+    "granite": (
+        "Granite",
+        {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | {"embedding_multiplier": 12.0, "attention_multiplier": 0.3}
+        | {"residual_multiplier": 0.22, "logits_scaling": 6.0},
+    ),
+    "cohere": ("Cohere", {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "cohere2": ("Cohere2", {**ODD, **HEADS, "num_hidden_layers": 4, "sliding_window": 5}),
+    "starcoder2": ("Starcoder2", {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "gpt_neox": (
+        "GPTNeoX",
+        {**ODD, "num_attention_heads": 2, **rope(partial_rotary_factor=0.4)},
+    ),
+    "gpt_neox in sequence": (
+        "GPTNeoX",
+        {**ODD, "num_attention_heads": 2, "use_parallel_residual": False},
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            **ODD,
+            **HEADS,
+            "head_dim": None,
+            "num_attention_heads": 2,
+            "no_rope_layer_interval": 2,
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {**ODD_MOE, **HEADS, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **ODD_MOE,
+            **HEADS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 8,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe, weights that do not sum to 1": (
+        "Qwen3Moe",
+        {
+            **ODD_MOE,
+            **HEADS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 8,
+        },
+    ),
+}
+"""Class and config of each case."""
+
+HEADED = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+
+
+def build(name):
+    """Make an untrained model of a case."""
+    architecture, values = CASES[name]
+    values = {key: value for key, value in values.items() if value is not None}
+    config = getattr(transformers, f"{architecture}Config")(**values)
+    return getattr(transformers, HEADED.get(architecture, f"{architecture}ForCausalLM"))(config)

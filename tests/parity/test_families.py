@@ -1,0 +1,148 @@
+"""Every decoder family: our model is transformers', by logits, gradients, files and caches."""
+
+import pytest
+import torch
+from parity.family_cases import CASES, build
+from safetensors.torch import load_file
+
+from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
+from mcore_ckpt.save_load.loading import load, read_index
+from mcore_infer.cache import StaticCache
+from mcore_models.description import ModelDescription
+from mcore_models.families import FAMILIES
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.sharding import named_shards
+from mcore_parallel.testing.ranks import run_ranks
+
+VOCAB, LENGTH = 37, 23
+# transformers rotates and norms in float32 whatever the model's dtype: 1e-7 a step.
+ROUNDING = 2e-5
+
+
+def theirs(name, folder):
+    """Save a random model of theirs; return tokens, logits, loss and its gradients' folder."""
+    torch.manual_seed(3)
+    model = build(name).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder / "hf")
+    tokens = torch.randint(VOCAB - 1, (2, LENGTH))
+    logits = model(tokens).logits
+    torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    ).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(folder / "gradients")
+    return tokens, logits.detach()
+
+
+def loaded(run, **degrees):
+    """Build the model that a run folder describes and fill it."""
+    description = ModelDescription.from_dict(read_index(run / "release").extra["model"])
+    ctx = ParallelContext.build(ParallelConfig(**degrees))
+    model = FAMILIES[description.family].build(
+        description.config,
+        ctx,
+        vocab_size=description.vocab_size,
+        moe=description.moe,
+        dtype=torch.float64,
+    )
+    shards = {f"model.{n}": s for n, s in named_shards(model, ctx.data_axes()).items()}
+    load(run, shards, world=ctx.world)
+    return model, ctx
+
+
+def scored(run, tokens, **degrees):
+    """Return this rank's logits, loss and gradients by logical name, as slices of the whole."""
+    model, ctx = loaded(run, **degrees)
+    hidden, aux = model(tokens)
+    assert aux == 0 or model.blocks["0"].moe is not None
+    logits = model.logits(hidden).transpose(0, 1)  # [S, B, V] -> [B, S, V]
+    weights = torch.full(tokens.shape, 1 / tokens[:, 1:].numel(), dtype=torch.float64)
+    weights[:, -1] = 0
+    loss, _ = model.loss(hidden, tokens.roll(-1, 1), weights)
+    loss.backward()
+    for parameter in model.parameters():
+        zeros = torch.zeros_like(parameter)
+        parameter.data = zeros if parameter.grad is None else parameter.grad
+    gradients = {
+        name: [(piece.offsets, piece.lengths, piece.data.clone()) for piece in shard.pieces]
+        for name, shard in named_shards(model).items()
+        if not name.endswith(".expert_bias")
+    }
+    ctx.destroy()
+    return logits.detach(), loss.detach(), gradients
+
+
+def error(got, want, least=0.0):
+    return ((got - want).abs().max() / max(want.abs().max().item(), least)).item()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_computes_what_transformers_does(tmp_path, name):
+    tokens, wanted = theirs(name, tmp_path)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    logits, loss, gradients = scored(tmp_path / "run", tokens)
+    assert error(logits[..., :VOCAB], wanted) < ROUNDING
+    # Their gradients come under our names by the rules that weights come by.
+    hf_to_mcore(tmp_path / "gradients", tmp_path / "run_gradients", check=False)
+    there, _ = loaded(tmp_path / "run_gradients")
+    shards = named_shards(there)
+    largest = max(shard.pieces[0].data.abs().max().item() for shard in shards.values())
+    for part, pieces in gradients.items():
+        ((_, _, got),) = pieces
+        worst = error(got, shards[part].pieces[0].data.detach(), 1e-3 * largest)
+        assert worst < 20 * ROUNDING, (part, worst)
+    flat = torch.nn.functional.cross_entropy
+    assert error(loss, flat(wanted[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())) < ROUNDING
+    same_from_a_cache(tmp_path / "run", tokens, logits, name)
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("hf", "again"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
+    if name in ("gemma2", "olmo2", "qwen3_moe", "granite", "cohere2", "phi3 longrope"):
+        slices = run_ranks(scored_split, 2, tmp_path / "run", tokens)
+        check_split(slices, logits, gradients, largest)
+
+
+def same_from_a_cache(run, tokens, logits, name):
+    """Tokens in pieces, remembered, give the logits of all at once."""
+    if "dynamic" in name or "longrope" in name:
+        return  # what is remembered was rotated for a shorter sequence, theirs likewise
+    model, ctx = loaded(run)
+    cache, found = StaticCache(LENGTH), []
+    with torch.no_grad():
+        for piece in tokens.split([9, 1, 1, 4, *[1] * (LENGTH - 15)], 1):
+            hidden, _ = model.eval()(piece, state=cache)
+            cache.advance(piece.shape[1])
+            found.append(model.logits(hidden))
+    assert error(torch.cat(found).transpose(0, 1), logits) < 1e-10
+    ctx.destroy()
+
+
+def scored_split(run, tokens):
+    return scored(run, tokens, tensor_model_parallel_size=2)
+
+
+def check_split(slices, logits, gradients, largest):
+    """Two tensor ranks give the logits and, in their pieces, the gradients of one."""
+    both = torch.cat([found for found, _, _ in slices], -1)
+    assert error(both[..., :VOCAB], logits[..., :VOCAB]) < 1e-10
+    for part in gradients:
+        ((_, _, whole),) = gradients[part]
+        total, times = torch.zeros_like(whole), torch.zeros_like(whole)
+        for _, _, found in slices:
+            for offsets, lengths, data in found[part]:
+                box = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+                total[box] += data
+                times[box] += 1
+        # What both ranks hold is equal on both, or two parts of a sum.
+        close = min(
+            error(total / times, whole, 1e-3 * largest), error(total, whole, 1e-3 * largest)
+        )
+        assert close < 1e-9, (part, close)
