@@ -10,8 +10,9 @@ import pytest
 from mcore_data.engines.building import ReferenceEngine
 from mcore_data.preprocessing.encoding import Encoder
 from mcore_data.preprocessing.sources import find_inputs, read_blocks
-from mcore_data.preprocessing.workers import encode_all
+from mcore_data.preprocessing.workers import _work, encode_all
 from mcore_data.tokenizers.building import load_tokenizer
+from mcore_data.tokenizers.plain import ByteTokenizer
 
 
 class _Failing(ReferenceEngine):
@@ -86,3 +87,19 @@ def test_an_error_in_a_worker_is_raised_here_with_where_it_was(tmp_path):
 def test_a_worker_that_dies_is_an_error_that_says_what_to_do(tmp_path):
     with pytest.raises(RuntimeError, match=r"exit code -9.*fewer --workers"):
         results(tmp_path, [*TEXTS, "die", *TEXTS], engine=_Failing)
+
+
+def test_a_worker_ends_quietly_when_its_answers_are_not_read_any_more():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send("an answer")
+    ours.close()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        _work(
+            Encoder(ReferenceEngine(ByteTokenizer()), None, ("text",), np.dtype("<u2")),
+            theirs,
+            [],
+            [],
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -112,10 +112,14 @@ def refuse_changed(sources: Sequence[Source]) -> None:
             found = find_remote(source.path, list, refresh=True)
             now = found[0][1:] if found else None
         if now != (source.size, source.stamp):
-            size = f"now has {now[0]:,} bytes" if now else "is gone"
+            if now is None:
+                change = "is gone"
+            elif now[0] == source.size:
+                change = f"was written to, and has {now[0]:,} bytes as before"
+            else:
+                change = f"had {source.size:,} bytes and now has {now[0]:,} bytes"
             raise RuntimeError(
-                f"{source.path} changed while it was read: it had {source.size:,} bytes and "
-                f"{size}. {GIVE_AGAIN}"
+                f"{source.path} changed while it was read: it {change}. {GIVE_AGAIN}"
             )
 
 

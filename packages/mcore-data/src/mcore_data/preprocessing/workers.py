@@ -169,7 +169,7 @@ def _work(
     while True:
         try:
             slot, block = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # reset if an answer of ours was not read
             return
         answer: Any
         try:
@@ -180,7 +180,7 @@ def _work(
             answer = error
         try:
             pipe.send((slot, answer))
-        except BrokenPipeError:
+        except ConnectionError:
             return
 
 
