@@ -5,8 +5,10 @@ its first parallel loop. Loading torch and what belongs to it takes three times 
 source: where Python writes no bytecode beside the sources, it goes into pytest's own folder.
 """
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -39,3 +41,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return "tests/parity" if "parity/" in nodeid else super()._split_scope(nodeid)
 
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def no_log_handler_is_left() -> Iterator[None]:
+    """Remove what a command that ran in this process logged to: a stream closed by now."""
+    yield
+    top = logging.getLogger()
+    top.handlers[:] = [h for h in top.handlers if type(h).__module__.startswith("_pytest.")]
+    top.setLevel(logging.WARNING)
+    logging.getLogger("mcore_train").setLevel(logging.NOTSET)

@@ -13,6 +13,7 @@ import torch
 from docs.blocks import ROOT, all_blocks, blocks_of
 from e2e.launched import run_as_torchrun_does
 
+from mcore_parallel import parallel_state
 from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
@@ -24,11 +25,14 @@ SMALL = [
 
 
 def run_example(name, arguments):
-    """Load an example by its path and run it."""
+    """Load an example by its path and run it; a rank grid that it leaves is destroyed."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main(arguments)
+    try:
+        return module.main(arguments)
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def test_the_guides_first_program_gives_equal_losses_on_one_rank_and_two():
