@@ -23,6 +23,12 @@ def test_foreign_flags_become_ours_and_take_their_values_with_them():
     assert notes == ["--transformer-impl: there is one implementation."]
 
 
+def test_the_guides_switch_for_fp8_is_a_format_of_ours():
+    model = ["--num-layers=2", "--hidden-size=64", "--num-attention-heads=4", "--mock-data"]
+    config = parse([*model, "--lr=1e-3", "--train-iters=1", "--bf16", "--fp8-hybrid"])
+    assert config.fp8.fp8_format == "hybrid"
+
+
 @pytest.mark.parametrize("patterns", INSTEAD)
 def test_flags_that_are_not_here_say_what_stands_instead(patterns):
     for flag in patterns.split():
