@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,3 +103,13 @@ def test_compiled_under_ddp_gradients_are_the_mean_over_ranks():
     for grads in run_ranks(check_ddp, 2, check_shapes=False):
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(grads[name], parameter.grad / 2, msg=name)
+
+
+def test_it_can_be_copied_in_the_middle_of_a_step():
+    module = block()
+    y = module(inputs())
+    twin = copy.deepcopy(module)
+    assert twin.experts.aux_loss == module.experts.aux_loss
+    assert torch.equal(twin(inputs()), y)
+    (y.sum() + module.experts.aux_loss).backward()
+    assert module.experts.moe.router.weight.grad is not None

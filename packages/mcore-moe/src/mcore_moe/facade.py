@@ -4,6 +4,8 @@ It takes no axes and works inside any ``nn.Module``, under torch's DDP and
 ``torch.compile``. To spread experts over ranks use ``MoELayer``.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -72,3 +74,7 @@ class MixtureOfExperts(nn.Module):
         """Return the experts' output in the shape of x; sets ``aux_loss``."""
         y, self.aux_loss = self.moe(x.reshape(-1, x.shape[-1]))
         return y.view(x.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the graph of the last loss out of copies and pickles, which it refuses."""
+        return {**self.__dict__, "aux_loss": self.aux_loss.detach()}
