@@ -115,6 +115,14 @@ all of them cut a step into the same micro-batches of two sequences."""
 
 _FP8: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 96, "fp8_format": "hybrid"}
 
+_DELAYED: dict[str, Any] = {
+    **_FP8,
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 2,
+    "fp8_amax_compute_algo": "max",
+}
+_ROWWISE: dict[str, Any] = {**_FP8, "fp8_recipe": "rowwise"}
+
 FP8 = {
     "one": LayoutCase(flags=_FP8),
     "unrounded": LayoutCase(flags={**_FP8, "fp8_format": ""}),
@@ -127,6 +135,27 @@ FP8 = {
     "pp2_zb": LayoutCase(
         2,
         flags={**_FP8, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+    ),
+    "delayed": LayoutCase(flags=_DELAYED),
+    "delayed_tp2_sp_recomputed": LayoutCase(
+        2,
+        flags={
+            **_DELAYED,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "recompute_granularity": "full",
+        },
+    ),
+    "delayed_pp2_zb": LayoutCase(
+        2,
+        flags={**_DELAYED, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+    ),
+    # The first step has no history, so micro-batches must be those of one rank.
+    "delayed_dp3": LayoutCase(3, flags={**_DELAYED, "use_distributed_optimizer": True}),
+    "rowwise": LayoutCase(flags=_ROWWISE),
+    "rowwise_tp2_cp2": LayoutCase(
+        4,
+        flags={**_ROWWISE, "tensor_model_parallel_size": 2, "context_parallel_size": 2},
     ),
 }
 """Layouts of a dense model in fp8, whose sizes on a rank are multiples of 16. In float64 the

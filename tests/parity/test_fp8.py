@@ -1,7 +1,9 @@
 """Training in fp8: every layout against one rank in float64, and fp8 against no fp8."""
 
 import pytest
+from parity.case import SAVED_STEP, load_from
 
+from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.layout_check.certificate import compare
 
 BAND = 5e-3
@@ -12,6 +14,29 @@ BAND = 5e-3
 def test_a_layout_trains_in_fp8_as_one_rank_does(fp8, name):
     assert [line for line in compare(fp8[name], fp8["one"]) if not line.passed] == []
     assert fp8[name].resumed == fp8[name].final
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("delayed", "delayed_tp2_sp_recomputed"),
+        ("delayed", "delayed_pp2_zb"),
+        ("delayed", "delayed_dp3"),
+        ("rowwise", "rowwise_tp2_cp2"),
+    ],
+)
+def test_a_layout_trains_by_another_recipe_as_one_rank_does(fp8, recipe, layout):
+    assert [line for line in compare(fp8[layout], fp8[recipe]) if not line.passed] == []
+    assert fp8[layout].resumed == fp8[layout].final
+    assert fp8[recipe].resumed == fp8[recipe].final
+    assert fp8[recipe].losses[1:] != fp8["one"].losses[1:]
+
+
+def test_the_history_of_scales_is_loaded_into_another_layout(fp8):
+    want = fp8["delayed"].losses[SAVED_STEP:]
+    arguments = "fp8", "delayed_tp2_sp_recomputed", str(fp8.folder), ["delayed"]
+    for found in run_ranks(load_from, 2, *arguments, check_shapes=False):
+        assert found["delayed"][1] == pytest.approx(want, rel=1e-10)
 
 
 def test_fp8_changes_losses_a_little_and_kept_layers_change_them_less(fp8):

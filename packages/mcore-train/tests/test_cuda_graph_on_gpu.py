@@ -48,8 +48,10 @@ def trained(run, counts=(2,) * 6):
         {"attention_dropout": 0.1, "hidden_dropout": 0.1},
         {"untie_embeddings_and_output_weights": False, "normalization": "LayerNorm"},
         {"use_distributed_optimizer": True, "overlap_param_gather": True},
+        {"fp8_format": "hybrid"},
+        {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
     ],
-    ids=["dense", "dropout", "tied", "sharded"],
+    ids=["dense", "dropout", "tied", "sharded", "fp8", "fp8_delayed"],
 )
 def test_a_recorded_step_gives_the_bits_of_one_launched_singly(changes):
     with deterministic_algorithms():

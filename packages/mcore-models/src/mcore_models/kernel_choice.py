@@ -15,6 +15,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.adamw import ADAM_KERNEL
 from mcore_parallel.optional_kernels import OptionalKernel
 from mcore_parallel.precision.fp8_cast import CAST_KERNEL
+from mcore_parallel.precision.fp8_fine_cast import FINE_CAST_KERNEL
 from mcore_parallel.tensor_parallel.embedding import ROWS_KERNEL
 from mcore_parallel.tensor_parallel.linear_cross_entropy import LOSS_KERNELS
 
@@ -48,7 +49,8 @@ def optional_kernels(
         return found
     found.append((LOSS_KERNELS, (dtype,)))
     if fp8.fp8_format:
-        found.append((CAST_KERNEL, (dtype,)))
+        is_fine = fp8.fp8_recipe in ("rowwise", "blockwise")
+        found.append((FINE_CAST_KERNEL if is_fine else CAST_KERNEL, (dtype,)))
     if NARROWEST <= config.hidden_size <= WIDEST:
         found.append((NORM_KERNELS, (dtype,)))
     if is_gated(config) and activation(config) in FUSED:

@@ -30,6 +30,7 @@ from mcore_moe.permutation import (
 )
 from mcore_moe.router import TOP_KERNEL, top_experts_plain
 from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.kernels import fp8_fine_cast
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
 from mcore_parallel.kernels.fp8_cast import cast_by, largest
@@ -37,6 +38,7 @@ from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.optimizers.adamw import adamw_plain
 from mcore_parallel.optional_kernels import failure_of
 from mcore_parallel.precision.fp8_cast import cast_plain
+from mcore_parallel.precision.fp8_fine_cast import cast_blocks_plain, cast_lines_plain
 from mcore_parallel.tensor_parallel.embedding import add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,
@@ -219,9 +221,33 @@ def check_fp8_casts():
             rtol=0,
             atol=0,
         )
+        # By an earlier scale, with what was seen now.
+        earlier, seen = x.abs().max().view(1) / 4, x.abs().max().view(1) / 2
+        got = cast_by(x, earlier, narrow, seen=seen)
+        want = cast_plain(x, earlier, narrow)
+        compare([part.float() for part in got], [part.float() for part in want], 0, 0)
+        assert seen == x.abs().max()
+        check_fine_casts(x.bfloat16(), narrow)
     for strange in (float("inf"), float("nan")):
         x[7, 7] = strange
         assert cast_by(x, largest(x), torch.float8_e5m2)[2].isnan()
+
+
+def check_fine_casts(x, narrow):
+    tops = fp8_fine_cast.largest_of_lines(x)
+    compare(tops, (x.abs().amax(1).float(), x.abs().amax(0).float()), 0, 0)
+    blocks = x.new_zeros(256, 384)
+    blocks[100:130, 100:250] = x
+    pairs = [(fp8_fine_cast.cast_lines(x, *tops, narrow), cast_lines_plain(x, *tops, narrow))]
+    for is_square in (False, True):
+        got = fp8_fine_cast.cast_blocks(blocks, narrow, is_square=is_square)
+        pairs.append((got, cast_blocks_plain(blocks, narrow, is_square=is_square)))
+    for got, want in pairs:
+        for order in (0, 2):
+            compare([got[order + 1]], [want[order + 1]], 0, 0)
+            # The interpreter rounds some numbers wrongly.
+            differs = got[order].float() != want[order].float()
+            assert differs.float().mean() < 0.1
 
 
 def check_trials():

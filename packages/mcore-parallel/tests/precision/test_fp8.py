@@ -1,5 +1,8 @@
 """Casts and GEMMs in fp8 without a GPU: what is rounded, kept, reduced and left alone."""
 
+import itertools
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -8,13 +11,16 @@ from mcore_parallel.config import Fp8Config, ParallelConfig
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
+from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import (
-    TensorwiseGemm,
+    Fp8Gemm,
     WeightCasts,
     fp8_gemms,
     layer_gemms,
 )
 from mcore_parallel.precision.fp8_cast import cast, cast_plain, dequantized
+from mcore_parallel.precision.fp8_fine_cast import cast_blocks, cast_lines, dequantized_lines
+from mcore_parallel.precision.fp8_recipes import Cut, Delayed, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.testing.ranks import run_ranks
@@ -46,7 +52,7 @@ def gradients(layer, x, dy):
 
 @pytest.mark.parametrize(("grad_dtype", "band"), [(E4M3, 0.045), (E5M2, 0.065)])
 def test_products_are_those_of_rounded_factors_and_near_the_exact_ones(grad_dtype, band):
-    layer = ColumnParallelLinear(D, F, gemm=TensorwiseGemm(grad_dtype=grad_dtype))
+    layer = ColumnParallelLinear(D, F, gemm=Fp8Gemm(grad_dtype=grad_dtype))
     x, dy = draw(T, 1, D), draw(T, 1, F, seed=1)
     got = gradients(layer, x, dy)
     flat, flat_dy, weight = x.flatten(0, 1), dy.flatten(0, 1), layer.weight.detach()
@@ -71,7 +77,7 @@ def test_the_largest_number_becomes_the_formats_largest_at_any_size(narrow, size
 def test_zeros_stay_zero_and_what_is_not_finite_makes_every_product_nan():
     zeros = cast(torch.zeros(16, 16), E4M3)
     assert not dequantized(zeros.rows, zeros.scale_inv).any()
-    gemm = TensorwiseGemm(grad_dtype=E5M2)
+    gemm = Fp8Gemm(grad_dtype=E5M2)
     for strange in (float("inf"), -float("inf"), float("nan")):
         x = draw(16, D)
         x[3, 5] = strange
@@ -85,7 +91,7 @@ def test_a_number_above_the_reduced_largest_is_clamped_not_turned_into_nan():
 
 
 def test_what_is_saved_for_backward_is_one_byte_an_element_and_recomputation_is_exact():
-    layer = ColumnParallelLinear(D, F, gemm=TensorwiseGemm(grad_dtype=E5M2))
+    layer = ColumnParallelLinear(D, F, gemm=Fp8Gemm(grad_dtype=E5M2))
     x, dy = draw(T, 1, D), draw(T, 1, F, seed=1)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -105,7 +111,7 @@ def lambda_of(layer, function):
 
 
 def test_weight_gradients_are_added_to_the_main_gradient_at_once_or_later():
-    layer = ColumnParallelLinear(D, F, gemm=TensorwiseGemm(grad_dtype=E5M2))
+    layer = ColumnParallelLinear(D, F, gemm=Fp8Gemm(grad_dtype=E5M2))
     x, dy = draw(T, 1, D), draw(T, 1, F, seed=1)
     *_, want = gradients(layer, x, dy)
     slot = grad_slot(layer.weight)
@@ -124,12 +130,12 @@ def test_weight_gradients_are_added_to_the_main_gradient_at_once_or_later():
 
 def test_casts_of_weights_are_kept_inside_a_step_and_never_after_it():
     casts = WeightCasts()
-    layer = ColumnParallelLinear(D, F, gemm=TensorwiseGemm(grad_dtype=E5M2, casts=casts))
+    layer = ColumnParallelLinear(D, F, gemm=Fp8Gemm(grad_dtype=E5M2, casts=casts))
     x = draw(T, 1, D)
     with casts.keeping():
         before = layer(x)
-        first = casts.of(layer.weight, layer.axis)
-        assert casts.of(layer.weight.detach(), layer.axis) is first
+        first = casts.of(layer.weight, Tensorwise(), Cut())
+        assert casts.of(layer.weight.detach(), Tensorwise(), Cut()) is first
     with torch.no_grad():
         layer.weight.mul_(2)
     assert torch.equal(layer(x), 2 * before)
@@ -138,7 +144,7 @@ def test_casts_of_weights_are_kept_inside_a_step_and_never_after_it():
 
 
 def test_sizes_that_tensor_cores_do_not_take_are_multiplied_plainly(caplog):
-    gemm = TensorwiseGemm(grad_dtype=E5M2)
+    gemm = Fp8Gemm(grad_dtype=E5M2)
     assert ColumnParallelLinear(D, 40, gemm=gemm).gemm is PLAIN_GEMM
     assert "40 x 96" in caplog.text
     layer = ColumnParallelLinear(D, F, gemm=gemm)
@@ -167,6 +173,10 @@ def test_layers_at_both_ends_stay_out_of_fp8():
     ("options", "said"),
     [
         ({"first_last_layers_bf16": True}, "without --fp8-format"),
+        ({"fp8_recipe": "delayed"}, "without --fp8-format"),
+        ({"fp8_format": "e4m3", "fp8_amax_history_len": 4}, "without --fp8-recipe delayed"),
+        ({"fp8_amax_history_len": 0}, "must be 1 or more"),
+        ({"fp8_format": "hybrid", "fp8_recipe": "blockwise"}, "e4m3 only"),
         ({"fp8_format": "e4m3", "num_layers_at_end_in_bf16": 2}, "without --first-last"),
         ({"num_layers_at_start_in_bf16": -1}, "must be 0 or more"),
     ],
@@ -176,15 +186,15 @@ def test_options_without_effect_are_refused(options, said):
         Fp8Config(**options)
 
 
-def check_split(sequence_parallel, grad_dtype):
-    """Column and row linears over two ranks, whose largest numbers are on one of them."""
-    ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
-    kind = "e4m3" if grad_dtype == E4M3 else "hybrid"
-    gemms = fp8_gemms(Fp8Config(fp8_format=kind), ctx, WeightCasts())
+def split_errors(ctx, recipe, grad_dtype, sequence_parallel):
+    """How far column and row linears over two ranks are from those on one."""
+    T, D, F = (256, 128, 256) if recipe == "blockwise" else (64, 96, 64)
+    config = Fp8Config(fp8_format="e4m3" if grad_dtype == E4M3 else "hybrid", fp8_recipe=recipe)
+    gemms = fp8_gemms(config, ctx, WeightCasts())
     options = {"axis": ctx.tp, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
     wide = ColumnParallelLinear(D, F, gemm=gemms.column, **options)
     narrow = RowParallelLinear(F, D, gemm=gemms.row, **options)
-    lone = TensorwiseGemm(grad_dtype=grad_dtype)
+    lone = Fp8Gemm(grad_dtype=grad_dtype, recipe=gemms.column.recipe)
     whole = ColumnParallelLinear(D, F, gemm=lone, dtype=torch.float64)
     back = RowParallelLinear(F, D, gemm=lone, dtype=torch.float64)
     factors = torch.linspace(0.1, 5, F, dtype=torch.float64)
@@ -201,11 +211,122 @@ def check_split(sequence_parallel, grad_dtype):
     y, dx, dw = gradients(lambda_of(whole, lambda x: back(whole(x))), x, dy)
     own = gradients(lambda_of(wide, lambda x: narrow(wide(x))), cut(x), cut(dy))
     want = cut(y), cut(dx), dw.chunk(2)[ctx.tp.rank]
-    return [distance(a, b) for a, b in zip(own, want, strict=True)]
+    return max(distance(a, b) for a, b in zip(own, want, strict=True))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("grad_dtype", [E4M3, E5M2])
-def test_linears_split_over_ranks_cast_as_one_rank_does(sequence_parallel, grad_dtype):
-    for errors in run_ranks(check_split, 2, sequence_parallel, grad_dtype):
-        assert max(errors) < 1e-12
+def check_split():
+    """Largest numbers are on one of the ranks; return what does not fit, by case."""
+    ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
+    cases = [
+        *itertools.product(("tensorwise", "rowwise"), (E4M3, E5M2), (False, True)),
+        *itertools.product(("blockwise",), (E4M3,), (False, True)),
+    ]
+    return [case for case in cases if split_errors(ctx, *case) > 1e-12]
+
+
+def test_linears_split_over_ranks_cast_as_one_rank_does():
+    assert run_ranks(check_split, 2) == [[], []]
+
+
+def test_a_scale_for_each_row_or_block_is_of_its_own_largest_number():
+    x = draw(256, 384) * torch.logspace(-3, 3, 384)
+    for narrow in (E4M3, E5M2):
+        limit, own = torch.finfo(narrow).max, cast_lines(x, narrow)
+        assert (own.rows.float().abs().amax(1) == limit).all()
+        assert (own.columns.float().abs().amax(1) == limit).all()
+        for is_square in (False, True):
+            own = cast_blocks(x, narrow, is_square=is_square)
+            for blocks, scales in (
+                (own.rows, own.row_scales),
+                (own.columns, own.column_scales),
+            ):
+                shape = (len(scales), -1, scales.shape[1], 128)
+                tops = blocks.float().view(shape).abs().amax((1, 3))
+                assert ((tops > limit / 2.2) & (tops <= limit)).all()
+                assert (scales.log2() % 1 == 0).all()
+            assert distance(dequantized_lines(own.rows, own.row_scales), x) < 0.07
+            assert distance(dequantized_lines(own.columns, own.column_scales), x.t()) < 0.07
+    assert own.row_scales.shape == (2, 3)
+    assert own.column_scales.shape == (3, 2)
+
+
+@contextmanager
+def step(scales):
+    with scales.noting():
+        yield
+    scales.move_on()
+
+
+def delayed_linear(**options):
+    scales = DelayedScales(options.pop("history_len", 1), takes_max=options.pop("max", False))
+    gemm = Fp8Gemm(grad_dtype=E5M2, recipe=Delayed(scales, "blocks.3"))
+    return scales, ColumnParallelLinear(D, F, gemm=gemm)
+
+
+def test_delayed_scales_are_those_of_the_step_before_and_clamp_what_has_grown():
+    scales, layer = delayed_linear()
+    current = ColumnParallelLinear(D, F, gemm=Fp8Gemm(grad_dtype=E5M2))
+    current.weight.data.copy_(layer.weight.data)
+    x, dy = draw(T, 1, D), draw(T, 1, F, seed=1)
+    with step(scales):
+        first = gradients(layer, x, dy)
+        assert all(map(torch.equal, first, gradients(current, x, dy)))  # there is no history
+        gradients(layer, x / 2, dy / 2)  # a smaller micro-batch says nothing
+    with step(scales):
+        y, *_ = gradients(layer, x / 3, dy)
+        own = cast_plain((x / 3).flatten(0, 1), x.abs().max().view(1), E4M3)
+        x8, w8 = dequantized(own.rows, own.scale_inv), rounded(layer.weight.detach(), E4M3)
+        assert torch.equal(y.flatten(0, 1), x8 @ w8.t())
+        y, *_ = gradients(layer, 4 * x, dy)
+        clamped = x.clamp(-x.abs().max() / 4, x.abs().max() / 4)
+        assert torch.equal(y, gradients(layer, 4 * clamped, dy)[0])
+    with step(scales):
+        assert torch.equal(gradients(layer, 4 * x, dy)[0], 4 * first[0])
+
+
+def test_a_step_repeats_its_casts_whatever_it_has_seen_meanwhile():
+    scales, layer = delayed_linear()
+    x, dy = draw(T, 1, D), draw(T, 1, F, seed=1)
+    for _ in range(2):
+        with step(scales):
+            want = gradients(layer, x, dy)
+            gradients(layer, 9 * x, 9 * dy)
+            repeated = lambda_of(layer, lambda x: checkpoint(layer, x, use_reentrant=False))
+            assert all(map(torch.equal, gradients(repeated, x, dy), want))
+    # Nothing is noted outside a step, as in an evaluation.
+    before = {name: shard.pieces[0].data.clone() for name, shard in scales.shards().items()}
+    gradients(layer, 99 * x, dy)
+    with step(scales):
+        gradients(layer, 9 * x, 9 * dy)
+    (name, history), *_ = before.items()
+    assert name == "blocks.3.0.history"
+    assert torch.equal(scales.shards()[name].pieces[0].data, history)
+
+
+def test_a_history_keeps_its_length_and_skips_what_says_nothing():
+    scales, layer = delayed_linear(history_len=3, max=True)
+    dy = draw(T, 1, F, seed=1)
+    for size in (1.0, 8.0, 2.0, 0.0, float("inf"), 4.0):
+        with step(scales):
+            gradients(layer, torch.full((T, 1, D), size), dy)
+    (shard,) = scales.shards().values()
+    assert shard.pieces[0].data[0].tolist() == [4.0, 2.0, 2.0]
+    again, other = delayed_linear(history_len=3, max=True)
+    again.shards()["blocks.3.0.history"].pieces[0].data.copy_(shard.pieces[0].data)
+    again.restored()
+    other.weight.data.copy_(layer.weight.data)
+    x = draw(T, 1, D)
+    with step(scales), step(again):
+        assert all(map(torch.equal, gradients(layer, x, dy), gradients(other, x, dy)))
+
+
+def test_a_number_that_is_not_finite_stays_one_under_an_earlier_scale():
+    scales, layer = delayed_linear()
+    x, dy = draw(T, 1, D), draw(T, 1, F, seed=1)
+    with step(scales):
+        gradients(layer, x, dy)
+    x[3, 0, 5] = float("inf")
+    with step(scales):
+        y, *_ = gradients(layer, x, dy)
+    assert y[3].isnan().all()
+    assert y[:3].isfinite().all()

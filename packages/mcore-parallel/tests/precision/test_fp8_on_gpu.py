@@ -4,8 +4,28 @@ import pytest
 import torch
 
 from mcore_parallel.grad_slot import grad_slot
-from mcore_parallel.precision.fp8 import TensorwiseGemm, WeightCasts, multiply
-from mcore_parallel.precision.fp8_cast import cast, cast_plain, dequantized
+from mcore_parallel.kernels.fp8_cast import cast_by, largest
+from mcore_parallel.optional_kernels import failure_of
+from mcore_parallel.precision.delayed_scaling import DelayedScales
+from mcore_parallel.precision.fp8 import Fp8Gemm, WeightCasts
+from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_matmul
+from mcore_parallel.precision.fp8_cast import CAST_KERNEL, cast, cast_plain, dequantized
+from mcore_parallel.precision.fp8_fine_cast import (
+    FINE_CAST_KERNEL,
+    cast_blocks,
+    cast_blocks_plain,
+    cast_lines,
+    cast_lines_plain,
+    dequantized_lines,
+)
+from mcore_parallel.precision.fp8_recipes import (
+    Blockwise,
+    Cut,
+    Delayed,
+    Rowwise,
+    Tensorwise,
+    multiply,
+)
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
 
 pytestmark = pytest.mark.gpu
@@ -23,19 +43,68 @@ def distance(got, want):
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
+def same_bits(got, want):
+    return all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
+def test_no_kernel_is_refused_by_its_trial():
+    cuda = torch.device("cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        assert failure_of(CAST_KERNEL, cuda, dtype) == ""
+        for grad_dtype in (E4M3, E5M2):
+            assert failure_of(ADDING_KERNEL, cuda, dtype, grad_dtype) == ""
+    assert failure_of(FINE_CAST_KERNEL, cuda, torch.bfloat16) == ""
+
+
 @pytest.mark.parametrize("narrow", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(16, 16), (130, 257), (8192, 4096), (4096, 28672)])
+@pytest.mark.parametrize("shape", [(16, 16), (130, 257), (160, 272), (8192, 4096)])
 def test_the_kernels_cast_to_the_same_bits_as_torch(shape, dtype, narrow):
     torch.manual_seed(0)
     x = 3e-3 * torch.randn(shape, device="cuda").to(dtype)
     x[0, :3] = torch.tensor([0.0, -5e-2, 1e-20])
-    want = cast_plain(x, x.abs().max().float().view(1), narrow)
-    for a, b in zip(cast(x, narrow), want, strict=True):
-        assert torch.equal(bits(a), bits(b))
-    only_columns = cast(x, narrow, has_rows=False)
-    assert only_columns.rows.numel() == 0
-    assert torch.equal(bits(only_columns.columns), bits(want.columns))
+    amax = x.abs().max().float().view(1)
+    want = cast_plain(x, amax, narrow)
+    assert torch.equal(largest(x), amax)
+    assert same_bits(cast_by(x, amax, narrow), want)
+    only_columns = cast_by(x, amax, narrow, has_rows=False)
+    assert only_columns[0].numel() == 0
+    assert torch.equal(bits(only_columns[1]), bits(want.columns))
+    earlier, seen = amax / 3, amax / 2
+    assert same_bits(cast_by(x, earlier, narrow, seen=seen), cast_plain(x, earlier, narrow))
+    assert torch.equal(seen, amax)
+
+
+def test_what_is_not_finite_is_nan_under_an_earlier_scale_too():
+    x = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
+    x[3, 5], x[4, 6] = float("inf"), float("nan")
+    for narrow in (E4M3, E5M2):
+        seen = torch.zeros(1, device="cuda")
+        rows, columns, _ = cast_by(x, torch.ones(1, device="cuda"), narrow, seen=seen)
+        for lost in (rows.float().isnan(), columns.t().float().isnan()):
+            assert lost[3, 5]
+            assert lost[4, 6]
+            assert not lost[128:].any()  # another tile
+            assert not lost[:, 128:].any()
+        assert seen.isnan().all()
+
+
+@pytest.mark.parametrize("narrow", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(128, 256), (384, 640)])
+def test_casts_with_many_scales_have_the_same_bits_as_torch(shape, narrow):
+    torch.manual_seed(0)
+    x = 3e-3 * torch.randn(shape, device="cuda").bfloat16()
+    x[:, 3] *= 50
+    x[:128, :128] = 0
+    x[-1, -1] = float("inf")
+    tops = x.abs().amax(1).float(), x.abs().amax(0).float()
+    pairs = [(cast_lines(x, narrow), cast_lines_plain(x, *tops, narrow))]
+    for is_square in (False, True):
+        got = cast_blocks(x, narrow, is_square=is_square)
+        pairs.append((got, cast_blocks_plain(x, narrow, is_square=is_square)))
+    for got, want in pairs:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_zeros_stay_zero_and_what_is_not_finite_makes_the_scale_nan():
@@ -47,11 +116,28 @@ def test_zeros_stay_zero_and_what_is_not_finite_makes_the_scale_nan():
         assert cast(x, E5M2).scale_inv.isnan().all()
 
 
-@pytest.mark.parametrize("grad_dtype", [E4M3, E5M2])
-def test_the_three_gemms_are_those_of_the_dequantized_factors(grad_dtype):
+def factors(recipe, operand, x, narrow):
+    own = recipe.cast(operand, x, narrow, Cut())
+    if own.row_scales.numel() == 1:
+        return dequantized(own.rows, own.row_scales), dequantized(own.columns, own.row_scales)
+    rows = dequantized_lines(own.rows, own.row_scales)
+    return rows, dequantized_lines(own.columns, own.column_scales)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "grad_dtype"),
+    [
+        (Tensorwise(), E4M3),
+        (Tensorwise(), E5M2),
+        (Rowwise(), E4M3),
+        (Rowwise(), E5M2),
+        (Blockwise(), E4M3),
+    ],
+)
+def test_the_three_gemms_are_those_of_the_dequantized_factors(recipe, grad_dtype):
     torch.manual_seed(0)
-    T, D, F = 2048, 1024, 1536
-    gemm = TensorwiseGemm(grad_dtype=grad_dtype)
+    T, D, F = 2048, 1152, 1536  # 1152 has 9 blocks, which the GEMM wants padded to 12
+    gemm = Fp8Gemm(grad_dtype=grad_dtype, recipe=recipe)
     x, weight, dy = (
         torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         for shape in ((T, 1, D), (F, D), (T, 1, F))
@@ -59,24 +145,56 @@ def test_the_three_gemms_are_those_of_the_dequantized_factors(grad_dtype):
     y, kept = gemm.forward(x, weight, None)
     grad = gemm.prepare(dy)
     dx, dw = gemm.input_grad(grad, weight), gemm.weight_grad(grad, kept, None)
-    x8, w8, dy8 = (
-        cast(x.flatten(0, 1), E4M3),
-        cast(weight, E4M3),
-        cast(dy.flatten(0, 1), grad_dtype),
-    )
-    x8, w8, dy8 = (dequantized(each.rows, each.scale_inv) for each in (x8, w8, dy8))
+    x8, x8t = factors(recipe, "x", x.flatten(0, 1), E4M3)
+    w8, w8t = factors(recipe, "weight", weight, E4M3)
+    dy8, dy8t = factors(recipe, "grad", dy.flatten(0, 1), grad_dtype)
     assert distance(y.flatten(0, 1), x8 @ w8.t()) < ROUNDED
-    assert distance(dx.flatten(0, 1), dy8 @ w8) < ROUNDED
-    assert distance(dw, dy8.t() @ x8) < 1e-3
+    assert distance(dx.flatten(0, 1), dy8 @ w8t.t()) < ROUNDED
+    assert distance(dw, dy8t @ x8t.t()) < ROUNDED
     assert y.dtype == dx.dtype == torch.bfloat16
     exact = x.flatten(0, 1).float() @ weight.float().t()
     assert 0.01 < distance(y.flatten(0, 1), exact) < 0.05
 
 
 @pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_dtype", [E4M3, E5M2])
+def test_the_gemm_that_adds_adds_what_the_other_writes(grad_dtype, main):
+    torch.manual_seed(0)
+    a = cast(torch.randn(512, 2048, device="cuda"), grad_dtype)
+    b = cast(torch.randn(256, 2048, device="cuda"), E4M3)
+    product = multiply(a.rows, b.rows, a.scale_inv, b.scale_inv, torch.float32)
+    memory = torch.zeros(512 * 256 + 8, device="cuda", dtype=main)
+    for start in (0, 16 // memory.element_size()):  # aligned as cublasLt likes it, and less
+        total = memory[start : start + 512 * 256].view(512, 256).fill_(3.0)
+        for times in (1, 2):
+            add_scaled_matmul(total, a.rows, b.rows, a.scale_inv, b.scale_inv)
+            assert distance(total, 3.0 + times * product) < (
+                1e-5 if main == torch.float32 else ROUNDED
+            )
+
+
+def test_scales_of_earlier_steps_give_the_products_of_current_ones_where_nothing_changed():
+    torch.manual_seed(0)
+    scales = DelayedScales(2, takes_max=True, device="cuda")
+    gemm = Fp8Gemm(grad_dtype=E5M2, recipe=Delayed(scales, "layer"))
+    layer = ColumnParallelLinear(256, 512, gemm=gemm, device="cuda", dtype=torch.bfloat16)
+    x, dy = (torch.randn(64, 2, n, device="cuda", dtype=torch.bfloat16) for n in (256, 512))
+    found = []
+    for _ in range(2):
+        leaf, layer.weight.grad = x.clone().requires_grad_(), None
+        with scales.noting():
+            y = layer(leaf)
+            y.backward(dy)
+        scales.move_on()
+        found.append((y.detach(), leaf.grad, layer.weight.grad))
+    assert not scales.is_fresh
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
 def test_weight_gradients_are_written_over_a_stale_main_gradient_and_added_to_others(main):
     torch.manual_seed(0)
-    gemm = TensorwiseGemm(grad_dtype=E5M2)
+    gemm = Fp8Gemm(grad_dtype=E5M2)
     layer = ColumnParallelLinear(256, 512, gemm=gemm, device="cuda", dtype=torch.bfloat16)
     x, dy = (torch.randn(64, 2, n, device="cuda", dtype=torch.bfloat16) for n in (256, 512))
     layer(x).backward(dy)
@@ -92,7 +210,7 @@ def test_weight_gradients_are_written_over_a_stale_main_gradient_and_added_to_ot
 def test_kept_casts_of_weights_change_no_bit():
     torch.manual_seed(0)
     casts = WeightCasts()
-    gemm = TensorwiseGemm(grad_dtype=E5M2, casts=casts)
+    gemm = Fp8Gemm(grad_dtype=E5M2, casts=casts)
     layer = ColumnParallelLinear(256, 512, gemm=gemm, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16)
     want = layer(x)

@@ -28,7 +28,8 @@ from mcore_parallel.pipeline_parallel.schedule import (
 )
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
-from mcore_parallel.precision.fp8 import WeightCasts, layer_gemms
+from mcore_parallel.precision.delayed_scaling import DelayedScales
+from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, layer_gemms
 from mcore_parallel.rng import RngStreams
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.optimizers import OPTIMIZERS
@@ -72,6 +73,8 @@ class Run:
     tokenizer: Tokenizer | None = None
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
     """Casts of weights to fp8, kept for one step."""
+    fp8_scales: DelayedScales | None = None
+    """What ``--fp8-recipe delayed`` remembers; None for other recipes."""
     weight_queue: WeightQueue | None = None
     """Where linears put their weight gradients off; None where backward is whole."""
     recorder: BackwardRecorder | None = None
@@ -146,8 +149,9 @@ def assemble(
             config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8
         )
         agree_on_kernels(wanted, ctx.device, ctx.world)
-    weight_casts = WeightCasts()
-    gemms = layer_gemms(config.fp8, ctx, config.model.num_layers, weight_casts)
+    weight_casts, fp8_scales = WeightCasts(), delayed_scales(config.fp8, ctx)
+    num_layers = config.model.num_layers
+    gemms = layer_gemms(config.fp8, ctx, num_layers, weight_casts, fp8_scales)
     chunks = [
         plan.family.build(
             config.model,
@@ -187,6 +191,7 @@ def assemble(
         dtype=dtype,
         tokenizer=tokenizer,
         weight_casts=weight_casts,
+        fp8_scales=fp8_scales,
         weight_queue=weight_queue,
         recorder=recorder,
     )

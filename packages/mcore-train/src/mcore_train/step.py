@@ -4,6 +4,7 @@ Nothing here waits for the device: results stay tensors until they are read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,6 +69,8 @@ def train_step(
     scale = clip_coefficient(norm, max_norm) if max_norm else 1.0
     if before_update is not None:
         before_update()
+    if run.fp8_scales is not None:
+        run.fp8_scales.move_on()
     run.optimizer.step(lr, weight_decay, scale)
     balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
     return StepResult(losses.named, losses.aux_loss, norm, balance)
@@ -101,7 +104,8 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     last = run.chunks[-1]
     num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
     losses = StepLosses(run.ctx.device, last.loss_coefficients)
-    with run.data_parallel.no_sync(), run.weight_casts.keeping():
+    noting = nullcontext() if run.fp8_scales is None else run.fp8_scales.noting()
+    with run.data_parallel.no_sync(), run.weight_casts.keeping(), noting:
         run_schedule(
             run.actions_of(len(batches)),
             stage_functions(run, batches, num_valid, losses),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 _LANES, _LANE_WARPS, _MOST_PROGRAMS = 4096, 8, 4096
 _TILE, _TILE_WARPS = 128, 8
+_SEEING_TILE, _SEEING_WARPS = 64, 8
 _SMALLEST = 2.0**-100
 
 
@@ -44,6 +45,7 @@ def _cast(
     rows,
     columns,
     scale_inv,
+    seen,
     num_rows,
     width,
     LIMIT: tl.constexpr,
@@ -51,6 +53,8 @@ def _cast(
     IS_E4M3: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    IS_16_BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     top = tl.load(amax)
@@ -64,8 +68,22 @@ def _cast(
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
     place = row[:, None] * width + column[None, :]
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * scale
-    value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+    raw = tl.load(x + place, mask=inside, other=0.0)
+    if HAS_SEEN:
+        # As integers of the tensor's own width, in any order: a fourth of the registers.
+        if IS_16_BITS:
+            bits = raw.to(tl.int16, bitcast=True) & 0x7FFF
+        else:
+            bits = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        most = tl.max(tl.reshape(bits, [TILE * TILE], can_reorder=True), 0)
+        most = most.to(bits.dtype)  # which the reduction may have widened
+        most = most.to(raw.dtype, bitcast=True).to(tl.float32)
+        tl.atomic_max(seen, most.to(tl.int32, bitcast=True), sem="relaxed")
+        # The scale is of other numbers than these, so it says nothing of them.
+        scale = tl.where(most < float("inf"), scale, float("nan"))
+    value = raw.to(tl.float32) * scale
+    value = tl.maximum(value, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if IS_E4M3:
         narrow = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -97,33 +115,46 @@ def cast_by(
     *,
     has_rows: bool = True,
     has_columns: bool = True,
+    seen: Float[Tensor, " 1"] | None = None,
 ) -> tuple[Shaped[Tensor, "_ _"], Shaped[Tensor, "_ _"], Float[Tensor, " 1"]]:
     """Cast a matrix to fp8.
 
     Args:
         x: contiguous, float32 or 16 bits.
-        amax: its largest magnitude, which becomes the format's largest number.
+        amax: the magnitude that becomes the format's largest number: x's own, or an earlier
+            tensor's.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         has_rows: whether to write ``[T, D]``; else it is empty.
         has_columns: whether to write ``[D, T]``; else it is empty.
+        seen: float32, 0 or above; raised in place to x's own largest magnitude. What is not
+            finite is then NaN, and its neighbours in the kernel's tile with it.
 
     Returns:
         The cast matrix, its transpose, and what multiplies either to give x back: NaN where x
         has a number that is not finite.
     """
     num_rows, width = x.shape
+    # ptxas 12.8 loses the packed casts of float32 tiles that it transposes byte by byte.
+    turns_later = has_columns and x.dtype == torch.float32
+    if turns_later:
+        rows, _, scale_inv = cast_by(x, amax, dtype, has_columns=False, seen=seen)
+        columns = rows.view(torch.uint8).t().contiguous().view(dtype)
+        return rows if has_rows else rows.new_empty(0, 0), columns, scale_inv
     rows, columns = (
         torch.empty(shape if is_there else (0, 0), dtype=torch.uint8, device=x.device)
         for shape, is_there in (((num_rows, width), has_rows), ((width, num_rows), has_columns))
     )
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(num_rows, _TILE), triton.cdiv(width, _TILE))
+    is_seeing = seen is not None
+    tile = _SEEING_TILE if is_seeing else _TILE
+    grid = (triton.cdiv(num_rows, tile), triton.cdiv(width, tile))
     _cast[grid](
         x,
         amax,
         rows,
         columns,
         scale_inv,
+        amax if seen is None else seen.view(torch.int32),
         num_rows,
         width,
         torch.finfo(dtype).max,
@@ -131,7 +162,9 @@ def cast_by(
         dtype == torch.float8_e4m3fn,
         has_rows,
         has_columns,
-        _TILE,
-        num_warps=_TILE_WARPS,
+        is_seeing,
+        x.element_size() == 2,
+        tile,
+        num_warps=_SEEING_WARPS if is_seeing else _TILE_WARPS,
     )
     return rows.view(dtype), columns.view(dtype), scale_inv

@@ -1,4 +1,4 @@
-"""GEMMs in fp8 with one scale a tensor, computed from the tensor at hand ("tensorwise").
+"""Linears in fp8: what they cast, keep, reduce and multiply, by any recipe.
 
 Inputs and weights are e4m3, gradients of outputs e5m2 (``hybrid``) or e4m3. All three GEMMs
 of a linear run in fp8 and give the model's own dtype; the weight's gradient goes to the main
@@ -6,41 +6,44 @@ gradient in its own. On a GPU they are torch's scaled GEMMs; elsewhere, and for 
 same fp8 numbers are multiplied in float32 or float64, so that a layout can be held to one
 rank without a GPU.
 
-Nothing is remembered from one GEMM to the next but casts of weights, inside
-``WeightCasts.keeping``. What is saved for backward is the input's transpose, a byte an
-element; recomputation, accumulation and put-off weight gradients see no difference.
+Casts of weights are kept while a step lasts (``WeightCasts.keeping``). What is saved for
+backward is the input's transpose, a byte an element; recomputation, accumulation and put-off
+weight gradients see no difference.
 
-A scale is that of the logical tensor: ranks that hold parts of one reduce its largest
-magnitude over tensor and context axes, one number, so that a layout casts as one rank does.
-Key and value heads that several tensor ranks share are the exception: each casts its own
-share of their gradient.
-
-Reference:
-    Micikevicius et al. 2022, FP8 Formats for Deep Learning. arXiv:2209.05433.
+A scale is that of the logical tensor: ranks that hold parts of what shares it reduce its
+largest magnitude, so that a layout casts as one rank does. Key and value heads that several
+tensor ranks share are the exception: each casts its own share of their gradient.
 """
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autocasting import without_autocast
 from mcore_parallel.config import Fp8Config
 from mcore_parallel.grad_slot import GradSlot
-from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
-from mcore_parallel.precision.fp8_cast import Fp8, cast, dequantized
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.delayed_scaling import DelayedScales
+from mcore_parallel.precision.fp8_recipes import (
+    Blockwise,
+    Cut,
+    Delayed,
+    Recipe,
+    Rowwise,
+    Scaled,
+    Tensorwise,
+)
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 
 log = logging.getLogger(__name__)
 
-MULTIPLE = 16
-"""Tensor cores take fp8 factors whose sizes are multiples of this."""
 FORWARD_DTYPE = torch.float8_e4m3fn
 _GRAD_DTYPES = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
+_WHOLE = Cut()
 
 
 class WeightCasts:
@@ -51,7 +54,7 @@ class WeightCasts:
 
     def __init__(self) -> None:
         """Begin without casts."""
-        self._kept: dict[tuple[int, torch.Size], Fp8] | None = None
+        self._kept: dict[tuple[int, torch.Size], Scaled] | None = None
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -62,42 +65,46 @@ class WeightCasts:
         finally:
             self._kept = None
 
-    def of(self, weight: Float[Tensor, "F D"], axis: Axis) -> Fp8:
-        """Return a weight's cast, made now or earlier; the first time reduces over ``axis``."""
+    def of(self, weight: Float[Tensor, "F D"], recipe: Recipe, cut: Cut) -> Scaled:
+        """Return a weight's cast, made now or earlier; the first time reduces over ``cut``."""
         if self._kept is None:
-            return cast(weight, FORWARD_DTYPE, axis)
+            return recipe.cast("weight", weight, FORWARD_DTYPE, cut)
         # Backward sees other tensor objects of the same memory (recomputation).
         key = weight.data_ptr(), weight.shape
         if key not in self._kept:
-            self._kept[key] = cast(weight, FORWARD_DTYPE, axis)
+            self._kept[key] = recipe.cast("weight", weight, FORWARD_DTYPE, cut)
         return self._kept[key]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorwiseGemm:
-    """The GEMMs of one linear in fp8, a scale a tensor. See ``Gemm``.
+class Fp8Gemm:
+    """The GEMMs of one linear in fp8. See ``Gemm``.
 
     Communicates only largest magnitudes, over the axes below. A micro-batch whose tokens are
-    no multiple of 16 is multiplied as ``PlainGemm`` does.
+    no multiple of what the recipe needs is multiplied as ``PlainGemm`` does.
     """
 
     grad_dtype: torch.dtype
     """Of the output's gradient: ``float8_e5m2`` or ``float8_e4m3fn``."""
+    recipe: Recipe = field(default_factory=Tensorwise)
+    """How operands are scaled."""
     casts: WeightCasts = field(default_factory=WeightCasts)
     """Where casts of weights are kept."""
-    x_axis: Axis = SINGLE
-    """Ranks that hold other parts of the input."""
-    weight_axis: Axis = SINGLE
-    """Ranks that hold other parts of the weight."""
-    grad_axis: Axis = SINGLE
-    """Ranks that hold other parts of the output's gradient."""
+    x_cut: Cut = _WHOLE
+    """How ranks share the input."""
+    weight_cut: Cut = _WHOLE
+    """How ranks share the weight."""
+    grad_cut: Cut = _WHOLE
+    """How ranks share the output's gradient."""
     unfit: set[tuple[int, int]] = field(default_factory=set, compare=False)
     """Sizes that were refused, each of which is logged once."""
 
     def fitting(self, num_rows: int, num_columns: int) -> Gemm:
-        """Return itself, or ``PLAIN_GEMM`` for a weight whose sizes do not suit fp8."""
-        if num_rows % MULTIPLE == 0 and num_columns % MULTIPLE == 0:
-            return self
+        """Return itself for one linear, or ``PLAIN_GEMM`` for sizes that do not suit fp8."""
+        # Claimed in any case: names of what is remembered must not depend on the layout.
+        recipe, multiple = self.recipe.claim(self.grad_dtype), self.recipe.multiple
+        if num_rows % multiple == 0 and num_columns % multiple == 0:
+            return replace(self, recipe=recipe)
         if (num_rows, num_columns) not in self.unfit:
             self.unfit.add((num_rows, num_columns))
             log.warning(
@@ -105,36 +112,37 @@ class TensorwiseGemm:
                 "multiples of %d.",
                 num_rows,
                 num_columns,
-                MULTIPLE,
+                multiple,
             )
         return PLAIN_GEMM
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return the product, and the input's transpose with its scale."""
-        if not _fits(x):
+        """Return the product, and the input's transpose with its scales."""
+        if not self._fits(x):
             return PLAIN_GEMM.forward(x, weight, bias)
-        own = cast(x.flatten(0, -2), FORWARD_DTYPE, self.x_axis)
-        wide = self.casts.of(weight, self.weight_axis)
-        y = multiply(
-            own.rows, wide.rows, own.scale_inv, wide.scale_inv, x.dtype, fast_accum=True
+        own = self.recipe.cast("x", x.flatten(0, -2), FORWARD_DTYPE, self.x_cut)
+        wide = self._cast_of(weight)
+        y = self.recipe.multiply(
+            own.rows, own.row_scales, wide.rows, wide.row_scales, x.dtype, fast_accum=True
         ).view(*x.shape[:-1], weight.shape[0])
-        return y if bias is None else y + bias, (own.columns, own.scale_inv)
+        return y if bias is None else y + bias, (own.columns, own.column_scales)
 
     def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
-        """Return the input's transpose in fp8, and its scale."""
-        if not _fits(x):
+        """Return the input's transpose in fp8, and its scales."""
+        if not self._fits(x):
             return (x,)
-        own = cast(x.flatten(0, -2), FORWARD_DTYPE, self.x_axis, has_rows=False)
-        return own.columns, own.scale_inv
+        flat = x.flatten(0, -2)
+        own = self.recipe.cast("x", flat, FORWARD_DTYPE, self.x_cut, has_rows=False)
+        return own.columns, own.column_scales
 
     def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
-        """Return the gradient in fp8, its transpose, and their scale."""
-        if not _fits(grad):
+        """Return the gradient in fp8 and its transpose, each with its scales."""
+        if not self._fits(grad):
             return (grad,)
-        own = cast(grad.flatten(0, -2), self.grad_dtype, self.grad_axis)
-        return own.rows.view(grad.shape), own.columns, own.scale_inv
+        own = self.recipe.cast("grad", grad.flatten(0, -2), self.grad_dtype, self.grad_cut)
+        return own.rows.view(grad.shape), own.row_scales, own.columns, own.column_scales
 
     def input_grad(
         self, grad: Operands, weight: Float[Tensor, "F D"]
@@ -142,12 +150,12 @@ class TensorwiseGemm:
         """Return the gradient of the input."""
         if len(grad) == 1:
             return PLAIN_GEMM.input_grad(grad, weight)
-        rows, _, scale_inv = grad
-        wide = self.casts.of(weight, self.weight_axis)
-        flat = multiply(
-            rows.flatten(0, -2), wide.columns, scale_inv, wide.scale_inv, weight.dtype
+        rows, scales, *_ = grad
+        wide, flat = self._cast_of(weight), rows.flatten(0, -2)
+        product = self.recipe.multiply(
+            flat, scales, wide.columns, wide.column_scales, weight.dtype
         )
-        return flat.view(*rows.shape[:-1], weight.shape[1])
+        return product.view(*rows.shape[:-1], weight.shape[1])
 
     def weight_grad(
         self, grad: Operands, kept: Operands, slot: GradSlot | None
@@ -155,46 +163,19 @@ class TensorwiseGemm:
         """Return the weight's gradient; None where it was added to the main gradient."""
         if len(grad) == 1:
             return PLAIN_GEMM.weight_grad(grad, kept, slot)
-        (_, rows, grad_scale), (columns, x_scale) = grad, kept
+        (*_, rows, grad_scales), (columns, x_scales) = grad, kept
         if slot is None:
-            return multiply(rows, columns, grad_scale, x_scale, grad_scale.dtype)
-        assert slot.main is not None
-        out = slot.main if slot.take_stale() else torch.empty_like(slot.main)
-        multiply(rows, columns, grad_scale, x_scale, out.dtype, out=out)
-        if out is not slot.main:
-            slot.add(out)
+            dtype = grad_scales.dtype
+            return self.recipe.multiply(rows, grad_scales, columns, x_scales, dtype)
+        self.recipe.add(slot, rows, grad_scales, columns, x_scales)
         slot.ready()
         return None
 
+    def _cast_of(self, weight: Tensor) -> Scaled:
+        return self.casts.of(weight, self.recipe, self.weight_cut)
 
-def multiply(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Float[Tensor, " 1"],
-    b_scale: Float[Tensor, " 1"],
-    dtype: torch.dtype,
-    *,
-    out: Tensor | None = None,
-    fast_accum: bool = False,
-) -> Tensor:
-    """Return the scaled matrix product of a and the transpose of b.
-
-    Args:
-        a: fp8, ``[M, K]``.
-        b: fp8, ``[N, K]``.
-        a_scale: multiplies a; float32, or float64 for products in float64.
-        b_scale: multiplies b.
-        dtype: of the result.
-        out: written over with the result, of that dtype.
-        fast_accum: let tensor cores keep sums in fewer bits, for twice the speed on Hopper.
-    """
-    if a.is_cuda and a_scale.dtype == torch.float32:
-        return torch._scaled_mm(
-            a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast_accum, out=out
-        )
-    with without_autocast(a.device):
-        product = dequantized(a, a_scale) @ dequantized(b, b_scale).t()
-    return product.to(dtype) if out is None else out.copy_(product)
+    def _fits(self, x: Tensor) -> bool:
+        return x.shape[:-1].numel() % self.recipe.multiple == 0
 
 
 @dataclass(frozen=True)
@@ -211,48 +192,92 @@ PLAIN_GEMMS = LinearGemms()
 """In the dtype of the model."""
 
 
-def fp8_gemms(config: Fp8Config, ctx: ParallelContext, casts: WeightCasts) -> LinearGemms:
+def fp8_gemms(
+    config: Fp8Config, ctx: ParallelContext, casts: WeightCasts, recipe: Recipe | None = None
+) -> LinearGemms:
     """Build the GEMMs of layers in fp8; no communication.
 
     Args:
         config: format and recipe.
         ctx: whose tensor and context ranks share scales.
         casts: where casts of weights are kept.
+        recipe: left out, the config's, which must not remember anything.
 
     Raises:
-        ValueError: if this GPU has no fp8 tensor cores.
+        ValueError: if this GPU has no tensor cores for the recipe.
     """
-    if ctx.device.type == "cuda" and torch.cuda.get_device_capability(ctx.device) < (8, 9):
-        raise ValueError(
-            f"--fp8-format {config.fp8_format} needs a GPU with fp8 tensor cores (Ada, Hopper "
-            f"or later), and {torch.cuda.get_device_name(ctx.device)} has none: leave it out."
-        )
-    common = {"grad_dtype": _GRAD_DTYPES[config.fp8_format], "casts": casts}
-    tokens, whole = ctx.cp, ctx.axis("tp", "cp")
+    _check_device(config, ctx.device)
+    recipe = recipe or _STATELESS[config.fp8_recipe]()
+    dtype = _GRAD_DTYPES[config.fp8_format]
+    tp, cp, both = ctx.tp, ctx.cp, ctx.axis("tp", "cp")
+    tokens, split = Cut(column=cp, whole=cp), Cut(row=tp, column=cp, whole=both)
+    common = {"grad_dtype": dtype, "recipe": recipe, "casts": casts}
+    rows, columns = Cut(column=tp, whole=tp), Cut(row=tp, whole=tp)
     return LinearGemms(
-        TensorwiseGemm(x_axis=tokens, weight_axis=ctx.tp, grad_axis=whole, **common),
-        TensorwiseGemm(x_axis=whole, weight_axis=ctx.tp, grad_axis=tokens, **common),
+        Fp8Gemm(x_cut=tokens, weight_cut=rows, grad_cut=split, **common),
+        Fp8Gemm(x_cut=split, weight_cut=columns, grad_cut=tokens, **common),
     )
 
 
 def layer_gemms(
-    config: Fp8Config, ctx: ParallelContext, num_layers: int, casts: WeightCasts
+    config: Fp8Config,
+    ctx: ParallelContext,
+    num_layers: int,
+    casts: WeightCasts,
+    scales: DelayedScales | None = None,
 ) -> list[LinearGemms]:
     """Return the GEMMs of every layer of the model, by global number.
+
+    Args:
+        config: format, recipe, and layers that stay out of it.
+        ctx: whose tensor and context ranks share scales.
+        num_layers: of the model.
+        casts: where casts of weights are kept.
+        scales: of ``delayed_scales``; None for recipes that remember nothing.
 
     Raises:
         ValueError: see ``fp8_gemms``.
     """
     if not config.fp8_format:
         return [PLAIN_GEMMS] * num_layers
-    narrow = fp8_gemms(config, ctx, casts)
     first = config.num_layers_at_start_in_bf16 if config.first_last_layers_bf16 else 0
     last = config.num_layers_at_end_in_bf16 if config.first_last_layers_bf16 else 0
-    return [
-        narrow if first <= layer < num_layers - last else PLAIN_GEMMS
-        for layer in range(num_layers)
-    ]
+    found = []
+    for layer in range(num_layers):
+        recipe = None if scales is None else Delayed(scales, f"blocks.{layer}")
+        is_narrow = first <= layer < num_layers - last
+        found.append(fp8_gemms(config, ctx, casts, recipe) if is_narrow else PLAIN_GEMMS)
+    return found
 
 
-def _fits(x: Tensor) -> bool:
-    return x.shape[:-1].numel() % MULTIPLE == 0
+def delayed_scales(config: Fp8Config, ctx: ParallelContext) -> DelayedScales | None:
+    """Build what ``--fp8-recipe delayed`` remembers; None for other recipes."""
+    if not config.fp8_format or config.fp8_recipe != "delayed":
+        return None
+    return DelayedScales(
+        config.fp8_amax_history_len,
+        takes_max=config.fp8_amax_compute_algo == "max",
+        axis=ctx.axis("tp", "cp", "dp"),
+        replicas=(ctx.tp, ctx.dp_cp),
+        device=ctx.device,
+    )
+
+
+_STATELESS = {"tensorwise": Tensorwise, "rowwise": Rowwise, "blockwise": Blockwise}
+_LEAST_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "rowwise": (9, 0)}
+
+
+def _check_device(config: Fp8Config, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if config.fp8_recipe == "blockwise" and found[0] != 9:
+        raise ValueError(
+            f"--fp8-recipe blockwise runs on Hopper only, and this is {name}: use tensorwise."
+        )
+    if found < _LEAST_CAPABILITY.get(config.fp8_recipe, (9, 0)):
+        raise ValueError(
+            f"--fp8-format {config.fp8_format} with --fp8-recipe {config.fp8_recipe} needs a "
+            "GPU with fp8 tensor cores (Ada or later; Hopper or later for rowwise), and "
+            f"{name} has none: leave it out."
+        )

@@ -30,9 +30,17 @@ from mcore_data.tracing.data_plan import (
     parse_plan,
 )
 from mcore_models.config import config_to_dict
-from mcore_parallel.sharding import Piece, Shard, named_shards
+from mcore_parallel.sharding import Shard, named_shards
 from mcore_train.assembly import Run, num_samples
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, start_of
+from mcore_train.checkpoints.side_state import (
+    fp8_kind,
+    fp8_shards,
+    rng_shards,
+    take_fp8_histories,
+    take_streams,
+    wanted_fp8_shards,
+)
 from mcore_train.lr_schedule import Schedule, reconcile
 from mcore_train.options.recipe import changed_options, write_recipe
 from mcore_train.resolution import Plan
@@ -64,7 +72,7 @@ def take_snapshot(
     """
     run.data_parallel.wait_params()
     return Snapshot(
-        shards={**(state_shards(run) if state is None else state), **_rng_shards(run)},
+        shards={**(state_shards(run) if state is None else state), **rng_shards(run)},
         extra=_extra(run),
         files=_files(run),
         folders={"tokenizer": tokenizer_folder} if tokenizer_folder else {},
@@ -74,7 +82,8 @@ def take_snapshot(
 def state_shards(run: Run) -> dict[str, Shard]:
     """Describe weights and, if it is saved, optimizer state: views that stay good."""
     with_optimizer = run.plan.config.saving.save_optim
-    return model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
+    optimizer = optimizer_shards(run) if with_optimizer else {}
+    return model_shards(run) | optimizer | fp8_shards(run)
 
 
 def save_run(run: Run) -> Path:
@@ -155,11 +164,12 @@ def _load_local(run: Run, folder: Path | None) -> bool:
     if options.ckpt_step or step is None or step < lasting:
         return False
     shards = state_shards(run)
-    rng = _rng_shards(run)
+    rng = rng_shards(run)
     extra = saver.load(shards | rng)
+    take_fp8_histories(run)
     _check_model(extra["model"], run.plan, Path(local.non_persistent_local_ckpt_dir))
     schedule = _schedule_from(extra, run)
-    _take_streams(run, rng)
+    take_streams(run, rng)
     with_optimizer = "num_steps" in extra
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
@@ -180,11 +190,6 @@ def _take_counts(run: Run, schedule: Schedule, extra: Mapping[str, Any], then: s
     run.consumed_train_samples = extra["consumed_train_samples"]
     run.schedule_samples = extra["schedule_samples"]
     _continue_data(run, then)
-
-
-def _take_streams(run: Run, rng: Mapping[str, Shard]) -> None:
-    states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
-    run.streams.set_state(states)
 
 
 def data_plan(run: Run) -> DataPlan:
@@ -252,7 +257,7 @@ def _continue_data(run: Run, plan_of_then: str) -> None:
 
 def _load_weights(run: Run, folder: Path) -> None:
     """Take the weights alone, in whatever format they were saved."""
-    ignore = ("optimizer.", "rng.")
+    ignore = ("optimizer.", "rng.", "fp8.")
     load(folder, model_shards(run), ignore=ignore, cast=True, **_load_options(run))
     run.optimizer.refresh(from_parameters=True)
 
@@ -261,11 +266,14 @@ def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
     """Take weights, optimizer and, under the same layout, random streams."""
     with_optimizer = run.plan.config.loading.load_optim and "num_steps" in extra
     shards = model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
-    rng = _rng_shards(run) if _streams_fit(run, extra) else {}
-    ignore = (() if with_optimizer else ("optimizer.",)) + (() if rng else ("rng.",))
-    load(folder, shards | rng, ignore=ignore, **_load_options(run))
+    rng = rng_shards(run) if _streams_fit(run, extra) else {}
+    scales = wanted_fp8_shards(run, extra)
+    parts = {"optimizer.": with_optimizer, "rng.": rng, "fp8.": scales}
+    ignore = tuple(prefix for prefix, is_taken in parts.items() if not is_taken)
+    load(folder, shards | rng | scales, ignore=ignore, **_load_options(run))
+    take_fp8_histories(run)
     if rng:
-        _take_streams(run, rng)
+        take_streams(run, rng)
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not with_optimizer)
@@ -318,6 +326,7 @@ def _extra(run: Run) -> dict[str, Any]:
         "versions": {"mcore-train": __version__, "torch": torch.__version__},
         "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},
         "recipe": changed_options(plan.config),
+        "fp8_kind": fp8_kind(run),
     }
     if plan.config.saving.save_optim:
         extra["num_steps"] = run.optimizer.num_steps
@@ -363,17 +372,6 @@ _FREE = frozenset(
     }
 )
 """Fields that a continued run may change: they change no stored tensor's meaning."""
-
-
-def _rng_shards(run: Run) -> dict[str, Shard]:
-    """Describe copies of this rank's random streams, under names no other rank has."""
-    rank = run.ctx.global_rank
-    shards = {}
-    for stream, state in run.streams.state().items():
-        shape = tuple(state.shape)
-        piece = Piece((0,), shape, state.cpu())
-        shards[f"rng.{stream}.{rank}"] = Shard(shape, state.dtype, (piece,))
-    return shards
 
 
 def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:

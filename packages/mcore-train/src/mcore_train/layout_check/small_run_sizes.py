@@ -9,7 +9,7 @@ from math import lcm
 
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_moe.config import MoEConfig
-from mcore_parallel.config import ParallelConfig
+from mcore_parallel.config import Fp8Config, ParallelConfig
 from mcore_parallel.logical_tensors import moe_layers, num_kv_heads
 from mcore_train.composition import TrainConfig
 from mcore_train.layout_check.path_signature import (
@@ -21,8 +21,6 @@ from mcore_train.layout_check.path_signature import (
 from mcore_train.resolution import Plan
 
 HEAD_DIM = 8
-FP8_MULTIPLE = 16
-"""Sizes of factors on a rank are multiples of it, or their GEMM is not in fp8."""
 LEAST_SEQ_LENGTH = 16
 LEAST_VOCAB_SIZE = 48
 
@@ -44,8 +42,9 @@ def shrink_model(
     own_head_dim = model.kv_channels and model.kv_channels * model.num_attention_heads != (
         model.hidden_size
     )
-    is_fp8 = bool(plan.config.fp8.fp8_format)
-    channels = FP8_MULTIPLE if is_fp8 else HEAD_DIM
+    fp8 = plan.config.fp8
+    is_fp8 = bool(fp8.fp8_format)
+    channels = fp8_multiple(fp8) if is_fp8 else HEAD_DIM
     if shards > 1 and cuts_vectors(plan):
         channels *= -(-(vector_length(shards) + 1) // (channels * heads))
     pairs = int(channels * model.rotary_percent) // 2
@@ -56,7 +55,7 @@ def shrink_model(
         num_query_groups=groups if model.num_query_groups else 0,
         kv_channels=channels if model.kv_channels else 0,
         hidden_size=heads * channels + (16 if own_head_dim else 0),
-        ffn_hidden_size=(FP8_MULTIPLE if is_fp8 else 12) * parallel.tensor_model_parallel_size,
+        ffn_hidden_size=(channels if is_fp8 else 12) * parallel.tensor_model_parallel_size,
         max_position_embeddings=length if model.max_position_embeddings else 0,
         q_lora_rank=channels if model.q_lora_rank else 0,
         kv_lora_rank=channels,
@@ -129,9 +128,14 @@ def seq_length(plan: Plan, parallel: ParallelConfig) -> int:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     cuts = tp * cp * (2 if cp > 1 else 1)
     if plan.config.fp8.fp8_format:
-        cuts = lcm(cuts, FP8_MULTIPLE * cp)
+        cuts = lcm(cuts, fp8_multiple(plan.config.fp8) * cp)
     least = max(LEAST_SEQ_LENGTH, 8 * cp if has_documents(plan.config) else 0)
     return -(-least // cuts) * cuts
+
+
+def fp8_multiple(fp8: Fp8Config) -> int:
+    """Return what sizes of operands on a rank are multiples of, so that GEMMs are in fp8."""
+    return 128 if fp8.fp8_recipe == "blockwise" else 16
 
 
 def has_documents(config: TrainConfig) -> bool:

@@ -105,10 +105,9 @@ INSTEAD: dict[str, str] = {
     "--no-ckpt-fully-parallel-save": (
         "all ranks always write together; use mcore-ckpt reshard to put their files together."
     ),
-    (
-        "--fp8-margin --fp8-amax-* --fp8-interval --fp8-quantizer-factory --fp8-output-proj "
-        "--no-fp8-wgrad"
-    ): ("scales come from the tensor at hand; use --fp8-format with --fp8-recipe tensorwise."),
+    ("--fp8-margin --fp8-interval --fp8-quantizer-factory --fp8-output-proj --no-fp8-wgrad"): (
+        "use --fp8-format with a --fp8-recipe: all three GEMMs of a linear, no margin."
+    ),
     "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
         "weights are gathered in bfloat16 and cast once a step; leave it out."
     ),

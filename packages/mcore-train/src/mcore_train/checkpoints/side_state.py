@@ -1,0 +1,51 @@
+"""What a run remembers beside weights and optimizer: random streams and fp8 histories.
+
+Streams are each rank's own (``rng.<stream>.<rank>``), histories logical tensors
+(``fp8.<linear>.history``), which any layout loads.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_parallel.sharding import Piece, Shard
+from mcore_train.assembly import Run
+
+
+def rng_shards(run: Run) -> dict[str, Shard]:
+    """Describe copies of this rank's random streams, under names no other rank has."""
+    rank = run.ctx.global_rank
+    shards = {}
+    for stream, state in run.streams.state().items():
+        shape = tuple(state.shape)
+        piece = Piece((0,), shape, state.cpu())
+        shards[f"rng.{stream}.{rank}"] = Shard(shape, state.dtype, (piece,))
+    return shards
+
+
+def take_streams(run: Run, rng: Mapping[str, Shard]) -> None:
+    """Draw on from where loaded streams stand."""
+    states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
+    run.streams.set_state(states)
+
+
+def fp8_shards(run: Run) -> dict[str, Shard]:
+    """Describe the histories of a run's linears; none without ``--fp8-recipe delayed``."""
+    found = {} if run.fp8_scales is None else run.fp8_scales.shards()
+    return {f"fp8.{name}": shard for name, shard in found.items()}
+
+
+def fp8_kind(run: Run) -> list[Any]:
+    """Say of what kind the histories are: a run has no use for others than its own."""
+    fp8 = run.plan.config.fp8
+    return [] if run.fp8_scales is None else [fp8.fp8_recipe, fp8.fp8_amax_history_len]
+
+
+def wanted_fp8_shards(run: Run, extra: Mapping[str, Any]) -> dict[str, Shard]:
+    """Describe the histories that a run takes from a checkpoint; none of another kind."""
+    return fp8_shards(run) if extra.get("fp8_kind") == fp8_kind(run) else {}
+
+
+def take_fp8_histories(run: Run) -> None:
+    """Scale by the histories that were loaded."""
+    if run.fp8_scales is not None:
+        run.fp8_scales.restored()
