@@ -148,6 +148,25 @@ CASES = {
             "no_rope_layer_interval": 2,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {**ODD_MOE, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"sliding_window": 5, "rope_parameters": YARN | {"truncate": False}}
+        | {"swiglu_limit": 0.5},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**ODD_MOE, **HEADS, "head_dim": 8, "attention_bias": True, "use_qk_norm": True}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"routed_scaling_factor": 1.5, "n_shared_experts": 1},
+    ),
+    "llama4_text": (
+        "Llama4Text",
+        {**ODD_MOE, **HEADS, "num_hidden_layers": 4, "intermediate_size_mlp": 16}
+        | {"num_local_experts": 3, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+        | rope(**{**LLAMA3, "high_freq_factor": 1.0})
+        | {"attention_chunk_size": 6, "floor_scale": 4, "attn_scale": 0.3},
+    ),
     "mixtral": (
         "Mixtral",
         {**ODD_MOE, **HEADS, "num_local_experts": 3, "num_experts_per_tok": 2},
@@ -178,7 +197,11 @@ CASES = {
 }
 """Class and config of each case."""
 
-HEADED = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+HEADED = {
+    "GPT2": "GPT2LMHeadModel",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Llama4Text": "Llama4ForCausalLM",
+}
 
 
 def build(name):

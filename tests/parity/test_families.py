@@ -52,15 +52,14 @@ def loaded(run, **degrees):
         dtype=torch.float64,
     )
     shards = {f"model.{n}": s for n, s in named_shards(model, ctx.data_axes()).items()}
-    load(run, shards, world=ctx.world)
+    load(run, shards, world=ctx.world, cast=True)  # the balance of experts stays float32
     return model, ctx
 
 
 def scored(run, tokens, **degrees):
     """Return this rank's logits, loss and gradients by logical name, as slices of the whole."""
     model, ctx = loaded(run, **degrees)
-    hidden, aux = model(tokens)
-    assert aux == 0 or model.blocks["0"].moe is not None
+    hidden, _ = model(tokens)
     logits = model.logits(hidden).transpose(0, 1)  # [S, B, V] -> [B, S, V]
     weights = torch.full(tokens.shape, 1 / tokens[:, 1:].numel(), dtype=torch.float64)
     weights[:, -1] = 0
@@ -105,7 +104,15 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
-    if name in ("gemma2", "olmo2", "qwen3_moe", "granite", "cohere2", "phi3 longrope"):
+    if name in (
+        "gemma2",
+        "olmo2",
+        "gpt_oss",
+        "qwen3_moe",
+        "granite",
+        "cohere2",
+        "phi3 longrope",
+    ):
         slices = run_ranks(scored_split, 2, tmp_path / "run", tokens)
         check_split(slices, logits, gradients, largest)
 
@@ -121,7 +128,9 @@ def same_from_a_cache(run, tokens, logits, name):
             hidden, _ = model.eval()(piece, state=cache)
             cache.advance(piece.shape[1])
             found.append(model.logits(hidden))
-    assert error(torch.cat(found).transpose(0, 1), logits) < 1e-10
+    # GLM-4.5's router computes in float32 whatever the model's dtype, theirs likewise.
+    bound = 1e-6 if name == "glm4_moe" else 1e-10
+    assert error(torch.cat(found).transpose(0, 1), logits) < bound
     ctx.destroy()
 
 

@@ -95,8 +95,8 @@ def test_switches_choose_the_activation(changes, wanted):
             "interpolation-factor 0.0 must be above",
         ),
         (
-            {"use_rope_scaling": True, "rope_scaling_low_freq_factor": 4.0},
-            "--rope-scaling-low-freq-factor 4.0 must be above 0 and below",
+            {"use_rope_scaling": True, "rope_scaling_low_freq_factor": 5.0},
+            "--rope-scaling-low-freq-factor 5.0 must be above 0 and at most",
         ),
         ({"rope_type": "yarn", "rotary_scaling_factor": 0.0}, "--rotary-scaling-factor 0.0"),
         ({"rope_type": "yarn", "beta_fast": 0.5}, "--beta-fast 0.5 must be --beta-slow 1.0"),

@@ -47,6 +47,14 @@ CONFIGS = {
     "starcoder2": ROPE | HEADS,
     "smollm3": ROPE | HEADS,
     "gpt_neox": ROPE | {"num_attention_heads": 3},
+    "gpt_oss": ROPE | HEAD | {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "glm4_moe": ROPE
+    | HEAD
+    | {"n_routed_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "llama4_text": ROPE
+    | HEAD
+    | {"num_local_experts": 3, "intermediate_size_mlp": 16, "interleave_moe_layer_step": 2},
     "gemma2": ROPE | HEAD,
     "gemma3_text": ROPE | HEAD,
     "deepseek_v2": ROPE | LATENT | {"q_lora_rank": None},
@@ -59,13 +67,15 @@ CONFIGS = {
     "megatron-bert": ROPE | MASKED | {"type_vocab_size": 3},
 }
 COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers"} | {
-    "first_k_dense_replace"
+    *("first_k_dense_replace", "interleave_moe_layer_step")
 }
 """Say which weights there are: the check of names sees them."""
 
 SHAPELESS = {
     ("mixtral", "num_experts_per_tok"),
     ("qwen3_moe", "num_experts_per_tok"),
+    ("gpt_oss", "num_experts_per_tok"),
+    ("glm4_moe", "num_experts_per_tok"),
     ("deepseek_v2", "num_experts_per_tok"),
     ("deepseek_v3", "num_experts_per_tok"),
     # All layers have experts.

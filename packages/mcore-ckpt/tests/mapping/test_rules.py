@@ -97,7 +97,14 @@ def test_each_family_refuses_flags_that_it_cannot_say():
     fits["gpt2"] = fits["gpt_neox"] | {"position_embedding_type": "learned_absolute"}
     fits["nemotron"] = {"normalization": "LayerNorm", "apply_layernorm_1p": True}
     fits["nemotron"] |= {"swiglu": False, "squared_relu": True}
-    for name in MODEL_TYPES[: MODEL_TYPES.index("deepseek_v2")]:
+    fits["gpt_oss"] = {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}
+    fits["gpt_oss"] |= {"softmax_type": "learnable", "add_bias_linear": True}
+    routers = {"gpt_oss": {"moe_router_bias": True}}
+    routers["glm4_moe"] = {"moe_router_score_function": "sigmoid"}
+    routers["glm4_moe"] |= {"moe_router_enable_expert_bias": True}
+    # Llama 4 has all of what others refuse.
+    names = [name for name in MODEL_TYPES if name != "llama4_text"]
+    for name in names[: names.index("deepseek_v2")]:
         has_norms = name in ("qwen3", "qwen3_moe", "gemma3_text")
         described = {
             "family": "gpt",
@@ -105,8 +112,9 @@ def test_each_family_refuses_flags_that_it_cannot_say():
             "config": plain
             | fits.get(name, {})
             | ({"qk_layernorm": True} if has_norms else {}),
-            "moe": {"num_experts": 2} if "moe" in name or name == "mixtral" else {},
+            "moe": {"num_experts": 2} if name in ("mixtral", "qwen3_moe", *routers) else {},
         }
+        described["moe"] |= routers.get(name, {})
         family_of(name).to_theirs(described)
         for flag, value in (("qk_l2_norm", True), ("attention_chunk_size", 4)):
             odd = {**described, "config": described["config"] | {flag: value}}

@@ -210,9 +210,9 @@ class TransformerConfig(LayerConfig):
             if count != wanted:
                 raise ValueError(f"{_flag(name)} has {count} factors: it must have {wanted}.")
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
-        if self.use_rope_scaling and not 0 < low < high:
+        if self.use_rope_scaling and not 0 < low <= high:
             raise ValueError(
-                f"--rope-scaling-low-freq-factor {low} must be above 0 and below "
+                f"--rope-scaling-low-freq-factor {low} must be above 0 and at most "
                 f"--rope-scaling-high-freq-factor {high}."
             )
 

@@ -53,7 +53,9 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
+def gated(
+    x: Float[Tensor, "*B F2"], activation: str, clamp: float = 0.0, offset: float = 0.0
+) -> Float[Tensor, "*B F"]:
     """Activate the first half of the channels and multiply it with the second.
 
     One kernel on a GPU where there is one for the activation; compiled code fuses the
@@ -62,20 +64,34 @@ def gated(x: Float[Tensor, "*B F2"], activation: str) -> Float[Tensor, "*B F"]:
     Args:
         x: gate and up-projection.
         activation: a key of ``ACTIVATIONS``.
+        clamp: bounds gates from above and up-projections on both sides; 0: not. As ``offset``
+            it has no kernel.
+        offset: added to up-projections.
 
     Reference:
-        Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
+        Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202. Clamp and offset are
+        those of gpt-oss: OpenAI 2025, arXiv:2508.10925.
     """
-    if _has_kernel(x, activation):
+    if not (clamp or offset) and _has_kernel(x, activation):
         from mcore_moe.kernels.gate import fused_gated
 
         return fused_gated(x, activation)
+    return _gated_plain(x, activation, clamp, offset)
+
+
+def _gated_plain(x: Tensor, activation: str, clamp: float, offset: float) -> Tensor:
     gate, up = x.chunk(2, -1)
-    return activation_function(activation)(gate) * up
+    if clamp:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return activation_function(activation)(gate) * (up + offset if offset else up)
 
 
 def weighted_gated(
-    x: Float[Tensor, "R F2"], probs: Float[Tensor, " R"], activation: str
+    x: Float[Tensor, "R F2"],
+    probs: Float[Tensor, " R"],
+    activation: str,
+    clamp: float = 0.0,
+    offset: float = 0.0,
 ) -> Float[Tensor, "R F"]:
     """Return ``gated`` times a weight for each row, in one kernel under the same conditions.
 
@@ -83,7 +99,12 @@ def weighted_gated(
         x: gate and up-projection of each row.
         probs: weight of each row.
         activation: a key of ``ACTIVATIONS``.
+        clamp: as in ``gated``.
+        offset: as in ``gated``.
     """
+    if clamp or offset:
+        hidden = _gated_plain(x, activation, clamp, offset)
+        return (hidden * probs[:, None]).to(x.dtype)
     if _has_kernel(x, activation):
         from mcore_moe.kernels.gate import fused_weighted_gated
 

@@ -49,6 +49,9 @@ class MoEConfig:
     moe_router_enable_expert_bias: bool = False
     """Balance by a bias on the choice, moved after each step, instead of by a loss."""
 
+    moe_router_bias: bool = False
+    """Give the router's linear map a bias, which takes part in choice and weights alike."""
+
     moe_router_bias_update_rate: float = 1e-3
     """How far the expert bias moves a step."""
 
@@ -81,6 +84,9 @@ class MoEConfig:
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
     """How tokens travel to the ranks of their experts."""
+
+    moe_apply_probs_on_input: bool = False
+    """Multiply an expert's input by the weight of the choice, not its output (Llama 4)."""
 
     moe_grouped_gemm: bool = True
     """Compute all experts of a rank in one grouped GEMM where the device has one."""

@@ -45,7 +45,10 @@ class Experts(nn.Module):
         gated: bool = True,
         activation: str = "silu",
         bias: bool = False,
+        clamp: float = 0.0,
+        offset: float = 0.0,
         grouped: bool = True,
+        probs_on_input: bool = False,
         init_std: float = 0.02,
         output_std: float | None = None,
         recompute_activation: bool = False,
@@ -63,7 +66,10 @@ class Experts(nn.Module):
             gated: whether fc1 gives a gate and an up-projection.
             activation: see ``activations.ACTIVATIONS``.
             bias: whether both GEMMs have one.
+            clamp: of gates and up-projections, see ``activations.gated``.
+            offset: of up-projections, likewise.
             grouped: use the grouped GEMM where the device has it.
+            probs_on_input: weigh what an expert reads, not what it gives.
             init_std: of fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.
             recompute_activation: forget what goes into fc2, make it again in backward.
@@ -80,10 +86,10 @@ class Experts(nn.Module):
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.num_experts, self.num_local_experts = num_experts, num_experts // ep.size
         self.ep, self.expert_tp = ep, expert_tp
-        self.gated, self.grouped = gated, grouped
+        self.gated, self.grouped, self.probs_on_input = gated, grouped, probs_on_input
         self.recompute_activation = recompute_activation
         activation_function(activation)  # raises if it is not known
-        self.activation = activation
+        self.activation, self.clamp, self.offset = activation, clamp, offset
         self.init_std = init_std
         self.output_std = init_std if output_std is None else output_std
         width = ffn_hidden_size // expert_tp.size
@@ -140,6 +146,8 @@ class Experts(nn.Module):
         linear = grouped_linear if self.grouped else sequential_linear
         if slot_of(self.fc1_weight) is not None:
             linear = partial(accumulating_linear, linear=linear)
+        if self.probs_on_input:
+            rows, probs = (rows * probs[:, None]).to(rows.dtype), torch.ones_like(probs)
         hidden = linear(rows, self.fc1_weight, offsets)
         if self.fc1_bias is not None:
             hidden = hidden + self._of_rows(self.fc1_bias, rows, offsets)
@@ -158,7 +166,7 @@ class Experts(nn.Module):
 
     def _activate(self, hidden: Tensor, probs: Tensor) -> Tensor:
         if self.gated:
-            return weighted_gated(hidden, probs, self.activation)
+            return weighted_gated(hidden, probs, self.activation, self.clamp, self.offset)
         active = activation_function(self.activation)(hidden)
         return (active * probs[:, None]).to(hidden.dtype)
 

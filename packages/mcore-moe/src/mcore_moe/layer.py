@@ -50,6 +50,8 @@ class MoELayer(nn.Module):
         gated: bool = True,
         activation: str = "silu",
         bias: bool = False,
+        clamp: float = 0.0,
+        offset: float = 0.0,
         init_std: float = 0.02,
         output_std: float | None = None,
         recompute_activation: bool = False,
@@ -72,7 +74,9 @@ class MoELayer(nn.Module):
             sequence_parallel: whether tokens are cut over ``tp``.
             gated: whether experts have a gate and an up-projection.
             activation: see ``activations.ACTIVATIONS``.
-            bias: whether the experts' GEMMs have one (router and shared expert have none).
+            bias: whether the experts' GEMMs have one (the shared expert has none).
+            clamp: of gates and up-projections, see ``activations.gated``.
+            offset: of up-projections, likewise.
             init_std: of router and fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.
             recompute_activation: forget what goes into the experts' fc2, make it again in
@@ -104,6 +108,8 @@ class MoELayer(nn.Module):
         feed_forward = {
             "gated": gated,
             "activation": activation,
+            "clamp": clamp,
+            "offset": offset,
             "init_std": init_std,
             "output_std": output_std,
             **placed,
@@ -116,6 +122,7 @@ class MoELayer(nn.Module):
             expert_tp=expert_tp,
             bias=bias,
             grouped=config.moe_grouped_gemm,
+            probs_on_input=config.moe_apply_probs_on_input,
             recompute_activation=recompute_activation,
             **feed_forward,
         )

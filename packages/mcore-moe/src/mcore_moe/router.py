@@ -145,6 +145,7 @@ class Router(nn.Module):
     Attributes:
         weight: ``[E, D]``, the same on all tensor ranks; each sees its own tokens, so its
             gradients are partial sums over ``tp``.
+        bias: ``[E]``, likewise; None without ``moe_router_bias``.
         expert_bias: ``[E]`` float32 parameter without gradient, moved by ``finish_step``; None
             without ``moe_router_enable_expert_bias``. Stays float32 when the model is cast.
         step_counts: ``[E]`` int64 buffer: choices of this rank's tokens since the last step.
@@ -186,6 +187,10 @@ class Router(nn.Module):
         self.init_std = init_std
         shape = (config.num_experts, hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = None
+        if config.moe_router_bias:
+            zeros = torch.zeros(config.num_experts, device=device, dtype=dtype)
+            self.bias = nn.Parameter(zeros)
         counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("step_counts", counts, persistent=False)
         self.register_buffer("step_scored_counts", counts.clone(), persistent=False)
@@ -212,6 +217,8 @@ class Router(nn.Module):
         """Describe the parameters: whole on every tensor rank, with partial gradients."""
         shape = tuple(self.weight.shape)
         layouts = {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}
+        if self.bias is not None:
+            layouts["bias"] = whole("", shape[:1], replicas=self.tp, partial=self.tp)
         if self.expert_bias is not None:
             layouts["expert_bias"] = whole("", shape[:1], replicas=self.tp)
         return layouts
@@ -279,8 +286,10 @@ class Router(nn.Module):
                 x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
         dtype = _DTYPES.get(self.config.moe_router_dtype, x.dtype)
         if dtype == torch.float32 and _is_narrow(x) and _is_narrow(self.weight):
-            return _WideLinear.apply(x, self.weight)
-        return F.linear(x.to(dtype), self.weight.to(dtype))
+            wide = _WideLinear.apply(x, self.weight)
+            return wide if self.bias is None else wide + self.bias.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def _assign(self, logits: Tensor) -> Routing:
         topk = self.config.moe_router_topk

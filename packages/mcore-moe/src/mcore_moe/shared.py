@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_moe.activations import activation_function
+from mcore_moe.activations import gated as gated_activation
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, whole
@@ -36,6 +37,8 @@ class SharedExpert(nn.Module):
         sequence_parallel: bool = False,
         gated: bool = True,
         activation: str = "silu",
+        clamp: float = 0.0,
+        offset: float = 0.0,
         has_token_gate: bool = False,
         init_std: float = 0.02,
         output_std: float | None = None,
@@ -51,6 +54,8 @@ class SharedExpert(nn.Module):
             sequence_parallel: whether tokens are cut over ``tp``.
             gated: whether fc1 gives a gate and an up-projection.
             activation: see ``activations.ACTIVATIONS``.
+            clamp: of gates and up-projections, see ``activations.gated``.
+            offset: of up-projections, likewise.
             has_token_gate: weigh the output by a learned sigmoid of the token.
             init_std: of fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.
@@ -59,7 +64,8 @@ class SharedExpert(nn.Module):
         """
         super().__init__()
         self.gated = gated
-        self.activation = activation_function(activation)
+        self.activation, self.clamp, self.offset = activation, clamp, offset
+        activation_function(activation)  # raises if it is not known
         placed = {
             "axis": tp,
             "sequence_parallel": sequence_parallel,
@@ -86,10 +92,9 @@ class SharedExpert(nn.Module):
         """
         hidden = self.fc1(x)
         if self.gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = self.activation(gate) * up
+            hidden = gated_activation(hidden, self.activation, self.clamp, self.offset)
         else:
-            hidden = self.activation(hidden)
+            hidden = activation_function(self.activation)(hidden)
         y = self.fc2(hidden)
         return y if self.token_gate is None else y * self.token_gate(x)
 

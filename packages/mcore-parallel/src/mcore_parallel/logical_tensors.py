@@ -202,6 +202,8 @@ def _mlp(name: str, D: int, width: int, gated: bool, bias: bool) -> dict[str, Sh
 def _experts(config: Any, moe: Any) -> dict[str, Shape]:
     D, gated = config.hidden_size, is_gated(config)
     shapes: dict[str, Shape] = {"moe.router.weight": (moe.num_experts, D)}
+    if moe.moe_router_bias:
+        shapes["moe.router.bias"] = (moe.num_experts,)
     if moe.moe_router_enable_expert_bias:
         shapes["moe.router.expert_bias"] = (moe.num_experts,)
     one = _mlp("", D, expert_size(config, moe), gated, config.add_bias_linear)

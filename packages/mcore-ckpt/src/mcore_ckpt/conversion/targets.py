@@ -15,7 +15,7 @@ from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
 from mcore_ckpt.formats.sources import EXTRA, PREFIX, OpenCheckpoint
 from mcore_ckpt.mapping.optimizer_state import native_name
 from mcore_ckpt.mapping.rules import Table, expand, match_ours, native_table
-from mcore_ckpt.mapping.views import their_items
+from mcore_ckpt.mapping.views import stacked_items, their_items
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.paths import RELEASE, TRACKER, step_folder, write_durably
 
@@ -107,7 +107,7 @@ def write_hf(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: 
             f"{model_type} cannot say this model: {error}. Leave --model-type out to have a "
             "family found that can."
         ) from None
-    items = watch(_items(family.table(source.description), source))
+    items = watch(stacked_items(_items(family.table(source.description), source)))
     config |= _dtype_fields(items)
     write_hf_folder(folder, config, items, wanted.max_shard_bytes)
     tokenizer = dict(source.tokenizer)

@@ -23,7 +23,8 @@ from mcore_ckpt.storage.index import TensorEntry
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "nemotron", "phi3"),
     *("olmo2", "olmo3", "gemma2", "gemma3_text", "granite", "cohere", "cohere2", "starcoder2"),
-    *("gpt_neox", "smollm3", "deepseek_v2", "deepseek_v3", "mamba2", "t5", "bert"),
+    *("gpt_neox", "smollm3", "gpt_oss", "glm4_moe", "llama4_text"),
+    *("deepseek_v2", "deepseek_v3", "mamba2", "t5", "bert"),
     "megatron-bert",
 )
 """``model_type`` of each family; with ``_`` its module. The first that fits is exported."""

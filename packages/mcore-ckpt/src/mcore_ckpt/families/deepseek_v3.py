@@ -190,8 +190,9 @@ def write(description: Mapping[str, Any], family: str, architecture: str) -> dic
             "it cannot say experts but with --moe-ffn-hidden-size that divides "
             "--moe-shared-expert-intermediate-size, in all layers after the first dense ones"
         )
-    if expert_setting(description, "moe_shared_expert_gate"):
-        raise ValueError("it cannot say --moe-shared-expert-gate")
+    for name in ("moe_shared_expert_gate", "moe_router_bias", "moe_apply_probs_on_input"):
+        if expert_setting(description, name):
+            raise ValueError(f"it cannot say --{name.replace('_', '-')}")
     return {
         "model_type": family,
         "architectures": [architecture],

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_ckpt.families.fields import setting
+from mcore_ckpt.families.fields import setting, settings
 from mcore_ckpt.mapping.rules import Rule
-from mcore_parallel.logical_tensors import moe_layers
+from mcore_parallel.logical_tensors import expert_size, moe_layers
 
 MOE_DEFAULTS: dict[str, Any] = {
     "num_experts": 0,
@@ -20,6 +20,8 @@ MOE_DEFAULTS: dict[str, Any] = {
     "moe_router_group_topk": 0,
     "moe_router_group_score_topk": 0,
     "moe_router_enable_expert_bias": False,
+    "moe_router_bias": False,
+    "moe_apply_probs_on_input": False,
     "moe_router_dtype": "",
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": 0.0,
@@ -45,6 +47,11 @@ def expert_rules(
 def expert_setting(description: Mapping[str, Any], name: str) -> Any:
     """Return a MoEConfig field of a description, its default where it is left out."""
     return description.get("moe", {}).get(name, MOE_DEFAULTS[name])
+
+
+def expert_size_of(description: Mapping[str, Any]) -> int:
+    """Width inside one routed expert."""
+    return expert_size(settings(description), expert_settings(description))
 
 
 def expert_settings(description: Mapping[str, Any]) -> Any:
@@ -76,6 +83,8 @@ def require_experts(description: Mapping[str, Any]) -> None:
         "moe_router_topk_scaling_factor",
         "moe_router_num_groups",
         "moe_router_enable_expert_bias",
+        "moe_router_bias",
+        "moe_apply_probs_on_input",
         "moe_shared_expert_intermediate_size",
         "moe_expert_capacity_factor",
     ):

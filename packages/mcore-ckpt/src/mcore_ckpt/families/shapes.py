@@ -31,7 +31,7 @@ def gpt_shapes(description: Mapping[str, Any]) -> Shapes:
     return {
         within_layer(name).removesuffix(".weight"): shape
         for name, shape in shapes.items()
-        if name.endswith(".weight")
+        if not name.endswith("bias")
     }
 
 

@@ -123,6 +123,7 @@ def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     model_type = config.get("model_type", "")
     description, tensors = stored_model(config, folder.tensors)
     table = family_of(model_type).table(description)
+    tensors = unstacked(tensors, expand(table))
     tokenizer, generation = small_files(folder.path)
     hf = {
         "model_type": model_type,

@@ -7,13 +7,14 @@ whole but one transposed matrix.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from math import prod
 
 import torch
 from torch import Tensor
 
 from mcore_ckpt.mapping.row_streams import Rows, row_groups
-from mcore_ckpt.mapping.rules import Link, our_shape
+from mcore_ckpt.mapping.rules import Link, our_shape, split_index
 from mcore_ckpt.storage.files import DTYPES, SLAB_BYTES, Item
 from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry
 
@@ -53,10 +54,14 @@ class RenamedRows:
         first = link.rows(shape)[number][0]
         if link.is_plain or not shape:
             return self._theirs.rows(link.theirs, first + begin, first + stop)
-        if link.transposed:
-            return self._matrix(link.theirs).t()[first + begin : first + stop].contiguous()
         shares = [rows // link.groups for rows in link.shares(shape)]
         block, share = sum(shares), shares[number]
+        if link.transposed:
+            matrix = self._matrix(link.theirs).t()
+            if link.groups > 1:
+                cut = link.cut(matrix.unflatten(0, (link.groups, block)), shares)
+                return cut[number].flatten(0, 1)[begin:stop].contiguous()
+            return matrix[first + begin : first + stop].contiguous()
         low, high = begin // share, -(-stop // share)
         blocks = self._theirs.rows(link.theirs, low * block, high * block)
         mine = link.cut(blocks.unflatten(0, (high - low, block)), shares)[number]
@@ -81,11 +86,32 @@ def their_items(links: Sequence[Link], ours: Rows) -> list[Item]:
     return items
 
 
+def stacked_items(items: Sequence[Item]) -> list[Item]:
+    """Join items ``X[0]``, ``X[1]``, ... that follow each other into one tensor ``X``."""
+    found: list[Item] = []
+    for stem, group in groupby(items, key=lambda item: split_index(item.name)[0]):
+        parts = list(group)
+        if not split_index(parts[0].name)[1]:
+            found += parts
+            continue
+        shape = (len(parts), *parts[0].shape)
+        found.append(Item(stem, parts[0].dtype, shape, partial(_one_by_one, parts)))
+    return found
+
+
+def _one_by_one(items: Sequence[Item]) -> Iterator[Tensor]:
+    for item in items:
+        yield from item.slabs()
+
+
 def their_slabs(link: Link, ours: Rows) -> Iterator[Tensor]:
     """Give the foreign tensor of a link, by rows, from ours."""
     shapes = [ours.entries[name].shape for name in link.ours]
     if link.transposed and len(shapes[0]) > 1:
         parts = [ours.rows(n, 0, s[0]) for n, s in zip(link.ours, shapes, strict=True)]
+        if link.groups > 1:
+            blocks = [p.unflatten(0, (link.groups, -1)) for p in parts]
+            parts = [link.join(blocks).flatten(0, 1)]
         yield torch.cat(parts).t().contiguous()
     elif link.groups > 1 or link.paired:
         yield from _blocks(link, ours)

@@ -118,6 +118,8 @@ def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
         "gated": is_gated(setup.config),
         "activation": activation(setup.config),
         "bias": setup.config.add_bias_linear,
+        "clamp": setup.config.activation_func_clamp_value,
+        "offset": setup.config.glu_linear_offset,
         "sequence_parallel": setup.sequence_parallel,
         "init_std": 0.0,
         **setup.placed,

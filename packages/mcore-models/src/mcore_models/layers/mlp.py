@@ -37,6 +37,8 @@ class MLP(nn.Module):
         gated: bool = True,
         activation: str = "silu",
         bias: bool = False,
+        clamp: float = 0.0,
+        offset: float = 0.0,
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
@@ -53,6 +55,8 @@ class MLP(nn.Module):
             gated: whether fc1 gives a gate too.
             activation: see ``mcore_moe.activations``.
             bias: whether both products have one.
+            clamp: of gates and up-projections, see ``mcore_moe.activations.gated``.
+            offset: of up-projections, likewise.
             axis: ranks that share the width.
             sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
@@ -66,6 +70,7 @@ class MLP(nn.Module):
         """
         super().__init__()
         self.gated, self.activation = gated, activation
+        self.clamp, self.offset = clamp, offset
         self.recompute_activation = recompute_activation
         F_ = ffn_hidden_size
         placed: dict[str, Any] = {
@@ -87,5 +92,5 @@ class MLP(nn.Module):
 
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:
-            return gated(hidden, self.activation)
+            return gated(hidden, self.activation, self.clamp, self.offset)
         return activation_function(self.activation)(hidden)

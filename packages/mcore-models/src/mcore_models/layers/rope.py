@@ -240,7 +240,8 @@ def _stretch(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     # How many turns a pair makes within the original context: few turns are stretched.
     turns = context * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    # A step where both bounds are one.
+    kept = ((turns - low) / max(high - low, 1e-9)).clamp(0.0, 1.0)
     return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
 
 
