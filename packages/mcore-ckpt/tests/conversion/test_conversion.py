@@ -385,10 +385,15 @@ def test_weights_that_fp16_cannot_hold_are_not_made_infinite(tmp_path):
 def test_tokenizer_generation_config_and_token_ids_are_carried_both_ways(tmp_path):
     make(tmp_path / "hf", "llama")
     texts = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "merges.txt": "x y"}
+    texts |= {"LICENSE": "l", "modules.json": "[]", "1_Pooling/config.json": "{}"}
+    texts |= {"additional_chat_templates/tool.jinja": "t", "sentencepiece.bpe.model": "s"}
     for name, text in texts.items():
+        (tmp_path / "hf" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "hf" / name).write_text(text)
+    (tmp_path / "hf" / "README.md").write_text("a card")
     edit(tmp_path / "hf", bos_token_id=3, eos_token_id=[4, 5])
-    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    assert hf_to_mcore(tmp_path / "hf", tmp_path / "run").not_carried == ("README.md",)
+    check(tmp_path / "run")
     mcore_to_hf(tmp_path / "run", tmp_path / "again")
     for name, text in texts.items():
         assert (tmp_path / "again" / name).read_text() == text

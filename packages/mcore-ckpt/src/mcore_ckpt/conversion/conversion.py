@@ -19,7 +19,7 @@ from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
 from mcore_ckpt.conversion.targets import WRITERS, WriteOptions, our_items, write_small_files
-from mcore_ckpt.formats.hf_folder import num_tokens
+from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens
 from mcore_ckpt.formats.sources import FORMATS, OpenCheckpoint, ReadOptions, opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
@@ -68,6 +68,8 @@ class Report:
     logits_differ_by: float | None = None
     """Largest difference of our model's logits from transformers', relative to the largest of
     them; None: not compared."""
+    not_carried: tuple[str, ...] = ()
+    """Files beside the source's weights that did not go along."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,8 +195,9 @@ def convert(
             options.check or logits is not None,
             print_,
             found.left_behind,
-            bool(found.tokenizer),
+            any(name in TOKENIZER_FILES for name in found.tokenizer),
             worst[0] if worst else None,
+            found.not_carried,
         )
 
 

@@ -116,7 +116,7 @@ def write_hf(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: 
         plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
         tokenizer["tokenizer_config.json"] = json.dumps(plain, indent=2).encode() + b"\n"
     for name, content in {**tokenizer, **source.generation}.items():
-        write_durably(folder / name, content)
+        _write_small(folder / name, content)
     return model_type
 
 
@@ -206,10 +206,14 @@ def write_megatron(
 def write_small_files(folder: Path, source: OpenCheckpoint) -> None:
     """Write the tokenizer and the generation config that go along."""
     for name, content in source.tokenizer.items():
-        (folder / "tokenizer").mkdir(exist_ok=True)
-        write_durably(folder / "tokenizer" / name, content)
+        _write_small(folder / "tokenizer" / name, content)
     for name, content in source.generation.items():
         write_durably(folder / name, content)
+
+
+def _write_small(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, content)
 
 
 WRITERS: Mapping[str, Callable[[Path, OpenCheckpoint, WriteOptions, Watch], str]] = {

@@ -19,8 +19,18 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
     *("chat_template.jinja", "chat_template.json", "tekken.json"),
+    *("sentencepiece.bpe.model", "tiktoken.model"),
 )
 """Files that make up a tokenizer, of which a folder has some."""
+
+COMPANIONS = (
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("1_Pooling/config.json", "preprocessor_config.json", "processor_config.json"),
+    *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
+)
+"""Files that say how a model is used and under which terms; they go along with a tokenizer."""
+
+_TEMPLATES = "additional_chat_templates"
 
 GENERATION = "generation_config.json"
 """How ``generate`` samples by default."""
@@ -153,13 +163,29 @@ def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
 
 
 def small_files(path: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Read the tokenizer's files of a folder, and its generation_config.json.
+    """Read the tokenizer's files and companions of a folder, and its generation_config.json.
 
     Returns:
         Both by name; empty where there are none.
     """
+    templates = [f"{_TEMPLATES}/{file.name}" for file in sorted((path / _TEMPLATES).glob("*"))]
     tokenizer = {
-        name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()
+        name: (path / name).read_bytes()
+        for name in (*TOKENIZER_FILES, *COMPANIONS, *templates)
+        if (path / name).is_file()
     }
     generation = path / GENERATION
     return tokenizer, {GENERATION: generation.read_bytes()} if generation.is_file() else {}
+
+
+def not_carried(path: Path) -> tuple[str, ...]:
+    """List the files and folders of a Hugging Face folder that no conversion takes along."""
+    known = {*TOKENIZER_FILES, *COMPANIONS, _TEMPLATES, GENERATION, "config.json", _INDEX}
+    known |= {name.partition("/")[0] for name in COMPANIONS}
+    return tuple(
+        entry.name
+        for entry in sorted(path.iterdir())
+        if not (
+            entry.name in known or entry.name.startswith(".") or entry.suffix == ".safetensors"
+        )
+    )

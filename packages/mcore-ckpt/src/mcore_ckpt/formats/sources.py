@@ -15,7 +15,7 @@ from mcore_ckpt.families.fields import CARRIED
 from mcore_ckpt.families.shape_check import check_shapes
 from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.dcp import METADATA, DcpFolder, read_dcp_folder
-from mcore_ckpt.formats.hf_folder import read_hf_folder, small_files
+from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_files
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.legacy import is_legacy, read_legacy_folder
 from mcore_ckpt.formats.megatron.optimizer import read_megatron
@@ -89,6 +89,8 @@ class OpenCheckpoint:
     """generation_config.json, if there is one."""
     left_behind: int = 0
     """Entries that are no weights (optimizer, random state) and are not converted."""
+    not_carried: tuple[str, ...] = ()
+    """Files beside its weights that are not converted."""
     state: OptimizerState | None = None
     """The optimizer's, if it was asked for."""
     took_config: bool = False
@@ -125,15 +127,14 @@ def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     table = family_of(model_type).table(description)
     tensors = unstacked(tensors, expand(table))
     tokenizer, generation = small_files(folder.path)
-    hf = {
-        "model_type": model_type,
-        "config": {name: config[name] for name in CARRIED if name in config},
-    }
+    carried = {name: config[name] for name in CARRIED if name in config}
+    hf = {"model_type": model_type, "config": carried}
     with Reader(folder.path) as reader:
         theirs: Rows = Source(reader, tensors)
         if block is not None:
             theirs = Dequantized(theirs, block)
-        small = {"tokenizer": tokenizer, "generation": generation}
+        small: dict[str, Any] = {"tokenizer": tokenizer, "generation": generation}
+        small["not_carried"] = not_carried(folder.path)
         yield _link(table, theirs, description, asked, hf=hf, **small)
 
 

@@ -198,6 +198,7 @@ def put_tokenizer_at_root(step: Path) -> None:
     if "tokenizer.json" in files and "tokenizer_config.json" not in files:
         files["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast"})
     for name, content in files.items():
+        (step / name).parent.mkdir(exist_ok=True)
         write_durably(step / name, content)
 
 
