@@ -461,7 +461,7 @@ def edit(folder, **values):
         ({"quantization_config": "fp8"}, "quantization_config='fp8': it must be an object"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
-            "dequantize others with their own tool",
+            "dequantize others by their own tool",
         ),
     ],
 )
@@ -703,3 +703,41 @@ def test_only_plain_weights_are_linked(tmp_path):
         ConvertOptions(link=True, dtype="bf16")
     with pytest.raises(ValueError, match="--link goes from hf to mcore"):
         convert("mcore", tmp_path, "hf", tmp_path / "x", ConvertOptions(link=True))
+
+
+def test_experts_in_mxfp4_are_read_as_the_numbers_they_stand_for(tmp_path):
+    values = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "vocab_size": 37,
+    }
+    values |= {"num_local_experts": 3, "num_experts_per_tok": 2, "eos_token_id": 0}
+    values |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**values)).bfloat16()
+    model.save_pretrained(tmp_path / "packed")
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    codes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    codes += [-float(value) for value in codes]
+    for part, rows, width in (("gate_up_proj", 128, 32), ("down_proj", 32, 64)):
+        name = f"model.layers.0.mlp.experts.{part}"
+        low, high = torch.randint(16, (2, 3, rows, width // 32, 16))
+        scales = torch.randint(120, 130, (3, rows, width // 32))
+        tensors[f"{name}_blocks"] = (low + 16 * high).to(torch.uint8)
+        tensors[f"{name}_scales"] = scales.to(torch.uint8)
+        wanted = torch.empty(3, width, rows)
+        for place in range(width):
+            half = (low if place % 2 == 0 else high)[..., place // 32, place % 32 // 2]
+            number = torch.tensor(codes)[half] * 2.0 ** (scales[..., place // 32] - 127)
+            wanted[:, place] = number
+        tensors[name] = wanted.bfloat16()
+    plain = {n: t for n, t in tensors.items() if not n.endswith(("_blocks", "_scales"))}
+    shutil.copytree(tmp_path / "packed", tmp_path / "wide")
+    save_file(plain, tmp_path / "wide" / "model.safetensors")
+    packed = {n: t for n, t in tensors.items() if f"{n}_blocks" not in tensors}
+    save_file(packed, tmp_path / "packed" / "model.safetensors")
+    edit(tmp_path / "packed", quantization_config={"quant_method": "mxfp4"})
+    for name in ("packed", "wide"):
+        hf_to_mcore(tmp_path / name, tmp_path / f"run_{name}")
+    assert not differences(tmp_path / "run_packed", tmp_path / "run_wide")

@@ -173,7 +173,7 @@ class Fields:
         if config.get("quantization_config"):
             raise ValueError(
                 "config.json has quantization_config, which mcore cannot represent here: "
-                "convert understands fp8 in blocks; dequantize others with their own tool."
+                "convert reads fp8 in blocks and MXFP4; dequantize others by their own tool."
             )
         silent = _SILENT - set(keep)
         stated = {**(absent or {}), **config}

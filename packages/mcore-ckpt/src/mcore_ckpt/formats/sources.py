@@ -19,6 +19,7 @@ from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_file
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.legacy import is_legacy, read_legacy_folder
 from mcore_ckpt.formats.megatron.optimizer import read_megatron
+from mcore_ckpt.formats.quantization import take_quantization
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import read_torch_file
 from mcore_ckpt.mapping.optimizer_state import OptimizerState, read_native
@@ -32,7 +33,7 @@ from mcore_ckpt.mapping.rules import (
     split_index,
     unstacked,
 )
-from mcore_ckpt.mapping.views import Cast, Dequantized, RenamedRows, Resized
+from mcore_ckpt.mapping.views import Cast, RenamedRows, Resized
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import Index, read_index
 from mcore_ckpt.storage.paths import latest_step, resolve_folder, step_folder
@@ -121,7 +122,7 @@ def opened(
 def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
     config = dict(folder.config)
-    block = _fp8_block(config)
+    dequantized = take_quantization(config)
     model_type = config.get("model_type", "")
     description, tensors = stored_model(config, folder.tensors)
     table = family_of(model_type).table(description)
@@ -130,9 +131,7 @@ def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     carried = {name: config[name] for name in CARRIED if name in config}
     hf = {"model_type": model_type, "config": carried}
     with Reader(folder.path) as reader:
-        theirs: Rows = Source(reader, tensors)
-        if block is not None:
-            theirs = Dequantized(theirs, block)
+        theirs = dequantized(Source(reader, tensors))
         small: dict[str, Any] = {"tokenizer": tokenizer, "generation": generation}
         small["not_carried"] = not_carried(folder.path)
         yield _link(table, theirs, description, asked, hf=hf, **small)
@@ -311,16 +310,6 @@ def _described(
 
 def _cast(theirs: Rows, asked: ReadOptions) -> Rows:
     return Cast(theirs, asked.dtype) if asked.dtype else theirs
-
-
-def _fp8_block(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Take fp8 in blocks out of a config.json; other quantizations are left for refusal."""
-    how = config.get("quantization_config") or {}
-    block = how.get("weight_block_size") if isinstance(how, dict) else None
-    if not isinstance(block, list) or len(block) != 2 or how.get("quant_method") != "fp8":
-        return None
-    del config["quantization_config"]
-    return block[0], block[1]
 
 
 def _asked_description(config: str) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""Experts in MXFP4, as gpt-oss is published: four bits a number, a power of two for each 32.
+
+``X_blocks`` ``[E, out, in/32, 16]`` holds two numbers a byte, the even one in its low half, and
+``X_scales`` ``[E, out, in/32]`` the exponent of each block plus 127.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.mapping.rules import split_index
+from mcore_ckpt.storage.files import DTYPES
+from mcore_ckpt.storage.index import TensorEntry
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_HALF, *(-value for value in _HALF)])
+"""What each of the sixteen codes stands for: a sign, two bits of exponent, one of fraction."""
+
+
+class UnpackedMxfp4:
+    """Each expert as a wide matrix ``X[e]`` ``[in, out]``, in place of blocks and scales.
+
+    Reference:
+        Open Compute Project 2023, Microscaling Formats (MX) Specification 1.0, section 5.3.3.
+    """
+
+    def __init__(self, under: Rows, dtype: str = "BF16") -> None:
+        """Pair blocks with their scales.
+
+        Raises:
+            ValueError: if either is there without the other, or their shapes do not fit.
+        """
+        self._under, self._dtype = under, dtype
+        self.entries: dict[str, TensorEntry] = {}
+        for name, entry in under.entries.items():
+            stem = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+            if stem == name:
+                self.entries[name] = entry
+            elif name.endswith(_BLOCKS):
+                self._add(stem, entry, under.entries)
+            elif stem + _BLOCKS not in under.entries:
+                raise ValueError(f"{name} is the scale of no tensor that is there.")
+
+    def _add(self, stem: str, blocks: TensorEntry, entries: Mapping[str, TensorEntry]) -> None:
+        scales = entries.get(stem + _SCALES)
+        fits = len(blocks.shape) == 4 and blocks.shape[3] == 16 and blocks.dtype == "U8"
+        if not fits or scales is None or scales.shape != blocks.shape[:3]:
+            held = "absent" if scales is None else f"{list(scales.shape)}"
+            raise ValueError(
+                f"{stem}{_BLOCKS} of shape {list(blocks.shape)} must be [experts, out, in/32, "
+                f"16] bytes, and its scales as large without the last; they are {held}."
+            )
+        experts, rows, groups, _ = blocks.shape
+        for expert in range(experts):
+            shape = (32 * groups, rows)
+            self.entries[f"{stem}[{expert}]"] = TensorEntry(shape, self._dtype, ())
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self._under.dtype(name) if name in self._under.entries else self._dtype
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows; of an expert, all of it is unpacked for them."""
+        if name in self._under.entries:
+            return self._under.rows(name, begin, stop)
+        stem, (expert,) = split_index(name)
+        packed = self._under.rows(stem + _BLOCKS, expert, expert + 1)[0]
+        exponents = self._under.rows(stem + _SCALES, expert, expert + 1)[0]
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)  # [out, in/32, 32]
+        wide = torch.ldexp(_VALUES[codes.int()], exponents.int().unsqueeze(-1) - 127)
+        return wide.flatten(1).t()[begin:stop].to(DTYPES[self._dtype]).contiguous()
