@@ -48,6 +48,12 @@ def read(*words, **more):
     return parse(Cake, "bake cake", words, **more)
 
 
+@pytest.fixture(autouse=True)
+def _width(monkeypatch):
+    """A terminal of 100 columns, whatever the tests run in."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def help_of(capsys, *words, **more):
     with pytest.raises(SystemExit) as end:
         read(*words, **more)
