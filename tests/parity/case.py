@@ -74,6 +74,7 @@ class LayoutCase:
 
 DENSE = {
     "one": LayoutCase(),
+    "scaled_pp2": LayoutCase(2, flags={"pipeline_model_parallel_size": 2, "fp16": True}),
     "tp2": LayoutCase(2, flags={"tensor_model_parallel_size": 2}),
     "tp2_sp": LayoutCase(2, flags={"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "tp4_two_kv_heads": LayoutCase(4, flags={"tensor_model_parallel_size": 4}),

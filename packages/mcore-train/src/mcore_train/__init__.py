@@ -20,7 +20,7 @@ _EXPORTS: dict[str, str] = {
     "LogConfig": "config",
     "OptimizerConfig": "config",
     "Plan": "resolution",
-    "PrecisionConfig": "config",
+    "PrecisionConfig": "precision_config",
     "Reporter": "reporting.log",
     "Run": "assembly",
     "RunConfig": "config",

@@ -32,6 +32,7 @@ from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, layer_gemms
 from mcore_parallel.rng import RngStreams
 from mcore_train.cuda_graph import BackwardRecorder
+from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import OPTIMIZERS
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
@@ -75,6 +76,8 @@ class Run:
     """Casts of weights to fp8, kept for one step."""
     fp8_scales: DelayedScales | None = None
     """What ``--fp8-recipe delayed`` remembers; None for other recipes."""
+    loss_scaler: LossScaler | None = None
+    """Factor of the loss under ``--fp16``; None in other formats."""
     weight_queue: WeightQueue | None = None
     """Where linears put their weight gradients off; None where backward is whole."""
     recorder: BackwardRecorder | None = None
@@ -149,6 +152,7 @@ def assemble(
             config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8
         )
         agree_on_kernels(wanted, ctx.device, ctx.world)
+    precision = config.precision
     weight_casts, fp8_scales = WeightCasts(), delayed_scales(config.fp8, ctx)
     num_layers = config.model.num_layers
     gemms = layer_gemms(config.fp8, ctx, num_layers, weight_casts, fp8_scales)
@@ -192,6 +196,7 @@ def assemble(
         tokenizer=tokenizer,
         weight_casts=weight_casts,
         fp8_scales=fp8_scales,
+        loss_scaler=LossScaler(precision, ctx.device) if precision.fp16 else None,
         weight_queue=weight_queue,
         recorder=recorder,
     )

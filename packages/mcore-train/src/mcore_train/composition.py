@@ -29,12 +29,12 @@ from mcore_train.config import (
     LoadConfig,
     LogConfig,
     OptimizerConfig,
-    PrecisionConfig,
     RunConfig,
     SaveConfig,
     ScheduleConfig,
     VerifyConfig,
 )
+from mcore_train.precision_config import PrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

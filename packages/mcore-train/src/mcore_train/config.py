@@ -169,28 +169,6 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionConfig:
-    """In what number format the model computes."""
-
-    bf16: bool = False
-    """Parameters and activations in bfloat16; main weights and optimizer in float32."""
-    fp16: bool = False
-    """Not built yet."""
-
-    def __post_init__(self) -> None:
-        """Refuse what does not exist.
-
-        Raises:
-            ValueError: for fp16.
-        """
-        if self.fp16:
-            raise ValueError(
-                "--fp16 is not built yet (it needs dynamic loss scaling): use --bf16, which "
-                "needs none, or neither for float32."
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """Validation during training."""
 

@@ -68,7 +68,8 @@ def train(
         while run.iteration < last:
             result = one_step(run, batches, checkpoints.hold)
             interval.add(result)
-            gradients.add(run.iteration, result.grad_norm)
+            if not result.is_skipped:
+                gradients.add(run.iteration, result.grad_norm)
             collector.after_step(run.iteration)
             checkpoints.poll()
             reporter.advance(run.iteration, run.plan.train_iters)
@@ -164,7 +165,8 @@ def one_step(
     )
     run.iteration += 1
     run.consumed_train_samples += size
-    run.schedule_samples += size
+    if not result.is_skipped:
+        run.schedule_samples += size
     return result
 
 
@@ -267,6 +269,7 @@ class Interval:
             other_losses=dict(zip(names, others, strict=True)),
             grad_norm=grad_norm,
             peak_gib=peak_gib,
+            loss_scale=0.0 if run.loss_scaler is None else run.loss_scaler.value,
             expert_imbalance=max(
                 (x for name, x in experts.items() if name.startswith("imbalance")), default=0.0
             ),

@@ -22,7 +22,7 @@ from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
 from mcore_train.options.option_conflicts import endless_numbers, find_option_conflicts
 
-Dtype = Literal["float32", "bfloat16", "float64"]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,8 +171,14 @@ def resolve(
         stages=tuple(stages),
         ramp=ramp,
         schedule=schedule,
-        dtype="bfloat16" if config.precision.bf16 else "float32",
+        dtype=_dtype(config),
     )
+
+
+def _dtype(config: TrainConfig) -> Dtype:
+    if config.precision.fp16:
+        return "float16"
+    return "bfloat16" if config.precision.bf16 else "float32"
 
 
 def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:

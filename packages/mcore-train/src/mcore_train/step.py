@@ -40,6 +40,8 @@ class StepResult:
     balance: Float[Tensor, "L 2"] | None = None
     """How this rank's layers shared tokens out among experts: rows of the busiest expert over
     the mean, and experts without any; 0 for layers of other stages and without experts."""
+    is_skipped: bool = False
+    """Whether weights stayed as they are, since scaled gradients overflowed."""
 
     @property
     def loss(self) -> Float[Tensor, ""]:
@@ -65,8 +67,17 @@ def train_step(
     """
     losses = backward(run, batches)
     norm = run.optimizer.grad_norm()
+    scaler, unscale = run.loss_scaler, 1.0
+    if scaler is not None:
+        unscale = 1.0 / scaler.value
+        # The norm is summed over the world, so that all ranks skip a step or none.
+        is_finite = bool(norm.isfinite())
+        norm = norm * unscale
+        if scaler.update(is_finite=is_finite) and not is_finite:
+            balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
+            return StepResult(losses.named, losses.aux_loss, norm, balance, is_skipped=True)
     max_norm = run.plan.config.optimizer.clip_grad
-    scale = clip_coefficient(norm, max_norm) if max_norm else 1.0
+    scale = (clip_coefficient(norm, max_norm) if max_norm else 1.0) * unscale
     if before_update is not None:
         before_update()
     if run.fp8_scales is not None:
@@ -134,6 +145,7 @@ def stage_functions(
     """Build what the pipeline calls for each model chunk of this rank, by chunk number."""
     aux_weight = 1.0 / (len(batches) * run.ctx.dp.size)
     has_aux = run.plan.config.experts.num_experts > 0
+    scaler = run.loss_scaler
 
     def build(number: int) -> StageFunction:
         model = run.chunks[number]
@@ -144,13 +156,18 @@ def stage_functions(
             extra = aux * aux_weight if has_aux else None
             if extra is not None:
                 losses.aux_loss += extra.detach()
+                extra = extra if scaler is None else extra * scaler.scale
             if not model.stage.has_loss:
                 return StageOutput(output, extra)
             weights = loss_weights(model, batch, num_valid, run.dtype)
+            if scaler is not None:  # here, since the loss itself must be a root of backward
+                weights = {name: each * scaler.scale for name, each in weights.items()}
             found = model.losses(output, batch, weights)
             for name, loss in found.items():
                 coefficient = model.loss_coefficients[name]
                 mean = loss.detach()
+                if scaler is not None:
+                    mean = mean / scaler.scale
                 losses.named[name] += mean if coefficient == 1.0 else mean / coefficient
             return StageOutput(_sum(found.values()), extra)
 

@@ -34,10 +34,11 @@ from mcore_parallel.sharding import Shard, named_shards
 from mcore_train.assembly import Run, num_samples
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, start_of
 from mcore_train.checkpoints.side_state import (
-    fp8_kind,
     fp8_shards,
     rng_shards,
+    side_numbers,
     take_fp8_histories,
+    take_loss_scale,
     take_streams,
     wanted_fp8_shards,
 )
@@ -189,6 +190,7 @@ def _take_counts(run: Run, schedule: Schedule, extra: Mapping[str, Any], then: s
     run.iteration = extra["iteration"]
     run.consumed_train_samples = extra["consumed_train_samples"]
     run.schedule_samples = extra["schedule_samples"]
+    take_loss_scale(run, extra)
     _continue_data(run, then)
 
 
@@ -326,7 +328,7 @@ def _extra(run: Run) -> dict[str, Any]:
         "versions": {"mcore-train": __version__, "torch": torch.__version__},
         "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},
         "recipe": changed_options(plan.config),
-        "fp8_kind": fp8_kind(run),
+        **side_numbers(run),
     }
     if plan.config.saving.save_optim:
         extra["num_steps"] = run.optimizer.num_steps

@@ -1,4 +1,4 @@
-"""What a run remembers beside weights and optimizer: random streams and fp8 histories.
+"""What a run remembers beside weights and optimizer: random streams, scales, histories.
 
 Streams are each rank's own (``rng.<stream>.<rank>``), histories logical tensors
 (``fp8.<linear>.history``), which any layout loads.
@@ -49,3 +49,15 @@ def take_fp8_histories(run: Run) -> None:
     """Scale by the histories that were loaded."""
     if run.fp8_scales is not None:
         run.fp8_scales.restored()
+
+
+def side_numbers(run: Run) -> dict[str, Any]:
+    """Return what a checkpoint's index keeps of these: plain data."""
+    scale = {} if run.loss_scaler is None else run.loss_scaler.state()
+    return {"fp8_kind": fp8_kind(run), "loss_scale": scale}
+
+
+def take_loss_scale(run: Run, extra: Mapping[str, Any]) -> None:
+    """Scale on from where a checkpoint's loss scale stands, if it had one."""
+    if run.loss_scaler is not None and extra.get("loss_scale"):
+        run.loss_scaler.set_state(extra["loss_scale"])

@@ -18,7 +18,11 @@ from torch import Tensor
 from mcore_parallel.testing.layout_comparison import EXACT, tensor_errors
 from mcore_train.layout_check.trial import Trial
 
-BANDS: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+BANDS: dict[torch.dtype, float] = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 1.6e-2,
+    torch.float16: 2e-3,
+}
 """The formats that people train in, beside float64. Where one rank's own worst tensor is
 further off than half of that, twice its distance: rounding sets it, not the layout."""
 VANISHING = 1e-12

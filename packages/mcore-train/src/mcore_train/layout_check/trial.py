@@ -181,8 +181,10 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     first = next(batches)
     logits = gather_logical(logit_shards(run, first), ctx.world)
     losses = backward(run, first)
+    unscale = 1.0 if run.loss_scaler is None else 1.0 / run.loss_scaler.value
     gradients = gather_logical(run.data_parallel.grad_shards(), ctx.world)
-    norm = float(run.optimizer.grad_norm())
+    gradients = {name: gradient * unscale for name, gradient in gradients.items()}
+    norm = float(run.optimizer.grad_norm()) * unscale
     aux_loss = sum_over(losses.aux_loss, ctx)
     interval = Interval(run)
     told = [train_one(run, first, interval)]

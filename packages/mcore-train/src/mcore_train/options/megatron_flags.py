@@ -185,9 +185,6 @@ INSTEAD: dict[str, str] = {
     ): ("use --attention-backend and --cuda-graph-impl to choose kernels and launches."),
     "--decoupled-*": "embedding and output layer take the rate of all weights; use --lr.",
     "--apply-wd-to-qk-layernorm": "vectors never decay; leave it out.",
-    "--loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis": (
-        "bfloat16 needs no loss scaling; use --bf16."
-    ),
     "--eval-micro-batch-size --eval-global-batch-size": (
         "validation takes the training batch; use --eval-iters for more or fewer of them."
     ),

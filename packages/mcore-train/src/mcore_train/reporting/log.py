@@ -97,6 +97,8 @@ class StepReport:
     """Of the last step, before clipping."""
     peak_gib: float
     """Highest memory taken on this device; 0 on a CPU."""
+    loss_scale: float = 0.0
+    """Factor of the loss under --fp16; 0 in other formats."""
     expert_imbalance: float = 0.0
     """Rows of the busiest expert over the mean, in the layer where that is most; 1 is even, 0
     without experts."""
@@ -122,6 +124,7 @@ class StepReport:
             *(f"{name}: {value:.6E}" for name, value in self.other_losses.items()),
             f"load_balancing_loss: {self.aux_loss:.6E}" if self.aux_loss else "",
             f"expert imbalance: {self.expert_imbalance:.2f}" if self.experts else "",
+            f"loss scale: {self.loss_scale:.1f}" if self.loss_scale else "",
             f"grad norm: {self.grad_norm:.3f}",
             f"memory (GiB): {self.peak_gib:.1f}" if self.peak_gib else "",
         ]

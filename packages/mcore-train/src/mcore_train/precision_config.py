@@ -1,0 +1,49 @@
+"""Options of the number formats of a run. Standard library only."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """In what number format the model computes."""
+
+    bf16: bool = False
+    """Parameters and activations in bfloat16; main weights and optimizer in float32."""
+    fp16: bool = False
+    """Parameters and activations in float16, main weights and optimizer in float32; the loss
+    is scaled, and a step whose gradients overflow is skipped."""
+    loss_scale: float = 0.0
+    """Fixed factor of the loss under --fp16, a power of two; 0: it moves."""
+    initial_loss_scale: float = 2.0**32
+    """Factor of the loss at the first step under --fp16."""
+    min_loss_scale: float = 1.0
+    """Least factor of the loss; gradients that overflow even so end the run."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the factor is doubled."""
+    hysteresis: int = 2
+    """Overflows within a window from which on each halves the factor."""
+
+    def __post_init__(self) -> None:
+        """Check the formats and the scale.
+
+        Raises:
+            ValueError: if both formats are given, or an option would have no effect.
+        """
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 exclude each other: give one.")
+        given = [
+            "--" + each.name.replace("_", "-")
+            for each in fields(self)
+            if each.name not in ("fp16", "bf16") and getattr(self, each.name) != each.default
+        ]
+        if given and not self.fp16:
+            raise ValueError(f"{given[0]} has no effect without --fp16: leave it out.")
+        if self.loss_scale < 0.0 or not 0.0 < self.min_loss_scale <= self.initial_loss_scale:
+            raise ValueError(
+                "--loss-scale must be 0 or more, and --min-loss-scale above 0 and not above "
+                "--initial-loss-scale."
+            )
+        for name in ("loss_scale_window", "hysteresis"):
+            if getattr(self, name) < 1:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} {getattr(self, name)} must be 1 or more.")

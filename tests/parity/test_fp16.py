@@ -1,0 +1,29 @@
+"""Training in float16: the loss scale finds its place, and skipped steps leave no trace."""
+
+import torch
+from parity.case import LayoutCase, build_case
+
+from mcore_train.batches import train_batches
+from mcore_train.step import train_step
+
+
+def weights(run):
+    return [each.detach().clone() for each in run.chunks[0].parameters()]
+
+
+def test_steps_that_overflow_change_nothing_and_the_scale_falls_until_one_trains():
+    flags = {"fp16": True, "initial_loss_scale": 2.0**34, "hysteresis": 1}
+    run = build_case(LayoutCase(flags=flags), dtype=torch.float16)
+    batch, before, num_skipped = next(train_batches(run)), weights(run), 0
+    while (result := train_step(run, batch, 1e-2, 0.1)).is_skipped:
+        assert all(map(torch.equal, weights(run), before))
+        assert run.optimizer.num_steps == 0
+        num_skipped += 1
+        assert run.loss_scaler.value == 2.0 ** (34 - num_skipped)
+    assert 0 < num_skipped < 30
+    assert run.optimizer.num_steps == 1
+    assert not all(map(torch.equal, weights(run), before))
+    exact = build_case(LayoutCase())
+    want = train_step(exact, next(train_batches(exact)), 1e-2, 0.1)
+    torch.testing.assert_close(result.grad_norm, want.grad_norm, rtol=1e-2, atol=0)
+    torch.testing.assert_close(result.loss, want.loss, rtol=2e-3, atol=0)
