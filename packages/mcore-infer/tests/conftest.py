@@ -68,6 +68,23 @@ def expert_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def hybrid_folder(tmp_path_factory):
+    """Mamba layers around attention, and fewer groups than tensor ranks."""
+    config = replace(
+        DESCRIPTION.config,
+        num_layers=4,
+        hybrid_override_pattern="M*M-",
+        position_embedding_type="none",
+        mamba_num_heads=4,
+        mamba_head_dim=6,
+        mamba_num_groups=1,
+        mamba_state_dim=5,
+        mamba_chunk_size=4,
+    )
+    return save_random(tmp_path_factory.mktemp("hybrid"), replace(DESCRIPTION, config=config))
+
+
+@pytest.fixture(scope="session")
 def loaded(run_folder):
     return load_model(run_folder, ParallelContext.single())
 

@@ -142,11 +142,13 @@ def test_tensor_ranks_agree_and_write_what_one_rank_does(run_folder, model, samp
             assert result.log_probs == pytest.approx(one.log_probs, abs=1e-9)
 
 
-def test_experts_write_what_reading_anew_would_on_one_rank_and_two(expert_folder):
-    model = load_model(expert_folder, ParallelContext.single()).model
+@pytest.mark.parametrize("kind", ["expert_folder", "hybrid_folder"])
+def test_experts_and_recurrent_layers_write_what_reading_anew_would(kind, request):
+    folder = request.getfixturevalue(kind)
+    model = load_model(folder, ParallelContext.single()).model
     sampling = SAMPLINGS[3]
     expected = generate(model, PROMPTS, sampling, seed=3)
     for i, result in enumerate(expected):
         assert list(result.ids) == recomputed(model, PROMPTS[i], sampling, seed=3 + i)[0]
-    for results in run_ranks(written_by_ranks, 2, expert_folder, 2, sampling):
+    for results in run_ranks(written_by_ranks, 2, folder, 2, sampling):
         assert [r.ids for r in results] == [r.ids for r in expected]

@@ -20,7 +20,7 @@ from mcore_models.presets import load_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
 from mcore_parallel.config import AdamConfig, DataParallelConfig, PipelineConfig
-from mcore_parallel.logical_tensors import tensor_shapes
+from mcore_parallel.logical_tensors import mamba_sizes, tensor_shapes
 from mcore_parallel.tensor_parallel.embedding import padded_vocab
 
 # Obtained by running Megatron's own counter (Aug 2026), one sequence.
@@ -81,6 +81,18 @@ MODELS = {
         },
     ),
     "another gate, derived width": ({"swiglu": False, "quick_geglu": True}, {}),
+    "hybrid": (
+        {
+            "num_layers": 5,
+            "hybrid_override_pattern": "M*|-EM",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "mamba_num_groups": 2,
+            "mamba_state_dim": 5,
+            "mamba_proj_bias": True,
+        },
+        {"num_experts": 2},
+    ),
     "shared experts": (
         {"swiglu": False},
         {
@@ -117,13 +129,21 @@ def test_counted_flops_are_three_times_the_products_of_a_forward(case):
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         hidden, _ = model.eval()(torch.randint(0, 37, (1, length)))
         model.logits(hidden)
-    counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
-    attention = counted["aten.bmm"]  # the only products of two activations
-    others = sum(counted.values()) - attention
+    counts = {
+        path: {str(op): flops for op, flops in found.items()}
+        for path, found in counter.get_flop_counts().items()
+    }
+    # GEMMs of two activations are attention's, and those inside chunks of a Mamba layer.
+    activations = counts["Global"]["aten.bmm"]
+    chunks = [found["aten.bmm"] for path, found in counts.items() if path.endswith(".mamba")]
+    attention, others = activations - sum(chunks), sum(counts["Global"].values()) - activations
     uncounted = sum("moe" in layer.mixers for layer in model.blocks.values())
     uncounted *= 2 * length * 24 * (moe.num_experts + moe.moe_shared_expert_gate)
-    # Torch counts whole attention, we the causal half of it.
-    want = 3 * (others - uncounted + attention // 2)
+    # Torch counts whole attention, we the causal half of it; and chunks, we the recurrence:
+    # every number of a state is written and read once.
+    sizes = mamba_sizes(config)
+    states = len(chunks) * 4 * length * sizes.inner * config.mamba_state_dim
+    want = 3 * (others - uncounted + attention // 2 + states)
     assert attention > 0
     assert model_flops(config, padded, [length], moe) == want
 

@@ -71,6 +71,23 @@ MLA = {
     "make_vocab_size_divisible_by": 4,
     "init_method_std": 0.2,
 }
+HYBRID = {
+    "num_layers": 4,
+    "hybrid_override_pattern": "M*M-",
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "position_embedding_type": "none",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 3,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 5,
+    "mamba_conv_kernel": 3,
+    "mamba_chunk_size": 3,
+    "mamba_proj_bias": True,
+    "mamba_dt_limit": (0.002, 0.6),
+    "make_vocab_size_divisible_by": 4,
+    "init_method_std": 0.2,
+}
 EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.3, "moe_layer_freq": "2"}
 
 
@@ -149,6 +166,9 @@ TWO_RANKS = {
     "cp2, latent, a2a": Case(MLA, layout(cp=2, cp_comm_type="a2a")),
     "pp2, latent, experts": Case(MLA, layout(pp=2), DEEPSEEK),
     "ep2, latent, experts": Case(MLA, layout(ep=2), DEEPSEEK),
+    "tp2 sp, hybrid, packed": Case(HYBRID, layout(tp=2, sequence_parallel=True), packed=True),
+    "cp2, hybrid, packed": Case(HYBRID, layout(cp=2), packed=True),
+    "pp2, hybrid": Case(HYBRID, layout(pp=2)),
 }
 FOUR_RANKS = {
     "tp4, 2 kv heads": Case(LLAMA, layout(tp=4)),
@@ -164,6 +184,8 @@ FOUR_RANKS = {
         MLA, layout(tp=2, cp=2, ep=2, sequence_parallel=True), DEEPSEEK
     ),
     "cp4, packed": Case(LLAMA, layout(cp=4), packed=True),
+    "tp4, hybrid, 2 groups": Case(HYBRID, layout(tp=4)),
+    "tp2 cp2, hybrid, 1 group a rank": Case(HYBRID, layout(tp=2, cp=2), packed=True),
 }
 
 
@@ -318,7 +340,9 @@ def test_four_ranks_give_the_losses_and_gradients_of_one(name, four_ranks):
     compare(FOUR_RANKS[name], [rank[place] for rank in four_ranks])
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["rotary", "learned positions"])
+@pytest.mark.parametrize(
+    "shape", [LLAMA, GPT2, HYBRID], ids=["rotary", "learned positions", "hybrid"]
+)
 def test_packed_documents_compute_what_they_do_one_by_one(shape):
     model = build(Case(shape), ParallelContext.single())
     tokens, labels, mask = batch()

@@ -74,6 +74,35 @@ def test_weights_follow_their_spread_and_vectors_begin_constant():
     assert (model.embedding.weight[999:] == 0).all()
 
 
+def test_mamba_layers_begin_with_the_step_sizes_and_decay_rates_of_the_paper():
+    config = TransformerConfig(
+        num_layers=2,
+        hybrid_override_pattern="MM",
+        hidden_size=64,
+        num_attention_heads=1,
+        mamba_num_heads=4096,
+        mamba_head_dim=1,
+        mamba_state_dim=2,
+        mamba_dt_min=0.01,
+        mamba_dt_init_floor=0.02,
+    )
+    model = GPT(config, ParallelContext.single(), vocab_size=9, dtype=torch.float64)
+    mixer = model.blocks["0"].mamba
+    rates, steps = mixer.A_log.exp(), torch.nn.functional.softplus(mixer.dt_bias)
+    assert 1 <= rates.min() < 1.1
+    assert 15.9 < rates.max() <= 16
+    assert rates.mean().item() == pytest.approx(8.5, rel=0.02)
+    assert steps.min().item() == pytest.approx(0.02)
+    assert 0.098 < steps.max() <= 0.1
+    # The mean of log max(step, 0.02), whose logarithm is uniform from ln 0.01 to ln 0.1.
+    assert steps.log().mean().item() == pytest.approx(-3.3495, rel=0.01)
+    assert mixer.conv1d.weight.abs().max() <= 0.5
+    assert mixer.conv1d.weight.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.02)
+    assert (mixer.D == 1).all()
+    assert mixer.out_proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(2), rel=0.02)
+    assert not torch.equal(mixer.A_log, model.blocks["1"].mamba.A_log)
+
+
 def test_another_seed_gives_other_weights():
     one, same, other = (
         GPT(CONFIG, ParallelContext.single(), vocab_size=13, seed=seed) for seed in (1, 1, 2)

@@ -1,5 +1,7 @@
 """Keys and values of the tokens that a model has seen, in one block of memory a layer.
 
+Recurrent layers keep a state of a fixed size instead.
+
 All rows of a batch have the same length; memory for the longest text is taken at once, at
 the first use of a layer, whose tensors give number of heads, dtype and device.
 """
@@ -7,7 +9,7 @@ the first use of a layer, whose tensors give number of heads, dtype and device.
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from mcore_models.config import AttentionBackend
@@ -62,18 +64,27 @@ def cache_bytes(
 
 
 class _StaticLayer:
-    """The keys and values of one layer, a ``LayerState``."""
+    """The keys and values of one layer, or its recurrent state: a ``LayerState``."""
 
     def __init__(self, cache: StaticCache) -> None:
         self.cache = cache
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.has_shared_values = False
+        self.recurrent: tuple[Tensor, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
         own = (self.keys, None if self.has_shared_values else self.values)
-        return sum(t.nbytes for t in own if t is not None)
+        return sum(t.nbytes for t in (*own, *(self.recurrent or ())) if t is not None)
+
+    def recall(self) -> tuple[Tensor, ...] | None:
+        """Return the state of a recurrent layer; None before its first tokens."""
+        return self.recurrent
+
+    def keep(self, *tensors: Shaped[Tensor, "..."]) -> None:
+        """Replace the state of a recurrent layer."""
+        self.recurrent = tensors
 
     def attend(
         self,

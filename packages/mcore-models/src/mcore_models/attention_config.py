@@ -8,9 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mcore_models.hybrid_config import HybridConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionConfig:
+class AttentionConfig(HybridConfig):
     """How rotary wavelengths are stretched, and keys and values compressed."""
 
     rope_type: Literal["rope", "yarn", "dynamic", "longrope"] = "rope"

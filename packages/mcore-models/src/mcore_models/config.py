@@ -153,6 +153,7 @@ class TransformerConfig(LayerConfig):
         self.check_attention()
         check_latent(self)
         self.check_layers(self.num_layers)
+        self.check_hybrid()
         self._check_heads()
         self._check_positions()
         self._check_activation()

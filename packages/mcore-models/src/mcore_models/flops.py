@@ -23,7 +23,8 @@ from mcore_parallel.logical_tensors import (
     ffn_size,
     head_dim,
     is_gated,
-    moe_layers,
+    layer_mixers,
+    mamba_sizes,
     num_kv_heads,
     tensor_shapes,
     value_dim,
@@ -81,7 +82,8 @@ def model_flops(
 
     Reference:
         Narayanan et al. 2021, arXiv:2104.04473, appendix; with the causal half of attention
-        and grouped key/value heads. Megatron counts the same, but for windows.
+        and grouped key/value heads. Megatron counts the same, but for windows. Mamba layers
+        count as their recurrence, whatever chunks compute beyond it.
     """
     N = config.num_attention_heads
     matrices = {
@@ -94,15 +96,21 @@ def model_flops(
     lookup = matrices.get("position_embedding.weight", 0)
     weights = config.hidden_size * padded_vocab_size
     weights += sum(matrices.values()) - lookup - routed + active
+    mixers = layer_mixers(config, moe)
     # Pairs of query and key, doubled: L * L in a causal layer of L tokens.
     pairs = sum(
         _doubled_pairs(length, window(config, layer), chunk(config, layer))
         for length in seq_lengths
-        for layer in range(config.num_layers)
+        for layer, names in enumerate(mixers)
+        if "attention" in names or "mla" in names
     )
+    # Each number of a Mamba state is written once by a token, and read once.
+    num_states = sum("mamba" in names for names in mixers)
+    states = num_states and num_states * mamba_sizes(config).inner * config.mamba_state_dim
     # 3 passes x 2 operations for each weight and token; scores and their mix for each pair.
+    tokens = sum(seq_lengths)
     channels = head_dim(config) + value_dim(config)
-    return 6 * sum(seq_lengths) * weights + 3 * N * channels * pairs
+    return 6 * tokens * weights + 3 * N * channels * pairs + 12 * tokens * states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,15 +209,6 @@ def _passes_held(pp: int, pipeline: PipelineConfig, num_microbatches: int) -> fl
     return min(held, float(num_microbatches or held))
 
 
-def _sizes(config: TransformerConfig) -> tuple[int, int, int, int]:
-    return (
-        config.hidden_size,
-        config.num_attention_heads,
-        num_kv_heads(config),
-        head_dim(config),
-    )
-
-
 def _doubled_pairs(length: int, seen: int, chunk_tokens: int = 0) -> int:
     """Twice the pairs of query and key in a causal layer, the diagonal counted by half."""
     if chunk_tokens:
@@ -243,22 +242,16 @@ def _kept_elements(
     The tensors that our layers save, as in Korthikanti et al. 2022, arXiv:2205.05198, with
     attention that keeps no scores and an activation that keeps no intermediate.
     """
-    D, N, G, H = _sizes(config)
-    J = value_dim(config)
+    D = config.hidden_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     tokens = num_tokens // parallel.context_parallel_size
     stream = tp if parallel.sequence_parallel else 1
-    width = ffn_size(config)
-    if any(moe_layers(moe, config.num_layers)):
-        width = expert_size(config, moe) * moe.moe_router_topk
-        width += moe.moe_shared_expert_intermediate_size
-    inner = ((N + G) * (H + J) + (3 if is_gated(config) else 2) * width) // tp
-    latent = 0
-    if config.multi_latent_attention:
-        # Values are a view of what the projection up gave, keys' unrotated channels in it.
-        inner += N * config.qk_head_dim // tp
-        latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
-    layer = tokens * ((4 * D + 2 * latent) // stream + inner)
+    widths = _kept_widths(config, moe)
+    names = [name for names in layer_mixers(config, moe) for name in names]
+    latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
+    inner = sum(widths[name] // tp + 2 * D // stream for name in names)
+    inner += names.count("mla") * 2 * latent // stream
+    layer = tokens * inner // config.num_layers
     layers = -(-config.num_layers // pp)
     kept = layers * layer
     if recomputing.recompute_granularity == "full":
@@ -269,3 +262,22 @@ def _kept_elements(
             kept = -(-layers // count) * tokens * D // stream + count * layer
     # The head's chunk of logits comes once, on the last of several stages.
     return kept + min(tokens, 4096) * vocab_size // tp * (pp == 1)
+
+
+def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
+    """Elements that each mixer keeps of a token, over all tensor ranks."""
+    N, G = config.num_attention_heads, num_kv_heads(config)
+    channels = head_dim(config) + value_dim(config)
+    parts = 3 if is_gated(config) else 2
+    chosen = expert_size(config, moe) * moe.moe_router_topk
+    sizes = mamba_sizes(config)
+    mixed = sizes.inner + 2 * sizes.states
+    return {
+        "attention": (N + G) * channels,
+        # Values are a view of what the projection up gave, keys' unrotated channels in it.
+        "mla": (N + G) * channels + N * config.qk_head_dim,
+        "mlp": parts * ffn_size(config),
+        "moe": parts * (chosen + moe.moe_shared_expert_intermediate_size),
+        # Before and after the convolution, gate and output, and float32 between chunks.
+        "mamba": 2 * mixed + 4 * sizes.inner + sizes.heads * config.mamba_chunk_size,
+    }

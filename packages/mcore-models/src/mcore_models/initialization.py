@@ -2,29 +2,38 @@
 
 | logical tensor | begins as |
 | --- | --- |
-| matrices that write to the residual stream | N(0, std / sqrt(2 x layers)) |
+| matrices that write to the residual stream | N(0, std / sqrt(number of mixers)) |
 | embedding tables | N(0, embedding std) |
 | every other matrix, head and router among them | N(0, std) |
 | norms and biases (vectors) | the constants of their modules: 1 and 0 |
+| Mamba's convolutions | U(-1, 1) / sqrt(tokens that they see) |
+| Mamba's decay rates | U(1, 16), kept as logarithms |
+| Mamba's step sizes | exp U(ln min, ln max), at least a floor; kept before the softplus |
 
 The smaller residual weights keep the variance of the stream independent of depth: Radford
-et al. 2019, section 2.3 (GPT-2).
+et al. 2019, section 2.3 (GPT-2). Mamba's are those of Dao and Gu 2024, arXiv:2405.21060.
 """
 
 import math
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.sharding import named_parameters
+from mcore_parallel.sharding import NamedParameter, named_parameters
 
-_RESIDUAL = (".attention.proj.weight", ".mla.proj.weight", ".fc2.weight")
+_RESIDUAL = (
+    ".attention.proj.weight",
+    ".mla.proj.weight",
+    ".fc2.weight",
+    ".mamba.out_proj.weight",
+)
 _TABLES = ("embedding.weight", "position_embedding.weight")
 
 
 def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:
-    """Fill the matrices of a model or of one of its stages, in place; talks to nobody.
+    """Fill the matrices of a model or of one of its stages, in place; no communication.
 
     Args:
         model: its paths carry global layer numbers. Parameters on the meta device are left.
@@ -33,7 +42,11 @@ def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:
     """
     for named in named_parameters(model):
         parts = named.layout.parts
-        if named.parameter.is_meta or len(parts[0].shape) < 2:
+        if named.parameter.is_meta:
+            continue
+        if ".mamba." in named.name and _fill_mamba_(named, config, seed):
+            continue
+        if len(parts[0].shape) < 2:
             continue
         (std,) = {initial_std(part.name, config) for part in parts}
         fill_parameter_(named, seed=seed, std=std)
@@ -44,5 +57,30 @@ def initial_std(name: str, config: TransformerConfig) -> float:
     if name in _TABLES:
         return config.embedding_init_method_std or config.init_method_std
     if name.endswith(_RESIDUAL):
-        return config.init_method_std / math.sqrt(2 * config.num_layers)
+        halves = config.num_layers * (1 if config.hybrid_override_pattern else 2)
+        return config.init_method_std / math.sqrt(halves)
     return config.init_method_std
+
+
+def _fill_mamba_(named: NamedParameter, config: TransformerConfig, seed: int) -> bool:
+    """Fill what is special in a Mamba layer; False for its other parameters."""
+    name, parameter = named.name, named.parameter.detach()
+    if name.endswith(".conv1d.weight"):
+        width = parameter.shape[-1]
+        parameter.copy_((2 * _uniform(named, seed) - 1) / math.sqrt(width))
+    elif name.endswith(".A_log"):
+        parameter.copy_((1 + 15 * _uniform(named, seed)).log())
+    elif name.endswith(".dt_bias"):
+        low, high = math.log(config.mamba_dt_min), math.log(config.mamba_dt_max)
+        step = (low + (high - low) * _uniform(named, seed)).exp()
+        step = step.clamp(min=config.mamba_dt_init_floor)
+        parameter.copy_(step + (-torch.expm1(-step)).log())  # the inverse of softplus
+    else:
+        return False
+    return True
+
+
+def _uniform(named: NamedParameter, seed: int) -> Tensor:
+    """Draw numbers of U(0, 1) for a parameter: normal ones, by their distribution function."""
+    fill_parameter_(named, seed=seed, std=1.0)
+    return torch.special.ndtr(named.parameter.detach().double())

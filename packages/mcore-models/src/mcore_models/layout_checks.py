@@ -7,7 +7,7 @@ refuses alike and no collective is left waiting. No torch here.
 from mcore_models.config import TransformerConfig, divisors, has_plain_scores, is_local
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.logical_tensors import ffn_size, num_kv_heads
+from mcore_parallel.logical_tensors import ffn_size, layer_mixers, mamba_sizes, num_kv_heads
 
 _NO_EXPERTS = MoEConfig()
 
@@ -42,9 +42,16 @@ def layout_problems(
         moe: of its experts.
         seq_length: tokens of a training sequence; 0: not known, sequences are not checked.
     """
-    problems = _head_problems(config, parallel)
-    problems += _context_problems(config, parallel)
-    problems += _width_problems(config, parallel, moe)
+    problems = _pattern_problems(config, moe)
+    if problems:
+        return problems
+    used = {name for names in layer_mixers(config, moe) for name in names}
+    if used & {"attention", "mla"}:
+        problems += _head_problems(config, parallel)
+        problems += _context_problems(config, parallel)
+    if "mamba" in used:
+        problems += _mamba_problems(config, parallel)
+    problems += _width_problems(config, parallel, moe, used)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
     # Embedding and loss may have stages of their own: --pipeline-model-parallel-layout.
@@ -57,6 +64,42 @@ def layout_problems(
     if seq_length:
         problems += _sequence_problems(config, parallel, seq_length)
     return problems
+
+
+def _pattern_problems(config: TransformerConfig, moe: MoEConfig) -> list[str]:
+    pattern = config.hybrid_override_pattern
+    problem = ""
+    if pattern and bool(moe.num_experts) != ("E" in pattern):
+        problem = (
+            f"--hybrid-override-pattern {pattern} has {'no ' * bool(moe.num_experts)}E, but "
+            f"--num-experts is {moe.num_experts}: give both or neither."
+        )
+    else:
+        try:
+            layer_mixers(config, moe)
+        except ValueError as error:
+            problem = str(error)
+    return [problem] if problem else []
+
+
+def _mamba_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, groups = mamba_sizes(config)[:2]
+    problem = ""
+    if heads % (tp * cp):
+        split = f"--tensor-model-parallel-size {tp}"
+        split += f" x --context-parallel-size {cp}" if cp > 1 else ""
+        problem = (
+            f"{heads} Mamba heads (--mamba-num-heads) cannot be split over {split}: heads must "
+            f"divide evenly. Use {_listed(divisors(heads))} ranks."
+        )
+    elif groups % tp and tp % groups:
+        fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
+        problem = (
+            f"--mamba-num-groups {groups} cannot be split over --tensor-model-parallel-size "
+            f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
+        )
+    return [problem] if problem else []
 
 
 def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
@@ -112,10 +155,12 @@ def _context_problems(config: TransformerConfig, parallel: ParallelConfig) -> li
 
 
 def _width_problems(
-    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig
+    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig, used: set[str]
 ) -> list[str]:
     tp = parallel.tensor_model_parallel_size
-    widths = {"--ffn-hidden-size": (ffn_size(config), "--tensor-model-parallel-size", tp)}
+    widths = {}
+    if used & {"mlp", "moe"}:
+        widths["--ffn-hidden-size"] = (ffn_size(config), "--tensor-model-parallel-size", tp)
     if moe.num_experts:
         expert_tp = parallel.expert_tensor_parallel_size or tp
         width = moe.moe_ffn_hidden_size or ffn_size(config)

@@ -88,6 +88,19 @@ class LayerState(Protocol):
 
 
 @runtime_checkable
+class RecurrentState(Protocol):
+    """What one recurrent layer remembers: tensors that each forward replaces."""
+
+    def recall(self) -> tuple[Tensor, ...] | None:
+        """Return what ``keep`` was given in the last forward; None before the first."""
+        ...
+
+    def keep(self, *tensors: Shaped[Tensor, "..."]) -> None:
+        """Remember the state after this forward's tokens in place of the one before."""
+        ...
+
+
+@runtime_checkable
 class ModelState(Protocol):
     """What a model remembers of earlier tokens, layer by layer; made by an engine.
 
@@ -101,7 +114,10 @@ class ModelState(Protocol):
         ...
 
     def layer(self, number: int) -> LayerState:
-        """Return the view of a layer, by its global number."""
+        """Return the view of a layer, by its global number.
+
+        That of a recurrent layer is a ``RecurrentState`` too.
+        """
         ...
 
 

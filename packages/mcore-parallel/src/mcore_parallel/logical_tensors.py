@@ -11,9 +11,17 @@ with those of mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
+
+PATTERN_MIXERS: Mapping[str, str] = {
+    "M": "mamba",
+    "*": "attention",
+    "-": "mlp",
+    "E": "moe",
+}
+"""What each letter of ``--hybrid-override-pattern`` stands for."""
 
 
 def head_dim(config: Any) -> int:
@@ -84,14 +92,37 @@ def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in pattern)
 
 
+def pattern_letters(pattern: str) -> str:
+    """Return the layers of a hybrid pattern, one letter each, without pipeline cuts.
+
+    Raises:
+        ValueError: for a letter that stands for nothing here.
+    """
+    letters = pattern.replace("|", "")
+    unknown = sorted(set(letters) - PATTERN_MIXERS.keys())
+    if unknown or (pattern and not letters):
+        known = ", ".join(f"{letter} ({name})" for letter, name in PATTERN_MIXERS.items())
+        what = f"{' '.join(unknown)} stand for no layer" if unknown else "there is no layer"
+        raise ValueError(
+            f"--hybrid-override-pattern {pattern}: {what}: use {known}, and | between "
+            "pipeline stages. G (gated delta net) and / (multi-token prediction) are not "
+            "built yet."
+        )
+    return letters
+
+
 def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
     """Say for each layer which mixers of ``MIXER_SHAPES`` it consists of, in order.
 
     Raises:
-        ValueError: as ``moe_layers``.
+        ValueError: as ``moe_layers`` and ``pattern_letters``.
     """
-    experts = moe_layers(moe, config.num_layers)
     attention = "mla" if config.multi_latent_attention else "attention"
+    letters = pattern_letters(config.hybrid_override_pattern)
+    if letters:
+        mixers = {**PATTERN_MIXERS, "*": attention}
+        return tuple((mixers[letter],) for letter in letters)
+    experts = moe_layers(moe, config.num_layers)
     return tuple((attention, "moe" if has_experts else "mlp") for has_experts in experts)
 
 
@@ -106,6 +137,25 @@ def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ..
         has_after = config.norm_placement != "pre"
         found.append(("" if is_bare else before, after if has_after else ""))
     return tuple(found)
+
+
+class MambaSizes(NamedTuple):
+    """Of a Mamba-2 layer over all ranks."""
+
+    heads: int
+    groups: int
+    inner: int
+    """Channels of all heads."""
+    states: int
+    """Rows of B, and of C: groups times the state of a channel."""
+
+
+def mamba_sizes(config: Any) -> MambaSizes:
+    """Derive the widths inside a Mamba-2 layer."""
+    heads = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
+    groups = config.mamba_num_groups
+    inner = heads * config.mamba_head_dim
+    return MambaSizes(heads, groups, inner, groups * config.mamba_state_dim)
 
 
 def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
@@ -217,11 +267,28 @@ def _experts(config: Any, moe: Any) -> dict[str, Shape]:
     return shapes
 
 
+def _mamba(config: Any, _: Any) -> dict[str, Shape]:
+    D, sizes = config.hidden_size, mamba_sizes(config)
+    rows = {"z": sizes.inner, "x": sizes.inner, "B": sizes.states, "C": sizes.states}
+    bias = config.mamba_proj_bias
+    shapes: dict[str, Shape] = {}
+    for name, count in (*rows.items(), ("dt", sizes.heads)):
+        shapes |= _linear(f"mamba.in_proj.{name}", count, D, bias)
+    for name in "xBC":
+        shapes[f"mamba.conv1d.{name}.weight"] = (rows[name], 1, config.mamba_conv_kernel)
+        if config.mamba_conv_bias:
+            shapes[f"mamba.conv1d.{name}.bias"] = (rows[name],)
+    shapes |= {f"mamba.{name}": (sizes.heads,) for name in ("dt_bias", "A_log", "D")}
+    shapes["mamba.norm.weight"] = (sizes.inner,)
+    return shapes | _linear("mamba.out_proj", D, sizes.inner, bias)
+
+
 MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "attention": _attention,
     "mla": _latent_attention,
     "mlp": _dense,
     "moe": _experts,
+    "mamba": _mamba,
 }
 """Tensors of each mixer below its block, from the settings of layers and experts."""
 
@@ -230,6 +297,7 @@ MIXER_NORMS: Mapping[str, str] = {
     "mla": "attention_norm",
     "mlp": "mlp_norm",
     "moe": "mlp_norm",
+    "mamba": "mamba_norm",
 }
 """Name of the norm before each mixer."""
 

@@ -37,16 +37,30 @@ def _call(function: Callable[[list[str]], int], _: str, words: list[str]) -> int
 
 def gpt(words: Sequence[str]) -> int:
     """Train a GPT."""
+    return _train("gpt", words)
+
+
+def mamba(words: Sequence[str]) -> int:
+    """Train Mamba-2 layers, alone or in a hybrid stack."""
+    return _train("mamba", words, MAMBA_FLAGS)
+
+
+def _train(command: str, words: Sequence[str], beginning: Sequence[str] = ()) -> int:
     from mcore_train.options.parsing import parse
 
-    config = parse(words, "mcore-train gpt")
+    config = parse(words, f"mcore-train {command}", beginning=beginning)
+    if command == "mamba" and not config.model.hybrid_override_pattern:
+        raise ValueError(
+            "mcore-train mamba needs --hybrid-override-pattern, one letter a layer, such as "
+            "M*M-: see mcore-train mamba --help."
+        )
     if config.launch.nproc:
         from mcore_train.options.output_checks import check_destinations
         from mcore_train.resolution import plan_of
 
         plan_of(config, config.launch.nproc)  # Reports what is wrong once, before ranks start.
         check_destinations(config)
-        return start_ranks("gpt", words, config.launch.nproc)
+        return start_ranks(command, words, config.launch.nproc)
     from mcore_train.running import run_gpt
 
     return run_gpt(config)
@@ -74,8 +88,10 @@ def verify(words: Sequence[str]) -> int:
     from mcore_train.composition import VerifiedConfig
     from mcore_train.options.parsing import parse
 
-    own = words[1:] if words[:1] == ["gpt"] else words
-    config = parse(own, "mcore-train verify gpt", VerifiedConfig)
+    command = words[0] if words[:1] in (["gpt"], ["mamba"]) else ""
+    beginning = MAMBA_FLAGS if command == "mamba" else ()
+    program = f"mcore-train verify {command or 'gpt'}"
+    config = parse(words[bool(command) :], program, VerifiedConfig, beginning)
     from mcore_train.layout_check.small_run_degrees import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
@@ -137,8 +153,12 @@ def is_of_machines(error: RuntimeError) -> bool:
     return isinstance(error, theirs)
 
 
+MAMBA_FLAGS = ("--position-embedding-type", "none")
+"""What mcore-train mamba begins from: layers with a state know their place without."""
+
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "gpt": ("train a GPT: dense or mixture of experts, any layout", gpt),
+    "mamba": ("train Mamba-2 layers, alone or in a hybrid stack", mamba),
     "quickstart": ("train on a book, from its text to a paragraph, in minutes", quickstart),
     "verify": ("verify gpt FLAGS: does this layout compute what one rank computes?", verify),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.logical_tensors import moe_layers
+from mcore_parallel.logical_tensors import layer_mixers
 from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
@@ -281,11 +281,12 @@ class Interval:
         if self._balance is None:
             return {}
         means = all_reduce(self._balance / self._num_steps, self.run.ctx.pp).tolist()
-        has_experts = moe_layers(self.run.plan.config.experts, len(means))
+        config = self.run.plan.config
+        mixers = layer_mixers(config.model, config.experts)
         return {
             f"{name}/layer_{layer}": value
             for layer, values in enumerate(means)
-            if has_experts[layer]
+            if "moe" in mixers[layer]
             for name, value in zip(("imbalance", "idle_experts"), values, strict=True)
         }
 

@@ -28,6 +28,8 @@ CARRIED = (
     "use_cache",
     "keys_to_ignore_at_inference",
     "task_specific_params",
+    # Of state-space models: how they were initialised; the stream in float32 under bfloat16.
+    *("rescale_prenorm_residual", "time_step_rank", "residual_in_fp32"),
     *GENERATION_WORDS,
 )
 """Fields that say nothing about weights or logits and are carried along as they are."""
@@ -64,6 +66,23 @@ _SWITCHES = {
 }
 _TABLES = {"rope_parameters", "rope_scaling", "quantization_config"}
 
+HYBRID: dict[str, Any] = {
+    "hybrid_override_pattern": "",
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 0,
+    "mamba_num_groups": 8,
+    "mamba_conv_kernel": 4,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "mamba_chunk_size": 128,
+    "mamba_dt_limit": (0.0, 0.0),
+    "mamba_dt_min": 0.001,
+    "mamba_dt_max": 0.1,
+    "mamba_dt_init_floor": 1e-4,
+}
+"""Defaults of what says which layers a hybrid has, and of its Mamba layers."""
+
 ROPE_VARIANTS: dict[str, Any] = {
     "rope_type": "rope",
     "rotary_scaling_factor": 40.0,
@@ -80,6 +99,7 @@ ROPE_VARIANTS: dict[str, Any] = {
 """Defaults of how rotary wavelengths are stretched."""
 
 VARIANTS: dict[str, Any] = {
+    **HYBRID,
     **ROPE_VARIANTS,
     "norm_placement": "pre",
     "norm_bias": True,

@@ -70,6 +70,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     refuse_variants(description)
     require(
         description,
+        hybrid_override_pattern="",
         position_embedding_type="learned_absolute",
         normalization="LayerNorm",
         apply_layernorm_1p=False,

@@ -31,7 +31,7 @@ def gpt_shapes(description: Mapping[str, Any]) -> Shapes:
     return {
         within_layer(name).removesuffix(".weight"): shape
         for name, shape in shapes.items()
-        if not name.endswith("bias")
+        if name.endswith(".dt_bias") or not name.endswith("bias")
     }
 
 

@@ -152,8 +152,8 @@ def ulysses_attention(
     # Few key/value heads go to several ranks each: the gradients of the copies are summed.
     copies = axis.size // math.gcd(axis.size, k.shape[2])
     k, v = (x if copies == 1 else x.repeat_interleave(copies, 2) for x in (k, v))
-    q, k, v = (natural_order(_heads_to_sequence(x, axis), axis, 0) for x in (q, k, v))
-    return _sequence_to_heads(zigzag_order(_attended(attention, q, k, v), axis), axis)
+    q, k, v = (heads_to_sequence(x, axis) for x in (q, k, v))
+    return sequence_to_heads(_attended(attention, q, k, v), axis)
 
 
 def _attended(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -199,14 +199,29 @@ def zigzag_order(x: Tensor, axis: Axis) -> Tensor:
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 
 
-def _heads_to_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """Exchange ``[s, B, N, H]`` of every rank for ``[S, B, N/C, H]``, rank after rank."""
+def heads_to_sequence(x: Float[Tensor, "s B N H"], axis: Axis) -> Float[Tensor, "S B n H"]:
+    """Exchange this rank's tokens of all heads for all tokens of its share of the heads.
+
+    One all-to-all in forward, one in backward.
+
+    Args:
+        x: this rank's two chunks; the axis divides the heads.
+        axis: context ranks.
+
+    Returns:
+        The whole sequence in its order; rank r has the r-th of equal blocks of the heads.
+    """
+    if axis.size == 1:
+        return x
     x = x.unflatten(2, (axis.size, -1)).movedim(2, 0)  # [s, B, N, H] -> [C, s, B, N/C, H]
-    return all_to_all(x, axis, [1] * axis.size, [1] * axis.size).flatten(0, 1)
+    gathered = all_to_all(x, axis, [1] * axis.size, [1] * axis.size).flatten(0, 1)
+    return natural_order(gathered, axis, 0)
 
 
-def _sequence_to_heads(x: Tensor, axis: Axis) -> Tensor:
-    """Undo ``_heads_to_sequence``."""
-    x = x.unflatten(0, (axis.size, -1))  # [S, B, n, H] -> [C, s, B, n, H]
+def sequence_to_heads(x: Float[Tensor, "S B n H"], axis: Axis) -> Float[Tensor, "s B N H"]:
+    """Undo ``heads_to_sequence``; one all-to-all in forward, one in backward."""
+    if axis.size == 1:
+        return x
+    x = zigzag_order(x, axis).unflatten(0, (axis.size, -1))  # [S, B, n, H] -> [C, s, B, n, H]
     x = all_to_all(x, axis, [1] * axis.size, [1] * axis.size)
     return x.movedim(0, 2).flatten(2, 3)  # [C, s, B, n, H] -> [s, B, C * n, H]

@@ -13,7 +13,7 @@ from typing import Any
 from mcore_models.config import is_local, is_rotated
 from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.logical_tensors import head_dim, moe_layers, num_kv_heads
+from mcore_parallel.logical_tensors import head_dim, layer_mixers, num_kv_heads
 from mcore_train.composition import TrainConfig
 from mcore_train.resolution import Plan
 
@@ -38,6 +38,7 @@ _PARTS = (
 )
 """Parts of a config whose switches change what a step computes."""
 _SPELLED_BELOW = {
+    "hybrid_override_pattern",
     "moe_layer_freq",
     "window_attn_skip_freq",
     "rope_skip_freq",
@@ -82,6 +83,7 @@ def path_signature(plan: Plan) -> dict[str, str]:
         **dict(_switches(plan.config)),
         **dict(_degrees(plan)),
         **dict(_heads(plan)),
+        **dict(_mamba(plan)),
         **dict(_layers(plan)),
         **dict(_microbatches(plan)),
         **dict(_experts(plan)),
@@ -176,17 +178,42 @@ def _heads(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "width of all heads", "its own" if has_own_width else "--hidden-size"
 
 
-def layer_kinds(config: TrainConfig) -> list[tuple[str, str]]:
-    """Name the way of attention and the kind of feed-forward of every layer, in order."""
-    num_layers = config.model.num_layers
-    return [
-        (
-            _attention(config, layer)
-            + ("" if is_rotated(config.model, layer) else ", unrotated"),
-            "experts" if has_experts else "dense",
+def mamba_relations(num_groups: int, parallel: ParallelConfig) -> dict[str, str]:
+    """Say how groups of Mamba heads divide over tensor and context ranks.
+
+    Args:
+        num_groups: of a layer, over all ranks.
+        parallel: the degrees.
+    """
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    on_rank = num_groups // tp
+    shared = "one for all ranks" if num_groups == 1 else "one for some ranks"
+    ways = {"Mamba groups of a tensor rank": _one(on_rank) if on_rank else shared}
+    if cp > 1:
+        ways["Mamba groups over context ranks"] = (
+            "divide" if max(1, on_rank) % cp == 0 else "each for several"
         )
-        for layer, has_experts in enumerate(moe_layers(config.experts, num_layers))
+    return ways
+
+
+def _mamba(plan: Plan) -> Iterator[tuple[str, str]]:
+    if "M" in plan.config.model.hybrid_override_pattern:
+        groups = plan.config.model.mamba_num_groups
+        yield from mamba_relations(groups, plan.config.parallelism).items()
+
+
+def layer_kinds(config: TrainConfig) -> list[tuple[str, ...]]:
+    """Name the mixers of every layer, in order, and the way of its attention."""
+    words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
+    return [
+        tuple(words.get(name) or _positioned(config, layer) for name in names)
+        for layer, names in enumerate(layer_mixers(config.model, config.experts))
     ]
+
+
+def _positioned(config: TrainConfig, layer: int) -> str:
+    rotated = "" if is_rotated(config.model, layer) else ", unrotated"
+    return _attention(config, layer) + rotated
 
 
 def _attention(config: TrainConfig, layer: int) -> str:

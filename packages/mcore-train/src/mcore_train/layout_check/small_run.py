@@ -76,7 +76,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     num_stages, layers = _keep_layers(plan, parallel)
     num_layers = sum(map(len, layers))
     shards = _num_shards(config, parallel, world_size)
-    model = shrink_model(plan, parallel, num_layers, shards)
+    model = shrink_model(plan, parallel, layers, shards)
     shrunk = replace(
         config,
         model=model,

@@ -6,15 +6,22 @@ tensor ranks, experts by expert ranks, vocabulary rows by both padding and tenso
 
 from dataclasses import replace
 from math import lcm
+from typing import Any
 
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import Fp8Config, ParallelConfig
-from mcore_parallel.logical_tensors import moe_layers, num_kv_heads
+from mcore_parallel.logical_tensors import (
+    mamba_sizes,
+    moe_layers,
+    num_kv_heads,
+    pattern_letters,
+)
 from mcore_train.composition import TrainConfig
 from mcore_train.layout_check.path_signature import (
     cuts_vectors,
     head_relations,
+    mamba_relations,
     vector_length,
     vocabulary_rows,
 )
@@ -26,14 +33,14 @@ LEAST_VOCAB_SIZE = 48
 
 
 def shrink_model(
-    plan: Plan, parallel: ParallelConfig, num_layers: int, shards: int
+    plan: Plan, parallel: ParallelConfig, layers: list[list[int]], shards: int
 ) -> TransformerConfig:
     """Shrink the model for a small run's layout.
 
     Args:
         plan: of the real run.
         parallel: of the small run.
-        num_layers: that stay.
+        layers: of the real run that stay, by stage.
         shards: of the small run's distributed optimizer; 1 without it.
     """
     model = plan.config.model
@@ -50,7 +57,7 @@ def shrink_model(
     pairs = int(channels * model.rotary_percent) // 2
     return replace(
         model,
-        num_layers=num_layers,
+        num_layers=sum(map(len, layers)),
         num_attention_heads=heads,
         num_query_groups=groups if model.num_query_groups else 0,
         kv_channels=channels if model.kv_channels else 0,
@@ -73,7 +80,34 @@ def shrink_model(
         init_method_std=0.1,
         embedding_init_method_std=0.0,
         make_vocab_size_divisible_by=_vocab_multiple(plan, parallel),
+        **_shrink_mamba(model, parallel, layers, before=plan.config.parallelism),
     )
+
+
+def _shrink_mamba(
+    model: TransformerConfig,
+    parallel: ParallelConfig,
+    layers: list[list[int]],
+    before: ParallelConfig,
+) -> dict[str, Any]:
+    """Keep the letters of layers that stay, and the fewest Mamba heads that divide alike."""
+    letters = pattern_letters(model.hybrid_override_pattern)
+    if not letters:
+        return {}
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    wanted = mamba_relations(model.mamba_num_groups, before)
+    fitting = [n for n in range(1, 2 * tp * cp + 1) if n % tp == 0 or tp % n == 0]
+    groups = min(fitting, key=lambda n: (mamba_relations(n, parallel) != wanted, n))
+    sizes = mamba_sizes(model)
+    has_several = sizes.heads > sizes.groups
+    return {
+        "hybrid_override_pattern": "".join(letters[i] for stage in layers for i in stage),
+        "mamba_num_groups": groups,
+        "mamba_num_heads": lcm(groups, tp * cp) * (2 if has_several else 1),
+        "mamba_head_dim": 4,
+        "mamba_state_dim": 6,
+        "mamba_chunk_size": 4,
+    }
 
 
 def _shrink_heads(plan: Plan, parallel: ParallelConfig) -> tuple[int, int]:
@@ -171,6 +205,9 @@ def shrink_experts(
     if not experts.num_experts:
         return experts
     ep = parallel.expert_model_parallel_size
+    letters = pattern_letters(config.model.hybrid_override_pattern)
+    if letters and not any(letters[i] == "E" for stage in layers for i in stage):
+        return MoEConfig()
     kinds = moe_layers(experts, config.model.num_layers)
     kept = [int(kinds[i]) for stage in layers for i in stage]
     per_rank = experts.num_experts // config.parallelism.expert_model_parallel_size

@@ -36,6 +36,8 @@ SPELLINGS: dict[str, Spelling] = {
     "--use-precision-aware-optimizer": Spelling(note="--exp-avg-dtype alone turns it on"),
     "--transformer-impl": Spelling(num_values=1, note="there is one implementation"),
     "--enable-cuda-graph": Spelling(("--cuda-graph-impl", "full_iteration")),
+    "--hybrid-layer-pattern": Spelling(("--hybrid-override-pattern",)),
+    "--is-hybrid-model": Spelling(note="--hybrid-override-pattern alone turns it on"),
     "--fp8-hybrid": Spelling(("--fp8-format", "hybrid")),
     "--recompute-activations": Spelling(("--recompute-granularity", "selective")),
     "--distributed-backend": Spelling(num_values=1, note="nccl on GPUs, gloo on CPUs"),
@@ -167,8 +169,8 @@ INSTEAD: dict[str, str] = {
     ),
     "--encoder-num-layers --decoder-num-layers": "there are no encoders yet; use --num-layers.",
     "--encoder-seq-length --decoder-seq-length": "there are no encoders yet; use --seq-length.",
-    "--hybrid-* --mamba-* --is-hybrid-model": (
-        "Mamba layers are not built into training yet; use a model of attention layers."
+    "--hybrid-attention-ratio --hybrid-mlp-ratio": (
+        "use --hybrid-override-pattern, one letter a layer."
     ),
     "--attention-output-gate": "attention's output has no gate here; leave it out.",
     "--apply-query-key-layer-scaling": "scores are computed in float32; leave it out.",

@@ -13,6 +13,7 @@ from typing import TypeVar
 from mcore_models.presets import find_preset
 from mcore_parallel.command_line import HELP_FLAGS, options_of, read_words
 from mcore_parallel.command_line import parse as parse_options
+from mcore_parallel.logical_tensors import pattern_letters
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.options.megatron_flags import translate
@@ -20,12 +21,21 @@ from mcore_train.options.recipe import Value, read_recipe, to_flags
 
 log = logging.getLogger(__name__)
 
+PATTERN = "--hybrid-override-pattern"
+"""Says how many layers there are, and by its | which stage they are on."""
+
 LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 """Megatron's other way to say --num-virtual-stages-per-pipeline-rank."""
 
 USUAL = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups"),
-    *("ffn_hidden_size", "max_position_embeddings", "num_experts", "moe_router_topk"),
+    *(
+        "hybrid_override_pattern",
+        "ffn_hidden_size",
+        "max_position_embeddings",
+        "num_experts",
+        "moe_router_topk",
+    ),
     *("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples"),
     *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "weight_decay", "clip_grad"),
     *("bf16", "recompute_granularity", "tensor_model_parallel_size", "sequence_parallel"),
@@ -44,6 +54,7 @@ def parse(
     argv: Sequence[str],
     program: str = "mcore-train gpt",
     config_type: type[Config] = TrainConfig,
+    beginning: Sequence[str] = (),
 ) -> Config:
     """Read a command line, its recipes and the shape of the model that it continues.
 
@@ -51,6 +62,7 @@ def parse(
         argv: the words after the command.
         program: the command, as help and errors call it.
         config_type: of the result: a command may have options beside a run's.
+        beginning: flags that the command begins from; all others win over them.
 
     Raises:
         ValueError: for an unknown flag, field or model, a refused flag, a value of the wrong
@@ -79,12 +91,29 @@ def parse(
     if save and _is_on(words, "--auto-resume", fields) and find_checkpoint(save) is not None:
         load, step = save, "0"
     saved = checkpoint_fields(load, int(step)) if load else {}
-    args = [*to_flags(saved), *to_flags(fields), *words]
+    args = [*beginning, *to_flags(saved), *to_flags(fields), *words]
+    args = [*_pattern_flags(args), *args]
     if layers_per_stage:
         args += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
     if recipes:
         args += ["--recipe", *recipes]
     return parse_options(config_type, program, args)
+
+
+def _pattern_flags(args: list[str]) -> list[str]:
+    """Return what follows from a hybrid pattern; flags further right win over it."""
+    pattern = _last_value(args, PATTERN)
+    letters = pattern_letters(pattern)
+    if not letters:
+        return []
+    found = ["--num-layers", str(len(letters))]
+    if "*" not in letters:  # a head count without effect, which the config wants all the same
+        found += ["--num-attention-heads", "1"]
+    stages = pattern.split("|")
+    if len(stages) > 1 and _last_value(args, "--pipeline-model-parallel-size") not in ("", "1"):
+        layout = "E" + "|".join("t" * len(stage) for stage in stages) + "L"
+        found += ["--pipeline-model-parallel-layout", layout]
+    return found
 
 
 def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Value]:

@@ -1,0 +1,108 @@
+"""Which mixers the layers of a hybrid have, and the sizes of its Mamba-2 layers.
+
+``HybridConfig`` is a base of ``TransformerConfig`` and never used alone. The standard library
+only.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_parallel.logical_tensors import pattern_letters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HybridConfig:
+    """What hybrid stacks have beyond a transformer's."""
+
+    hybrid_override_pattern: str = ""
+    """One letter a layer instead of attention and feed-forward in each: M Mamba-2,
+    * attention, - feed-forward, E experts; | between pipeline stages. Empty: a transformer."""
+
+    mamba_state_dim: int = 128
+    """Numbers of state for each channel of a Mamba head."""
+
+    mamba_head_dim: int = 64
+    """Channels of a Mamba head."""
+
+    mamba_num_heads: int = 0
+    """Mamba heads of a layer; 0: 2 x --hidden-size / --mamba-head-dim."""
+
+    mamba_num_groups: int = 8
+    """Groups of Mamba heads that enter and read their state alike."""
+
+    mamba_conv_kernel: int = 4
+    """Tokens, its own among them, that the convolution of a Mamba layer mixes."""
+
+    mamba_conv_bias: bool = True
+    """Bias of that convolution."""
+
+    mamba_proj_bias: bool = False
+    """Biases of a Mamba layer's two linears."""
+
+    mamba_chunk_size: int = 128
+    """Tokens that a Mamba layer computes together; changes time and memory, not results."""
+
+    mamba_dt_limit: tuple[float, float] = (0.0, 0.0)
+    """Smallest and largest step size of a Mamba head; 0 as the second: no limit."""
+
+    mamba_dt_min: float = 0.001
+    """Smallest step size that a Mamba head may begin with."""
+
+    mamba_dt_max: float = 0.1
+    """Largest step size that a Mamba head may begin with."""
+
+    mamba_dt_init_floor: float = 1e-4
+    """Step sizes below it are raised to it at the beginning."""
+
+    def check_hybrid(self) -> None:
+        """Check the pattern and the Mamba sizes against each other.
+
+        Raises:
+            ValueError: with the flag and what it may be.
+        """
+        config: Any = self
+        letters = pattern_letters(self.hybrid_override_pattern)
+        if letters and len(letters) != config.num_layers:
+            raise ValueError(
+                f"--hybrid-override-pattern {self.hybrid_override_pattern} has {len(letters)} "
+                f"layers, --num-layers says {config.num_layers}: leave --num-layers out."
+            )
+        if "M" in letters:
+            _check_mamba(config)
+
+
+def _check_mamba(config: Any) -> None:
+    for name in (
+        "mamba_state_dim",
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_conv_kernel",
+        "mamba_chunk_size",
+    ):
+        if getattr(config, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {getattr(config, name)} must be 1 or more.")
+    inner = 2 * config.hidden_size
+    if not config.mamba_num_heads and inner % config.mamba_head_dim:
+        raise ValueError(
+            f"2 x --hidden-size {config.hidden_size} cannot be split into heads of "
+            f"--mamba-head-dim {config.mamba_head_dim}: use a divisor of {inner}, or set "
+            "--mamba-num-heads."
+        )
+    heads = config.mamba_num_heads or inner // config.mamba_head_dim
+    if heads < 1 or heads % config.mamba_num_groups:
+        raise ValueError(
+            f"{heads} Mamba heads (--mamba-num-heads) cannot share --mamba-num-groups "
+            f"{config.mamba_num_groups}: groups must divide heads."
+        )
+    low, high = config.mamba_dt_limit
+    if low < 0 or (high and high <= low):
+        raise ValueError(
+            f"--mamba-dt-limit {low} {high}: the first must be 0 or more, the second above it, "
+            "or 0 for no limit."
+        )
+    if not 0 < config.mamba_dt_min <= config.mamba_dt_max:
+        raise ValueError(
+            f"--mamba-dt-min {config.mamba_dt_min} must be above 0 and at most --mamba-dt-max "
+            f"{config.mamba_dt_max}."
+        )

@@ -1,0 +1,363 @@
+"""The Mamba-2 mixer: a convolution of a few tokens, then a state that runs over all of them.
+
+One product gives the gate z, the input x, how it enters the state (B) and is read (C), and a
+step size dt for each head. Heads are split over the tensor ranks, groups (the B and C that
+several heads share) with them; where groups are fewer than ranks, neighbouring ranks hold the
+same ones. Context ranks exchange heads for sequence around convolution and state.
+
+Reference:
+    Dao and Gu 2024, arXiv:2405.21060, section 7.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from mcore_models.config import TransformerConfig
+from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.ssd import causal_conv, ssd
+from mcore_models.protocol import RecurrentState
+from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
+from mcore_parallel.logical_tensors import mamba_sizes
+from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.sharding import Layout, Part, sliced
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
+)
+
+_NOTHING_MORE = BlockInputs()
+
+
+class Mamba(nn.Module):
+    """Mamba-2 mixer of one layer.
+
+    Attributes:
+        in_proj: D to this rank's z, x, B, C and dt, in this order.
+        conv1d: over this rank's x, B and C.
+        dt_bias, A_log, D: of each head on this rank.
+        norm: of the gated output, by groups.
+        out_proj: channels to D.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        layer: int,
+        *,
+        gemms: LinearGemms = PLAIN_GEMMS,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's heads; matrices are zero until the model fills them.
+
+        Args:
+            config: of the model.
+            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
+            layer: global number.
+            gemms: what multiplies in the two linears.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.config, self.layer, self.cp = config, layer, ctx.cp
+        sizes, tp = mamba_sizes(config), ctx.tp
+        holders = ctx.tp_block(max(1, tp.size // sizes.groups))
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        linear: dict[str, Any] = {
+            "bias": config.mamba_proj_bias,
+            "axis": tp,
+            "sequence_parallel": ctx.config.sequence_parallel,
+            "init_std": 0.0,
+            **placed,
+        }
+        mixed = [
+            Output("x", sizes.inner),
+            Output("B", sizes.states, holders),
+            Output("C", sizes.states, holders),
+        ]
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            [Output("z", sizes.inner), *mixed, Output("dt", sizes.heads)],
+            gemm=gemms.column,
+            **linear,
+        )
+        self.conv1d = CausalConv(
+            mixed, config.mamba_conv_kernel, bias=config.mamba_conv_bias, axis=tp, **placed
+        )
+        heads = sizes.heads // tp.size
+        self.num_heads, self.axis = sizes.heads, tp
+        self.dt_bias = nn.Parameter(torch.zeros(heads, **placed))
+        self.A_log = nn.Parameter(torch.zeros(heads, **placed))
+        self.D = nn.Parameter(torch.ones(heads, **placed))
+        self.norm = GatedNorm(
+            sizes.inner,
+            sizes.groups,
+            epsilon=config.norm_epsilon,
+            axis=tp,
+            holders=holders,
+            **placed,
+        )
+        self.out_proj = RowParallelLinear(
+            sizes.inner, config.hidden_size, gemm=gemms.row, **linear
+        )
+
+    def forward(
+        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
+    ) -> Float[Tensor, "s B D"]:
+        """Mix every token with all earlier ones of its document.
+
+        Communicates as the two linears do, and over ``cp``: two all-to-alls for each of x, B
+        and C, and dt.
+
+        Args:
+            x: this rank's tokens.
+            inputs: their documents, and what is remembered of earlier ones.
+        """
+        projected = self.in_proj(x)
+        inner, _, _, _, heads = self.in_proj.output_sizes
+        z, xBC, dt = projected.split((inner, projected.shape[-1] - inner - heads, heads), -1)
+        if inputs.state is not None:
+            y = self._continued(xBC, dt, inputs.state.layer(self.layer))
+        elif self.cp.size == 1:
+            y = self._scan(xBC, dt, starts=_starts(inputs.documents, x.device))[0]
+        else:
+            y = self._over_context(xBC, dt, inputs.documents)
+        return self.out_proj(self.norm(y.flatten(-2), z))
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the vectors of one number a head, see ``mcore_parallel.sharding``."""
+        names = ("dt_bias", "A_log", "D")
+        return {name: sliced("", (self.num_heads,), 0, self.axis) for name in names}
+
+    def _scan(
+        self,
+        xBC: Tensor,
+        dt: Tensor,
+        *,
+        starts: Bool[Tensor, "S B"] | None = None,
+        before: Tensor | None = None,
+        state: Tensor | None = None,
+        share: "_Share | None" = None,
+    ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
+        """Convolve and run the state over whole sequences of some or all heads."""
+        share = share or _Share(self, 0, 1)
+        mixed = F.silu(causal_conv(xBC, share.weight, share.bias, starts=starts, before=before))
+        x, B, C = mixed.split(share.sizes, dim=-1)
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        low, high = self.config.mamba_dt_limit
+        step = F.softplus(dt.to(wide) + share.dt_bias.to(wide))
+        step = step.clamp(low, high or math.inf)
+        return ssd(
+            x.unflatten(-1, (-1, self.config.mamba_head_dim)),
+            step,
+            -share.A_log.to(wide).exp(),
+            B.unflatten(-1, (-1, self.config.mamba_state_dim)),
+            C.unflatten(-1, (-1, self.config.mamba_state_dim)),
+            share.D,
+            chunk_size=self.config.mamba_chunk_size,
+            starts=starts,
+            state=state,
+        )
+
+    def _continued(self, xBC: Tensor, dt: Tensor, remembered: object) -> Tensor:
+        """Go on from the last inputs of the convolution and the state; keep the new ones."""
+        if not isinstance(remembered, RecurrentState):
+            raise TypeError(
+                f"{type(remembered).__name__} holds no recurrent state, which layer "
+                f"{self.layer} (Mamba) needs: give it recall and keep, see RecurrentState."
+            )
+        before, state = remembered.recall() or (None, None)
+        y, state = self._scan(xBC, dt, before=before, state=state)
+        kept = self.config.mamba_conv_kernel - 1
+        if before is None:
+            before = xBC.new_zeros(kept, *xBC.shape[1:])
+        recent = torch.cat([before, xBC])
+        remembered.keep(recent[recent.shape[0] - kept :], state)
+        return y
+
+    def _over_context(
+        self, xBC: Tensor, dt: Tensor, documents: Documents | None
+    ) -> Float[Tensor, "s B N H"]:
+        """Exchange tokens for heads, run over whole sequences, and exchange back."""
+        share = _Share(self, self.cp.rank, self.cp.size)
+        parts = xBC.split(self.conv1d.sizes, dim=-1)
+        widths = (self.config.mamba_head_dim, *(self.config.mamba_state_dim,) * 2)
+        exchanged = [
+            heads_to_sequence(
+                part.unflatten(-1, (-1, width)).repeat_interleave(copies, 2), self.cp
+            ).flatten(-2)
+            for part, width, copies in zip(parts, widths, share.copies, strict=True)
+        ]
+        dt = heads_to_sequence(dt[..., None], self.cp).squeeze(-1)
+        starts = _starts(documents, dt.device)
+        y, _ = self._scan(torch.cat(exchanged, -1), dt, starts=starts, share=share)
+        return sequence_to_heads(y, self.cp)
+
+
+class _Share:
+    """The parameters of one of equal blocks of this tensor rank's heads, with their groups.
+
+    Groups fewer than blocks belong to several of them.
+    """
+
+    def __init__(self, mixer: Mamba, rank: int, size: int) -> None:
+        config = mixer.config
+        groups = mixer.conv1d.sizes[1] // config.mamba_state_dim
+        several = size // math.gcd(size, groups)
+        self.copies = (1, several, several)
+        widths = (config.mamba_head_dim, config.mamba_state_dim, config.mamba_state_dim)
+
+        def own(x: Tensor) -> Tensor:
+            if size == 1:
+                return x
+            parts = x.split(mixer.conv1d.sizes)
+            blocks = [
+                part.unflatten(0, (-1, width))
+                .repeat_interleave(copies, 0)
+                .chunk(size)[rank]
+                .flatten(0, 1)
+                for part, width, copies in zip(parts, widths, self.copies, strict=True)
+            ]
+            return torch.cat(blocks)
+
+        self.weight = own(mixer.conv1d.weight)
+        self.bias = None if mixer.conv1d.bias is None else own(mixer.conv1d.bias)
+        self.sizes = [
+            count * copies // size
+            for count, copies in zip(mixer.conv1d.sizes, self.copies, strict=True)
+        ]
+        self.dt_bias, self.A_log, self.D = (
+            x.chunk(size)[rank] for x in (mixer.dt_bias, mixer.A_log, mixer.D)
+        )
+
+
+class CausalConv(nn.Module):
+    """Weights of a convolution along the sequence, each channel for itself.
+
+    Attributes:
+        weight: ``[channels, 1, W]``, the newest token's last.
+        bias: ``[channels]`` or None.
+        sizes: local channels of each output.
+    """
+
+    def __init__(
+        self,
+        outputs: list[Output],
+        width: int,
+        *,
+        bias: bool,
+        axis: Axis,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's channels, zero until the model fills them.
+
+        Args:
+            outputs: logical tensors whose channels are stacked.
+            width: tokens that a channel sees, W.
+            bias: whether there is one.
+            axis: ranks that share the channels.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.outputs, self.axis = tuple(outputs), axis
+        self.sizes = [output.local_size(axis) for output in outputs]
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.zeros(sum(self.sizes), 1, width, **placed))
+        self.bias = nn.Parameter(torch.zeros(sum(self.sizes), **placed)) if bias else None
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the local parameters, see ``mcore_parallel.sharding``."""
+        layouts = {"weight": self._layout("weight", (1, self.weight.shape[-1]))}
+        if self.bias is not None:
+            layouts["bias"] = self._layout("bias", ())
+        return layouts
+
+    def _layout(self, kind: str, rest: tuple[int, ...]) -> Layout:
+        parts, begin, zeros = [], 0, (0,) * len(rest)
+        for output, size in zip(self.outputs, self.sizes, strict=True):
+            parts.append(
+                Part(
+                    name=f"{output.name}.{kind}",
+                    shape=(output.size, *rest),
+                    offsets=(self.axis.rank // output.replicas.size * size, *zeros),
+                    local_offsets=(begin, *zeros),
+                    lengths=(size, *rest),
+                    replicas=output.replicas,
+                    # Each holder sees its own heads' share of the gradient only.
+                    partial=output.replicas,
+                )
+            )
+            begin += size
+        return Layout(tuple(parts))
+
+
+class GatedNorm(nn.Module):
+    """``norm(y * silu(z)) * weight``: RMSNorm of the gated output, group by group.
+
+    Statistics are float32 or wider, the weight is applied in the input's dtype.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_groups: int,
+        *,
+        epsilon: float,
+        axis: Axis,
+        holders: Axis,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's weights, which begin as the identity.
+
+        Args:
+            size: channels over all ranks.
+            num_groups: equal blocks of them, each normed for itself.
+            epsilon: added to the mean square.
+            axis: ranks that share the channels.
+            holders: ranks that share one group; their sums of squares are all-reduced.
+            device: of the weight.
+            dtype: of the weight.
+        """
+        super().__init__()
+        self.size, self.epsilon, self.axis, self.holders = size, epsilon, axis, holders
+        self.group_size = size // num_groups
+        self.weight = nn.Parameter(torch.ones(size // axis.size, device=device, dtype=dtype))
+
+    def forward(
+        self, y: Float[Tensor, "*B F"], z: Float[Tensor, "*B F"]
+    ) -> Float[Tensor, "*B F"]:
+        """Gate, then norm; all-reduces over ``holders`` in forward and backward."""
+        wide = torch.promote_types(y.dtype, torch.float32)
+        gated = y.to(wide) * F.silu(z.to(wide))
+        blocks = gated.unflatten(-1, (-1, self.group_size // self.holders.size))
+        squares = blocks.square().sum(-1, keepdim=True)
+        # Every holder's output depends on every holder's squares: summed in both passes.
+        squares = copy_to(reduce_from(squares, self.holders), self.holders)
+        normed = blocks * torch.rsqrt(squares / self.group_size + self.epsilon)
+        return self.weight * normed.flatten(-2).to(y.dtype)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the weight, see ``mcore_parallel.sharding``."""
+        return {"weight": sliced("", (self.size,), 0, self.axis)}
+
+
+def _starts(documents: Documents | None, device: torch.device) -> Bool[Tensor, "S B"] | None:
+    """Mark the first token of every document; None where each row is one."""
+    if documents is None or documents.are_whole_rows:
+        return None
+    borders = documents.flat().cu_seqlens(device)[:-1].long()
+    marks = torch.zeros(len(documents.rows) * documents.length, dtype=torch.bool, device=device)
+    return marks.index_fill(0, borders, True).unflatten(0, (len(documents.rows), -1)).t()

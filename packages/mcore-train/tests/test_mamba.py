@@ -1,0 +1,103 @@
+"""``mcore-train mamba``: hybrid stacks through the whole program."""
+
+import json
+
+import pytest
+
+from mcore_infer import SamplingConfig, generate, load_model
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.stages import build_stages
+from mcore_train.cli import MAMBA_FLAGS, main
+from mcore_train.layout_check.path_signature import differences
+from mcore_train.layout_check.small_run import build_small_run
+from mcore_train.options.parsing import parse
+from mcore_train.resolution import resolve
+
+SIZES = "--hidden-size 16 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 4"
+RUN = "--mock-data --mock-vocab-size 40 --seq-length 16 --lr 1e-2 --log-interval 1"
+
+
+def parsed(text):
+    return parse(text.split(), beginning=MAMBA_FLAGS)
+
+
+def test_a_pattern_says_layers_heads_and_stages():
+    text = f"--hybrid-layer-pattern MM|-M --num-attention-heads 2 {SIZES} {RUN} --train-iters 1"
+    config = parsed(text)
+    assert config.model.num_layers == 4
+    assert config.model.position_embedding_type == "none"
+    cut = parsed(f"{text} --pipeline-model-parallel-size 2")
+    stages = build_stages(cut.pipeline, 4, 2)
+    assert [list(stage.layers) for stage in stages] == [[0, 1], [2, 3]]
+    uneven = parsed(text.replace("MM|-M", "M|*M-") + " --pipeline-model-parallel-size 2")
+    assert uneven.pipeline.pipeline_model_parallel_layout == "Et|tttL"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--hybrid-override-pattern MxM", "x stand for no layer"),
+        ("--hybrid-override-pattern MG", "not built"),
+        ("--hybrid-override-pattern ME", "give both or neither"),
+        ("--hybrid-override-pattern M --num-layers 3", "leave --num-layers out"),
+        ("--hybrid-override-pattern M --mamba-num-groups 3", "groups must divide heads"),
+        ("--num-layers 2 --num-attention-heads 2", "one letter a layer"),
+        (
+            "--hybrid-override-pattern M --nproc 8 --tensor-model-parallel-size 8",
+            "4 Mamba heads",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_to_change(flags, told, capsys):
+    assert main(["mamba", *f"{SIZES} {RUN} --train-iters 1 {flags}".split()]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_trains_continues_is_exported_and_writes(tmp_path):
+    save = f"--save {tmp_path} --auto-resume --save-hf --lr-decay-iters 3 --train-iters"
+    for steps in (2, 3):
+        command = f"--hybrid-override-pattern MM {SIZES} {RUN} {save} {steps}"
+        assert main(["mamba", *command.split()]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    folder = tmp_path / "iter_0000003"
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "mamba2"
+    sampling = SamplingConfig(num_tokens=4, top_k=1)
+    model = load_model(tmp_path, ParallelContext.single()).model
+    texts = [generate(model, [[1, 2, 3]], sampling)]
+    (folder / "index.json").unlink()  # what is left is transformers' folder
+    model = load_model(folder, ParallelContext.single()).model
+    texts.append(generate(model, [[1, 2, 3]], sampling))
+    assert texts[0][0].ids == texts[1][0].ids
+
+
+def test_a_small_run_keeps_the_kinds_of_layers_and_how_groups_divide():
+    config = parsed(
+        "--hybrid-override-pattern MM*-ME|M-M*ME|MM*-MM|MMM-ME --hidden-size 4096 "
+        "--num-attention-heads 32 --num-query-groups 8 --mamba-num-heads 128 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
+        "--context-parallel-size 2 --num-experts 8 --global-batch-size 8 "
+        f"{RUN} --seq-length 4096 --train-iters 9"
+    )
+    plan = resolve(config, 16)
+    small = build_small_run(plan, 8)
+    model = small.config.model
+    assert model.num_layers == len(model.hybrid_override_pattern) == 4
+    assert model.mamba_num_groups == 4
+    found = differences(plan, resolve(small.config, small.world_size))
+    assert not [what for what in found if "Mamba" in what]
+
+
+def test_the_layout_of_a_hybrid_is_certified(tmp_path):
+    certificate = tmp_path / "verify.json"
+    command = (
+        f"verify mamba --hybrid-override-pattern M*M- --num-attention-heads 2 {SIZES} {RUN} "
+        "--nproc 2 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 9 "
+        f"--device cpu --quiet --certificate {certificate}"
+    )
+    assert main(command.split()) == 0
+    table = json.loads(certificate.read_text())
+    assert table["passed"]
+    assert table["layout"] == "2 ranks: tp2 sp"
