@@ -74,6 +74,31 @@ def test_requests_write_together_what_each_would_alone(model, config):
     assert pool.num_free == pool.num_pages
 
 
+def test_rows_of_padding_change_no_page_but_their_own(model):
+    """Every number of requests up to one more than a size of steps."""
+    engine = Engine(model, EngineConfig(max_sequence_tokens=40, page_tokens=4, max_requests=9))
+    assert engine.decoder.sizes == [1, 2, 4, 8, 9]
+    expected = generate(model, [PROMPTS[0]], SAMPLINGS[0])[0]
+    for count in range(1, 10):
+        for _ in range(count):
+            engine.add(PROMPTS[0], SAMPLINGS[0])
+        engine.step()  # reads the prompts
+        before = engine.cache.layer(1).keys.clone()
+        engine.step()
+        changed = (engine.cache.layer(1).keys != before).flatten(1).any(1).nonzero().flatten()
+        assert len(changed.tolist()) <= count + 1
+        results = [e[1] for e in engine.run() if isinstance(e, tuple)]
+        assert_same(results, [expected] * count)
+
+
+def test_a_step_may_hold_more_tokens_than_the_model_has_positions(model):
+    config = EngineConfig(max_sequence_tokens=40, page_tokens=4, max_tokens=200)
+    prompts = [[i] * 30 for i in range(4)]
+    samplings = [SAMPLINGS[0]] * 4
+    results = written(Engine(model, config), prompts, samplings)
+    assert_same(results, [generate(model, [p], SAMPLINGS[0])[0] for p in prompts])
+
+
 def test_freed_pages_are_never_read(model):
     engine = Engine(model, CONFIGS["too few pages"])
     written(engine)

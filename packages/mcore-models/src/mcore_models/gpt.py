@@ -205,7 +205,7 @@ class GPT(LanguageModel):
                 under context parallelism or with documents, or the documents are of other
                 rows.
         """
-        num_tokens = self._check_inputs(x, state, documents)
+num_tokens = self._check_inputs(x, positions, state, documents)
         length = num_tokens * self.cp.size + (0 if state is None else state.length)
         if positions is None:
             positions = self._positions(num_tokens, state, x.device)
@@ -361,7 +361,11 @@ class GPT(LanguageModel):
         return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
 
     def _check_inputs(
-        self, x: Tensor, state: ModelState | None, documents: Documents | None
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        state: ModelState | None,
+        documents: Documents | None,
     ) -> int:
         """Refuse what the stage cannot run; return the tokens of this context rank's slice."""
         if state is not None and self.cp.size > 1:
@@ -370,7 +374,10 @@ class GPT(LanguageModel):
                 "with 1."
             )
         num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
-        self._check_length(num_tokens, 0 if state is None else state.length)
+        if state is None:
+            self._check_length(num_tokens, 0)
+        elif positions is None:  # else the state's owner counts them
+            self._check_length(num_tokens, state.length)
         if documents is not None:
             if state is not None:
                 raise ValueError("a cache holds one document a row: generate without packing.")

@@ -12,24 +12,25 @@ import torch
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.engine.decoding import Decoder, last_logits
 from mcore_infer.engine.paged import PagedCache, step_tensors
 from mcore_infer.engine.pages import PagePool
-from mcore_infer.engine.scheduler import Scheduler, SchedulerConfig
+from mcore_infer.engine.scheduler import Scheduler, SchedulerConfig, Step
 from mcore_infer.sampling import log_probs_of, sample
 from mcore_infer.writing import Generation, NewToken, Writing
 from mcore_models.config import window
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.collectives import all_reduce
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig(SchedulerConfig):
     """Limits of an engine and the size of its cache."""
 
-    num_pages: int = 512
+    num_pages: int = 256
     """Pages of the key/value cache."""
 
-    page_tokens: int = 16
+    page_tokens: int = 64
     """Tokens in a page."""
 
 
@@ -43,6 +44,7 @@ class Engine:
         config: limits.
         scheduler: what is waiting and running.
         cache: keys and values.
+        decoder: runs the steps in which every request writes.
     """
 
     def __init__(self, model: LanguageModel, config: EngineConfig) -> None:
@@ -65,6 +67,12 @@ class Engine:
             config,
             PagePool(config.num_pages, config.page_tokens),
             window=-1 if min(windows) < 0 else max(windows),
+        )
+        self.decoder = Decoder(
+            model,
+            self.cache,
+            config.max_requests,
+            -(-config.max_sequence_tokens // config.page_tokens),
         )
         self._writings: dict[int, Writing] = {}
         self._samplings: dict[int, SamplingConfig] = {}
@@ -132,18 +140,16 @@ class Engine:
         step = self.scheduler.plan()
         if step is None:
             return []
-        inputs = step_tensors(step, self.config.page_tokens, self.device)
-        self.cache.step = inputs
-        hidden, _ = self.model(inputs.tokens, inputs.positions, self.cache)
+        logits = self._logits(step)
         wanting = [chunk.request for chunk in step.chunks if chunk.wants_token]
         if not wanting:
             self.scheduler.complete(step, {})
             return []
-        logits = self.model.logits(hidden[inputs.last])[:, 0]  # [R, 1, V/tp] -> [R, V/tp]
-        logits = all_gather(logits, self.model.tp, dim=-1)[:, : self.model.vocab_size]
         chosen = self._choose(logits, wanting)
-        log_probs = log_probs_of(logits, chosen).tolist()
-        new = dict(zip(wanting, chosen.tolist(), strict=True))
+        # Both at once: the host waits for the device one time a step.
+        both = torch.stack([chosen.double(), log_probs_of(logits, chosen).double()])
+        ids, log_probs = both.tolist()
+        new = dict(zip(wanting, map(int, ids), strict=True))
         self.scheduler.complete(step, new)
         return list(self._take(new, log_probs))
 
@@ -152,6 +158,15 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
+    def _logits(self, step: Step) -> Tensor:
+        """Run the model; score the tokens that chunks want, ``[R, V]``."""
+        if all(chunk.wants_token and len(chunk.tokens) == 1 for chunk in step.chunks):
+            return self.decoder.logits(step)
+        inputs = step_tensors(step, self.config.page_tokens, self.device)
+        self.cache.step = inputs
+        model = self.model
+        return last_logits(model, inputs.tokens, inputs.positions, self.cache, inputs.last)
+
     def _choose(self, logits: Tensor, requests: Sequence[int]) -> Tensor:
         """Sample a token a row; rows of equal sampling go together."""
         draws = torch.tensor([self._writings[r].draw() for r in requests], dtype=torch.float64)
@@ -159,10 +174,13 @@ class Engine:
         rows_of: dict[SamplingConfig, list[int]] = {}
         for row, request in enumerate(requests):
             rows_of.setdefault(self._samplings[request], []).append(row)
-        chosen = torch.empty(len(requests), dtype=torch.int64, device=self.device)
-        for sampling, rows in rows_of.items():
-            index = torch.tensor(rows, device=self.device)
-            chosen[index] = sample(logits[index], sampling, draws[index])
+        if len(rows_of) == 1:
+            chosen = sample(logits, next(iter(rows_of)), draws)
+        else:
+            chosen = torch.empty(len(requests), dtype=torch.int64, device=self.device)
+            for sampling, rows in rows_of.items():
+                index = torch.tensor(rows, device=self.device)
+                chosen[index] = sample(logits[index], sampling, draws[index])
         # One rank decides: kernels that round differently must not part the ranks' texts.
         tp = self.model.tp
         return all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)

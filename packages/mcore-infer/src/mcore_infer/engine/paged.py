@@ -5,6 +5,7 @@ writes their keys and values to the places that the scheduler gave, then every c
 to its own request's pages.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend
+from mcore_parallel.optional_kernels import works
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,63 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
     )
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTensors:
+    """A step of one token each, padded to a fixed number of rows; memory that is kept.
+
+    Rows without a request write to the padding page and read it.
+    """
+
+    tokens: Int[Tensor, "1 R"]
+    positions: Int[Tensor, " R"]
+    places: Int[Tensor, " R"]
+    """See ``StepTensors``."""
+    tables: Int[Tensor, "R M"]
+    """Pages of each request, in order."""
+    lengths: Int[Tensor, " R"]
+    """Keys of each request, the new one included."""
+
+    @classmethod
+    def allocate(cls, num_rows: int, num_pages: int, device: torch.device) -> "DecodeTensors":
+        """Return rows without requests; fill them with ``fill``."""
+        rows = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
+        tables = torch.zeros(num_rows, num_pages, dtype=torch.int64, device=device)
+        return cls(rows[0][None], rows[1], rows[2], tables, rows[3])
+
+    def fill(self, step: Step, page_tokens: int, padding_page: int) -> None:
+        """Copy a step in, without waiting for the device."""
+        num_rows, num_pages = self.tables.shape
+        padding = num_rows - len(step.chunks)
+        begins = [chunk.begin for chunk in step.chunks]
+        places = [
+            chunk.pages[-1] * page_tokens + chunk.begin % page_tokens for chunk in step.chunks
+        ]
+        tables = [[*c.pages, *([0] * (num_pages - len(c.pages)))] for c in step.chunks]
+        rows = [
+            [chunk.tokens[0] for chunk in step.chunks] + [0] * padding,
+            begins + [0] * padding,
+            places + [padding_page * page_tokens] * padding,
+            [begin + 1 for begin in begins] + [1] * padding,
+        ]
+        tables += [[padding_page] * num_pages] * padding
+        device = self.tables.device
+        for memory, row in zip(
+            (self.tokens[0], self.positions, self.places, self.lengths),
+            _on(rows, device),
+            strict=True,
+        ):
+            memory.copy_(row)
+        self.tables.copy_(_on(tables, device).clamp_(min=0))  # -1: out of every window
+
+
 class PagedCache:
     """A ``ModelState`` (see ``mcore_models.protocol``) of pages.
 
     Attributes:
-        num_pages: pages in memory.
+        num_pages: pages in memory, besides one for padding, which is the last.
         page_tokens: tokens in a page.
+        step: what the next forward computes.
+        waits_for_device: whether a step of decoding has waited, and so cannot be recorded.
     """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
@@ -85,7 +138,8 @@ class PagedCache:
             page_tokens: tokens in a page.
         """
         self.num_pages, self.page_tokens = num_pages, page_tokens
-        self.step: StepTensors | None = None
+        self.step: StepTensors | DecodeTensors | None = None
+        self.waits_for_device = False
         self._layers: dict[int, _PagedLayer] = {}
 
     @property
@@ -124,10 +178,10 @@ class _PagedLayer:
         window: int = -1,
         backend: AttentionBackend = "auto",
     ) -> Float[Tensor, "S 1 N J"]:
-        """Write the new keys and values to their places; each chunk attends to its request."""
+        """Write the new keys and values to their places; each token attends to its request."""
         step = self.cache.step
         assert step is not None
-        size = (self.cache.num_pages, self.cache.page_tokens)
+        size = (self.cache.num_pages + 1, self.cache.page_tokens)
         if self.keys is None:
             self.keys = k.new_zeros(*size, *k.shape[2:])
         self.keys.flatten(0, 1)[step.places] = k[:, 0]
@@ -135,15 +189,29 @@ class _PagedLayer:
             if self.values is None:
                 self.values = v.new_zeros(*size, *v.shape[2:])
             self.values.flatten(0, 1)[step.places] = v[:, 0]
+        values = self.keys[..., :value_dim] if self.values is None else self.values
+        if isinstance(step, DecodeTensors):
+            decode = self._decoder(q, k, values)
+            where = (self.keys, values, step.tables, step.lengths)
+            return decode(q[:, 0], *where, window=window).unsqueeze(1)
         mixed = []
         for chunk in step.chunks:
-            keys = self._seen(self.keys, chunk, window)
-            values = keys[..., :value_dim]
-            if self.values is not None:
-                values = self._seen(self.values, chunk, window)
             own = q[chunk.begin : chunk.end]
-            mixed.append(attend(own, keys, values, window=window, backend=backend))
+            seen = [self._seen(memory, chunk, window) for memory in (self.keys, values)]
+            mixed.append(attend(own, *seen, window=window, backend=backend))
         return torch.cat(mixed)
+
+    def _decoder(self, q: Tensor, k: Tensor, values: Tensor) -> Callable[..., Tensor]:
+        """Return the fast way to decode where it works, else the reference."""
+        has_kernel = q.is_cuda and q.dtype != torch.float64 and values.shape[-1] == q.shape[-1]
+        if has_kernel:
+            from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
+
+            kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2]
+            if works(DECODE_KERNEL, q.device, *kind):
+                return paged_decode
+        self.cache.waits_for_device = True
+        return reference_decode
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Float[Tensor, "Z 1 G H"]:
         """Gather what a chunk sees. Pages before every window may be another request's."""
@@ -153,11 +221,34 @@ class _PagedLayer:
         return memory[chunk.pages[first_page:]].flatten(0, 1)[:end].unsqueeze(1)
 
 
+def reference_decode(
+    q: Float[Tensor, "R N H"],
+    keys: Float[Tensor, "P Z G H"],
+    values: Float[Tensor, "P Z G H"],
+    tables: Int[Tensor, "R M"],
+    lengths: Int[Tensor, " R"],
+    *,
+    window: int = -1,
+) -> Float[Tensor, "R N H"]:
+    """Let one query of each request attend to its keys, one request after the other.
+
+    The reference of ``kernels.paged_decode``, with its arguments; waits for the device.
+    """
+    size, rows = keys.shape[1], []
+    for query, pages, length in zip(q, tables, lengths.tolist(), strict=True):
+        first_page = 0 if window < 0 else max(0, length - 1 - window) // size
+        held = pages[first_page : -(-length // size)]
+        end = length - first_page * size
+        k, v = (memory[held].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values))
+        rows.append(attend(query[None, None], k, v, window=window)[0, 0])
+    return torch.stack(rows)
+
+
 def _positions(chunk: Chunk) -> range:
     return range(chunk.begin, chunk.begin + len(chunk.tokens))
 
 
-def _on(numbers: list[int], device: torch.device) -> Tensor:
+def _on(numbers: list[int] | list[list[int]], device: torch.device) -> Tensor:
     tensor = torch.tensor(numbers, dtype=torch.int64)
     if device.type == "cuda":
         tensor = tensor.pin_memory()

@@ -1,0 +1,118 @@
+"""Steps of one token each: fixed numbers of rows, recorded as CUDA graphs on a GPU.
+
+A forward of few tokens is hundreds of small kernels, and starting them one by one takes ten
+times as long as running them. A graph starts them all. There is one for every number of rows
+in ``sizes``; fewer requests are padded with rows that use a page of their own.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_infer.engine.paged import DecodeTensors, PagedCache
+from mcore_infer.engine.scheduler import Step
+from mcore_models.protocol import LanguageModel
+from mcore_moe.layer import MoELayer
+from mcore_parallel.collectives import all_gather
+
+
+def decode_sizes(max_requests: int) -> list[int]:
+    """Return the numbers of rows: 1, 2, 4, then every eighth, up to the limit."""
+    sizes = [1, 2, 4, *range(8, max_requests, 8 if max_requests <= 64 else 16)]
+    return [*(s for s in sizes if s < max_requests), max_requests]
+
+
+class Decoder:
+    """Runs the model on one new token of each request.
+
+    Attributes:
+        sizes: numbers of rows, ascending.
+        is_recorded: whether steps run as CUDA graphs.
+    """
+
+    def __init__(
+        self, model: LanguageModel, cache: PagedCache, max_requests: int, table_pages: int
+    ) -> None:
+        """Allocate the inputs; graphs are recorded when their size is first needed.
+
+        Args:
+            model: whole, in eval mode.
+            cache: of the engine.
+            max_requests: most requests of a step.
+            table_pages: most pages of a request.
+        """
+        self.model, self.cache = model, cache
+        self.sizes = decode_sizes(max_requests)
+        device = next(model.parameters()).device
+        # Experts read the sizes of their inputs on the host.
+        has_experts = any(isinstance(module, MoELayer) for module in model.modules())
+        self.is_recorded = device.type == "cuda" and not has_experts
+        self._inputs = {
+            size: DecodeTensors.allocate(size, table_pages, device) for size in self.sizes
+        }
+        self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.is_recorded else None
+
+    def logits(self, step: Step) -> Float[Tensor, "R V"]:
+        """Score the token after each chunk's one; the next call overwrites the result.
+
+        Communicates as the model does.
+        """
+        size = next(s for s in self.sizes if s >= len(step.chunks))
+        inputs = self._inputs[size]
+        inputs.fill(step, self.cache.page_tokens, self.cache.num_pages)
+        if size not in self._replays:
+            self._replays[size] = self._recorded(inputs)
+        return self._replays[size]()[: len(step.chunks)]
+
+    def _forward(self, inputs: DecodeTensors) -> Tensor:
+        self.cache.step = inputs
+        return last_logits(self.model, inputs.tokens, inputs.positions, self.cache)
+
+    def _recorded(self, inputs: DecodeTensors) -> Callable[[], Tensor]:
+        if not self.is_recorded:
+            return lambda: self._forward(inputs)
+        # Outside of the graph first: kernels are compiled and tried, workspaces allocated. The
+        # step is computed again by the replay, to the same places.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._forward(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        if self.cache.waits_for_device:
+            return lambda: self._forward(inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = self._forward(inputs)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+def last_logits(
+    model: LanguageModel,
+    tokens: Tensor,
+    positions: Tensor,
+    cache: PagedCache,
+    rows: Tensor | None = None,
+) -> Float[Tensor, "R V"]:
+    """Run a step; score the tokens after some of its own, the whole vocabulary.
+
+    All-gathers the vocabulary over ``tp``.
+
+    Args:
+        model: whole, in eval mode.
+        tokens: of the step, ``[1, T]``.
+        positions: of the tokens in their requests, ``[T]``.
+        cache: whose ``step`` they are.
+        rows: of the step; None: all.
+    """
+    hidden, _ = model(tokens, positions, cache)
+    logits = model.logits(hidden if rows is None else hidden[rows])[:, 0]  # [R, 1, V/tp]
+    return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]

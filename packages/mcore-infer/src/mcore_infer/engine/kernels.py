@@ -1,0 +1,187 @@
+"""Triton kernel of decoding: one query a request attends to keys and values in pages.
+
+The keys of a request are cut into splits that are read at the same time, each with its own
+maximum and sum; a second kernel joins them (flash decoding, Dao et al. 2023). The grid does
+not depend on lengths, so a CUDA graph can hold it. Imported only where tensors are on a GPU.
+"""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_parallel.optional_kernels import OptionalKernel, wave
+
+_KEYS = 64
+_PROGRAMS = 264  # twice the multiprocessors of an H100 or H200
+_MOST_SPLITS = 32
+
+
+@triton.jit
+@no_type_check
+def _attend(
+    q,
+    keys,
+    values,
+    tables,
+    lengths,
+    parts,
+    sums,
+    scale,
+    window,
+    table_size,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    Z: tl.constexpr,
+    LANES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # One program: the heads of one group of one request, over one split of its keys.
+    request = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    split = tl.program_id(2)
+    in_group: tl.constexpr = N // G
+    length = tl.load(lengths + request)
+    first = tl.maximum(0, tl.where(window < 0, 0, length - 1 - window))
+    first = first // KEYS * KEYS
+    size = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
+    begin = first + split * size
+    end = tl.minimum(length, begin + size)
+    row = tl.arange(0, HEADS)
+    lane = tl.arange(0, LANES)
+    head = group * in_group + row
+    at_q = q + (request * N + head[:, None]) * H + lane[None, :]
+    inside = (row[:, None] < in_group) & (lane[None, :] < H)
+    query = tl.load(at_q, mask=inside, other=0.0)
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    mixed = tl.zeros([HEADS, LANES], tl.float32)
+    for start in range(begin, end, KEYS):
+        place = start + tl.arange(0, KEYS)
+        is_key = place < end
+        page = tl.load(tables + request * table_size + place // Z, mask=is_key, other=0)
+        at = ((page.to(tl.int64) * Z + place % Z) * G + group) * H
+        seen = is_key[:, None] & (lane[None, :] < H)
+        key = tl.load(keys + at[:, None] + lane[None, :], mask=seen, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        is_seen = is_key & ((window < 0) | (place >= length - 1 - window))
+        score = tl.where(is_seen[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        # A split may see nothing yet: no difference of two infinities.
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp(score - safe[:, None])
+        shrink = tl.exp(top - safe)
+        total = total * shrink + tl.sum(weight, 1)
+        value = tl.load(values + at[:, None] + lane[None, :], mask=seen, other=0.0)
+        # Keys out of the window may be another request's: their values are not even read as 0.
+        value = tl.where(is_seen[:, None], value, 0.0)
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        top = new_top
+    at_part = (request * N + head) * SPLITS + split
+    is_head = row < in_group
+    some = tl.where(total > 0.0, total, 1.0)
+    tl.store(parts + at_part[:, None] * H + lane[None, :], mixed / some[:, None], mask=inside)
+    log_sum = tl.where(total > 0.0, top + tl.log(some), float("-inf"))
+    tl.store(sums + at_part, log_sum, mask=is_head)
+
+
+@triton.jit
+@no_type_check
+def _join(parts, sums, out, H: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
+    # One program: one head of one request.
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    lane = tl.arange(0, LANES)
+    log_sum = tl.load(sums + head * SPLITS + split)
+    weight = tl.exp(log_sum - tl.max(log_sum, 0))
+    weight = weight / tl.sum(weight, 0)
+    at = parts + (head * SPLITS + split[:, None]) * H + lane[None, :]
+    part = tl.load(at, mask=lane[None, :] < H, other=0.0)
+    mixed = tl.sum(part * weight[:, None], 0)
+    tl.store(out + head * H + lane, mixed.to(out.dtype.element_ty), mask=lane < H)
+
+
+def paged_decode(
+    q: Float[Tensor, "R N H"],
+    keys: Float[Tensor, "P Z G H"],
+    values: Float[Tensor, "P Z G H"],
+    tables: Int[Tensor, "R M"],
+    lengths: Int[Tensor, " R"],
+    *,
+    window: int = -1,
+    scale: float | None = None,
+) -> Float[Tensor, "R N H"]:
+    """Let one query of each request attend to its keys, the last of which is its own.
+
+    Waits for nothing and takes shapes alone, so a CUDA graph may hold it.
+
+    Args:
+        q: queries; R requests.
+        keys: in pages of Z tokens.
+        values: in the same pages.
+        tables: pages of each request, in order; at least those of its keys that are seen.
+        lengths: keys of each request, at least one.
+        window: earlier keys that a query sees besides its own; -1: all.
+        scale: of the scores; None: 1/sqrt(H).
+    """
+    R, N, H = q.shape
+    _, Z, G, _ = keys.shape
+    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (R * G)))
+    splits = 1 << (splits.bit_length() - 1)
+    lanes = triton.next_power_of_2(max(16, H))
+    parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
+    sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _attend[(R, G, splits)](
+        q.contiguous(),
+        keys,
+        values,
+        tables,
+        lengths,
+        parts,
+        sums,
+        H**-0.5 if scale is None else scale,
+        window,
+        tables.shape[1],
+        N=N,
+        G=G,
+        H=H,
+        Z=Z,
+        LANES=lanes,
+        HEADS=max(16, triton.next_power_of_2(N // G)),
+        KEYS=_KEYS,
+        SPLITS=splits,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )
+    _join[(R * N,)](parts, sums, out, H=H, LANES=lanes, SPLITS=splits, num_warps=1)
+    return out
+
+
+def _trial(
+    device: torch.device, dtype: torch.dtype, head_dim: int, group: int
+) -> list[tuple[Tensor, Tensor]]:
+    from mcore_infer.engine.paged import reference_decode
+
+    q = wave(3, 2 * group, head_dim, device=device, dtype=dtype)
+    keys, values = wave(2, 9, 32, 2, head_dim, device=device, dtype=dtype)
+    tables = torch.tensor([[8, 1, 5], [2, 0, 0], [3, 7, 4]], device=device)
+    lengths = torch.tensor([70, 1, 96], device=device)
+    pairs = []
+    for window in (-1, 40):
+        arguments: Any = (q, keys, values, tables, lengths)
+        got = paged_decode(*arguments, window=window)
+        pairs.append((got, reference_decode(*arguments, window=window)))
+    return pairs
+
+
+DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)
+"""Kind: dtype, channels of a head, query heads of a group."""
