@@ -1,0 +1,141 @@
+"""Time writing text with random weights: one stream, batches, offline throughput.
+
+    python benchmarks/bench_decode.py --name decode-llama-3-8b-h200 --geometry llama-3-8b
+
+One line a case: tokens per second over all requests while all of them write (prompts are
+read before), and the roofline of one stream: bytes of weights over the memory's bandwidth.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from reporting import add_options, keep, versions
+
+from mcore_infer import Engine, EngineConfig, SamplingConfig
+from mcore_models.config import TransformerConfig
+from mcore_models.gpt import GPT
+from mcore_parallel.mesh import ParallelContext
+
+GEOMETRIES = {
+    "llama-3-8b": (32, 4096, 32, 8, 14336, 128256),
+    "0.6b": (28, 1024, 16, 8, 3072, 151936),
+    "tiny": (2, 64, 4, 2, 128, 1000),
+}
+"""Layers, hidden size, heads, key/value heads, feed-forward size, vocabulary."""
+BANDWIDTH = 4.8e12
+"""Bytes a second of an H200's memory by its data sheet."""
+
+
+def main() -> None:
+    """Run the benchmark that the command line asks for."""
+    options = _options()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layers, hidden, heads, groups, ffn, vocab = GEOMETRIES[options.geometry]
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        ffn_hidden_size=ffn,
+        max_position_embeddings=8192,
+        rotary_base=500000,
+        untie_embeddings_and_output_weights=True,
+    )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = GPT(
+        config, ParallelContext.single(device), vocab_size=vocab, device="meta", dtype=dtype
+    )
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
+    model.eval()
+    read = sum(p.nbytes for n, p in model.named_parameters() if not n.startswith("embedding"))
+    row = {
+        "name": options.name,
+        **versions(options),
+        "geometry": options.geometry,
+        "dtype": str(dtype),
+        "weight_bytes": read,
+        "roofline_tokens_per_s": round(BANDWIDTH / read, 1),
+        "cases": {},
+    }
+    for batch in options.batches:
+        row["cases"][f"batch {batch}"] = measure(model, options, batch, vocab)
+        print(batch, row["cases"][f"batch {batch}"], flush=True)
+    if device == "cuda":
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    keep(options, row)
+
+
+def measure(model: GPT, options: argparse.Namespace, batch: int, vocab: int) -> dict:
+    """Let ``batch`` requests write together; the median of the rates of tenths of it."""
+    length = options.prompt_tokens + options.new_tokens
+    page = 64
+    engine = Engine(
+        model,
+        EngineConfig(
+            max_requests=batch,
+            max_tokens=max(8192, batch),
+            max_sequence_tokens=length,
+            page_tokens=page,
+            num_pages=batch * (-(-length // page) + 1),
+            prefix_cache=False,
+        ),
+    )
+    sampling = SamplingConfig(num_tokens=options.new_tokens, top_k=1)
+    generator = torch.Generator().manual_seed(0)
+    begin = time.perf_counter()
+    for _ in range(batch):
+        prompt = torch.randint(vocab, (options.prompt_tokens,), generator=generator).tolist()
+        engine.add(prompt, sampling)
+    while engine.scheduler.num_waiting:
+        engine.step()
+    engine.step()  # the last prompts are read
+    _wait()
+    first = time.perf_counter() - begin
+    for _ in range(3):  # records the graph
+        engine.step()
+    rates = []
+    while engine.scheduler.num_running == batch:
+        _wait()
+        at, done = time.perf_counter(), 0
+        for _ in range(max(1, options.new_tokens // 12)):
+            if engine.scheduler.num_running == batch:
+                engine.step()
+                done += batch
+        _wait()
+        rates.append(done / (time.perf_counter() - at))
+    for _ in engine.run():
+        pass
+    rates = sorted(rates[:-1] or rates)
+    return {
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "read_s": round(first, 3),
+        "tokens_per_s": round(statistics.median(rates), 1),
+        "tokens_per_s_p10": round(rates[len(rates) // 10], 1),
+        "tokens_per_s_p90": round(rates[-1 - len(rates) // 10], 1),
+    }
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--name", default="decode")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3-8b")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
