@@ -22,6 +22,17 @@ _MOST_SPLITS = 32
 
 @triton.jit
 @no_type_check
+def _keys_of_split(length, window, split, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    # The first key of a split and the one behind its last; a split may be empty.
+    first = tl.maximum(0, tl.where(window < 0, 0, length - 1 - window))
+    first = first // KEYS * KEYS
+    size = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
+    begin = first + split * size
+    return begin, tl.minimum(length, begin + size)
+
+
+@triton.jit
+@no_type_check
 def _attend(
     q,
     keys,
@@ -44,22 +55,15 @@ def _attend(
     PRECISION: tl.constexpr,
 ):
     # One program: the heads of one group of one request, over one split of its keys.
-    request = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    split = tl.program_id(2)
-    in_group: tl.constexpr = N // G
+    request, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
-    first = tl.maximum(0, tl.where(window < 0, 0, length - 1 - window))
-    first = first // KEYS * KEYS
-    size = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
-    begin = first + split * size
-    end = tl.minimum(length, begin + size)
+    begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
     row = tl.arange(0, HEADS)
     lane = tl.arange(0, LANES)
-    head = group * in_group + row
-    at_q = q + (request * N + head[:, None]) * H + lane[None, :]
-    inside = (row[:, None] < in_group) & (lane[None, :] < H)
-    query = tl.load(at_q, mask=inside, other=0.0)
+    head = group * (N // G) + row
+    inside = (row[:, None] < N // G) & (lane[None, :] < H)
+    query = q + (request * N + head[:, None]) * H + lane[None, :]
+    query = tl.load(query, mask=inside, other=0.0)
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, LANES], tl.float32)
@@ -74,23 +78,21 @@ def _attend(
         is_seen = is_key & ((window < 0) | (place >= length - 1 - window))
         score = tl.where(is_seen[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
-        # A split may see nothing yet: no difference of two infinities.
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
         weight = tl.exp(score - safe[:, None])
         shrink = tl.exp(top - safe)
         total = total * shrink + tl.sum(weight, 1)
         value = tl.load(values + at[:, None] + lane[None, :], mask=seen, other=0.0)
         # Keys out of the window may be another request's: their values are not even read as 0.
         value = tl.where(is_seen[:, None], value, 0.0)
-        mixed = mixed * shrink[:, None]
-        mixed += tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        weight = weight.to(value.dtype)
+        mixed = tl.dot(weight, value, mixed * shrink[:, None], input_precision=PRECISION)
         top = new_top
     at_part = (request * N + head) * SPLITS + split
-    is_head = row < in_group
     some = tl.where(total > 0.0, total, 1.0)
     tl.store(parts + at_part[:, None] * H + lane[None, :], mixed / some[:, None], mask=inside)
     log_sum = tl.where(total > 0.0, top + tl.log(some), float("-inf"))
-    tl.store(sums + at_part, log_sum, mask=is_head)
+    tl.store(sums + at_part, log_sum, mask=row < N // G)
 
 
 @triton.jit
