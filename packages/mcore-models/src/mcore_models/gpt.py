@@ -205,7 +205,7 @@ class GPT(LanguageModel):
                 under context parallelism or with documents, or the documents are of other
                 rows.
         """
-num_tokens = self._check_inputs(x, positions, state, documents)
+        num_tokens = self._check_inputs(x, positions, state, documents)
         length = num_tokens * self.cp.size + (0 if state is None else state.length)
         if positions is None:
             positions = self._positions(num_tokens, state, x.device)

@@ -22,6 +22,9 @@ from mcore_models.config import window
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 
+_BY_LENGTH = ("dynamic", "longrope")
+"""Ways to stretch rotary positions that depend on how long a text is."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig(SchedulerConfig):
@@ -55,10 +58,15 @@ class Engine:
             config: limits.
 
         Raises:
-            ValueError: if the model is in training mode.
+            ValueError: if the model is in training mode, or an engine cannot run it.
         """
         if model.training:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
+        if model.config.rope_type in _BY_LENGTH:
+            raise ValueError(
+                f"--rope-type {model.config.rope_type} turns by the length of a text, and an "
+                "engine computes texts of several lengths together: write with generate()."
+            )
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]

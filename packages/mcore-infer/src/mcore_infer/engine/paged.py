@@ -5,8 +5,9 @@ writes their keys and values to the places that the scheduler gave, then every c
 to its own request's pages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -177,6 +178,7 @@ class _PagedLayer:
         value_dim: int = 0,
         window: int = -1,
         backend: AttentionBackend = "auto",
+        **scores: Any,
     ) -> Float[Tensor, "S 1 N J"]:
         """Write the new keys and values to their places; each token attends to its request."""
         step = self.cache.step
@@ -191,20 +193,22 @@ class _PagedLayer:
             self.values.flatten(0, 1)[step.places] = v[:, 0]
         values = self.keys[..., :value_dim] if self.values is None else self.values
         if isinstance(step, DecodeTensors):
-            decode = self._decoder(q, k, values)
+            decode = self._decoder(q, k, values, scores)
             where = (self.keys, values, step.tables, step.lengths)
-            return decode(q[:, 0], *where, window=window).unsqueeze(1)
+            return decode(q[:, 0], *where, window=window, **scores).unsqueeze(1)
         mixed = []
         for chunk in step.chunks:
             own = q[chunk.begin : chunk.end]
             seen = [self._seen(memory, chunk, window) for memory in (self.keys, values)]
-            mixed.append(attend(own, *seen, window=window, backend=backend))
+            mixed.append(attend(own, *seen, window=window, backend=backend, **scores))
         return torch.cat(mixed)
 
-    def _decoder(self, q: Tensor, k: Tensor, values: Tensor) -> Callable[..., Tensor]:
+    def _decoder(
+        self, q: Tensor, k: Tensor, values: Tensor, scores: Mapping[str, Any]
+    ) -> Callable[..., Tensor]:
         """Return the fast way to decode where it works, else the reference."""
         has_kernel = q.is_cuda and q.dtype != torch.float64 and values.shape[-1] == q.shape[-1]
-        if has_kernel:
+        if has_kernel and not scores.keys() - {"scale"}:
             from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
 
             kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2]
@@ -224,15 +228,17 @@ class _PagedLayer:
 def reference_decode(
     q: Float[Tensor, "R N H"],
     keys: Float[Tensor, "P Z G H"],
-    values: Float[Tensor, "P Z G H"],
+    values: Float[Tensor, "P Z G J"],
     tables: Int[Tensor, "R M"],
     lengths: Int[Tensor, " R"],
     *,
     window: int = -1,
-) -> Float[Tensor, "R N H"]:
+    **scores: Any,
+) -> Float[Tensor, "R N J"]:
     """Let one query of each request attend to its keys, one request after the other.
 
-    The reference of ``kernels.paged_decode``, with its arguments; waits for the device.
+    The reference of ``kernels.paged_decode``, with its arguments and any others of
+    ``attend``; waits for the device.
     """
     size, rows = keys.shape[1], []
     for query, pages, length in zip(q, tables, lengths.tolist(), strict=True):
@@ -240,7 +246,7 @@ def reference_decode(
         held = pages[first_page : -(-length // size)]
         end = length - first_page * size
         k, v = (memory[held].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values))
-        rows.append(attend(query[None, None], k, v, window=window)[0, 0])
+        rows.append(attend(query[None, None], k, v, window=window, **scores)[0, 0])
     return torch.stack(rows)
 
 
