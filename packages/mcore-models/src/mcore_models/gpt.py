@@ -205,8 +205,11 @@ class GPT(LanguageModel):
                 under context parallelism or with documents, or the documents are of other
                 rows.
         """
-        num_tokens = self._check_inputs(x, positions, state, documents)
-        length = num_tokens * self.cp.size + (0 if state is None else state.length)
+        num_tokens = self._check_inputs(x, state, documents)
+        remembered = 0 if state is None else state.length
+        if state is None or positions is None:  # else the state's owner counts them
+            check_length(self.config, num_tokens * self.cp.size, remembered)
+        length = num_tokens * self.cp.size + remembered
         if positions is None:
             positions = self._positions(num_tokens, state, x.device)
         elif positions.dim() == 2 and positions.shape[0] == 1:
@@ -361,11 +364,7 @@ class GPT(LanguageModel):
         return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
 
     def _check_inputs(
-        self,
-        x: Tensor,
-        positions: Tensor | None,
-        state: ModelState | None,
-        documents: Documents | None,
+        self, x: Tensor, state: ModelState | None, documents: Documents | None
     ) -> int:
         """Refuse what the stage cannot run; return the tokens of this context rank's slice."""
         if state is not None and self.cp.size > 1:
@@ -374,25 +373,18 @@ class GPT(LanguageModel):
                 "with 1."
             )
         num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
-        if state is None:
-            self._check_length(num_tokens, 0)
-        elif positions is None:  # else the state's owner counts them
-            self._check_length(num_tokens, state.length)
-        if documents is not None:
-            if state is not None:
-                raise ValueError("a cache holds one document a row: generate without packing.")
-            num_rows = x.shape[0] if self.stage.has_embedding else x.shape[1]
-            documents.check(num_rows, num_tokens * self.cp.size)
-        return num_tokens
-
-    def _check_length(self, num_tokens: int, num_remembered: int) -> None:
-        check_length(self.config, num_tokens * self.cp.size, num_remembered)
         if self.sequence_parallel and num_tokens % self.tp.size:
             raise ValueError(
                 f"--sequence-parallel cannot cut {num_tokens} tokens over "
                 f"--tensor-model-parallel-size {self.tp.size}: use a --seq-length that is a "
                 "multiple."
             )
+        if documents is not None:
+            if state is not None:
+                raise ValueError("a cache holds one document a row: generate without packing.")
+            num_rows = x.shape[0] if self.stage.has_embedding else x.shape[1]
+            documents.check(num_rows, num_tokens * self.cp.size)
+        return num_tokens
 
 
 def _run(blocks: list[nn.Module], stream: Residual, inputs: BlockInputs) -> Residual:
