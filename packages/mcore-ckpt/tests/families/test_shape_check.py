@@ -61,13 +61,18 @@ CONFIGS = {
     "deepseek_v3": ROPE | LATENT | {"q_lora_rank": 9},
     "mamba2": {"hidden_size": 18, "num_hidden_layers": 2, "vocab_size": 37, "num_heads": 6}
     | {"head_dim": 6, "state_size": 5, "n_groups": 2, "conv_kernel": 4},
+    "nemotron_h": {"hidden_size": 18, "vocab_size": 37, "intermediate_size": 22, "head_dim": 10}
+    | {"hybrid_override_pattern": "ME*-", "num_attention_heads": 6, "num_key_value_heads": 2}
+    | {"mamba_num_heads": 6, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    | {"moe_shared_expert_intermediate_size": 12},
     "t5": {"d_model": 18, "d_kv": 5, "num_heads": 3, "d_ff": 22, "num_layers": 2}
     | {"vocab_size": 37, "relative_attention_num_buckets": 32},
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
     "megatron-bert": ROPE | MASKED | {"type_vocab_size": 3},
 }
 COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers"} | {
-    *("first_k_dense_replace", "interleave_moe_layer_step")
+    *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern")
 }
 """Say which weights there are: the check of names sees them."""
 
@@ -78,6 +83,7 @@ SHAPELESS = {
     ("glm4_moe", "num_experts_per_tok"),
     ("deepseek_v2", "num_experts_per_tok"),
     ("deepseek_v3", "num_experts_per_tok"),
+    ("nemotron_h", "num_experts_per_tok"),
     # All layers have experts.
     ("qwen3_moe", "intermediate_size"),
     # As many heads, so much narrower: the matrices stay as they are.

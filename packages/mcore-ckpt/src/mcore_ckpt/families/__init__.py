@@ -25,7 +25,7 @@ MODEL_TYPES = (
     *("olmo2", "olmo3", "gemma2", "gemma3_text", "granite", "cohere", "cohere2", "starcoder2"),
     *("gpt_neox", "smollm3", "gpt_oss", "glm4_moe", "llama4_text"),
     *("deepseek_v2", "deepseek_v3", "mamba2", "t5", "bert"),
-    "megatron-bert",
+    *("megatron-bert", "nemotron_h"),
 )
 """``model_type`` of each family; with ``_`` its module. The first that fits is exported."""
 
