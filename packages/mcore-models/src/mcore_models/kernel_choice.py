@@ -55,6 +55,9 @@ def optional_kernels(
         found.append((NORM_KERNELS, (dtype,)))
     if is_gated(config) and activation(config) in FUSED:
         found.append((GATE_KERNELS, (dtype,)))
+    pattern = config.hybrid_override_pattern
+    if pattern and "*" not in pattern:
+        return found
     if config.position_embedding_type == "rope" and not config.multi_latent_attention:
         norms = config.qk_layernorm and config.normalization == "RMSNorm"
         found.append((NORM_ROTARY_KERNEL if norms else ROTARY_KERNEL, (dtype, H)))
