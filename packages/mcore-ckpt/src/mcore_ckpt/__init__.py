@@ -20,6 +20,7 @@ _EXPORTS: dict[str, str] = {
     "Report": "conversion.conversion",
     "RetentionConfig": "config",
     "StrictnessConfig": "config",
+    "UpcycleOptions": "conversion.upcycling",
     "average": "conversion.resharding",
     "convert": "conversion.conversion",
     "hf_to_mcore": "conversion.conversion",
@@ -37,6 +38,7 @@ _EXPORTS: dict[str, str] = {
     "save_torch": "save_load.torch_models",
     "step_folder": "storage.paths",
     "torch_model_shards": "save_load.torch_models",
+    "upcycle": "conversion.upcycling",
 }
 
 __all__ = list(_EXPORTS)

@@ -25,7 +25,8 @@ examples:
   mcore-ckpt convert hf-to-megatron --input Llama-3.2-1B --output megatron/llama
   mcore-ckpt inspect runs/llama
   mcore-ckpt verify runs/llama
-  mcore-ckpt average runs/llama/iter_0000100 runs/llama/iter_0000200 --output runs/mean"""
+  mcore-ckpt average runs/llama/iter_0000100 runs/llama/iter_0000200 --output runs/mean
+  mcore-ckpt upcycle runs/llama --output runs/experts --num-experts 8"""
 
 FORMATS = ("hf", "mcore", "megatron", "dcp")
 """What convert reads and writes; the two that users mean most come first."""
@@ -231,6 +232,52 @@ def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
     return 0
 
 
+def upcycle(
+    folder: Path,
+    /,
+    *,
+    output: Path,
+    num_experts: int,
+    moe_router_topk: int = 2,
+    moe_upcycling_granularity: int = 1,
+    moe_layer_freq: str = "1",
+    moe_router_pre_softmax: bool = False,
+    moe_aux_loss_coeff: float = 0.0,
+    init_method_std: float = 0.02,
+    seed: int = 1234,
+) -> int:
+    """Make a mixture of experts of a dense model; training goes on from the result.
+
+    Args:
+        folder: Run folder (its latest step) or step folder of a dense model.
+        output: Run folder that gets the release.
+        num_experts: Experts of each such layer: copies of the dense network.
+        moe_router_topk: Experts that each token goes to.
+        moe_upcycling_granularity: Slices of the dense network, one an expert; the function is
+            kept where --moe-router-topk is a multiple of it.
+        moe_layer_freq: Which layers get experts: N for every N-th, or a list of 0 and 1.
+        moe_router_pre_softmax: Weights are a softmax over all experts, not the chosen ones.
+        moe_aux_loss_coeff: Weight of the load-balancing loss in training.
+        init_method_std: Of the normal numbers that the routers begin with.
+        seed: Of these numbers.
+    """
+    from mcore_ckpt.conversion.upcycling import UpcycleOptions
+    from mcore_ckpt.conversion.upcycling import upcycle as make
+
+    options = UpcycleOptions(
+        num_experts=num_experts,
+        moe_router_topk=moe_router_topk,
+        granularity=moe_upcycling_granularity,
+        moe_layer_freq=moe_layer_freq,
+        moe_router_pre_softmax=moe_router_pre_softmax,
+        moe_aux_loss_coeff=moe_aux_loss_coeff,
+        router_std=init_method_std,
+        seed=seed,
+    )
+    print(make(folder, output, options, on_progress=_progress()))
+    return 0
+
+
 def parse_direction(word: str) -> tuple[str, str, bool]:
     """Understand a direction, also one that a shell has cut.
 
@@ -340,4 +387,5 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "verify": ("read every byte and compare checksums", verify),
     "reshard": ("write the boxes of many ranks again as whole tensors", reshard),
     "average": ("the mean of several checkpoints' weights", average),
+    "upcycle": ("a mixture of experts of a dense model", upcycle),
 }

@@ -107,7 +107,7 @@ def reshard(
         with fresh_step(output, number) as target:
             watched = with_progress(items, on_progress)
             new = write_whole(target, watched, index.extra, num_files)
-            _copy_small_files(step, target, index)
+            copy_small_files(step, target, index)
             return commit(target, output, number, sealed(new, target))
 
 
@@ -168,7 +168,7 @@ def average(
         check_room(output, sum(item.num_bytes for item in items))
         with fresh_step(output, RELEASE) as target:
             new = write_whole(target, with_progress(items, on_progress), extra)
-            _copy_small_files(steps[0], target, indices[0])
+            copy_small_files(steps[0], target, indices[0])
             return commit(target, output, RELEASE, sealed(new, target))
 
 
@@ -224,7 +224,8 @@ def _step_of(folder: Path) -> int | str:
     return int(digits) if digits.isdecimal() else RELEASE
 
 
-def _copy_small_files(step: Path, target: Path, index: Index) -> None:
+def copy_small_files(step: Path, target: Path, index: Index) -> None:
+    """Copy what is no tensor from one step's folder to another's."""
     # Whole tensors of ours are no Hugging Face folder any more.
     gone = {INDEX, HF_INDEX, "config.json", *index.files}
     if (step / "tokenizer").is_dir():

@@ -1,0 +1,271 @@
+"""Upcycling: a checkpoint of a dense model becomes one of a mixture of experts.
+
+Every expert begins as the dense feed-forward network, or with a granularity of g as one of its
+g slices along the width. A router's rows are drawn once for g experts in turn, whose slices
+make the whole network, so that a token which goes to them gets the dense output. He et al.
+2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524. We scale what
+a linear function follows (up-projection and second matrix), never a gate, so that the function
+is kept exactly where k is a multiple of g and weights sum to 1.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.conversion.inspection import native_step
+from mcore_ckpt.conversion.resharding import copy_small_files, write_whole
+from mcore_ckpt.families.experts import MOE_DEFAULTS
+from mcore_ckpt.mapping.row_streams import Progress, Source, row_groups, slabs, with_progress
+from mcore_ckpt.storage.files import DTYPES, Item, Reader
+from mcore_ckpt.storage.index import read_index
+from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
+from mcore_ckpt.storage.paths import RELEASE, commit
+from mcore_ckpt.storage.sealing import check_files, sealed
+from mcore_ckpt.storage.stores import as_path
+from mcore_parallel.logical_tensors import moe_layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpcycleOptions:
+    """What the experts shall be."""
+
+    num_experts: int
+    """In each layer of experts; a multiple of ``granularity``."""
+
+    moe_router_topk: int = 2
+    """Experts that each token goes to."""
+
+    granularity: int = 1
+    """Slices of the dense network, one an expert; must divide its width."""
+
+    moe_layer_freq: str = "1"
+    """Which layers get experts; the others stay dense."""
+
+    moe_router_pre_softmax: bool = False
+    """Whether weights are a softmax over all experts, which do not sum to 1."""
+
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss that the checkpoint asks for."""
+
+    router_std: float = 0.02
+    """Of the normal numbers that the routers begin with; 0: zeros."""
+
+    seed: int = 1234
+    """Of these numbers."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers against each other.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self.granularity < 1 or self.num_experts < 1 or self.num_experts % self.granularity:
+            raise ValueError(
+                f"--num-experts {self.num_experts} must be a multiple of "
+                f"--moe-upcycling-granularity {self.granularity}: each slice of the dense "
+                "network is needed as often as the others."
+            )
+        if not 1 <= self.moe_router_topk <= self.num_experts:
+            raise ValueError(
+                f"--moe-router-topk {self.moe_router_topk} must be from 1 to --num-experts "
+                f"{self.num_experts}."
+            )
+        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            raise ValueError(
+                "--moe-router-topk 1 gives every token weight 1, and the router no gradient: "
+                "add --moe-router-pre-softmax."
+            )
+        if self.router_std < 0:
+            raise ValueError(f"--init-method-std {self.router_std} must be 0 or more.")
+
+    @property
+    def scale(self) -> float:
+        """Factor on an expert's output, which brings the sum over k to the dense output."""
+        if not self.moe_router_pre_softmax:
+            return float(self.granularity)
+        # At the start each weight is about 1/E, and k of them are chosen.
+        return self.num_experts * self.granularity / self.moe_router_topk
+
+
+def upcycle(
+    source: str | Path,
+    output: str | Path,
+    options: UpcycleOptions,
+    *,
+    on_progress: Progress | None = None,
+) -> Path:
+    """Write a dense checkpoint as a ``release`` with experts; the optimizer is left behind.
+
+    Streams slabs of rows: no tensor is held whole.
+
+    Args:
+        source: run folder (its latest step) or step folder of a dense model.
+        output: run folder that gets the release.
+        options: what the experts shall be.
+        on_progress: called for each slab written.
+
+    Returns:
+        The release's folder.
+
+    Raises:
+        ValueError: if the checkpoint does not describe a dense model with feed-forward layers,
+            the granularity does not divide their width, or the output lies in the source.
+        CheckpointError: if files are damaged, the disk is full, or the output holds a release.
+            Then nothing is left of the output.
+    """
+    output = as_path(output)
+    step = native_step(source)
+    check_place(output, step)
+    check_run_folder(output)
+    index = read_index(step)
+    check_files(step, index)
+    description = _dense_description(step, index.extra)
+    layers = _layers(step, description, options)
+    weights = {n: e for n, e in index.tensors.items() if n.startswith("model.")}
+    with Reader(step) as reader:
+        items = _items(Source(reader, weights), layers, options)
+        dense_width = weights[f"model.blocks.{layers[0]}.mlp.fc2.weight"].shape[1]
+        moe = {**_fields(options), "moe_ffn_hidden_size": dense_width // options.granularity}
+        extra = {"model": {**description, "moe": moe}, "upcycled": str(step)}
+        check_room(output, sum(item.num_bytes for item in items))
+        with fresh_step(output, RELEASE) as target:
+            new = write_whole(target, with_progress(items, on_progress), extra)
+            copy_small_files(step, target, index)
+            return commit(target, output, RELEASE, sealed(new, target))
+
+
+def _dense_description(step: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+    description = extra.get("model")
+    if not description or "config" not in description:
+        raise ValueError(
+            f"{step} does not say which model it holds: write it by training or convert."
+        )
+    if description.get("moe", {}).get("num_experts", 0):
+        raise ValueError(f"{step} holds experts already: upcycle a dense model.")
+    return dict(description)
+
+
+def _layers(step: Path, description: Mapping[str, Any], options: UpcycleOptions) -> list[int]:
+    table = {**MOE_DEFAULTS, **_fields(options)}
+    pattern = moe_layers(SimpleNamespace(**table), description["config"]["num_layers"])
+    layers = [layer for layer, has_experts in enumerate(pattern) if has_experts]
+    if not layers:
+        raise ValueError(
+            f"--moe-layer-freq {options.moe_layer_freq} gives no layer of {step} experts."
+        )
+    return layers
+
+
+def _fields(options: UpcycleOptions) -> dict[str, Any]:
+    names = (
+        "num_experts",
+        "moe_router_topk",
+        "moe_layer_freq",
+        "moe_router_pre_softmax",
+        "moe_aux_loss_coeff",
+    )
+    return {name: getattr(options, name) for name in names}
+
+
+def _items(source: Source, layers: list[int], options: UpcycleOptions) -> list[Item]:
+    """List the tensors of the new checkpoint, in the order of the old one."""
+    items = []
+    places = {f"model.blocks.{layer}.mlp.": layer for layer in layers}
+    seen = set()
+    for name, entry in source.entries.items():
+        place = next((p for p in places if name.startswith(p)), None)
+        if place is None:
+            items.append(Item(name, entry.dtype, entry.shape, partial(slabs, source, name)))
+            continue
+        if place not in seen:
+            seen.add(place)
+            items.append(_router(source, place, places[place], options))
+        items += _experts(source, name, place, options)
+    missing = places.keys() - seen
+    if missing:
+        raise ValueError(
+            f"{sorted(missing)[0]}* is not in the checkpoint: only layers with a dense "
+            "feed-forward network can become experts. Leave it out of --moe-layer-freq."
+        )
+    return items
+
+
+def _router(source: Source, place: str, layer: int, options: UpcycleOptions) -> Item:
+    hidden_size = source.entries[f"{place}fc2.weight"].shape[0]
+    dtype = source.dtype(f"{place}fc2.weight")
+    shape = (options.num_experts, hidden_size)
+    name = f"{_moe(place)}router.weight"
+    return Item(name, dtype, shape, partial(_router_rows, shape, dtype, layer, options))
+
+
+def _router_rows(
+    shape: tuple[int, int], dtype: str, layer: int, options: UpcycleOptions
+) -> Iterator[Tensor]:
+    # torch reads 32 bits of a seed on the CPU.
+    drawn = sha256(f"router of layer {layer} from {options.seed}".encode()).digest()[:4]
+    generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
+    groups = options.num_experts // options.granularity
+    rows = torch.randn(groups, shape[1], generator=generator) * options.router_std
+    yield rows.repeat_interleave(options.granularity, 0).to(DTYPES[dtype])
+
+
+def _moe(place: str) -> str:
+    return place.removesuffix("mlp.") + "moe."
+
+
+def _experts(source: Source, name: str, place: str, options: UpcycleOptions) -> list[Item]:
+    """List what one dense tensor becomes: a slice of it for every expert."""
+    entry, part, slices = source.entries[name], name.removeprefix(place), options.granularity
+    cut = {"fc2.weight": 1, "fc2.bias": None}.get(part, 0)
+    if cut is not None and entry.shape[cut] % slices:
+        raise ValueError(
+            f"--moe-upcycling-granularity {slices} must divide the dense width "
+            f"{entry.shape[cut]}."
+        )
+    shape = tuple(n // slices if d == cut else n for d, n in enumerate(entry.shape))
+    is_gated = f"{place}fc1.gate.weight" in source.entries
+    factor = _factor(part, is_gated, options)
+    return [
+        Item(
+            f"{_moe(place)}experts.{expert}.{part}",
+            entry.dtype,
+            shape,
+            partial(_slice, source, name, shape, cut, expert % slices, factor),
+        )
+        for expert in range(options.num_experts)
+    ]
+
+
+def _factor(part: str, is_gated: bool, options: UpcycleOptions) -> float:
+    if part == "fc2.bias":
+        return options.scale / options.granularity  # every expert has all of it
+    if is_gated:
+        return options.scale**0.5 if part.startswith(("fc1.up", "fc2")) else 1.0
+    return options.scale if part.startswith("fc2") else 1.0
+
+
+def _slice(
+    source: Source,
+    name: str,
+    shape: tuple[int, ...],
+    cut: int | None,
+    number: int,
+    factor: float,
+) -> Iterator[Tensor]:
+    """Give one expert's slice by groups of rows, times a factor in float32."""
+    first = number * shape[0] if cut == 0 else 0
+    for begin, stop in row_groups((shape[0], *source.entries[name].shape[1:])):
+        rows = source.rows(name, first + begin, first + stop)
+        if cut == 1:
+            rows = rows[:, number * shape[1] : (number + 1) * shape[1]].contiguous()
+        if factor != 1.0:
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            rows = (rows.to(wide) * factor).to(rows.dtype)
+        yield rows
