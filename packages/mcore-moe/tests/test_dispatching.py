@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher
+from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
 from mcore_moe.dispatching import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
@@ -35,9 +35,9 @@ def routed_tokens(rank, kind):
     return x, Routing(ids, probs.detach().requires_grad_())
 
 
-def through(dispatcher, x, routing, first_expert=0):
+def through(config, dispatcher, x, routing, first_expert=0):
     """Expert e multiplies by its weight and by e + 1; tokens come home summed."""
-    sent = dispatcher.dispatch(x, routing)
+    sent = dispatcher.dispatch(x, limited(routing, config))
     assert int(sent.counts.sum()) == sent.rows.shape[0] == sent.probs.shape[0]
     experts = first_expert + torch.arange(sent.counts.numel())
     factor = (experts + 1).repeat_interleave(sent.counts)
@@ -57,11 +57,12 @@ def check_against_local(kind, dispatcher_type, etp):
         dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
         local = build_dispatcher(config, SINGLE, SINGLE)
         result = through(
+            config,
             _summed_over_expert_tp(dispatcher, etp),
             *routed_tokens(ctx.global_rank, kind),
             first_expert=ctx.ep.rank * E // 2,
         )
-        expected = through(local, *routed_tokens(ctx.global_rank, kind))
+        expected = through(config, local, *routed_tokens(ctx.global_rank, kind))
         for a, b in zip(result[:3], expected[:3], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         whole = all_reduce(expected[3], ctx.axis("expert_tp", "ep"))
@@ -88,9 +89,15 @@ def test_tokens_that_travel_come_back_as_if_they_had_stayed(kind, dispatcher_typ
 
 def check_same_bits(repeats):
     ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=4))
-    dispatcher = AllToAllDispatcher(MoEConfig(num_experts=E), ctx.ep)
+    config = MoEConfig(num_experts=E)
+    dispatcher = AllToAllDispatcher(config, ctx.ep)
     runs = [
-        through(dispatcher, *routed_tokens(ctx.global_rank, "even"), first_expert=ctx.ep.rank)
+        through(
+            config,
+            dispatcher,
+            *routed_tokens(ctx.global_rank, "even"),
+            first_expert=ctx.ep.rank,
+        )
         for _ in range(repeats)
     ]
     ctx.destroy()

@@ -15,7 +15,7 @@ from mcore_moe.permutation import (
     unpermute,
     unpermute_reference,
 )
-from mcore_moe.router import top_experts, top_experts_plain
+from mcore_moe.routing import top_experts, top_experts_plain
 from mcore_parallel.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

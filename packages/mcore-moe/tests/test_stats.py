@@ -1,6 +1,9 @@
+from math import log
+
+import pytest
 import torch
 
-from mcore_moe import MoEConfig, MoELayer, RouterStats, finish_step
+from mcore_moe import SUMMARY, MoEConfig, MoELayer, RouterStats, finish_step, summarize
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
@@ -60,6 +63,40 @@ def test_a_model_without_routers_has_no_stats():
     assert finish_step(torch.nn.Linear(2, 2)) == {}
 
 
-def test_stats_name_the_busiest_and_the_idle():
-    stats = RouterStats(torch.tensor([6, 2, 0, 0]))
-    assert (stats.imbalance, stats.num_idle) == (3.0, 2)
+def test_stats_name_the_busiest_the_idle_and_the_rest():
+    bias = torch.tensor([0.5, 0.0, -0.25, 0.0])
+    uneven = RouterStats(torch.tensor([6, 2, 0, 0]), torch.tensor(2), bias)
+    even = RouterStats(torch.tensor([2, 2, 2, 2]), torch.tensor(0))
+    assert (uneven.imbalance, uneven.num_idle) == (3.0, 2)
+    summary = summarize([uneven, even])
+    rows = [dict(zip(SUMMARY, row, strict=True)) for row in summary.tolist()]
+    entropy = -(0.75 * log(0.75) + 0.25 * log(0.25)) / log(4)
+    assert rows[0] == pytest.approx(
+        {
+            "imbalance": 3.0,
+            "idle_experts": 2.0,
+            "load_p10": 0.0,
+            "load_p50": 0.5,
+            "load_p90": 2.4,
+            "load_entropy": entropy,
+            "dropped_share": 0.25,
+            "expert_bias_range": 0.75,
+        }
+    )
+    assert rows[1] == pytest.approx(
+        dict.fromkeys(SUMMARY, 0.0)
+        | {f"load_p{n}": 1.0 for n in (10, 50, 90)}
+        | {"imbalance": 1.0, "load_entropy": 1.0}
+    )
+
+
+def test_choices_without_room_are_counted_and_padding_is_neither_chosen_nor_dropped():
+    config = MoEConfig(num_experts=4, moe_expert_capacity_factor=0.5)
+    torch.manual_seed(0)
+    layer = MoELayer(8, 16, config)
+    x = torch.ones(8, 8)  # all tokens choose the same two experts
+    mask = torch.arange(8) < 6
+    layer(x, mask=mask)
+    stats = finish_step(layer)["router"]
+    assert (stats.counts.sum(), stats.num_dropped) == (12, 8)  # room for two tokens an expert
+    assert layer.router.step_dropped == 0

@@ -28,7 +28,7 @@ from mcore_moe.permutation import (
     plan_rows_plain,
     unpermute_reference,
 )
-from mcore_moe.router import TOP_KERNEL, top_experts_plain
+from mcore_moe.routing import TOP_KERNEL, top_experts_plain
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.kernels import fp8_fine_cast
 from mcore_parallel.kernels.adam import fused_adamw

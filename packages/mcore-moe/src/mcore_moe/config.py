@@ -70,6 +70,10 @@ class MoEConfig:
     moe_z_loss_coeff: float = 0.0
     """Weight of the loss on large router logits; 1e-3 is a usual start."""
 
+    moe_router_force_load_balancing: bool = False
+    """Give every expert as many tokens, whatever the scores, for benchmarks: the router then
+    learns weights only."""
+
     moe_input_jitter_eps: float = 0.0
     """Multiply the router's input by uniform noise in [1-eps, 1+eps] in training."""
 

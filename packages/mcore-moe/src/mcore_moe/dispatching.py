@@ -29,9 +29,8 @@ from mcore_moe.permutation import (
     reorder,
     trimmed,
     unpermute,
-    within_capacity,
 )
-from mcore_moe.router import Routing
+from mcore_moe.routing import Routing
 from mcore_parallel.collectives import all_gather, all_to_all
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -81,12 +80,12 @@ class LocalDispatcher:
     """All experts are on this rank."""
 
     def __init__(self, config: MoEConfig) -> None:
-        """Keep the config: number of experts, capacity and drop policy."""
+        """Keep the config: number of experts, and padding to capacity."""
         self.config = config
 
     def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
         """Sort the tokens by expert; on a GPU the host does not wait for it."""
-        plan = plan_within_capacity(routing, self.config)
+        plan = plan_kept(routing, self.config)
         return Dispatched(
             permute(x, plan), permute_probs(routing.probs, plan), plan.offsets, plan
         )
@@ -96,20 +95,13 @@ class LocalDispatcher:
         return unpermute(rows, handle)
 
 
-def plan_within_capacity(routing: Routing, config: MoEConfig) -> RowPlan:
-    """Plan the rows of this rank's tokens, within each expert's capacity if it has one.
-
-    Each rank applies the capacity to its own tokens, before any communication.
-    """
-    ids, factor = routing.ids, config.moe_expert_capacity_factor
-    if not factor:
-        return plan_rows(ids, config.num_experts)
-    capacity = expert_capacity(ids.shape[0], config.num_experts, ids.shape[1], factor)
-    keep = within_capacity(
-        ids, routing.probs, config.num_experts, capacity, config.moe_token_drop_policy
-    )
-    fill = capacity if config.moe_pad_expert_input_to_capacity else 0
-    return plan_rows(ids, config.num_experts, keep, fill)
+def plan_kept(routing: Routing, config: MoEConfig) -> RowPlan:
+    """Plan the rows of this rank's choices, but those that are left out."""
+    ids, fill = routing.ids, 0
+    if config.moe_pad_expert_input_to_capacity:
+        factor = config.moe_expert_capacity_factor
+        fill = expert_capacity(ids.shape[0], config.num_experts, ids.shape[1], factor)
+    return plan_rows(ids, config.num_experts, routing.keep, fill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +129,7 @@ class AllToAllDispatcher:
 
         The host waits once for the counts of all ranks.
         """
-        plan = plan_within_capacity(routing, self.config)
+        plan = plan_kept(routing, self.config)
         counts = plan.counts
         chunks = self._chunks(counts)  # [expert_tp, ep, e]: rows by source and expert
         send_counts = counts.view(self.ep.size, -1).sum(1)
@@ -194,9 +186,8 @@ class AllGatherDispatcher:
         The host waits for the numbers of tokens of all ranks, and for its number of rows.
         """
         ids, config = routing.ids, self.config
-        if config.moe_expert_capacity_factor:
-            plan = plan_within_capacity(routing, config)
-            ids = ids.where(plan.slots < plan.choices.numel(), config.num_experts)
+        if routing.keep is not None:
+            ids = ids.where(routing.keep, config.num_experts)
         sizes = self._sizes(x)
         x = self._gather(x, sizes)
         probs, ids = self._gather(routing.probs, sizes), self._gather(ids, sizes)

@@ -157,8 +157,8 @@ class MoELayer(nn.Module):
             x: this rank's tokens; whole and equal over ``tp`` unless sequence parallel.
             num_sequences: B when x is the flat view of ``[S, B, D]``: token t belongs to
                 sequence t % B. Only the loss by sequence asks for it.
-            mask: true for real tokens, false for padding, which takes no part in balance;
-                cut like x. Left out: all are real.
+            mask: true for real tokens, false for padding, which no expert computes (the shared
+                one does) and no statistic counts; cut like x. Left out: all are real.
 
         Returns:
             The output, cut like x, and this rank's share of the auxiliary losses times their

@@ -135,7 +135,7 @@ def within_capacity(
     """Return which choices fit when every expert takes at most ``capacity`` tokens.
 
     Args:
-        ids: chosen experts.
+        ids: chosen experts; ``num_experts``: none, and what is said of it means nothing.
         probs: their weights.
         num_experts: E.
         capacity: rows an expert takes.
@@ -149,7 +149,7 @@ def within_capacity(
         order = by_prob[flat[by_prob].argsort(stable=True)]
     else:
         order = flat.argsort(stable=True)
-    counts = _count(flat, num_experts)
+    counts = _count(flat, num_experts + 1)
     starts = counts.cumsum(0) - counts
     places = torch.arange(flat.numel(), device=ids.device) - starts[flat[order]]
     keep = torch.empty_like(flat, dtype=torch.bool)

@@ -1,13 +1,10 @@
-"""Routing: from logits to k experts and their weights for each token.
+"""The router: owner of a gate's weight, the expert bias and the counts of a step.
 
-``route`` is pure; ``Router`` owns the weight, the expert bias and the counts of a step. All
-score maths is float32 (float64 where the logits are); the weights stay in that precision.
-Where scores are equal the expert with the lower number wins, on every device.
+What it computes is in ``routing`` and ``balance``, as pure functions.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,118 +22,23 @@ from mcore_moe.balance import (
     z_loss,
 )
 from mcore_moe.config import MoEConfig
+from mcore_moe.replay import RoutingTape, is_replayed
+from mcore_moe.routing import (
+    Routing,
+    balanced_ids,
+    expert_scores,
+    limited,
+    route,
+    scaled,
+    top_experts,
+)
 from mcore_parallel.autocasting import without_autocast
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.rng import RngStreams, reset_weight_
 from mcore_parallel.sharding import Layout, whole
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """The experts of each token, best first, and the weights of their outputs."""
-
-    ids: Int[Tensor, "T k"]
-    probs: Float[Tensor, "T k"]
-
-
-def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Tensor, "T E"]:
-    """Return non-negative scores over all experts, in float32 or better.
-
-    Args:
-        logits: of the router.
-        score_function: ``softmax`` (rows sum to 1), ``sigmoid`` or ``sqrtsoftplus`` (each
-            expert on its own).
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if score_function == "softmax":
-        return logits.softmax(-1)
-    if score_function == "sigmoid":
-        return logits.sigmoid()
-    return F.softplus(logits).sqrt()
-
-
-def route(
-    logits: Float[Tensor, "T E"],
-    config: MoEConfig,
-    expert_bias: Float[Tensor, " E"] | None = None,
-) -> Routing:
-    """Choose the experts of each token and their weights.
-
-    Args:
-        logits: of the router.
-        config: score function, top-k, groups and scaling.
-        expert_bias: added to the scores for the choice, never to the weights.
-
-    Reference:
-        Softmax after the choice: Jiang et al. 2024, Mixtral, arXiv:2401.04088. Sigmoid, bias
-        and groups: DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, arXiv:2412.19437.
-    """
-    softmax_after = (
-        config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
-    )
-    if softmax_after:
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    else:
-        scores = expert_scores(logits, config.moe_router_score_function)
-    ids = _choose(scores if expert_bias is None else scores + expert_bias, config)
-    probs = scores.gather(1, ids)
-    if softmax_after:
-        probs = probs.softmax(-1)
-    elif config.moe_router_score_function != "softmax" and config.moe_router_topk > 1:
-        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
-    return Routing(ids, _scaled(probs, config))
-
-
-def _scaled(probs: Tensor, config: MoEConfig) -> Tensor:
-    factor = config.moe_router_topk_scaling_factor
-    return probs * factor if factor else probs
-
-
-def top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
-    """Return the ids of the largest scores, best first; equal scores in order of the id."""
-    scores = scores.detach()
-    if (
-        scores.is_cuda
-        and scores.dtype == torch.float32
-        and not torch.compiler.is_compiling()
-        and works(TOP_KERNEL, scores.device)
-    ):
-        from mcore_moe.kernels.topk import fused_top_experts
-
-        return fused_top_experts(scores, topk)
-    return top_experts_plain(scores, topk)
-
-
-def top_experts_plain(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
-    """Reference of ``kernels.topk.fused_top_experts``: a stable sort of all scores."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
-
-
-def _try_top_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels.topk import fused_top_experts
-
-    scores = wave(5, 37, device=device, dtype=torch.float32).round(decimals=1)
-    return [(fused_top_experts(scores, 7), top_experts_plain(scores, 7))]
-
-
-TOP_KERNEL = OptionalKernel("choice of experts in Triton", ("triton",), _try_top_kernel)
-
-
-def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
-    topk, kept = config.moe_router_topk, config.moe_router_group_topk
-    if not kept:
-        return top_experts(scores, topk)
-    # A group is worth the sum of its best experts: as many as it may give by default.
-    scored = config.moe_router_group_score_topk or topk // kept
-    grouped = scores.detach().unflatten(1, (config.moe_router_num_groups, -1))
-    worth = grouped.topk(scored, dim=-1).values.sum(-1)
-    allowed = torch.zeros_like(worth, dtype=torch.bool)
-    allowed = allowed.scatter(1, top_experts(worth, kept), True)
-    return top_experts(grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1), topk)
 
 
 class Router(nn.Module):
@@ -151,6 +53,8 @@ class Router(nn.Module):
         step_counts: ``[E]`` int64 buffer: choices of this rank's tokens since the last step.
         step_scored_counts: ``[E]`` int64 buffer: the same by the plain top-k of the scores,
             for the global loss.
+        step_dropped: int64 buffer: choices of real tokens that no expert had room for.
+        tape: records choices, or gives recorded ones; see ``replay``.
     """
 
     def __init__(
@@ -194,6 +98,8 @@ class Router(nn.Module):
         counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("step_counts", counts, persistent=False)
         self.register_buffer("step_scored_counts", counts.clone(), persistent=False)
+        self.register_buffer("step_dropped", counts.new_zeros(()), persistent=False)
+        self.tape: RoutingTape | None = None
         # A parameter, so that checkpoints carry it like any other logical tensor.
         self.expert_bias = (
             nn.Parameter(
@@ -248,7 +154,7 @@ class Router(nn.Module):
             x: this rank's tokens; may be none.
             sequences: of each token, for the loss by sequence; left out: all of one.
             num_sequences: in the micro-batch.
-            mask: true for real tokens; padding is routed but takes no part in statistics.
+            mask: true for real tokens; no expert computes padding, and statistics leave it out.
 
         Returns:
             The routing, and this rank's share of all losses times their coefficients.
@@ -260,14 +166,18 @@ class Router(nn.Module):
         self, x: Tensor, sequences: Tensor | None, num_sequences: int, mask: Tensor | None
     ) -> tuple[Routing, Tensor]:
         logits = self._logits(x)
+        given = self._given_ids(x)
         if self.config.moe_router_load_balancing_type == "sinkhorn":
-            routing = self._assign(logits)
+            routing = self._assign(logits, given)
         else:
-            routing = route(logits, self.config, self.expert_bias)
+            routing = route(logits, self.config, self.expert_bias, given)
+        if self.tape is not None:
+            self.tape.note(routing.ids, is_replayed())
+        routing = limited(routing, self.config, mask)
         aux = torch.zeros((), dtype=routing.probs.dtype, device=x.device)
         if self.training:
-            self._count(routing.ids, mask)
-            ids = routing.ids if self._chooses_plainly() else None
+            self._count(routing, mask)
+            ids = routing.ids if given is None and self._chooses_plainly() else None
             aux = aux + self._losses(logits, ids, sequences, num_sequences, mask)
         return routing, aux
 
@@ -291,16 +201,27 @@ class Router(nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(x.to(dtype), self.weight.to(dtype), bias)
 
-    def _assign(self, logits: Tensor) -> Routing:
+    def _given_ids(self, x: Tensor) -> Tensor | None:
+        """Return experts that do not follow from the scores: recorded or balanced ones."""
+        if self.tape is not None and self.tape.is_given:
+            return self.tape.next_ids(x.shape[0], is_replayed())
+        if self.config.moe_router_force_load_balancing:
+            return balanced_ids(x.shape[0], self.config, x.device)
+        return None
+
+    def _assign(self, logits: Tensor, ids: Tensor | None) -> Routing:
         topk = self.config.moe_router_topk
         scores = expert_scores(logits, "sigmoid" if topk == 1 else "softmax")
-        wanted = sinkhorn(logits, self.cp_tp) if self.training else scores
-        ids = top_experts(wanted, topk)
-        return Routing(ids, _scaled(scores.gather(1, ids), self.config))
+        if ids is None:
+            ids = top_experts(sinkhorn(logits, self.cp_tp) if self.training else scores, topk)
+        return Routing(ids, scaled(scores.gather(1, ids), self.config))
 
-    def _count(self, ids: Tensor, mask: Tensor | None) -> None:
-        if not _is_replayed():
-            self.step_counts += count_choices(ids, self.config.num_experts, mask)
+    def _count(self, routing: Routing, mask: Tensor | None) -> None:
+        if not is_replayed():
+            counts = count_choices(routing.ids, self.config.num_experts, mask)
+            self.step_counts += counts
+            if self.config.moe_expert_capacity_factor and routing.keep is not None:
+                self.step_dropped += counts.sum() - routing.keep.sum()
 
     def _losses(
         self,
@@ -348,7 +269,7 @@ class Router(nn.Module):
         return global_aux_loss(scores, counts, self._seen(counts), topk, self.cp_tp)
 
     def _seen(self, counts: Tensor) -> Tensor:
-        if _is_replayed():
+        if is_replayed():
             raise ValueError(
                 "--moe-router-load-balancing-type global_aux_loss cannot be recomputed: the "
                 "counts of the step have moved on since the forward pass. Leave the router out "
@@ -383,8 +304,3 @@ class _WideLinear(torch.autograd.Function):
         grad_weight = torch.mm(both.t(), x, out_dtype=torch.float32)
         grad_weight = grad_weight.view(2, *weight.shape).sum(0).to(weight.dtype)
         return both @ weight.repeat(2, 1), grad_weight
-
-
-def _is_replayed() -> bool:
-    """Return whether this forward is a recomputation inside a backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -5,10 +5,12 @@ sums the counts of all routers in one all-reduce, moves the expert biases and cl
 counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_moe.balance import updated_expert_bias
@@ -16,22 +18,67 @@ from mcore_moe.router import Router
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
+LOAD_PERCENTILES = (10, 50, 90)
+"""Of the experts, by load."""
+
+SUMMARY = (
+    "imbalance",
+    "idle_experts",
+    *(f"load_p{percent}" for percent in LOAD_PERCENTILES),
+    "load_entropy",
+    "dropped_share",
+    "expert_bias_range",
+)
+"""What ``summarize`` returns, in order."""
+
 
 @dataclass(frozen=True, slots=True)
 class RouterStats:
-    """Choices of one router in one step, all ranks together."""
+    """What one router did in one step, all ranks together; on the model's device."""
 
     counts: Int[Tensor, " E"]
+    """Choices of real tokens, before any were dropped."""
+    num_dropped: Int[Tensor, ""]
+    """Choices for which their expert had no room."""
+    expert_bias: Float[Tensor, " E"] | None = None
+    """After its update; None without."""
 
     @property
     def imbalance(self) -> float:
         """Rows of the busiest expert over the mean; 1.0 is perfect. Waits for the device."""
-        return float(self.counts.max() * self.counts.numel() / self.counts.sum().clamp(min=1))
+        return float(summarize([self])[0, 0])
 
     @property
     def num_idle(self) -> int:
         """Number of experts that no token chose. Waits for the device."""
         return int((self.counts == 0).sum())
+
+
+def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
+    """Return for each router the numbers that ``SUMMARY`` names; does not wait for the device.
+
+    Loads are counts over their mean. The entropy of their shares is 1 for equal ones and 0
+    when one expert gets all. The range of the bias is its largest less its smallest; 0 without.
+
+    Args:
+        stats: at least one; all of as many experts.
+    """
+    counts = torch.stack([router.counts for router in stats])
+    total = counts.sum(1, keepdim=True).clamp(min=1)
+    shares = counts.float() / total
+    load = shares * counts.shape[1]
+    percents = torch.tensor(LOAD_PERCENTILES, device=load.device, dtype=load.dtype) / 100
+    biases = [r.expert_bias for r in stats]
+    ranges = [load.new_zeros(()) if b is None else (b.max() - b.min()).float() for b in biases]
+    columns = [
+        load.amax(1),
+        (counts == 0).sum(1).float(),
+        *load.quantile(percents, dim=1),
+        torch.special.entr(shares).sum(1) / log(max(2, counts.shape[1])),
+        torch.stack([router.num_dropped for router in stats]) / total[:, 0],
+        torch.stack(ranges),
+    ]
+    return torch.stack(columns, 1)
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
@@ -55,13 +102,17 @@ def finish_step(model: nn.Module, axis: Axis = SINGLE) -> dict[str, RouterStats]
     found = routers(model)
     if not found:
         return {}
-    local = torch.stack([router.step_counts for router in found.values()])
-    total = all_reduce(local, axis)  # [L, E]
+    local = [torch.cat([r.step_counts, r.step_dropped[None]]) for r in found.values()]
+    total = all_reduce(torch.stack(local), axis)  # [L, E + 1]
+    stats = {}
     with torch.no_grad():
-        for router, counts in zip(found.values(), total, strict=True):
+        for (name, router), numbers in zip(found.items(), total, strict=True):
+            counts = numbers[:-1]
             if router.expert_bias is not None:
                 rate = router.config.moe_router_bias_update_rate
                 router.expert_bias.copy_(updated_expert_bias(router.expert_bias, counts, rate))
-            router.step_counts.zero_()
-            router.step_scored_counts.zero_()
-    return {name: RouterStats(counts) for name, counts in zip(found, total, strict=True)}
+            bias = None if router.expert_bias is None else router.expert_bias.detach().clone()
+            stats[name] = RouterStats(counts, numbers[-1], bias)
+            for buffer in (router.step_counts, router.step_scored_counts, router.step_dropped):
+                buffer.zero_()
+    return stats

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.protocol import MicroBatch
+from mcore_moe.stats import SUMMARY
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.logical_tensors import layer_mixers
 from mcore_train.assembly import Run
@@ -287,7 +288,7 @@ class Interval:
             f"{name}/layer_{layer}": value
             for layer, values in enumerate(means)
             if "moe" in mixers[layer]
-            for name, value in zip(("imbalance", "idle_experts"), values, strict=True)
+            for name, value in zip(SUMMARY, values, strict=True)
         }
 
     def _reduced(self) -> tuple[list[float], float]:

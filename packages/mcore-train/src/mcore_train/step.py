@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
-from mcore_moe.stats import RouterStats, finish_step
+from mcore_moe.stats import SUMMARY, RouterStats, finish_step, summarize
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import (
     Payload,
@@ -37,9 +37,9 @@ class StepResult:
     """This rank's part of what experts add to the loss: the sum over the world is it."""
     grad_norm: Float[Tensor, ""]
     """Of all gradients, before clipping; equal on all ranks."""
-    balance: Float[Tensor, "L 2"] | None = None
-    """How this rank's layers shared tokens out among experts: rows of the busiest expert over
-    the mean, and experts without any; 0 for layers of other stages and without experts."""
+    balance: Float[Tensor, "L n"] | None = None
+    """How this rank's layers shared tokens out among experts: what ``mcore_moe.SUMMARY`` names;
+    0 for layers of other stages and without experts."""
     is_skipped: bool = False
     """Whether weights stayed as they are, since scaled gradients overflowed."""
 
@@ -87,17 +87,17 @@ def train_step(
     return StepResult(losses.named, losses.aux_loss, norm, balance)
 
 
-def _finish_routers(run: Run) -> Float[Tensor, "L 2"]:
+def _finish_routers(run: Run) -> Float[Tensor, "L n"]:
     """Close the step for the routers of this rank; return what they did, by layer."""
     stats: dict[str, RouterStats] = {}
     for chunk in run.chunks:
         stats |= finish_step(chunk, run.ctx.axis("tp", "cp", "dp"))
-    balance = torch.zeros(run.plan.config.model.num_layers, 2, device=run.ctx.device)
-    for name, router in stats.items():  # blocks.3.moe.router
-        counts = router.counts
-        busiest = counts.max() * counts.numel() / counts.sum().clamp(min=1)
-        balance[int(name.split(".")[1])] = torch.stack((busiest, (counts == 0).sum()))
-    return balance
+    rows = summarize(list(stats.values())) if stats else ()
+    # By name, such as blocks.3.moe.router.
+    by_layer = {int(name.split(".")[1]): row for name, row in zip(stats, rows, strict=True)}
+    nothing = torch.zeros(len(SUMMARY), device=run.ctx.device)
+    num_layers = run.plan.config.model.num_layers
+    return torch.stack([by_layer.get(layer, nothing) for layer in range(num_layers)])
 
 
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:

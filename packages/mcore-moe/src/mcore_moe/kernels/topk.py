@@ -1,7 +1,7 @@
 """Triton kernel that finds the experts of highest score, in place of a sort of all scores.
 
 The order is that of a stable descending sort: of equal scores the lower expert first, NaN
-above everything. The reference is ``router.top_experts_plain``.
+above everything. The reference is ``routing.top_experts_plain``.
 """
 
 from typing import no_type_check

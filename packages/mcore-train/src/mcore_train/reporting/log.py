@@ -105,8 +105,7 @@ class StepReport:
     other_losses: Mapping[str, float] = field(default_factory=dict)
     """Means of the model's losses beside the main one, by name, coefficients left out."""
     experts: Mapping[str, float] = field(default_factory=dict)
-    """By layer of experts: ``imbalance/layer_3`` as above, ``idle_experts/layer_3`` those that
-    got no token."""
+    """By layer of experts, such as ``imbalance/layer_3``: what ``mcore_moe.SUMMARY`` names."""
 
     def line(self) -> str:
         """Write the report as one line in Megatron's form."""

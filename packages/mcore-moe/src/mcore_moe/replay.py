@@ -1,0 +1,111 @@
+"""Recording which experts tokens went to, and sending the same tokens there again.
+
+Reinforcement learning trains on tokens that an engine has generated: routers of both disagree
+where scores are close, and a replay gives training the engine's choices. The weights of the
+choices are always the router's own, so it keeps its gradient.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+RecordedRouting = Mapping[str, Sequence[Tensor]]
+"""For each router, by path, the experts ``[T, k]`` of each forward in turn."""
+
+
+class RoutingTape:
+    """What one router chose in each forward, or shall choose."""
+
+    def __init__(self, ids: Sequence[Tensor] = (), *, is_given: bool = False) -> None:
+        """Begin at the first forward.
+
+        Args:
+            ids: choices of each forward.
+            is_given: whether the router takes them; else it adds its own.
+        """
+        self.ids, self.is_given = list(ids), is_given
+        # Recomputed forwards come in the order of the forwards, some time after them.
+        self._next = {False: 0, True: 0}
+
+    def note(self, ids: Int[Tensor, "T k"], is_recomputed: bool) -> None:
+        """Add the choices of a forward, unless they are given or it is recomputed."""
+        if not self.is_given and not is_recomputed:
+            self.ids.append(ids.detach())
+
+    def next_ids(self, num_tokens: int, is_recomputed: bool) -> Int[Tensor, "T k"]:
+        """Return the choices of the next forward.
+
+        Raises:
+            ValueError: if none are left, or they are of another number of tokens.
+        """
+        at = self._next[is_recomputed]
+        if at >= len(self.ids):
+            raise ValueError(f"the recorded routing ends after {at} forwards: record as many.")
+        ids = self.ids[at]
+        if ids.shape[0] != num_tokens:
+            raise ValueError(
+                f"forward {at} of the recorded routing has {ids.shape[0]} tokens, and this one "
+                f"{num_tokens}: replay the same batches under the same layout."
+            )
+        self._next[is_recomputed] = at + 1
+        return ids
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Record the choices of all routers of a model, by path; no communication.
+
+    Args:
+        model: or a part of it.
+
+    Yields:
+        For each router a list that grows by one ``[T, k]`` a forward.
+    """
+    tapes = {path: RoutingTape() for path in _routers(model)}
+    with _attached(model, tapes):
+        yield {path: tape.ids for path, tape in tapes.items()}
+
+
+@contextmanager
+def replay_routing(model: nn.Module, recorded: RecordedRouting) -> Iterator[None]:
+    """Let all routers of a model choose as recorded; no communication.
+
+    Args:
+        model: or a part of it, with the routers of the recording.
+        recorded: of ``record_routing``, on the model's device.
+
+    Raises:
+        ValueError: if the routers are others, or the recording does not fit a forward.
+    """
+    paths = set(_routers(model))
+    if paths != set(recorded):
+        odd = ", ".join(sorted(paths ^ set(recorded)))
+        raise ValueError(f"the recorded routing and the model differ in these routers: {odd}.")
+    tapes = {path: RoutingTape(ids, is_given=True) for path, ids in recorded.items()}
+    with _attached(model, tapes):
+        yield
+
+
+@contextmanager
+def _attached(model: nn.Module, tapes: Mapping[str, RoutingTape]) -> Iterator[None]:
+    found = _routers(model)
+    for path, router in found.items():
+        router.tape = tapes[path]
+    try:
+        yield
+    finally:
+        for router in found.values():
+            router.tape = None
+
+
+def _routers(model: nn.Module) -> dict[str, Any]:
+    return {path: m for path, m in model.named_modules() if hasattr(m, "tape")}
+
+
+def is_replayed() -> bool:
+    """Return whether this forward is a recomputation inside a backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

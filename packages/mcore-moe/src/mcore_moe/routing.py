@@ -1,0 +1,159 @@
+"""Routing as pure functions: from logits to k experts and their weights for each token.
+
+All score maths is float32 (float64 where the logits are); the weights stay in that precision.
+Where scores are equal the expert with the lower number wins, on every device.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mcore_moe.config import MoEConfig, expert_capacity
+from mcore_moe.permutation import within_capacity
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of each token, best first, and the weights of their outputs."""
+
+    ids: Int[Tensor, "T k"]
+    probs: Float[Tensor, "T k"]
+    keep: Bool[Tensor, "T k"] | None = None
+    """Choices that an expert computes; None: all. The others add nothing to their token."""
+
+
+def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Tensor, "T E"]:
+    """Return non-negative scores over all experts, in float32 or better.
+
+    Args:
+        logits: of the router.
+        score_function: ``softmax`` (rows sum to 1), ``sigmoid`` or ``sqrtsoftplus`` (each
+            expert on its own).
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if score_function == "softmax":
+        return logits.softmax(-1)
+    if score_function == "sigmoid":
+        return logits.sigmoid()
+    return F.softplus(logits).sqrt()
+
+
+def route(
+    logits: Float[Tensor, "T E"],
+    config: MoEConfig,
+    expert_bias: Float[Tensor, " E"] | None = None,
+    ids: Int[Tensor, "T k"] | None = None,
+) -> Routing:
+    """Choose the experts of each token and their weights.
+
+    Args:
+        logits: of the router.
+        config: score function, top-k, groups and scaling.
+        expert_bias: added to the scores for the choice, never to the weights.
+        ids: experts chosen otherwise; their weights are made all the same.
+
+    Reference:
+        Softmax after the choice: Jiang et al. 2024, Mixtral, arXiv:2401.04088. Sigmoid, bias
+        and groups: DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, arXiv:2412.19437.
+    """
+    softmax_after = (
+        config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+    )
+    if softmax_after:
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    else:
+        scores = expert_scores(logits, config.moe_router_score_function)
+    if ids is None:
+        ids = _choose(scores if expert_bias is None else scores + expert_bias, config)
+    probs = scores.gather(1, ids)
+    if softmax_after:
+        probs = probs.softmax(-1)
+    elif config.moe_router_score_function != "softmax" and config.moe_router_topk > 1:
+        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    return Routing(ids, scaled(probs, config))
+
+
+def scaled(probs: Float[Tensor, "T k"], config: MoEConfig) -> Float[Tensor, "T k"]:
+    """Return the weights times the config's factor."""
+    factor = config.moe_router_topk_scaling_factor
+    return probs * factor if factor else probs
+
+
+def balanced_ids(
+    num_tokens: int, config: MoEConfig, device: torch.device
+) -> Int[Tensor, "T k"]:
+    """Return choices that give every expert as many tokens, whatever the tokens are."""
+    topk = config.moe_router_topk
+    choices = torch.arange(num_tokens * topk, device=device).view(num_tokens, topk)
+    return choices % config.num_experts
+
+
+def limited(
+    routing: Routing, config: MoEConfig, mask: Bool[Tensor, " T"] | None = None
+) -> Routing:
+    """Say which choices experts compute: of real tokens, within each expert's capacity.
+
+    Every rank limits its own tokens, before any communication.
+
+    Args:
+        routing: with all choices.
+        config: capacity and drop policy.
+        mask: true for real tokens; left out: all are.
+    """
+    factor, ids = config.moe_expert_capacity_factor, routing.ids
+    keep = None if mask is None else mask[:, None].expand_as(ids)
+    if factor:
+        counted = ids if keep is None else ids.where(keep, config.num_experts)
+        capacity = expert_capacity(ids.shape[0], config.num_experts, ids.shape[1], factor)
+        fits = within_capacity(
+            counted, routing.probs, config.num_experts, capacity, config.moe_token_drop_policy
+        )
+        keep = fits if keep is None else fits & keep
+    return replace(routing, keep=keep)
+
+
+def top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
+    """Return the ids of the largest scores, best first; equal scores in order of the id."""
+    scores = scores.detach()
+    if (
+        scores.is_cuda
+        and scores.dtype == torch.float32
+        and not torch.compiler.is_compiling()
+        and works(TOP_KERNEL, scores.device)
+    ):
+        from mcore_moe.kernels.topk import fused_top_experts
+
+        return fused_top_experts(scores, topk)
+    return top_experts_plain(scores, topk)
+
+
+def top_experts_plain(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
+    """Reference of ``kernels.topk.fused_top_experts``: a stable sort of all scores."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+
+
+def _try_top_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    from mcore_moe.kernels.topk import fused_top_experts
+
+    scores = wave(5, 37, device=device, dtype=torch.float32).round(decimals=1)
+    return [(fused_top_experts(scores, 7), top_experts_plain(scores, 7))]
+
+
+TOP_KERNEL = OptionalKernel("choice of experts in Triton", ("triton",), _try_top_kernel)
+
+
+def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
+    topk, kept = config.moe_router_topk, config.moe_router_group_topk
+    if not kept:
+        return top_experts(scores, topk)
+    # A group is worth the sum of its best experts: as many as it may give by default.
+    scored = config.moe_router_group_score_topk or topk // kept
+    grouped = scores.detach().unflatten(1, (config.moe_router_num_groups, -1))
+    worth = grouped.topk(scored, dim=-1).values.sum(-1)
+    allowed = torch.zeros_like(worth, dtype=torch.bool)
+    allowed = allowed.scatter(1, top_experts(worth, kept), True)
+    return top_experts(grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1), topk)
