@@ -35,6 +35,7 @@ KERNELS = {"flash-attn-4", "quack-kernels", "nvidia-resiliency-ext", "s3fs"}
 IMPORTED_AS = {
     "flash-attn-4": "flash_attn",
     "nvidia-resiliency-ext": "nvidia_resiliency_ext",
+    "quack-kernels": "quack",
     "tensorboard": "torch.utils.tensorboard",
     "s3fs": "fsspec",  # which finds it by the protocol of a URL
 }

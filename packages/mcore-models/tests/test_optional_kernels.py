@@ -10,6 +10,7 @@ from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import availability
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.flash4_attention import FLASH4_KERNEL
+from mcore_moe.config import MoEConfig
 from mcore_parallel import optional_kernels as mechanism
 from mcore_parallel.optional_kernels import failure_of
 
@@ -97,16 +98,21 @@ def test_what_a_model_may_choose_is_listed_and_nothing_that_does_not_fit():
     small = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2)
     wide = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8)
     names = [
-        [kernel.name for kernel, _ in optional_kernels(config, KernelConfig(), CPU, dtype)]
-        for config, dtype in (
-            (small, torch.bfloat16),
-            (wide, torch.bfloat16),
-            (wide, torch.float64),
+        [
+            kernel.name
+            for kernel, _ in optional_kernels(config, KernelConfig(), CPU, dtype, moe=moe)
+        ]
+        for config, dtype, moe in (
+            (small, torch.bfloat16, MoEConfig()),
+            (wide, torch.bfloat16, MoEConfig()),
+            (wide, torch.float64, MoEConfig()),
+            (wide, torch.bfloat16, MoEConfig(num_experts=4)),
         )
     ]
     assert set(names[1]) - set(names[0]) == {"norms in Triton"}
     assert len(names[1]) == 6  # flash-attn-4 is not for a CPU
     assert len(names[2]) == 2
+    assert len(names[3]) == len(names[1]) + 3  # nor is quack
 
 
 @pytest.mark.gpu

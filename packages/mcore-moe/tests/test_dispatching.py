@@ -3,6 +3,7 @@ import torch
 
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
 from mcore_moe.dispatching import gather_uneven, reduce_scatter_uneven
+from mcore_moe.permutation import permute, permute_probs, unpermute
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
@@ -38,12 +39,14 @@ def routed_tokens(rank, kind):
 def through(config, dispatcher, x, routing, first_expert=0):
     """Expert e multiplies by its weight and by e + 1; tokens come home summed."""
     sent = dispatcher.dispatch(x, limited(routing, config))
-    assert int(sent.counts.sum()) == sent.rows.shape[0] == sent.probs.shape[0]
-    experts = first_expert + torch.arange(sent.counts.numel())
-    factor = (experts + 1).repeat_interleave(sent.counts)
-    y = dispatcher.combine(sent.rows * (factor * sent.probs)[:, None], sent.handle)
+    counts = sent.plan.counts
+    rows, probs = permute(sent.x, sent.plan), permute_probs(sent.probs, sent.plan)
+    assert int(counts.sum()) == rows.shape[0] == probs.shape[0]
+    factor = (first_expert + torch.arange(counts.numel()) + 1).repeat_interleave(counts)
+    sums = unpermute(rows * (factor * probs)[:, None], sent.plan)
+    y = dispatcher.combine(sums, sent.handle)
     y.square().sum().backward()
-    return y.detach(), x.grad, routing.probs.grad, sent.counts
+    return y.detach(), x.grad, routing.probs.grad, counts
 
 
 def check_against_local(kind, dispatcher_type, etp):

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from mcore_moe import MoEConfig, MoELayer, Router, grouped_linear, sequential_linear
+from mcore_moe import (
+    MoEConfig,
+    MoELayer,
+    Router,
+    grouped_linear,
+    quack_gemm,
+    sequential_linear,
+)
 from mcore_moe.activations import weighted_gated
 from mcore_moe.grouped_gemm import add_weight_gradient_plain, has_grouped_kernel
 from mcore_moe.permutation import (
@@ -16,6 +23,8 @@ from mcore_moe.permutation import (
     unpermute_reference,
 )
 from mcore_moe.routing import top_experts, top_experts_plain
+from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.optional_kernels import package_versions
 from mcore_parallel.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -90,6 +99,65 @@ def test_main_gradients_of_experts_equal_plain_float64(counts, overwrite):
     fused_weight_gradient(got, dy, x, offsets, overwrite=overwrite)
     add_weight_gradient_plain(want, dy.double(), x.double(), offsets, overwrite=overwrite)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
+
+
+def is_taken(x, weight):
+    """Skip where quack is not installed; where it is, its trial must succeed."""
+    if not package_versions(["quack-kernels"]):
+        pytest.skip("quack-kernels is not installed")
+    return quack_gemm.usable(x, weight)
+
+
+@pytest.mark.parametrize("spread", ["even", "one expert", "few"])
+@pytest.mark.parametrize("has_main", [False, True])
+def test_gemms_that_gather_equal_plain_float64(spread, has_main):
+    from mcore_moe.gathered_gemm import gathered_linear, summed_linear
+
+    torch.manual_seed(0)
+    T, K, N, E, topk = 515, 256, 192, 9, 2
+    scores = torch.rand(T, E, device="cuda")
+    scores += {"even": 0.0, "one expert": 9.0, "few": 5.0}[spread] * (
+        torch.arange(E, device="cuda") < {"one expert": 1}.get(spread, 3)
+    )
+    plan = plan_rows(scores.topk(topk).indices, E)
+    x = torch.randn(T, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    first, second = (
+        torch.randn(E, *shape, device="cuda", dtype=torch.bfloat16).mul(0.1).requires_grad_()
+        for shape in ((N, K), (K, N))
+    )
+    assert is_taken(x, first)
+    grad = torch.randn(T, K, device="cuda", dtype=torch.bfloat16)
+    for weight in (first, second):
+        grad_slot(weight).main = (
+            torch.ones_like(weight, dtype=torch.float32) if has_main else None
+        )
+    y = summed_linear(gathered_linear(x, first, plan).relu(), second, plan)
+    found = list(torch.autograd.grad(y, (x, first, second), grad, allow_unused=has_main))
+    if has_main:
+        assert found[1:] == [None, None]
+        found[1:] = [grad_slot(weight).main - 1 for weight in (first, second)]
+    wide = [t.detach().double().requires_grad_() for t in (x, first, second)]
+    rows = permute(wide[0], plan)
+    hidden = sequential_linear(rows, wide[1], plan.offsets).bfloat16().double().relu()
+    want = unpermute(sequential_linear(hidden, wide[2], plan.offsets), plan)
+    expected = torch.autograd.grad(want, wide, grad.double())
+    for a, b in zip((y, *found), (want, *expected), strict=True):
+        assert (a.double() - b).abs().max() < 1.6e-2 * b.abs().max()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_layer_by_quack_equals_one_expert_after_the_other(recomputes):
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
+    module = layer(torch.bfloat16).cuda()
+    is_taken(x, module.experts.fc1_weight)
+    module.experts.recompute_activation = recomputes
+    results = []
+    for grouped in (True, False):
+        module.experts.grouped = grouped
+        module.zero_grad()
+        results.append(gradients(module, x))
+    for result, one in zip(*results, strict=True):
+        assert (result.double() - one).abs().max() < 2 * 1.6e-2 * one.double().abs().max()
 
 
 def test_float32_logits_of_bfloat16_tokens_are_near_float64():

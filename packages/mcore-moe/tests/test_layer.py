@@ -107,7 +107,7 @@ def summed_gradients(layer, ctx):
     return shards_of(tensors)
 
 
-def check_layout(name, config, spread, moe, masked):
+def check_layout(name, config, spread, moe, masked, watch=lambda layer: layer):
     ctx = ParallelContext.build(config)
     sp = config.sequence_parallel
     layer = build(
@@ -119,6 +119,7 @@ def check_layout(name, config, spread, moe, masked):
         expert_tp=ctx.expert_tp,
         sequence_parallel=sp,
     )
+    watch(layer)
     x = tokens(ctx.dp.rank, ctx.cp.rank, ctx.tp.rank if sp else 0, spread)
     y, aux, x_grad = run(layer, x, masked)
     grads = summed_gradients(layer, ctx)
@@ -208,3 +209,35 @@ def test_other_routings_do_not_depend_on_the_layout(fields):
 
 def test_padding_stays_with_its_tokens_on_strided_groups():
     run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], masked=True)
+
+
+def check_bounded(names, limit):
+    """Compare with one rank, and return the most rows that experts got at once, by layout."""
+    most = []
+    for name in names:
+        moe = MoEConfig(**FULL, moe_expert_rows_limit=limit)
+        seen = []
+
+        def watch(layer, seen=seen):
+            layer.experts.register_forward_pre_hook(
+                lambda _, inputs: seen.append(inputs[0].shape[0])
+            )
+            return layer
+
+        check_layout(name, LAYOUTS[name][1], "skewed", moe, masked=True, watch=watch)
+        most.append(max(seen))
+    return most
+
+
+def test_the_worst_routing_costs_parts_and_never_memory():
+    names = ["ep4", "ep2 expert_tp2", "ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"]
+    bounded, free = (run_ranks(check_bounded, 4, names, limit) for limit in (1.0, 0.0))
+    for i, name in enumerate(names):
+        most, without = (max(ranks[i] for ranks in found) for found in (bounded, free))
+        parallel = LAYOUTS[name][1]
+        ranks = parallel.expert_model_parallel_size
+        sources = ranks * (parallel.expert_tensor_parallel_size or 1)
+        # All tokens choose the same three experts, so one rank may get all rows.
+        total = sum(ranks[i] for ranks in free) // (sources // ranks)
+        assert most <= total / ranks + sources, name
+        assert without > most, name

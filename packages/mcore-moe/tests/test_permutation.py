@@ -7,7 +7,6 @@ from mcore_moe import permute, plan_rows, unpermute
 from mcore_moe.permutation import (
     permute_probs,
     permute_reference,
-    reorder,
     unpermute_reference,
     within_capacity,
 )
@@ -110,9 +109,3 @@ def test_gradients_of_probs_come_back_to_their_choices():
     probs = PROBS.clone().requires_grad_()
     permute_probs(probs, plan_rows(IDS, 4, keep)).sum().backward()
     assert torch.equal(probs.grad, keep.float())
-
-
-def test_reorder_sends_gradients_back():
-    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    order = torch.tensor([2, 0, 3, 1])
-    assert torch.autograd.gradcheck(lambda x: reorder(x, order, order.argsort()), x)

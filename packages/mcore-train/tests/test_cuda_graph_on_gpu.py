@@ -50,8 +50,10 @@ def trained(run, counts=(2,) * 6):
         {"use_distributed_optimizer": True, "overlap_param_gather": True},
         {"fp8_format": "hybrid"},
         {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
+        {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01},
+        {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_expert_capacity_factor": 0.8},
     ],
-    ids=["dense", "dropout", "tied", "sharded", "fp8", "fp8_delayed"],
+    ids=["dense", "dropout", "tied", "sharded", "fp8", "fp8_delayed", "experts", "dropped"],
 )
 def test_a_recorded_step_gives_the_bits_of_one_launched_singly(changes):
     with deterministic_algorithms():

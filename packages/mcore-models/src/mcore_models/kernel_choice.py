@@ -8,7 +8,12 @@ from mcore_models.config import KernelConfig, TransformerConfig, activation, has
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
 from mcore_models.layers.rope import NORM_ROTARY_KERNEL, ROTARY_KERNEL
+from mcore_moe import quack_gemm
 from mcore_moe.activations import FUSED, GATE_KERNELS
+from mcore_moe.config import MoEConfig
+from mcore_moe.grouped_gemm import WEIGHT_GRAD_KERNEL
+from mcore_moe.permutation import ROWS_KERNELS
+from mcore_moe.routing import TOP_KERNEL
 from mcore_parallel.config import Fp8Config
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
 from mcore_parallel.mesh import SINGLE, Axis
@@ -20,6 +25,7 @@ from mcore_parallel.tensor_parallel.embedding import ROWS_KERNEL
 from mcore_parallel.tensor_parallel.linear_cross_entropy import LOSS_KERNELS
 
 _NO_FP8 = Fp8Config()
+_NO_EXPERTS = MoEConfig()
 
 
 def optional_kernels(
@@ -29,6 +35,7 @@ def optional_kernels(
     dtype: torch.dtype,
     tp: Axis = SINGLE,
     fp8: Fp8Config = _NO_FP8,
+    moe: MoEConfig = _NO_EXPERTS,
 ) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
     """List what a training step of a model may choose on a GPU, for ``agree_on_kernels``.
 
@@ -39,6 +46,7 @@ def optional_kernels(
         dtype: of parameters and activations.
         tp: ranks that share the heads.
         fp8: whether GEMMs run in fp8.
+        moe: of the experts.
     """
     H = head_dim(config)
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = [
@@ -55,6 +63,12 @@ def optional_kernels(
         found.append((NORM_KERNELS, (dtype,)))
     if is_gated(config) and activation(config) in FUSED:
         found.append((GATE_KERNELS, (dtype,)))
+    if moe.num_experts:
+        found += [(ROWS_KERNELS, ()), (TOP_KERNEL, ())]
+        if dtype in (torch.bfloat16, torch.float16):
+            found.append((WEIGHT_GRAD_KERNEL, (dtype,)))
+        if dtype == torch.bfloat16 and quack_gemm.fits(device):
+            found.append((quack_gemm.QUACK_KERNELS, ()))
     pattern = config.hybrid_override_pattern
     if pattern and "*" not in pattern:
         return found

@@ -1,11 +1,12 @@
 """Moving tokens to the ranks of their experts and the results back.
 
-A dispatcher has two methods: ``dispatch`` turns tokens and their routing into rows sorted by
-this rank's experts, ``combine`` returns the experts' rows to their tokens' ranks and sums them
-by token. A handle carries the state from one to the other, so a dispatcher has none and
+A dispatcher has two methods: ``dispatch`` brings what this rank's experts need, and a plan of
+the order in which they need it; ``combine`` returns their sums to the tokens' ranks and adds
+them up by token. The experts follow the plan, so that a GEMM that gathers its rows needs no
+copy of them. A handle carries the state from one to the other, so a dispatcher has none and
 several micro-batches may be in flight.
 
-* ``LocalDispatcher``: all experts are on this rank; rows are sorted, no communication.
+* ``LocalDispatcher``: all experts are on this rank; no communication.
 * ``AllToAllDispatcher``: an all-to-all sends each row to its expert's rank, after the counts.
 * ``AllGatherDispatcher``: all tokens are gathered on every rank, which keeps its own rows.
 
@@ -13,7 +14,7 @@ Where ``expert_tp`` splits each expert's matrices, its ranks gather each other's
 their results. A rank may have any number of tokens, also none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,7 +27,6 @@ from mcore_moe.permutation import (
     permute,
     permute_probs,
     plan_rows,
-    reorder,
     trimmed,
     unpermute,
 )
@@ -37,21 +37,16 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """Rows for this rank's experts."""
+    """What this rank's experts compute."""
 
-    rows: Float[Tensor, "R D"]
-    """Sorted by expert."""
-    probs: Float[Tensor, " R"]
-    """Weight of each row."""
-    offsets: Int[Tensor, " e1"]
-    """Where the rows of each of this rank's experts begin, and the end of the last; int32."""
+    x: Float[Tensor, "M D"]
+    """Tokens of this rank, or rows that came from others."""
+    probs: Float[Tensor, "M k"]
+    """Weight of each choice."""
+    plan: RowPlan
+    """Which expert computes which of them, in which order."""
     handle: Any
     """State for ``combine`` of the same dispatcher."""
-
-    @property
-    def counts(self) -> Int[Tensor, " e"]:
-        """Rows of each of this rank's experts."""
-        return self.offsets.diff()
 
 
 @runtime_checkable
@@ -59,11 +54,16 @@ class Dispatcher(Protocol):
     """Sends tokens to the ranks of their experts and returns the results."""
 
     def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
-        """Collect the rows of this rank's experts."""
+        """Collect what this rank's experts compute."""
         ...
 
-    def combine(self, rows: Float[Tensor, "R D"], handle: Any) -> Float[Tensor, "T D"]:
-        """Return results to the ranks of their tokens and sum them by token."""
+    def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
+        """Return the experts' sums to the ranks of their tokens and add them up by token.
+
+        Args:
+            y: one sum for each row of ``Dispatched.x``.
+            handle: of that.
+        """
         ...
 
 
@@ -84,15 +84,12 @@ class LocalDispatcher:
         self.config = config
 
     def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
-        """Sort the tokens by expert; on a GPU the host does not wait for it."""
-        plan = plan_kept(routing, self.config)
-        return Dispatched(
-            permute(x, plan), permute_probs(routing.probs, plan), plan.offsets, plan
-        )
+        """Plan the rows; on a GPU the host does not wait for it."""
+        return Dispatched(x, routing.probs, plan_kept(routing, self.config), None)
 
-    def combine(self, rows: Float[Tensor, "R D"], handle: RowPlan) -> Float[Tensor, "T D"]:
-        """Sum the rows of each token."""
-        return unpermute(rows, handle)
+    def combine(self, y: Float[Tensor, "M D"], handle: None) -> Float[Tensor, "T D"]:  # noqa: ARG002
+        """Return the sums as they are."""
+        return y
 
 
 def plan_kept(routing: Routing, config: MoEConfig) -> RowPlan:
@@ -105,16 +102,15 @@ def plan_kept(routing: Routing, config: MoEConfig) -> RowPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
-    """Row counts and order of one dispatch, which ``AllToAllDispatcher.combine`` reverses."""
+class Trip:
+    """Row counts of one exchange, which the way back reverses."""
 
-    plan: RowPlan
     send: list[int]
-    """Rows that this rank sent to each rank of ``ep``."""
+    """Rows that this rank sends to each rank of ``ep``."""
     receive: list[list[int]]
-    """Rows from each rank of ``ep``, as each rank of ``expert_tp`` received them."""
-    order: Tensor
-    inverse: Tensor
+    """Rows from each rank of ``ep``, as each rank of ``expert_tp`` receives them."""
+    chunks: Int[Tensor, "n e"]
+    """Rows for each of this rank's experts, by source: ``expert_tp`` x ``ep``."""
 
 
 class AllToAllDispatcher:
@@ -130,41 +126,57 @@ class AllToAllDispatcher:
         The host waits once for the counts of all ranks.
         """
         plan = plan_kept(routing, self.config)
-        counts = plan.counts
-        chunks = self._chunks(counts)  # [expert_tp, ep, e]: rows by source and expert
-        send_counts = counts.view(self.ep.size, -1).sum(1)
-        host = torch.cat([send_counts, chunks.sum(-1).reshape(-1)]).tolist()
-        send, rest = host[: self.ep.size], host[self.ep.size :]
-        receive = [rest[i : i + self.ep.size] for i in range(0, len(rest), self.ep.size)]
+        trip, _ = self.agree(plan.counts)
+        plan = trimmed(plan, sum(trip.send))
+        rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
+        return replace(self.there(rows, probs, trip), handle=(plan, trip))
 
-        by_expert = plan_rows(
-            _experts_of_rows(chunks.flatten(0, 1), sum(rest)), chunks.shape[2]
-        )
-        order, inverse = by_expert.choices, by_expert.slots[:, 0]
-        plan = trimmed(plan, sum(send))
-        trip = _Trip(plan, send, receive, order, inverse)
-        rows = self._there(permute(x, plan), trip)
-        probs = self._there(permute_probs(routing.probs, plan), trip)
-        return Dispatched(rows, probs, by_expert.offsets, trip)
-
-    def combine(self, rows: Float[Tensor, "R D"], handle: _Trip) -> Float[Tensor, "T D"]:
+    def combine(
+        self, y: Float[Tensor, "M D"], handle: tuple[RowPlan, Trip]
+    ) -> Float[Tensor, "T D"]:
         """Reverse dispatch: sum over ``expert_tp``, all-to-all over ``ep``, sum by token."""
-        rows = reorder(rows, handle.inverse, handle.order)
-        rows = reduce_scatter_uneven(rows, self.expert_tp, [sum(r) for r in handle.receive])
-        rows = all_to_all(rows, self.ep, handle.receive[self.expert_tp.rank], handle.send)
-        return unpermute(rows, handle.plan)
+        plan, trip = handle
+        return unpermute(self.back(y, trip), plan)
 
-    def _chunks(self, counts: Tensor) -> Tensor:
-        num_local = counts.numel() // self.ep.size
-        everyone = all_gather(counts[None], self.ep)  # [ep, E]
-        mine = everyone.narrow(1, self.ep.rank * num_local, num_local)
-        return all_gather(mine[None], self.expert_tp)
+    def agree(self, counts: Int[Tensor, " E"]) -> tuple[Trip, list[int]]:
+        """Exchange counts over ``ep`` and ``expert_tp``; the host waits for them.
 
-    def _there(self, x: Tensor, trip: _Trip) -> Tensor:
+        Args:
+            counts: rows of this rank for each expert.
+
+        Returns:
+            This rank's part, and the rows that each rank of ``ep`` computes.
+        """
+        ep = self.ep
+        num_local = counts.numel() // ep.size
+        by_source = all_gather(counts[None], ep)  # [ep, E]
+        everyone = all_gather(by_source[None], self.expert_tp)  # [expert_tp, ep, E]
+        chunks = everyone.narrow(2, ep.rank * num_local, num_local)
+        send = counts.view(ep.size, -1).sum(1)
+        totals = everyone.sum((0, 1)).view(ep.size, -1).sum(1)
+        host = torch.cat([send, totals, chunks.sum(-1).reshape(-1)]).tolist()
+        rest = host[2 * ep.size :]
+        receive = [rest[i : i + ep.size] for i in range(0, len(rest), ep.size)]
+        return Trip(host[: ep.size], receive, chunks.flatten(0, 1)), host[ep.size : 2 * ep.size]
+
+    def there(
+        self, rows: Float[Tensor, "R D"], probs: Float[Tensor, " R"], trip: Trip
+    ) -> Dispatched:
+        """Send rows, sorted by expert, to the ranks of their experts."""
         received = trip.receive[self.expert_tp.rank]
-        x = all_to_all(x, self.ep, trip.send, received)
-        x = gather_uneven(x, self.expert_tp, [sum(r) for r in trip.receive])
-        return reorder(x, trip.order, trip.inverse)
+        sizes = [sum(r) for r in trip.receive]
+        rows, probs = (
+            gather_uneven(all_to_all(x, self.ep, trip.send, received), self.expert_tp, sizes)
+            for x in (rows, probs)
+        )
+        experts = _experts_of_rows(trip.chunks, sum(sizes))
+        plan = plan_rows(experts, trip.chunks.shape[1])
+        return Dispatched(rows, probs[:, None], plan, trip)
+
+    def back(self, y: Float[Tensor, "M D"], trip: Trip) -> Float[Tensor, "R D"]:
+        """Return results to the ranks that sent the rows, in the order of these."""
+        y = reduce_scatter_uneven(y, self.expert_tp, [sum(r) for r in trip.receive])
+        return all_to_all(y, self.ep, trip.receive[self.expert_tp.rank], trip.send)
 
 
 def _experts_of_rows(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, "R 1"]:
@@ -197,17 +209,12 @@ class AllGatherDispatcher:
         keep = (own >= 0) & (own < num_local)
         plan = plan_rows(own.where(keep, 0), num_local, keep)
         plan = trimmed(plan, int(plan.offsets[-1]))
-        return Dispatched(
-            permute(x, plan), permute_probs(probs, plan), plan.offsets, (plan, sizes)
-        )
+        return Dispatched(x, probs, plan, sizes)
 
-    def combine(
-        self, rows: Float[Tensor, "R D"], handle: tuple[RowPlan, list[list[int]]]
-    ) -> Float[Tensor, "T D"]:
-        """Sum each token's rows here, then over ``expert_tp`` and ``ep`` on its own rank."""
-        plan, sizes = handle
-        partial = unpermute(rows, plan)
-        partial = reduce_scatter_uneven(partial, self.expert_tp, [sum(s) for s in sizes])
+    def combine(self, y: Float[Tensor, "M D"], handle: list[list[int]]) -> Float[Tensor, "T D"]:
+        """Sum what ranks have for each token over ``expert_tp`` and ``ep``, on its own rank."""
+        sizes = handle
+        partial = reduce_scatter_uneven(y, self.expert_tp, [sum(s) for s in sizes])
         return reduce_scatter_uneven(partial, self.ep, sizes[self.expert_tp.rank])
 
     def _sizes(self, x: Tensor) -> list[list[int]]:

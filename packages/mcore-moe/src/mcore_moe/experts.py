@@ -1,22 +1,25 @@
 """The experts of a rank: stacked weights, and the forward pass of their rows.
 
-Rows are sorted by expert, ``offsets`` says where those of each begin; ``grouped_gemm`` does
-the GEMMs.
-The weight of a choice multiplies the activation before the second GEMM (and the
-second bias), so that the sum over a token's rows is all that is left to do.
+Tokens become rows sorted by expert, and their results sums by token again; ``grouped_gemm``
+does the GEMMs. The weight of a choice multiplies the activation before the second GEMM (and
+the second bias), so that the sum over a token's rows is all that is left to do.
 
 Each expert is a logical tensor of its own: ``{e}.fc1.gate.weight`` with e counted over all
 ranks.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_moe import quack_gemm
 from mcore_moe.activations import activation_function, weighted_gated
 from mcore_moe.grouped_gemm import accumulating_linear, grouped_linear, sequential_linear
+from mcore_moe.permutation import RowPlan, permute, permute_probs, unpermute
+from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.recomputing import recompute_between
@@ -128,41 +131,71 @@ class Experts(nn.Module):
                 fill_parameter_(named, seed=seed, std=stds[named.name])
 
     def forward(
-        self,
-        rows: Float[Tensor, "R D"],
-        probs: Float[Tensor, " R"],
-        offsets: Int[Tensor, " e1"],
-    ) -> Float[Tensor, "R D"]:
-        """Run every row through its expert and weigh the result; no communication.
+        self, x: Float[Tensor, "M D"], probs: Float[Tensor, "M k"], plan: RowPlan
+    ) -> Float[Tensor, "M D"]:
+        """Run every token through its experts and sum what they say; no communication.
 
         With ``expert_tp`` the result is this rank's part of a sum over it.
 
         Args:
-            rows: sorted by expert.
-            probs: weight of each row.
-            offsets: where the rows of each of this rank's experts begin, and the end of the
-                last; int32.
+            x: tokens, or rows of tokens that came from other ranks.
+            probs: weight of each choice.
+            plan: which of this rank's experts computes which of them, in which order.
         """
+        row_probs = permute_probs(probs, plan)
+        first, second = self._linears(x, plan, row_probs)
+        if self.probs_on_input:
+            row_probs = torch.ones_like(row_probs)
+        hidden = first(x)
+        if self.fc1_bias is not None:
+            hidden = hidden + self._of_rows(self.fc1_bias, plan)
+        activate = partial(self._activate, probs=row_probs)
+        if self.recompute_activation and self.training:
+            return recompute_between(activate, partial(second, probs=row_probs), hidden)
+        return second(activate(hidden), probs=row_probs)
+
+    def _linears(
+        self, x: Tensor, plan: RowPlan, row_probs: Tensor
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]:
+        """Return the way from tokens to rows by fc1, and back to tokens by fc2."""
+        if self._gathers(x, plan):
+            from mcore_moe.gathered_gemm import gathered_linear, summed_linear
+
+            return (
+                partial(gathered_linear, weight=self.fc1_weight, plan=plan),
+                lambda rows, probs: summed_linear(rows, self.fc2_weight, plan),  # noqa: ARG005
+            )
         linear = grouped_linear if self.grouped else sequential_linear
         if slot_of(self.fc1_weight) is not None:
             linear = partial(accumulating_linear, linear=linear)
+
+        def first(x: Tensor) -> Tensor:
+            rows = permute(x, plan)
+            if self.probs_on_input:
+                rows = (rows * row_probs[:, None]).to(rows.dtype)
+            return linear(rows, self.fc1_weight, plan.offsets)
+
+        def second(active: Tensor, probs: Tensor) -> Tensor:
+            rows = linear(active, self.fc2_weight, plan.offsets)
+            if self.fc2_bias is not None:
+                # Weighed like the rest, and once in the sum over expert_tp: by its first rank.
+                weights = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
+                bias = self._of_rows(self.fc2_bias, plan)
+                rows = rows + (bias * weights[:, None]).to(rows.dtype)
+            return unpermute(rows, plan)
+
+        return first, second
+
+    def _gathers(self, x: Tensor, plan: RowPlan) -> bool:
+        """Whether GEMMs gather their rows: by quack, without biases, every row a token's."""
+        weight, has_bias = self.fc1_weight, self.fc2_bias is not None
         if self.probs_on_input:
-            rows, probs = (rows * probs[:, None]).to(rows.dtype), torch.ones_like(probs)
-        hidden = linear(rows, self.fc1_weight, offsets)
-        if self.fc1_bias is not None:
-            hidden = hidden + self._of_rows(self.fc1_bias, rows, offsets)
-        activate = partial(self._activate, probs=probs)
-        project = partial(linear, weight=self.fc2_weight, offsets=offsets)
-        if self.recompute_activation and self.training:
-            out = recompute_between(activate, project, hidden)
-        else:
-            out = project(activate(hidden))
-        if self.fc2_bias is not None:
-            # Weighed like the rest, and once in the sum over expert_tp: by its first rank.
-            bias_probs = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
-            bias = self._of_rows(self.fc2_bias, rows, offsets)
-            out = out + (bias * bias_probs[:, None]).to(out.dtype)
-        return out
+            return False
+        if not self.grouped or has_bias or not plan.is_complete or not x.shape[0]:
+            return False
+        if plan.choices.dtype != torch.int32:  # not by the kernels that sum rows, too
+            return False
+        return quack_gemm.usable(cast_factor(x), weight)
 
     def _activate(self, hidden: Tensor, probs: Tensor) -> Tensor:
         if self.gated:
@@ -216,9 +249,9 @@ class Experts(nn.Module):
             parts |= {"fc1_bias": bias1, "fc2_bias": bias2}
         return {name: Layout(tuple(p), data="expert") for name, p in parts.items()}
 
-    def _of_rows(self, bias: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        row = torch.arange(rows.shape[0], device=rows.device)
-        experts = torch.searchsorted(offsets[1:], row, right=True)
+    def _of_rows(self, bias: Tensor, plan: RowPlan) -> Tensor:
+        row = torch.arange(plan.choices.numel(), device=bias.device)
+        experts = torch.searchsorted(plan.offsets[1:], row, right=True)
         # Rows of no expert take the last one's.
         return bias[experts.clamp(max=bias.shape[0] - 1)]  # [e, N] -> [R, N]
 

@@ -12,11 +12,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mcore_moe.bounded import run_bounded
 from mcore_moe.config import MoEConfig
-from mcore_moe.dispatching import build_dispatcher
+from mcore_moe.dispatching import AllToAllDispatcher, build_dispatcher
 from mcore_moe.experts import Experts
 from mcore_moe.over_ranks import check_same
 from mcore_moe.router import Router
+from mcore_moe.routing import Routing
 from mcore_moe.shared import SharedExpert
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
@@ -175,16 +177,21 @@ class MoELayer(nn.Module):
         own_mask = mask if mask is None else mask[begin:end]
 
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
-        sent = self.dispatcher.dispatch(cast_factor(own), routing)
-        rows = self.experts(sent.rows, sent.probs, sent.offsets)
-        y = self.dispatcher.combine(rows, sent.handle)
-
+        y = self._routed(cast_factor(own), routing)
         if self.splits_tokens:
             y = reduce_from(F.pad(y, (0, 0, begin, x.shape[0] - end)), self.tp)
         if self.shared is not None:
             again = self.recompute_shared and self.training
             y = y + (recompute(self.shared, x) if again else self.shared(x))
         return y, aux
+
+    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
+        """Send tokens to their experts, and sum what these say of each."""
+        limit, dispatcher = self.router.config.moe_expert_rows_limit, self.dispatcher
+        if limit and isinstance(dispatcher, AllToAllDispatcher):
+            return run_bounded(dispatcher, x, routing, self.experts, limit)
+        sent = dispatcher.dispatch(x, routing)
+        return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
 
     def _check_routers(self) -> None:
         """Compare the routers of ranks that exchange tokens, once: they must be equal."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
@@ -36,6 +36,12 @@ class RowPlan:
     def counts(self) -> Int[Tensor, " E"]:
         """Rows of each expert."""
         return self.offsets.diff()
+
+    @property
+    def sources(self) -> Int[Tensor, " R"]:
+        """Token of each row; T for a padding row."""
+        topk = self.slots.shape[1]
+        return self.choices if topk == 1 else self.choices // topk
 
 
 def offsets_of(counts: Int[Tensor, " E"]) -> Int[Tensor, " E1"]:
@@ -189,13 +195,6 @@ def unpermute_reference(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tens
     return torch.stack(sums) if sums else rows.new_zeros(0, rows.shape[1])
 
 
-def reorder(
-    x: Shaped[Tensor, "R ..."], order: Int[Tensor, " R"], inverse: Int[Tensor, " R"]
-) -> Shaped[Tensor, "R ..."]:
-    """Return ``x[order]``; the gradient goes back through ``inverse``, without atomics."""
-    return _Reorder.apply(x, order, inverse)
-
-
 def _count(ids: Tensor, size: int) -> Tensor:
     return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
 
@@ -296,15 +295,3 @@ class _PermuteProbs(torch.autograd.Function):
         (slots,) = ctx.saved_tensors
         taken = _take(grad, slots.reshape(-1), ctx.complete)
         return taken.view(slots.shape), None, None, None
-
-
-class _Reorder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None

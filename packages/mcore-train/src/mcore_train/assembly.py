@@ -149,7 +149,7 @@ def assemble(
     dtype = dtype or torch_dtype(plan.dtype)
     if ctx.device.type == "cuda":
         wanted = optional_kernels(
-            config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8
+            config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts
         )
         agree_on_kernels(wanted, ctx.device, ctx.world)
     precision = config.precision

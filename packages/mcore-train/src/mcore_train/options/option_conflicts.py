@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import isfinite
 
 from mcore_parallel.config import AdamConfig, SGDConfig
+from mcore_parallel.logical_tensors import expert_size
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
 
@@ -100,10 +101,7 @@ def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
     """What a recorded step cannot hold: see ``cuda_graph``."""
     name = f"--cuda-graph-impl {config.run.cuda_graph_impl}"
     if config.experts.num_experts:
-        yield (
-            f"{name} cannot record experts, which get other numbers of tokens in each step: "
-            "leave it out."
-        )
+        yield from _expert_graph_conflicts(config, name)
     if config.parallelism.pipeline_model_parallel_size > 1:
         yield (
             f"{name} cannot record pipeline stages, whose hosts wait for messages: leave it "
@@ -118,6 +116,30 @@ def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{name} cannot record packed documents, whose borders change from step to step: "
             "leave it out."
+        )
+
+
+def _expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
+    """What experts need so that the host waits for no number of theirs."""
+    parallel, experts = config.parallelism, config.experts
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if parallel.expert_model_parallel_size > 1 or expert_tp > 1:
+        yield (
+            f"{name} cannot record experts that exchange tokens, in other numbers each step: "
+            "leave it out, or use --expert-model-parallel-size 1 and "
+            "--expert-tensor-parallel-size 1."
+        )
+    sizes = config.model.hidden_size, expert_size(config.model, experts)
+    is_grouped = experts.moe_grouped_gemm and config.precision.bf16
+    if not is_grouped or any(size % 8 for size in sizes):
+        yield (
+            f"{name} can record experts only as grouped GEMMs: use --bf16, leave out "
+            "--no-moe-grouped-gemm, and make their sizes multiples of 8; or leave it out."
+        )
+    if experts.moe_router_load_balancing_type == "sinkhorn":
+        yield (
+            f"{name} cannot record --moe-router-load-balancing-type sinkhorn, for whose rounds "
+            "the host waits: leave out one of the two."
         )
 
 

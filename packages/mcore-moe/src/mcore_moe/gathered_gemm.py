@@ -1,0 +1,112 @@
+"""Linears between tokens and their rows by GEMMs that gather: no copy of tokens by expert.
+
+``gathered_linear`` reads each token for every row that it has; ``summed_linear`` sums a token's
+rows, and its backward reads the sum's gradient for each of them. Saved are the tokens, never
+their rows. ``permute``, ``grouped_linear`` and ``unpermute`` in turn are the reference.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_moe.kernels.rows import sum_rows
+from mcore_moe.permutation import RowPlan
+from mcore_moe.quack_gemm import add_weight_gradient, multiply
+from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.grad_slot import GradSlot, slot_of
+
+
+def gathered_linear(
+    x: Float[Tensor, "M K"], weight: Float[Tensor, "e N K"], plan: RowPlan
+) -> Float[Tensor, "R N"]:
+    """Multiply each row's token with its expert's weight.
+
+    Args:
+        x: tokens.
+        weight: of all experts of this rank.
+        plan: complete.
+    """
+    return _Gathered.apply(x, weight, plan.sources, plan.slots, plan.offsets)
+
+
+def summed_linear(
+    rows: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], plan: RowPlan
+) -> Float[Tensor, "M N"]:
+    """Multiply each row with its expert's weight, and sum the rows of each token.
+
+    Args:
+        rows: sorted by expert.
+        weight: of all experts of this rank.
+        plan: complete.
+    """
+    return _Summed.apply(rows, weight, plan.sources, plan.slots, plan.offsets)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, sources: Tensor, slots: Tensor, offsets: Tensor
+    ) -> Tensor:
+        # Saved tensors may come back as copies; the slot is the original's.
+        ctx.slot = slot_of(weight)
+        x, weight = cast_factor(x).contiguous(), cast_factor(weight)
+        ctx.save_for_backward(x, weight, sources, slots, offsets)
+        return multiply(x, weight.mT, offsets, sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, sources, slots, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum_rows(multiply(grad, weight, offsets), slots)
+        if ctx.needs_input_grad[1]:
+            factors = {"grad": grad, "x": x, "offsets": offsets, "x_sources": sources}
+            grad_weight = _weight_gradient(ctx.slot, weight, factors)
+        return grad_x, grad_weight, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, sources: Tensor, slots: Tensor, offsets: Tensor
+    ) -> Tensor:
+        ctx.slot = slot_of(weight)
+        rows, weight = cast_factor(rows), cast_factor(weight)
+        ctx.save_for_backward(rows, weight, sources, offsets)
+        return sum_rows(multiply(rows, weight.mT, offsets), slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, weight, sources, offsets = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = multiply(grad, weight, offsets, sources)
+        if ctx.needs_input_grad[1]:
+            factors = {"grad": grad, "x": rows, "offsets": offsets, "grad_sources": sources}
+            grad_weight = _weight_gradient(ctx.slot, weight, factors)
+        return grad_rows, grad_weight, None, None, None
+
+
+def _weight_gradient(
+    slot: GradSlot | None, weight: Tensor, factors: dict[str, Tensor]
+) -> Tensor | None:
+    """Add to the main gradient, at once or later; without one return the gradient."""
+    if slot is None:
+        gradient = torch.empty_like(weight)
+        add_weight_gradient(gradient, **factors, overwrite=True)
+        return gradient
+
+    def add() -> None:
+        assert slot.main is not None
+        add_weight_gradient(slot.main, **factors, overwrite=slot.take_stale())
+        slot.ready()
+
+    if slot.queue is None:
+        add()
+    else:
+        slot.queue.put(add)
+    return None
