@@ -131,33 +131,37 @@ def _try_kernels(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     sources = torch.arange(16, dtype=torch.int32, device=device) * 5 % 7
     tokens, rows = (wave(n, 64, device=device, dtype=torch.bfloat16) for n in (7, 16))
     weight = wave(3, 64, 128, device=device, dtype=torch.bfloat16)
-    wide = wave(16, 128, device=device, dtype=torch.bfloat16)
     pairs = []
     for kernel in (weight, weight.mT.contiguous().mT):
         want = _plain(rows, kernel)
         pairs.append((multiply(rows, kernel, offsets), want))
         got = multiply(tokens, kernel, offsets, sources)
         pairs.append((got, _plain(tokens[sources.long()], kernel)))
-    for dtype, overwrite in ((torch.float32, False), (torch.float32, True)):
-        for taken in ({}, {"grad_sources": sources}, {"x_sources": sources}):
-            grad, x = wide, rows
-            if "grad_sources" in taken:
-                grad = wide[:7]
-            if "x_sources" in taken:
-                x = tokens
-            got, want = (wave(3, 128, 64, device=device, dtype=dtype) for _ in range(2))
-            add_weight_gradient(got, grad, x, offsets, overwrite=overwrite, **taken)
-            grad = grad[sources.long()] if "grad_sources" in taken else grad
-            x = x[sources.long()] if "x_sources" in taken else x
-            for e, (begin, end) in enumerate(((0, 5), (5, 5), (5, 16))):
-                part = grad[begin:end].float().t() @ x[begin:end].float()
-                want[e] = part + (0 if overwrite else want[e])
-            pairs.append((got, want))
+    wide = wave(16, 128, device=device, dtype=torch.bfloat16)
+    for dtype, overwrite in (
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, True),
+    ):
+        got, want = (wave(3, 128, 64, device=device, dtype=dtype) for _ in range(2))
+        add_weight_gradient(got, wide, tokens, offsets, x_sources=sources, overwrite=overwrite)
+        pairs.append((got, _plain_gradient(want, wide, tokens[sources.long()], overwrite)))
+        got, want = (wave(3, 128, 64, device=device, dtype=dtype) for _ in range(2))
+        add_weight_gradient(
+            got, wide[:7], rows, offsets, grad_sources=sources, overwrite=overwrite
+        )
+        pairs.append((got, _plain_gradient(want, wide[:7][sources.long()], rows, overwrite)))
     return pairs
 
 
 def _plain(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([rows[:5] @ weight[0], rows[5:] @ weight[2]])
+
+
+def _plain_gradient(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> Tensor:
+    parts = [grad[:5].float().t() @ x[:5].float(), grad[5:].float().t() @ x[5:].float()]
+    gradient = torch.stack([parts[0], torch.zeros_like(parts[0]), parts[1]])
+    return gradient if overwrite else total + gradient
 
 
 QUACK_KERNELS = OptionalKernel(
