@@ -5,21 +5,24 @@
 Prints one JSON line: for every shape the median with p10 and p90, the TFLOP/s of the experts'
 GEMMs over the whole layer's time, peak memory, and the split of a profiled step. With
 ``--main-grads`` the experts' gradients are added to float32 main gradients, as in training.
+``--on-few SHARE...`` sends these shares of the tokens to the same few experts, others evenly.
 """
 
 import argparse
+import itertools
 import re
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 from step_profile import Kernel, device_kernels, heaviest, union_us
 
-from mcore_moe import MoEConfig, MoELayer
+from mcore_moe import MoEConfig, MoELayer, replay_routing
 from mcore_parallel.grad_slot import grad_slot
 
 
@@ -59,7 +62,10 @@ KINDS = (
 def main() -> None:
     """Run the benchmark that the command line asks for."""
     options = _options()
-    table = {name: _measure(name, SHAPES[name], options) for name in options.shapes}
+    table = {}
+    for name, share in itertools.product(options.shapes, options.on_few or [None]):
+        key = name if share is None else f"{name}, {share:g} on few"
+        table[key] = _measure(key, SHAPES[name], options, share)
     row = {
         "name": options.name,
         **versions(options),
@@ -72,7 +78,9 @@ def main() -> None:
     keep(options, row)
 
 
-def _measure(name: str, shape: Shape, options: argparse.Namespace) -> dict[str, object]:
+def _measure(
+    name: str, shape: Shape, options: argparse.Namespace, share: float | None
+) -> dict[str, object]:
     torch.manual_seed(0)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -106,11 +114,16 @@ def _measure(name: str, shape: Shape, options: argparse.Namespace) -> dict[str, 
         y, aux = run(x)
         torch.autograd.backward((y, aux), (inputs[(i + 1) % 4].detach(), torch.ones_like(aux)))
 
-    times = time_steps(step, options.warmup, options.steps)
+    total = options.warmup + options.steps + 1
+    routing = nullcontext()
+    if share is not None:
+        routing = replay_routing(layer, {"router": [_choices(shape, share)] * total})
+    with routing:
+        times = time_steps(step, options.warmup, options.steps)
+        kernels, wall_us = _profile(step)
     median = statistics.median(times)
     # Three matrices an expert, two operations a weight, backward twice forward.
     flops = 18 * shape.tokens * shape.topk * shape.hidden_size * shape.ffn_hidden_size
-    kernels, wall_us = _profile(step)
     print(name, *heaviest(kernels, 1), sep="\n", file=sys.stderr)
     return {
         **{field: getattr(shape, field) for field in Shape.__slots__},
@@ -119,6 +132,14 @@ def _measure(name: str, shape: Shape, options: argparse.Namespace) -> dict[str, 
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "split_ms": _split(kernels, wall_us),
     }
+
+
+def _choices(shape: Shape, share: float) -> torch.Tensor:
+    """Return choices of which a share of the tokens go to the first k experts."""
+    even = torch.arange(shape.tokens * shape.topk, device="cuda").view(-1, shape.topk)
+    ids = even % shape.num_experts
+    ids[: round(share * shape.tokens)] = torch.arange(shape.topk, device="cuda")
+    return ids
 
 
 def _own_gradients(module: torch.nn.Module) -> None:
@@ -161,6 +182,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--name", required=True)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--main-grads", action="store_true")
+    parser.add_argument("--on-few", nargs="+", type=float, metavar="SHARE")
     parser.add_argument("--sequential", action="store_true", help="one expert after the other")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--warmup", type=int, default=5)

@@ -1,6 +1,11 @@
-"""mcore-moe alone: experts inside a plain torch module, also under DDP and torch.compile."""
+"""mcore-moe alone: experts inside a plain torch module, also under DDP and torch.compile.
 
+The programs of the guide to experts run here too.
+"""
+
+import re
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -66,3 +71,7 @@ dist.destroy_process_group()
 warnings.filterwarnings("ignore", module=r"torch\.")
 model.compile(backend="aot_eager")
 check_equal(plain, gradients(model, x))
+
+guide = Path(__file__).resolve().parents[2] / "docs/experts.md"
+for code in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
+    exec(compile(code, str(guide), "exec"), globals())
