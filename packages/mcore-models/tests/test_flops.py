@@ -101,6 +101,7 @@ MODELS = {
             "moe_ffn_hidden_size": 8,
             "moe_shared_expert_intermediate_size": 10,
             "moe_shared_expert_gate": True,
+            "moe_latent_size": 6,
         },
     ),
 }

@@ -42,6 +42,18 @@ def test_layer_equals_the_dense_sum_over_experts_biases_weighed_too(name, activa
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
 
 
+def test_latent_experts_compute_between_two_projections():
+    config = MoEConfig(num_experts=4, moe_router_topk=2, moe_latent_size=4)
+    torch.manual_seed(0)
+    layer = MoELayer(8, 16, config, bias=True, dtype=torch.float64)
+    assert layer.experts.fc1_weight.shape == (4, 32, 4)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    routing: Routing = layer.router(x)[0]
+    down, up = layer.latent_down.weight, layer.latent_up.weight
+    expected = plain_sum(layer, x @ down.T, routing, F.silu, True) @ up.T
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
+
+
 def test_an_expert_without_rows_gets_zero_and_not_missing_gradients():
     experts = Experts(8, 16, 3)
     ids = torch.tensor([0, 0, 2, 2, 2])[:, None]

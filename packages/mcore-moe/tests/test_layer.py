@@ -162,7 +162,7 @@ def check_layouts(names, spread, fields, masked):
 def run_layouts(names, spread="even", masked=False, **fields):
     world_size = LAYOUTS[names[0]][0]
     logical = run_ranks(check_layouts, world_size, names, spread, fields, masked)
-    whole = sorted(named_shards(build(MoEConfig(**FULL))))
+    whole = sorted(named_shards(build(MoEConfig(**FULL | fields))))
     for i in range(len(names)):
         assert sorted(set().union(*(rank[i] for rank in logical))) == whole
 
@@ -200,8 +200,9 @@ def test_all_tokens_on_few_experts_leave_ranks_without_rows(dispatcher):
             "moe_router_load_balancing_type": "seq_aux_loss",
         },
         {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+        {"moe_latent_size": 6},
     ],
-    ids=["sigmoid with bias and groups", "sinkhorn"],
+    ids=["sigmoid with bias and groups", "sinkhorn", "latent"],
 )
 def test_other_routings_do_not_depend_on_the_layout(fields):
     run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], **fields)

@@ -28,6 +28,7 @@ _RESIDUAL = (
     ".mla.proj.weight",
     ".fc2.weight",
     ".mamba.out_proj.weight",
+    ".latent_up.weight",
 )
 _TABLES = ("embedding.weight", "position_embedding.weight")
 

@@ -23,6 +23,10 @@ class MoEConfig:
     moe_ffn_hidden_size: int = 0
     """Width of one expert; 0: the width of the dense feed-forward layer."""
 
+    moe_latent_size: int = 0
+    """Width in which routed experts compute: tokens are projected down to it before they travel
+    and up again after; 0: the model's own."""
+
     moe_layer_freq: str = "1"
     """Which layers have experts: "N" for every N-th from layer 0, or a list of 0 and 1, one
     a layer, which may be written with + and *: "[0]*3+[1]*58"."""
@@ -116,6 +120,8 @@ class MoEConfig:
             raise ValueError(f"--num-experts {self.num_experts} must be 0 (off) or more.")
         if self.num_experts == 0:
             return
+        if self.moe_latent_size < 0:
+            raise ValueError(f"--moe-latent-size {self.moe_latent_size} must be 0 or more.")
         self._check_choice()
         self._check_groups()
         self._check_losses()

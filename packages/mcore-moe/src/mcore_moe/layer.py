@@ -16,6 +16,7 @@ from mcore_moe.bounded import run_bounded
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatching import AllToAllDispatcher, build_dispatcher
 from mcore_moe.experts import Experts
+from mcore_moe.latent import latent_projections
 from mcore_moe.over_ranks import check_same
 from mcore_moe.router import Router
 from mcore_moe.routing import Routing
@@ -34,6 +35,7 @@ class MoELayer(nn.Module):
         router: chooses experts, see ``Router``.
         experts: this rank's experts, see ``Experts``.
         shared: the expert for all tokens, or None.
+        latent_down, latent_up: into the experts' narrower space and out of it, or None.
     """
 
     def __init__(
@@ -116,8 +118,12 @@ class MoELayer(nn.Module):
             "output_std": output_std,
             **placed,
         }
+        down, up = latent_projections(
+            hidden_size, config.moe_latent_size, (init_std, output_std), tp=tp, **placed
+        )
+        self.latent_down, self.latent_up = down, up
         self.experts = Experts(
-            hidden_size,
+            config.moe_latent_size or hidden_size,
             config.moe_ffn_hidden_size or ffn_hidden_size,
             config.num_experts,
             ep=ep,
@@ -187,6 +193,11 @@ class MoELayer(nn.Module):
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         """Send tokens to their experts, and sum what these say of each."""
+        if self.latent_down is not None and self.latent_up is not None:
+            return self.latent_up(self._exchanged(self.latent_down(x), routing))
+        return self._exchanged(x, routing)
+
+    def _exchanged(self, x: Tensor, routing: Routing) -> Tensor:
         limit, dispatcher = self.router.config.moe_expert_rows_limit, self.dispatcher
         if limit and isinstance(dispatcher, AllToAllDispatcher):
             return run_bounded(dispatcher, x, routing, self.experts, limit)

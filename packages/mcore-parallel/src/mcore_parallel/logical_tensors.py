@@ -256,7 +256,10 @@ def _experts(config: Any, moe: Any) -> dict[str, Shape]:
         shapes["moe.router.bias"] = (moe.num_experts,)
     if moe.moe_router_enable_expert_bias:
         shapes["moe.router.expert_bias"] = (moe.num_experts,)
-    one = _mlp("", D, expert_size(config, moe), gated, config.add_bias_linear)
+    latent = moe.moe_latent_size
+    if latent:
+        shapes |= {"moe.latent_down.weight": (latent, D), "moe.latent_up.weight": (D, latent)}
+    one = _mlp("", latent or D, expert_size(config, moe), gated, config.add_bias_linear)
     for expert in range(moe.num_experts):
         shapes |= {f"moe.experts.{expert}{name}": shape for name, shape in one.items()}
     if moe.moe_shared_expert_intermediate_size:

@@ -12,6 +12,7 @@ MOE_DEFAULTS: dict[str, Any] = {
     "num_experts": 0,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 0,
+    "moe_latent_size": 0,
     "moe_layer_freq": "1",
     "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False,

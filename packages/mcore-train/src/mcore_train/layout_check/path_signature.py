@@ -68,6 +68,8 @@ _FEATURES = (
     ("experts", "moe_router_topk_scaling_factor"),
     ("experts", "moe_router_num_groups"),
     ("experts", "moe_shared_expert_intermediate_size"),
+    ("experts", "moe_latent_size"),
+    ("experts", "moe_expert_rows_limit"),
     ("evaluation", "eval_interval"),
 )
 """Numbers that switch something on."""

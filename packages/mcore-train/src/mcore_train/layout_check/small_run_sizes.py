@@ -235,6 +235,7 @@ def shrink_experts(
         moe_input_jitter_eps=0.0,
         moe_expert_capacity_factor=0.0,
         moe_pad_expert_input_to_capacity=False,
+        moe_latent_size=12 if experts.moe_latent_size else 0,
         moe_shared_expert_intermediate_size=(
             6 * parallel.tensor_model_parallel_size
             if experts.moe_shared_expert_intermediate_size

@@ -228,7 +228,7 @@ INSTEAD: dict[str, str] = {
     ),
     "--moe-flex-*": "use --moe-token-dispatcher-type allgather or alltoall.",
     "--moe-use-upcycling --moe-upcycling-*": (
-        "dense models are not turned into experts yet; use --num-experts from the start."
+        "mcore-ckpt upcycle turns a dense checkpoint into experts: --load its result."
     ),
     "--tp-comm-* --no-tp-comm-*": "leave it out: exchanges are not cut into pieces.",
     (
