@@ -119,8 +119,17 @@ def test_what_a_model_may_choose_is_listed_and_nothing_that_does_not_fit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_kernel_that_a_model_may_choose_works_on_this_gpu(dtype):
     device = torch.device("cuda", torch.cuda.current_device())
-    config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8)
-    wanted = optional_kernels(config, KernelConfig(), device, dtype)
-    assert len(wanted) >= 6
+    wanted = []
+    for size, has_norms in ((64, False), (64, True), (128, True)):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=512,
+            num_attention_heads=8,
+            kv_channels=size,
+            qk_layernorm=has_norms,
+        )
+        moe = MoEConfig(num_experts=4)
+        wanted += optional_kernels(config, KernelConfig(), device, dtype, moe=moe)
+    assert len(wanted) >= 3 * 8
     failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
     assert not any(failures.values()), failures
