@@ -195,7 +195,7 @@ class Experts(nn.Module):
             return False
         if plan.choices.dtype != torch.int32:  # not by the kernels that sum rows, too
             return False
-        return quack_gemm.usable(cast_factor(x), weight)
+        return quack_gemm.gathers_faster(weight) and quack_gemm.usable(cast_factor(x), weight)
 
     def _activate(self, hidden: Tensor, probs: Tensor) -> Tensor:
         if self.gated:

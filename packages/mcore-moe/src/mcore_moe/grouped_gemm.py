@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_moe import quack_gemm
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import GradSlot, accumulate_matmul, slot_of
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
@@ -133,7 +134,9 @@ def _add_weight_gradient(slot: GradSlot, grad: Tensor, x: Tensor, offsets: Tenso
     """Add the gradient of stacked weights to their main gradient, and say so."""
     main, overwrite = slot.main, slot.take_stale()
     assert main is not None
-    if _has_accumulating_kernel(main, x):
+    if x.shape[0] and grad.shape[0] and quack_gemm.usable(x, main):
+        quack_gemm.add_weight_gradient(main, grad, x, offsets, overwrite=overwrite)
+    elif _has_accumulating_kernel(main, x):
         from mcore_moe.kernels.weight_grad import fused_weight_gradient
 
         fused_weight_gradient(main, grad, x, offsets, overwrite=overwrite)
