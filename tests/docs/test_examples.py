@@ -7,14 +7,18 @@ import os
 import shlex
 import subprocess
 import sys
+from math import prod
 
 import pytest
 import torch
 from docs.blocks import ROOT, all_blocks, blocks_of
 from e2e.launched import run_as_torchrun_does
 
+from mcore_models.encoder_checks import bert_shapes
+from mcore_models.families import BERT_FAMILY
 from mcore_parallel import parallel_state
 from mcore_parallel.testing.ranks import run_command, run_ranks
+from mcore_train.composition import BertTrainConfig
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
 
@@ -127,6 +131,7 @@ def planned(script, **variables):
 
 LLAMA = "llama/train_llama_70b.sh"
 MIXTRAL = "mixtral/train_mixtral_8x7b_distributed.sh"
+BERT = "bert/train_bert_340m_distributed.sh"
 
 
 def test_the_llama_script_has_the_layout_of_the_guides():
@@ -205,3 +210,22 @@ def test_megatrons_entry_takes_its_flags_and_names_those_that_do_nothing(monkeyp
     told = done.stdout + done.stderr
     for ignored in ("--use-mcore-models", "--transformer-impl", "--use-flash-attn"):
         assert f"{ignored}: " in told
+
+
+def test_the_bert_script_is_of_340_million_parameters_and_trains_made_small(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    launcher, command = shown_by(BERT).stdout.split(" -m mcore_train bert ")
+    assert "--nproc_per_node 8 --nnodes 1" in launcher
+    config = parse(shlex.split(command), "mcore-train bert", BertTrainConfig)
+    plan = resolve(config, 8, family=BERT_FAMILY)
+    shapes = bert_shapes(config.model, plan.vocab_size)
+    assert sum(map(prod, shapes.values())) == 336_226_108
+    small = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 "
+        "--vocab-size 90 --micro-batch-size 2 --global-batch-size 4 --train-iters 1 "
+        "--no-bf16 --device cpu --num-workers 0 --eval-interval 0 --num-tokentypes 2 "
+    )
+    done = run_command("pretrain_bert", *shlex.split(command), *small.split())
+    assert done.returncode == 0, done.stderr
+    assert "iteration        1/       1" in done.stdout
+    assert "sop loss: " in done.stdout

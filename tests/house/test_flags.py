@@ -34,11 +34,23 @@ def faults(source: Source) -> list[str]:
 
 
 def owners(sources: list[Source]) -> dict[str, list[str]]:
-    """Map each field name to the dataclasses that have it."""
+    """Map each field name to the dataclasses that have it.
+
+    One that only gives a field of its base another default does not own it.
+    """
+    nodes = [(source, node) for source in sources for node in config_classes(source)]
+    named = {node.name: node for _, node in nodes}
+
+    def inherited(node: ast.ClassDef) -> set[str]:
+        names = (base.id for base in node.bases if isinstance(base, ast.Name))
+        bases = [named[name] for name in names if name in named]
+        own = {field.name for base in bases for field in fields(base)}
+        return own.union(*(inherited(base) for base in bases))
+
     found: dict[str, list[str]] = {}
-    for source in sources:
-        for node in config_classes(source):
-            for field in fields(node):
+    for source, node in nodes:
+        for field in fields(node):
+            if field.name not in inherited(node):
                 found.setdefault(field.name, []).append(f"{source.name}:{node.name}")
     return found
 

@@ -693,6 +693,10 @@ def test_a_check_runs_our_model_against_transformers_and_keeps_nothing_that_diff
         with pytest.raises(RuntimeError, match="mcore against transformers: logits differ by"):
             convert("hf", tmp_path / "hf", form, tmp_path / "kept", logits=check)
         assert not (tmp_path / "kept").exists()
+    make(tmp_path / "bert", "bert")
+    code, shown = run("hf->mcore", "bert", "checked")
+    assert code == 0, shown
+    assert "mcore against transformers: logits differ by" in shown
     make(tmp_path / "t5", "t5")
     code, shown = run("hf->mcore", "t5", "kept")
     assert code == 2

@@ -24,6 +24,7 @@ _EXPORTS: dict[str, str] = {
     "SFTDataset": "datasets.chat",
     "T5Dataset": "datasets.t5",
     "build_gpt_datasets": "datasets.from_flags",
+    "build_sentence_datasets": "datasets.sentence_datasets",
     "build_loader": "loading.loader",
     "load_tokenizer": "tokenizers.building",
     "merge_pairs": "indexed.merging",

@@ -268,6 +268,27 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MaskingConfig:
+    """What is hidden of the samples of BERT and T5."""
+
+    mask_prob: float = 0.15
+    """Share of the tokens that are hidden, above 0 and below 1."""
+    short_seq_prob: float = 0.1
+    """Share of the samples that are made shorter than a full row, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        """Check the shares.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if not 0 < self.mask_prob < 1:
+            raise ValueError(f"--mask-prob {self.mask_prob} must lie between 0 and 1.")
+        if not 0 <= self.short_seq_prob <= 1:
+            raise ValueError(f"--short-seq-prob {self.short_seq_prob} must lie in 0 to 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FIMConfig:
     """Fill-in-the-middle: documents cut in three, to be read in another order."""
 

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 _EXPORTS: dict[str, str] = {
     "Attention": "layers.attention",
+    "BERT": "bert",
+    "BertConfig": "encoder_config",
     "Entry": "protocol",
     "FAMILIES": "families",
     "Family": "families",

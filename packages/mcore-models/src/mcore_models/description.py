@@ -56,7 +56,7 @@ class ModelDescription:
             known = ", ".join(families)
             raise ValueError(f"the model family {family!r} is not known here: use {known}.")
         return cls(
-            config=config_from_dict(TransformerConfig, table["config"]),
+            config=config_from_dict(families[family].config, table["config"]),
             vocab_size=table["vocab_size"],
             moe=config_from_dict(MoEConfig, table.get("moe", {})),
             family=family,

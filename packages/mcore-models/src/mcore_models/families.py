@@ -8,10 +8,19 @@ be defined outside of this package and given to them. No torch here.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal
 
+from mcore_models.config import TransformerConfig
+from mcore_models.encoder_checks import (
+    bert_flops_per_token,
+    bert_shapes,
+    encoder_layout_problems,
+)
+from mcore_models.encoder_config import BertConfig
 from mcore_models.flops import flops_per_token
 from mcore_models.layout_checks import layout_problems
+from mcore_parallel.logical_tensors import tensor_shapes
 
 if TYPE_CHECKING:
     from mcore_models.protocol import TrainableModel
@@ -35,6 +44,18 @@ class Family:
     """What keeps a model from being split, with the arguments of
     ``layout_checks.layout_problems``."""
 
+    config: type[TransformerConfig] = TransformerConfig
+    """Shape and numerics of its layers."""
+
+    tensor_shapes: Callable[..., dict[str, tuple[int, ...]]] = tensor_shapes
+    """Its logical tensors, with the arguments of ``logical_tensors.tensor_shapes``."""
+
+    num_layers: Callable[[TransformerConfig], int] = attrgetter("num_layers")
+    """Layers that pipeline stages share."""
+
+    dataset: Literal["gpt", "bert", "t5"] = "gpt"
+    """Samples that it trains on."""
+
     def build(self, *arguments: Any, **options: Any) -> "TrainableModel":
         """Build a model, or one pipeline stage of it; see ``GPT`` for the arguments."""
         model = self.model
@@ -51,5 +72,15 @@ GPT_FAMILY = Family(
     layout_problems=layout_problems,
 )
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (GPT_FAMILY,)}
+BERT_FAMILY = Family(
+    name="bert",
+    model="mcore_models.bert:BERT",
+    flops_per_token=bert_flops_per_token,
+    layout_problems=encoder_layout_problems,
+    config=BertConfig,
+    tensor_shapes=bert_shapes,
+    dataset="bert",
+)
+
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (GPT_FAMILY, BERT_FAMILY)}
 """Families by name."""

@@ -6,7 +6,7 @@ carries the residual stream; ``logits``, ``token_losses`` and ``loss`` are what 
 stage does with it. Auxiliary losses travel beside the stream, as a second root of backward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mcore_models.layers.norm import build_norm
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual
 from mcore_models.layers.rope import build_local_rotary, build_rotary, query_temperature
+from mcore_models.layers.stack import block_groups
 from mcore_models.layout_checks import check_layout, check_length
 from mcore_models.protocol import LanguageModel, ModelState
 from mcore_moe.config import MoEConfig
@@ -225,7 +226,7 @@ class GPT(LanguageModel):
             state=state,
         )
         stream = Residual.begin(x)
-        for blocks, is_recomputed in self._groups():
+        for blocks, is_recomputed in block_groups(list(self.blocks.values()), self.recomputing):
             if is_recomputed and self.training and state is None:
                 stream = recompute(
                     _run_recomputed,
@@ -329,21 +330,6 @@ class GPT(LanguageModel):
             x = x + self.position_embedding(positions)
         return self.dropout(x)
 
-    def _groups(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """Cut the stage's blocks into runs, and say which are recomputed as one."""
-        blocks = list(self.blocks.values())
-        if self.recomputing.recompute_granularity != "full":
-            yield blocks, False
-            return
-        count = self.recomputing.recompute_num_layers
-        if self.recomputing.recompute_method == "block":
-            for block in blocks[:count]:
-                yield [block], True
-            yield blocks[count:], False
-            return
-        for begin in range(0, len(blocks), count):
-            yield blocks[begin : begin + count], True
-
     def _saved_by(self) -> Axis:
         """Return the ranks that each keep a piece of what a recomputed layer begins from."""
         is_whole_everywhere = not self.sequence_parallel
@@ -387,13 +373,13 @@ class GPT(LanguageModel):
         return num_tokens
 
 
-def _run(blocks: list[nn.Module], stream: Residual, inputs: BlockInputs) -> Residual:
+def _run(blocks: Sequence[nn.Module], stream: Residual, inputs: BlockInputs) -> Residual:
     for block in blocks:
         stream = block(stream, inputs)
     return stream
 
 
 def _run_recomputed(
-    blocks: list[nn.Module], x: Tensor, aux: Tensor, inputs: BlockInputs
+    blocks: Sequence[nn.Module], x: Tensor, aux: Tensor, inputs: BlockInputs
 ) -> Residual:
     return _run(blocks, Residual(x, None, aux), inputs)

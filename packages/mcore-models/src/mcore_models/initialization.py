@@ -30,7 +30,7 @@ _RESIDUAL = (
     ".mamba.out_proj.weight",
     ".latent_up.weight",
 )
-_TABLES = ("embedding.weight", "position_embedding.weight")
+_TABLES = ("embedding.weight", "position_embedding.weight", "tokentype_embedding.weight")
 
 
 def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:

@@ -33,6 +33,8 @@ class Entry:
     """Option that says how long its rows are; empty: one number a row."""
     is_cut: bool = True
     """Whether context ranks each keep their part of a row; else all keep it whole."""
+    is_derived: bool = False
+    """Whether ``TrainableModel.prepare`` adds it, so that no dataset has it."""
 
 
 TOKENS, LABELS, LOSS_MASK = "tokens", "labels", "loss_mask"

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from mcore_data.config import DataConfig
 from mcore_data.datasets.from_flags import build_gpt_datasets, build_valid_sets
+from mcore_data.datasets.sentence_datasets import build_sentence_datasets
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.manifest import is_of_other_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -31,6 +33,7 @@ from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, layer_gemms
 from mcore_parallel.rng import RngStreams
+from mcore_train.composition import BertTrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import OPTIMIZERS
@@ -219,21 +222,33 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
         )
     if data.mock_data:
         data = replace(data, mock_vocab_size=plan.vocab_size)
-    common = {"sequence_length": config.batch.seq_length, "seed": config.run.seed}
+    common: dict[str, Any] = {
+        "sequence_length": config.batch.seq_length,
+        "seed": config.run.seed,
+    }
     evaluates = config.evaluation.eval_interval > 0
     valid_sets = {}
     try:
-        built = build_gpt_datasets(
-            data,
-            tokenizer,
-            **common,
-            num_samples=num_samples(plan),
-            fim=config.fim,
-            samples_before=plan.ramp.samples_before,
-            only=("train", "valid", "test") if evaluates else ("train",),
-        )
+        common["only"] = ("train", "valid", "test") if evaluates else ("train",)
+        common["num_samples"] = num_samples(plan)
+        if plan.family.dataset == "gpt":
+            built = build_gpt_datasets(
+                data,
+                tokenizer,
+                fim=config.fim,
+                samples_before=plan.ramp.samples_before,
+                **common,
+            )
+        else:
+            built = _build_sentences(plan, data, tokenizer, common)
         if data.multiple_validation_sets and evaluates:
-            valid_sets = build_valid_sets(data, tokenizer, **common, num_samples=valid)
+            valid_sets = build_valid_sets(
+                data,
+                tokenizer,
+                sequence_length=config.batch.seq_length,
+                seed=config.run.seed,
+                num_samples=valid,
+            )
     except CorruptDatasetError as error:
         # Files that the user named: reported as bad input, without a traceback.
         raise ValueError(str(error)) from error
@@ -252,7 +267,20 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
         valid=built[1],
         test=built[2],
         valid_sets=valid_sets,
-        sources=describe_sources(built[0]),
+        sources=describe_sources(built[0]) if plan.family.dataset == "gpt" else (),
+    )
+
+
+def _build_sentences(
+    plan: Plan, data: DataConfig, tokenizer: Tokenizer | None, common: dict[str, Any]
+) -> Any:
+    """Build the samples of models with an encoder."""
+    config, kind = plan.config, plan.family.dataset
+    assert isinstance(config, BertTrainConfig)
+    assert kind != "gpt"
+    has_pairs = "binary" in config.model.bert_heads
+    return build_sentence_datasets(
+        kind, data, tokenizer, config.masking, has_pairs=has_pairs, **common
     )
 
 

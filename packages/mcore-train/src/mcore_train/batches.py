@@ -173,7 +173,8 @@ def _next(source: Iterator[Batch], run: Run) -> Batch:
 def _check(batch: Batch, run: Run) -> None:
     """Hold a batch of the caller's to the shapes that the run was planned with."""
     options = run.plan.config.batch
-    needed = {name: entry.length for name, entry in run.chunks[0].entries.items()}
+    entries = run.chunks[0].entries
+    needed = {n: entry.length for n, entry in entries.items() if not entry.is_derived}
     if run.plan.config.data.reset_position_ids or "cu_seqlens" in batch:
         needed["position_ids"] = "seq_length"
     for name, length in needed.items():

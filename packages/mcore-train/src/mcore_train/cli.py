@@ -42,14 +42,23 @@ def gpt(words: Sequence[str]) -> int:
 
 def mamba(words: Sequence[str]) -> int:
     """Train Mamba-2 layers, alone or in a hybrid stack."""
-    return _train("mamba", words, MAMBA_FLAGS)
+    return _train("mamba", words)
 
 
-def _train(command: str, words: Sequence[str], beginning: Sequence[str] = ()) -> int:
+def bert(words: Sequence[str]) -> int:
+    """Train a BERT."""
+    return _train("bert", words)
+
+
+def _train(name: str, words: Sequence[str]) -> int:
+    """Train a model of the family that has the command ``name``."""
+    from mcore_train.composition import FAMILY_COMMANDS
     from mcore_train.options.parsing import parse
 
-    config = parse(words, f"mcore-train {command}", beginning=beginning)
-    if command == "mamba" and not config.model.hybrid_override_pattern:
+    command = FAMILY_COMMANDS[name]
+    beginning = MAMBA_FLAGS if name == "mamba" else ()
+    config = parse(words, f"mcore-train {name}", command.run, beginning)
+    if name == "mamba" and not config.model.hybrid_override_pattern:
         raise ValueError(
             "mcore-train mamba needs --hybrid-override-pattern, one letter a layer, such as "
             "M*M-: see mcore-train mamba --help."
@@ -58,12 +67,13 @@ def _train(command: str, words: Sequence[str], beginning: Sequence[str] = ()) ->
         from mcore_train.options.output_checks import check_destinations
         from mcore_train.resolution import plan_of
 
-        plan_of(config, config.launch.nproc)  # Reports what is wrong once, before ranks start.
+        # Reports what is wrong once, before ranks start.
+        plan_of(config, config.launch.nproc, command.family)
         check_destinations(config)
-        return start_ranks(command, words, config.launch.nproc)
-    from mcore_train.running import run_gpt
+        return start_ranks(name, words, config.launch.nproc)
+    from mcore_train.running import run_training
 
-    return run_gpt(config)
+    return run_training(config, command.family)
 
 
 def quickstart(words: Sequence[str]) -> int:
@@ -85,19 +95,19 @@ def quickstart(words: Sequence[str]) -> int:
 
 def verify(words: Sequence[str]) -> int:
     """Check that a run's layout computes what one rank computes."""
-    from mcore_train.composition import VerifiedConfig
+    from mcore_train.composition import FAMILY_COMMANDS
     from mcore_train.options.parsing import parse
 
-    command = words[0] if words[:1] in (["gpt"], ["mamba"]) else ""
-    beginning = MAMBA_FLAGS if command == "mamba" else ()
-    program = f"mcore-train verify {command or 'gpt'}"
-    config = parse(words[bool(command) :], program, VerifiedConfig, beginning)
+    name = words[0] if words and words[0] in FAMILY_COMMANDS else "gpt"
+    own = words[1:] if words[:1] == [name] else words
+    command, beginning = FAMILY_COMMANDS[name], MAMBA_FLAGS if name == "mamba" else ()
+    config = parse(own, f"mcore-train verify {name}", command.verified, beginning)
     from mcore_train.layout_check.small_run_degrees import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
     if config.run.device == "cuda" and not is_launched():
         return start_ranks("verify", words, config.launch.nproc or smallest_world(config))
-    return run_verification(config)
+    return run_verification(config, command)
 
 
 def schedule(words: Sequence[str]) -> int:
@@ -159,7 +169,11 @@ MAMBA_FLAGS = ("--position-embedding-type", "none")
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "gpt": ("train a GPT: dense or mixture of experts, any layout", gpt),
     "mamba": ("train Mamba-2 layers, alone or in a hybrid stack", mamba),
+    "bert": ("train a BERT on hidden tokens and the order of sentences", bert),
     "quickstart": ("train on a book, from its text to a paragraph, in minutes", quickstart),
-    "verify": ("verify gpt FLAGS: does this layout compute what one rank computes?", verify),
+    "verify": (
+        "verify gpt FLAGS (or bert): does this layout compute what one rank does?",
+        verify,
+    ),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
 }

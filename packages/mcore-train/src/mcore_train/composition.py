@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from mcore_ckpt.config import LocalConfig, RetentionConfig, StrictnessConfig
-from mcore_data.config import DataConfig, FIMConfig, TokenizerConfig
+from mcore_data.config import DataConfig, FIMConfig, MaskingConfig, TokenizerConfig
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
+from mcore_models.encoder_config import BertConfig
+from mcore_models.families import BERT_FAMILY, GPT_FAMILY, Family
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
     AdamConfig,
@@ -74,6 +76,43 @@ class VerifiedConfig(TrainConfig):
     """All options of a run, and those of its verification."""
 
     verification: VerifyConfig = field(default_factory=VerifyConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BertTrainConfig(TrainConfig):
+    """A training run of a BERT."""
+
+    model: BertConfig
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedBertConfig(BertTrainConfig):
+    """All options of a run of a BERT, and those of its verification."""
+
+    verification: VerifyConfig = field(default_factory=VerifyConfig)
+
+
+Verified = VerifiedConfig | VerifiedBertConfig
+"""Options of a verification."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What ``mcore-train NAME`` trains, and by which options."""
+
+    family: Family
+    run: type[TrainConfig]
+    verified: type[VerifiedConfig | VerifiedBertConfig]
+    """The same options, and a verification's."""
+
+
+FAMILY_COMMANDS: Mapping[str, Command] = {
+    "gpt": Command(GPT_FAMILY, TrainConfig, VerifiedConfig),
+    "mamba": Command(GPT_FAMILY, TrainConfig, VerifiedConfig),
+    "bert": Command(BERT_FAMILY, BertTrainConfig, VerifiedBertConfig),
+}
+"""What commands train, by their names; mamba is a GPT of other layers."""
 
 
 def field_types(config_type: type = TrainConfig) -> dict[str, Any]:

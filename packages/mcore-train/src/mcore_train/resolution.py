@@ -20,7 +20,11 @@ from mcore_parallel.rank_grid import build_grids
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
-from mcore_train.options.option_conflicts import endless_numbers, find_option_conflicts
+from mcore_train.options.option_conflicts import (
+    endless_numbers,
+    find_option_conflicts,
+    find_sample_conflicts,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -79,12 +83,13 @@ class ConflictError(ValueError):
         super().__init__(many + "\n  - ".join(lines))
 
 
-def plan_of(config: TrainConfig, world_size: int) -> Plan:
+def plan_of(config: TrainConfig, world_size: int, family: Family = GPT_FAMILY) -> Plan:
     """Derive a plan with the tokenizer that the flags name; loads no torch.
 
     Args:
         config: all options.
         world_size: ranks of the job.
+        family: of the model.
 
     Raises:
         ConflictError: (a ValueError) with every conflict found.
@@ -92,7 +97,7 @@ def plan_of(config: TrainConfig, world_size: int) -> Plan:
     """
     tokenizer = load_tokenizer(config)
     vocab_size = tokenizer.vocab_size if tokenizer else 0
-    return resolve(config, world_size, tokenizer_vocab_size=vocab_size)
+    return resolve(config, world_size, tokenizer_vocab_size=vocab_size, family=family)
 
 
 def load_tokenizer(config: TrainConfig) -> Tokenizer | None:
@@ -130,10 +135,11 @@ def resolve(
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
         *_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
+        *find_sample_conflicts(config, family.dataset),
         *find_option_conflicts(config),
     ]
     pp = config.parallelism.pipeline_model_parallel_size
-    stages = _attempt(lines, build_stages, config.pipeline, config.model.num_layers, pp)
+    stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
     lines += _empty_ranks(stages or (), config)
     batch_size = _global_batch_size(config, world_size)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_models.families import GPT_FAMILY, Family
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
@@ -27,8 +28,12 @@ from mcore_train.resolution import Plan, plan_of
 log = logging.getLogger(__name__)
 
 
-def run_gpt(config: TrainConfig) -> int:
+def run_training(config: TrainConfig, family: Family = GPT_FAMILY) -> int:
     """Train as the config says, on this process's place in the world.
+
+    Args:
+        config: all options.
+        family: of the model.
 
     Returns:
         0, also after a signal that ended the run cleanly.
@@ -38,7 +43,7 @@ def run_gpt(config: TrainConfig) -> int:
     """
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
-    plan = plan_of(config, world.world_size)
+    plan = plan_of(config, world.world_size, family)
     check_destinations(config, is_reporter=world.rank == 0)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)

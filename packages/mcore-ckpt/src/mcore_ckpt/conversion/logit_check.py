@@ -100,7 +100,7 @@ class LogitCheck:
             vocab = min(vocab, _vocab_size(there))
             generator = torch.Generator().manual_seed(self.seed)
             tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
-            want = _their_logits(there, tokens)[..., :vocab]
+            want = _their_logits(there, tokens, found.description)[..., :vocab]
         got = _our_logits(found.description, ours, tokens)[..., :vocab]
         worst = ((got - want).abs().max() / want.abs().max()).item()
         if not worst <= self.bound:
@@ -126,11 +126,24 @@ def _vocab_size(folder: Path) -> int:
     return import_module("transformers").AutoConfig.from_pretrained(folder).vocab_size
 
 
-def _their_logits(folder: Path, tokens: Tensor) -> Float[Tensor, "B S V"]:
-    auto = import_module("transformers").AutoModelForCausalLM
+def _their_logits(
+    folder: Path, tokens: Tensor, description: Mapping[str, Any]
+) -> Float[Tensor, "B S V"]:
+    """Logits; of a BERT without a head for tokens its hidden states."""
+    kind = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
+    name = kind.get(description["family"], "AutoModelForCausalLM")
+    if not _has_logits(description):
+        name = "AutoModel"
+    auto = getattr(import_module("transformers"), name)
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    more = {"decoder_input_ids": tokens} if description["family"] == "t5" else {}
     with torch.no_grad():
-        return model(tokens).logits.float()
+        found = model(tokens, **more)
+        return (found.logits if _has_logits(description) else found[0]).float()
+
+
+def _has_logits(description: Mapping[str, Any]) -> bool:
+    return "lm" in description["config"].get("bert_heads", ("lm",))
 
 
 def _our_logits(
@@ -146,5 +159,10 @@ def _our_logits(
             rows = shard.shape[0] if shard.shape else 1
             (piece,) = shard.pieces
             piece.data.copy_(weights.rows(name, 0, rows))
-        hidden, _ = model(tokens)
-        return model.logits(hidden).transpose(0, 1)  # [S, B, V] -> [B, S, V]
+        if made.family == "t5":
+            hidden = model((tokens, tokens))["decoder"]
+        else:
+            hidden = model(tokens) if made.family == "bert" else model(tokens)[0]
+        if _has_logits(description):
+            hidden = model.logits(hidden)
+        return hidden.transpose(0, 1)  # [S, B, V] -> [B, S, V]

@@ -1,6 +1,6 @@
 """BERT as published: norms after each half, and one on the embeddings.
 
-No model here runs it yet; Megatron's own, with norms before, is ``megatron_bert``.
+Megatron's own, with norms before, is ``megatron_bert``.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,7 +31,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    return read(config, "bert", "Bert")
+    return read(config, "Bert", post_layer_norm=True)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if it is of another family.
     """
-    return write(description, "bert", "bert", "Bert")
+    return write(description, "bert", "Bert", post_layer_norm=True)
 
 
 def renames(names: Collection[str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """BERT as Megatron trains it: norms before each half, and one after the last layer.
 
-No model here runs it yet. ``bert`` is the same with norms after each half.
+``bert`` is the same with norms after each half.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,6 +24,18 @@ PAIRS = (
 )
 """Our fields and theirs."""
 
+_SAID = {
+    "position_embedding_type": ("learned_absolute", "learned_absolute"),
+    "normalization": ("LayerNorm", "LayerNorm"),
+    "add_bias_linear": (True, True),
+    "swiglu": (False, False),
+    "quick_geglu": (False, False),
+    "squared_relu": (False, False),
+    "openai_gelu": (False, False),
+    "apply_layernorm_1p": (False, False),
+}
+"""Our fields that config.json has no word for: what they are if absent, and must be."""
+
 _PRE = {
     "attention_norm": "attention.ln",
     "attention.qkv.q": "attention.self.query",
@@ -42,7 +54,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a field that we cannot represent.
     """
-    return read(config, "megatron_bert", "MegatronBert")
+    return read(config, "MegatronBert", post_layer_norm=False)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +63,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if it is of another family.
     """
-    return write(description, "megatron_bert", "megatron-bert", "MegatronBert")
+    return write(description, "megatron-bert", "MegatronBert", post_layer_norm=False)
 
 
 def table(description: Mapping[str, Any]) -> Table:
@@ -59,7 +71,9 @@ def table(description: Mapping[str, Any]) -> Table:
     return list_weights(description, _PRE, {"final_norm": "bert.encoder.ln"})
 
 
-def read(config: Mapping[str, Any], family: str, architecture: str) -> dict[str, Any]:
+def read(
+    config: Mapping[str, Any], architecture: str, *, post_layer_norm: bool
+) -> dict[str, Any]:
     """Read the config.json of either BERT as a description.
 
     Raises:
@@ -83,9 +97,10 @@ def read(config: Mapping[str, Any], family: str, architecture: str) -> dict[str,
     if names[0] not in heads:
         raise ValueError(f"config.json has architectures={names}: use one of {list(heads)}.")
     ours["bert_heads"] = heads[names[0]]
+    ours["post_layer_norm"] = post_layer_norm
     vocab_size = fields.take("vocab_size")
     fields.finish()
-    return {"family": family, "vocab_size": vocab_size, "config": ours, "moe": {}}
+    return {"family": "bert", "vocab_size": vocab_size, "config": ours, "moe": {}}
 
 
 def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -102,14 +117,22 @@ def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, 
 
 
 def write(
-    description: Mapping[str, Any], family: str, model_type: str, architecture: str
+    description: Mapping[str, Any], model_type: str, architecture: str, *, post_layer_norm: bool
 ) -> dict[str, Any]:
     """Write a description as the config.json of either BERT.
 
     Raises:
-        ValueError: if it is of another family.
+        ValueError: if it is of another family, or its norms stand elsewhere.
     """
-    require_family(description, family)
+    require_family(description, "bert")
+    if description["config"].get("post_layer_norm", False) != post_layer_norm:
+        raise ValueError(f"it cannot say --post-layer-norm {not post_layer_norm}")
+    for name, (default, wanted) in _SAID.items():
+        if (value := description["config"].get(name, default)) != wanted:
+            raise ValueError(f"it cannot say --{name.replace('_', '-')} {value}")
+    for name, wanted in _derived(description["config"]).items():
+        if description["config"].get(name) not in (None, 0, wanted):
+            raise ValueError(f"it cannot say --{name.replace('_', '-')} other than {wanted}")
     heads = description["config"]["bert_heads"]
     ending = "ForPreTraining" if "binary" in heads else "ForMaskedLM"
     last = ending if "lm" in heads else "Model"
@@ -118,10 +141,21 @@ def write(
         "architectures": [f"{architecture}{last}"],
         "vocab_size": description["vocab_size"],
         **write_pairs(description, PAIRS),
+        "intermediate_size": _ffn_size(description["config"]),
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
     }
+
+
+def _ffn_size(config: Mapping[str, Any]) -> int:
+    return config.get("ffn_hidden_size") or 4 * config["hidden_size"]
+
+
+def _derived(config: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes that follow from others there."""
+    heads = config["num_attention_heads"]
+    return {"num_query_groups": heads, "kv_channels": config["hidden_size"] // heads}
 
 
 def list_weights(
@@ -173,7 +207,7 @@ def shapes(description: Mapping[str, Any]) -> Shapes:
     hidden, vocab = config["hidden_size"], description["vocab_size"]
     return {
         **gpt_shapes(description),
-        **mlp_shapes("mlp", config["ffn_hidden_size"], hidden),
+        **mlp_shapes("mlp", _ffn_size(config), hidden),
         "position_embedding": (config["max_position_embeddings"], hidden),
         "tokentype_embedding": (config["num_tokentypes"], hidden),
         "embedding_norm": (hidden,),

@@ -1,43 +1,34 @@
 """From data flags to the train, valid and test datasets of a run."""
 
 import logging
-import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from mcore_data.config import DataConfig, FIMConfig
-from mcore_data.datasets.blending import BlendedDataset, OrderedBlend, normalize_weights
+from mcore_data.datasets.blending import OrderedBlend
 from mcore_data.datasets.chat import LEARNT, TOKENS
 from mcore_data.datasets.data_paths import (
     SPLITS,
-    Blend,
     parse_blend,
-    read_split_words,
-    read_words,
 )
 from mcore_data.datasets.fim import FillInMiddle
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.datasets.mixture import build_mixture, read_mixture
 from mcore_data.datasets.mock import MockDocuments
 from mcore_data.datasets.packing import PackedDataset
+from mcore_data.datasets.splits import Datasets, build_own_splits, build_splits, open_sequences
 from mcore_data.datasets.splitting import NUM_SPLITS, split_bounds
-from mcore_data.indexed.index_format import idx_path
-from mcore_data.indexed.object_store import is_remote
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.tokenizers.protocol import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_SPLIT = "969,30,1"
 _MOCK_SPLIT = "1,1,1"
 _NO_FIM = FIMConfig()
 _MOCK_MAX_LENGTH = 4095
 _MOCK_MAX_SAMPLES = 8  # of one document: its length over the sequence length
-
-Datasets = tuple[GPTDataset | PackedDataset | OrderedBlend | None, ...]
 
 
 def build_gpt_datasets(
@@ -112,21 +103,8 @@ def build_gpt_datasets(
             epoch = _Epoch(config, builds[0], seed)
             train = _build_changing(config, epoch, num_samples[0], samples_before)
         own = (None, config.valid_data_path, config.test_data_path)
-        return (train, *_build_own(own, config, builds, num_samples)[1:])
-    per_split = read_split_words(config)
-    if per_split is not None:
-        return _build_own(per_split, config, builds, num_samples)
-    blend = parse_blend(read_words(config))
-    split = config.split or _DEFAULT_SPLIT
-    return tuple(
-        _build_blend(
-            _of_split(blend, i, config, num_samples),
-            config,
-            builds[i],
-            _Share(split, i, wanted, may_be_empty=not config.split and SPLITS[i] == "test"),
-        )
-        for i, wanted in enumerate(num_samples)
-    )
+        return (train, *build_own_splits(own, config, builds, num_samples)[1:])
+    return build_splits(config, builds, num_samples)
 
 
 def build_valid_sets(
@@ -212,22 +190,6 @@ def build_indices(
     return found
 
 
-def _build_own(
-    words_of: Sequence[Sequence[str] | None],
-    config: DataConfig,
-    builds: Sequence[Any],
-    num_samples: Sequence[int],
-) -> Datasets:
-    """Datasets of splits that have paths of their own."""
-    found = []
-    for i, words in enumerate(words_of):
-        apart = i == SPLITS.index("valid") and config.multiple_validation_sets
-        share = _Share("1", 0, num_samples[i])
-        blend = _of_split(parse_blend(words), i, config, num_samples) if words else None
-        found.append(None if apart else _build_blend(blend, config, builds[i], share))
-    return tuple(found)
-
-
 def _build_changing(
     config: DataConfig,
     build_epoch: Callable[[str, int], GPTDataset],
@@ -253,7 +215,7 @@ class _Epoch:
     seed: int
 
     def __call__(self, prefix: str, epoch: int) -> GPTDataset:
-        return self.build(_open(prefix, self.config), seed=self.seed + epoch)
+        return self.build(open_sequences(prefix, self.config), seed=self.seed + epoch)
 
 
 def _build_mock(
@@ -281,112 +243,8 @@ def _build_mock(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What to take of each dataset: part ``number`` of ``split``, and how many samples."""
-
-    split: str
-    number: int
-    num_samples: int
-    may_be_empty: bool = False
-    """Whether the part comes from the default split: a small dataset has no document for it."""
-
-
-def _build_blend(
-    blend: Blend | None, config: DataConfig, build: Any, share: _Share
-) -> GPTDataset | PackedDataset | OrderedBlend | None:
-    """One split of one dataset or of several mixed."""
-    if blend is None or build is None or split_bounds(share.split, 1)[share.number] is None:
-        return None
-    wanted = share.num_samples
-    if len(blend.prefixes) == 1:
-        return _build_one(blend.prefixes[0], config, build, share)
-    if blend.weights is None:
-        shares = [replace(share, num_samples=0)] * len(blend.prefixes)
-        datasets = [each for each in _build_each(blend, config, build, shares) if each]
-        if not datasets:
-            return None
-        whole = sum(len(dataset) for dataset in datasets)
-        size = min(wanted, whole) if wanted else whole
-        return BlendedDataset(datasets, None, size, config.data_cache_path)
-    if not wanted:
-        raise ValueError(
-            "weights in --data-path need a number of samples: give --train-iters or "
-            "--train-samples, or leave the weights out to use every dataset once."
-        )
-    weights = normalize_weights(blend.weights)
-    targets = [math.ceil(wanted * weight) for weight in weights]
-    surplus = 1 + config.mid_level_dataset_surplus
-    shares = [
-        replace(share, num_samples=max(1, math.ceil(target * surplus))) for target in targets
-    ]
-    datasets = _build_each(blend, config, build, shares)
-    # At least one sample of each is requested: None is one without any, in a part that may
-    # be empty. The others do not replace it: the weights would not be those of the blend.
-    if None in datasets:
-        return None
-    # pyrefly: ignore[bad-argument-type]
-    return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
-
-
-def _of_split(
-    blend: Blend, number: int, config: DataConfig, num_samples: Sequence[int]
-) -> Blend | None:
-    """What a split takes of a blend; None where weights have no number of samples to share.
-
-    Full validation scores every dataset whole, whatever its weight.
-    """
-    if config.full_validation and SPLITS[number] == "valid":
-        return replace(blend, weights=None)
-    is_unused = blend.weights is not None and any(num_samples) and not num_samples[number]
-    return None if is_unused and len(blend.prefixes) > 1 else blend
-
-
-def _build_each(
-    blend: Blend, config: DataConfig, build: Any, shares: Sequence[_Share]
-) -> list[GPTDataset | PackedDataset | None]:
-    """The datasets of a blend, some at a time: on a slow disk opening them is what takes."""
-
-    def one(prefix: str, share: _Share) -> GPTDataset | PackedDataset | None:
-        return _build_one(prefix, config, build, share)
-
-    with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
-        return list(pool.map(one, blend.prefixes, shares))
-
-
-def _build_one(
-    prefix: str, config: DataConfig, build: Any, share: _Share
-) -> GPTDataset | PackedDataset | None:
-    """One split of one dataset; None if no document falls into it and none need to."""
-    sequences = _open(prefix, config)
-    ids = split_bounds(share.split, len(sequences))[share.number]
-    if not ids and share.may_be_empty and share.num_samples:
-        log.info("no test data: %s has no document for them under the default --split", prefix)
-        return None
-    if not ids and not share.num_samples:
-        return None
-    try:
-        return build(sequences, document_ids=ids, num_samples=share.num_samples)
-    except ValueError as error:
-        part = f"part {share.number + 1} of --split {share.split}"
-        raise ValueError(f"{prefix}, {part}: {error}") from error
-
-
 def _build_chats(tokens: IndexedDataset, **options: Any) -> PackedDataset:
     """Rows of chats; the pair beside the tokens says what is to be learnt."""
     prefix = tokens.prefix.removesuffix(TOKENS) + LEARNT
     learnt = IndexedDataset(prefix, mmap=tokens.mmap, cache_path=tokens.cache_path)
     return PackedDataset(tokens, weights=learnt, too_long="truncate", **options)
-
-
-def _open(prefix: str, config: DataConfig) -> IndexedDataset:
-    if config.sft and not is_remote(prefix) and not idx_path(prefix + TOKENS).is_file():
-        raise FileNotFoundError(
-            f"{prefix}{TOKENS}.idx does not exist: with --sft give the --output-prefix of "
-            "mcore-data prepare-chats, which writes it from chats."
-        )
-    return IndexedDataset(
-        prefix + TOKENS * config.sft,
-        mmap=config.mmap_bin_files,
-        cache_path=config.object_storage_cache_path,
-    )

@@ -161,6 +161,26 @@ class MockSentences:
         )
 
 
+def mock_bert_ids(vocab_size: int) -> BertIds:
+    """Special ids of made-up text: 0 pads, 1 is [CLS], 2 [SEP] and 3 [MASK]."""
+    return BertIds(vocab_size=vocab_size, pad=0, cls=1, sep=2, mask=3)
+
+
+def mock_t5_ids(vocab_size: int) -> T5Ids:
+    """Special ids of made-up text: 0 pads, 1 begins, 2 ends, the last 100 are sentinels.
+
+    Raises:
+        ValueError: if the vocabulary has no room for text beside them.
+    """
+    if vocab_size < 128:
+        raise ValueError(
+            f"--mock-vocab-size {vocab_size} has no room for 100 sentinels and text: use 128 "
+            "or more."
+        )
+    sentinels = tuple(range(vocab_size - 100, vocab_size))
+    return T5Ids(bos=1, eos=2, pad=0, sentinels=sentinels)
+
+
 class MockBERTDataset(BERTDataset):
     """Samples of ``MockSentences``; 0 pads, 1 is [CLS], 2 [SEP] and 3 [MASK].
 
@@ -181,10 +201,9 @@ class MockBERTDataset(BERTDataset):
         seed: int = 1234,
         **options: Any,
     ) -> None:
-        ids = BertIds(vocab_size=vocab_size, pad=0, cls=1, sep=2, mask=3)
         super().__init__(
             MockSentences(4, vocab_size),
-            ids,
+            mock_bert_ids(vocab_size),
             sequence_length=sequence_length,
             seed=seed,
             num_samples=num_samples,
@@ -215,10 +234,9 @@ class MockT5Dataset(T5Dataset):
         seed: int = 1234,
         **options: Any,
     ) -> None:
-        sentinels = tuple(range(vocab_size - 100, vocab_size))
         super().__init__(
             MockSentences(3, vocab_size - 100),
-            T5Ids(bos=1, eos=2, pad=0, sentinels=sentinels),
+            mock_t5_ids(vocab_size),
             sequence_length=sequence_length,
             decoder_sequence_length=decoder_sequence_length,
             seed=seed,

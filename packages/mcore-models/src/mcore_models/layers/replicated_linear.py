@@ -10,13 +10,14 @@ from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 
 class ReplicatedLinear(nn.Module):
-    """``y = x W^T``, the same on all tensor ranks.
+    """``y = x W^T``, or ``x W^T + b``, the same on all tensor ranks.
 
     Under sequence parallelism each rank multiplies its own tokens, and its gradient of the
     weight is a part of a sum; otherwise all see all tokens, and the gradient is whole.
 
     Attributes:
         weight: ``[F, D]``.
+        bias: ``[F]`` or None.
     """
 
     def __init__(
@@ -25,16 +26,18 @@ class ReplicatedLinear(nn.Module):
         out_features: int,
         *,
         axis: Axis = SINGLE,
+        bias: bool = False,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate the weight: zeros until the model fills them.
+        """Allocate weight and bias: zeros until the model fills them.
 
         Args:
             in_features: D.
             out_features: F.
             axis: ranks that hold the weight.
+            bias: whether to add one.
             sequence_parallel: whether each of them sees its own tokens.
             device: of the weight.
             dtype: of the weight.
@@ -44,15 +47,23 @@ class ReplicatedLinear(nn.Module):
         self.partial = axis if sequence_parallel else SINGLE
         shape = (out_features, in_features)
         self.weight = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+        self.bias = (
+            nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+            if bias
+            else None
+        )
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B F"]:
         """Multiply; no communication."""
-        return column_parallel(x, self.weight, None, SINGLE, False)
+        return column_parallel(x, self.weight, self.bias, SINGLE, False)
 
     def deferrable_weights(self) -> list[nn.Parameter]:
         """Return what a ``WeightQueue`` may serve."""
         return [self.weight]
 
     def layouts(self) -> dict[str, Layout]:
-        """Describe the weight, see ``mcore_parallel.sharding``."""
-        return {"weight": whole("", tuple(self.weight.shape), self.replicas, self.partial)}
+        """Describe weight and bias, see ``mcore_parallel.sharding``."""
+        return {
+            name: whole("", tuple(parameter.shape), self.replicas, self.partial)
+            for name, parameter in self.named_parameters(recurse=False)
+        }

@@ -3,6 +3,7 @@
 What a layer adds is not added at once: the norm that comes next does it on its way, on a GPU
 in one kernel. ``Residual`` carries the stream and that addition; ``PreNorm`` reads the one
 and leaves the other, and recomputes in backward what ``--recompute-modules`` names.
+``PostNorm`` norms the sum itself.
 """
 
 from collections.abc import Callable
@@ -128,3 +129,25 @@ class PreNorm(nn.Module):
         if name in self.recomputed and self.training:
             return recompute(layer, x, streams=self.streams)
         return layer(x)
+
+
+class PostNorm(PreNorm):
+    """``norm(x + dropout(layer(x)))``: one half of a block of the first transformers.
+
+    Reference:
+        Vaswani et al. 2017, arXiv:1706.03762.
+    """
+
+    def forward(
+        self,
+        norm: RMSNorm | LayerNorm,
+        layer: Callable[[Tensor], Any],
+        stream: Residual,
+        name: str = "",
+    ) -> Residual:
+        """Join a layer to the stream and norm the sum; see ``PreNorm``."""
+        x = stream.total()
+        y = self.dropout(self._call(layer, x, name))
+        if "layernorm" in self.recomputed and self.training:
+            return Residual(recompute(norm, x + y), None, stream.aux)
+        return Residual(norm.add_and_norm(x, y)[0], None, stream.aux)

@@ -82,12 +82,15 @@ def continues_saved_run(config: TrainConfig) -> bool:
     return loads_from_save(config) and not counts_anew
 
 
-def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:
+def checkpoint_fields(
+    load: str, step: int = 0, config_type: type[TrainConfig] = TrainConfig
+) -> dict[str, Value]:
     """Read the model's own options out of a checkpoint's index, as a flat table.
 
     Args:
         load: run folder, step folder or Hugging Face folder.
         step: step in a run folder; 0: the latest.
+        config_type: whose model and experts the fields are.
 
     Returns:
         The fields that differ from their defaults or have none, and the tokenizer's folder;
@@ -99,7 +102,7 @@ def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:
     folder = find_checkpoint(load, step)
     if folder is None:
         return {}
-    table = model_fields(checkpoint_extra(folder).get("model", {}))
+    table = model_fields(checkpoint_extra(folder).get("model", {}), config_type)
     if is_hf_folder(folder) and any((folder / name).is_file() for name in TOKENIZERS):
         table["tokenizer_model"] = str(folder)
     # A tokenizer in an object store is no folder that a tokenizer library opens.
@@ -108,12 +111,14 @@ def checkpoint_fields(load: str, step: int = 0) -> dict[str, Value]:
     return table
 
 
-def model_fields(description: dict[str, Any]) -> dict[str, Value]:
+def model_fields(
+    description: dict[str, Any], config_type: type[TrainConfig] = TrainConfig
+) -> dict[str, Value]:
     """Turn a checkpoint's model description into the flat fields that build it again."""
     table: dict[str, Value] = {}
     if not description:
         return table
-    parts = get_type_hints(TrainConfig)
+    parts = get_type_hints(config_type)
     for part, values in (("model", "config"), ("experts", "moe")):
         for field in dataclasses.fields(parts[part]):
             value = description[values].get(field.name, field.default)

@@ -338,6 +338,11 @@ def _extra(run: Run) -> dict[str, Any]:
 def _check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
     """Compare what decides shapes and numbers; say every difference at once."""
     here = model_description(plan)
+    if (family := saved.get("family", "gpt")) != here["family"]:
+        raise ValueError(
+            f"{folder} holds a model of the family {family}, and this command trains "
+            f"{here['family']}: use mcore-train {family}."
+        )
     different = [
         f"{name}: {saved[part][name]} there, {value} here"
         for part in ("config", "moe")
@@ -354,24 +359,16 @@ def _check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
 
 
 _FREE = frozenset(
-    {
-        "hidden_dropout",
-        "attention_dropout",
-        "max_position_embeddings",
-        "make_vocab_size_divisible_by",
-        "init_method_std",
-        "embedding_init_method_std",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_input_jitter_eps",
-        "moe_router_load_balancing_type",
-        "moe_router_bias_update_rate",
-        "moe_expert_capacity_factor",
-        "moe_pad_expert_input_to_capacity",
-        "moe_token_drop_policy",
-        "moe_token_dispatcher_type",
-        "moe_grouped_gemm",
-    }
+    (
+        *("hidden_dropout", "attention_dropout"),
+        *("max_position_embeddings", "make_vocab_size_divisible_by"),
+        *("init_method_std", "embedding_init_method_std"),
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        *("moe_input_jitter_eps", "moe_router_load_balancing_type"),
+        *("moe_router_bias_update_rate", "moe_expert_capacity_factor"),
+        *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
+        *("moe_token_dispatcher_type", "moe_grouped_gemm"),
+    )
 )
 """Fields that a continued run may change: they change no stored tensor's meaning."""
 

@@ -134,6 +134,7 @@ def _shrink_window(plan: Plan, length: int) -> tuple[int, int]:
     model, parallel = plan.config.model, plan.config.parallelism
     before, after = model.window_size
     is_dropped = model.attention_dropout > 0 and parallel.context_parallel_size > 1
+    is_dropped &= plan.family.dataset == "gpt"  # encoders gather keys either way
     if before < 0 and is_dropped and parallel.cp_comm_type != "a2a":
         # Without dropout, a window that hides nothing takes dropout's way over context ranks.
         return length, after

@@ -28,6 +28,7 @@ from mcore_train.batches import train_batches, valid_batches
 from mcore_train.checkpoints.resuming import load_run, model_shards, optimizer_shards, save_run
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import evaluate, forward_pass
+from mcore_train.layout_check.family_rows import BertRows
 from mcore_train.loop import Interval, one_step
 from mcore_train.resolution import Plan
 from mcore_train.step import backward
@@ -114,12 +115,16 @@ class Rows:
         return [0, *inner] + [S] * (5 - len(inner))
 
 
-def rows_of(plan: Plan) -> Rows:
+AnyRows = Rows | BertRows
+"""Rows of any family."""
+
+
+def rows_of(plan: Plan) -> AnyRows:
     """Make rows for every step of a plan, a micro-batch without valid tokens among them."""
     batch, data = plan.config.batch, plan.config.data
     has_room = plan.global_batch_size > batch.micro_batch_size
     masked = range(batch.micro_batch_size, 2 * batch.micro_batch_size)
-    return Rows(
+    rows = Rows(
         seq_length=batch.seq_length,
         vocab_size=plan.vocab_size,
         global_batch_size=plan.global_batch_size,
@@ -127,9 +132,10 @@ def rows_of(plan: Plan) -> Rows:
         masked=masked if has_room else range(0),
         is_packed=data.reset_attention_mask or data.dataloader_inter_document_masking,
     )
+    return BertRows(rows) if plan.family.dataset == "bert" else rows
 
 
-def build_run(plan: Plan, ctx: ParallelContext, rows: Rows, *, dtype: torch.dtype) -> Run:
+def build_run(plan: Plan, ctx: ParallelContext, rows: AnyRows, *, dtype: torch.dtype) -> Run:
     """Assemble a run on this rank, with nothing at a value that would hide a fault."""
     run = assemble(plan, ctx, datasets=Datasets(train=rows, valid=rows), dtype=dtype)
     for chunk in run.chunks:
@@ -146,7 +152,7 @@ def build_run(plan: Plan, ctx: ParallelContext, rows: Rows, *, dtype: torch.dtyp
 def run_trial(
     plan: Plan,
     ctx: ParallelContext,
-    rows: Rows,
+    rows: AnyRows,
     *,
     dtype: torch.dtype = torch.float64,
     folder: Path | None = None,
@@ -214,7 +220,7 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
 
 
 def _continue(
-    plan: Plan, ctx: ParallelContext, rows: Rows, dtype: torch.dtype, folder: Path
+    plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype, folder: Path
 ) -> str:
     """Begin anew with other weights, load, train to the end; return the fingerprint."""
     other = replace(plan.config.run, seed=plan.config.run.seed + 7)

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_models.families import Family
 from mcore_parallel.config import ParallelConfig, PipelineConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.layout_comparison import EXACT
 from mcore_parallel.testing.worker_pool import Pool
-from mcore_train.composition import TrainConfig, VerifiedConfig
+from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified
 from mcore_train.layout_check.certificate import (
     BANDS,
     Certificate,
@@ -34,7 +35,7 @@ from mcore_train.layout_check.path_signature import cuts_vectors
 from mcore_train.layout_check.small_run import SmallRun, build_small_run
 from mcore_train.layout_check.small_run_degrees import describe_layout, smallest_world
 from mcore_train.layout_check.trial import (
-    Rows,
+    AnyRows,
     Trial,
     build_run,
     fingerprint,
@@ -54,11 +55,15 @@ TIMEOUT_S = 600.0
 """After which the ranks of a verification are ended."""
 
 
-def run_verification(config: VerifiedConfig) -> int:
+def run_verification(config: Verified, command: Command = FAMILY_COMMANDS["gpt"]) -> int:
     """Verify what a command line describes; print the table and write the certificate.
 
     From the start until the end the certificate says that it did not come to its end, and
     after an error which one.
+
+    Args:
+        config: the run's options and the verification's.
+        command: says which family is trained.
 
     Returns:
         0 if everything agrees, 1 if not.
@@ -74,7 +79,7 @@ def run_verification(config: VerifiedConfig) -> int:
         check_file("--certificate", file)
     _write(_stopped("it was ended"), file)
     try:
-        certificate = _certify(config)
+        certificate = _certify(config, command)
     except Exception as error:
         _write(_stopped(str(error) or type(error).__name__), file)
         raise
@@ -83,16 +88,17 @@ def run_verification(config: VerifiedConfig) -> int:
     return conclude(certificate, file, quiet=config.verification.quiet)
 
 
-def _certify(config: VerifiedConfig) -> Certificate | None:
+def _certify(config: Verified, command: Command) -> Certificate | None:
     """Verify on a launcher's ranks, or on ranks of this host; only rank 0 gets a result."""
     world, quiet = launcher.read_environment(), config.verification.quiet
-    own = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
+    run = command.run
+    own = run(**{f.name: getattr(config, f.name) for f in fields(run)})
     if world.is_launched:
-        small = build_small_run(_plan(own, world.world_size), world.world_size)
+        small = build_small_run(_plan(own, world.world_size, command.family), world.world_size)
         return verify_in_world(small, quiet=quiet)
     world_size = own.launch.nproc or smallest_world(own)
     try:
-        plan = _plan(own, world_size)
+        plan = _plan(own, world_size, command.family)
     except ValueError as error:
         if own.launch.nproc:
             raise
@@ -127,14 +133,14 @@ def _stopped(why: str) -> Certificate:
     )
 
 
-def _plan(config: TrainConfig, world_size: int) -> Plan:
+def _plan(config: TrainConfig, world_size: int, family: Family) -> Plan:
     """Resolve the real run; a run needs a length and a rate, its verification does not."""
     batch, optimizer = config.batch, config.optimizer
     if not batch.train_iters and not batch.train_samples:
         config = replace(config, batch=replace(batch, train_iters=1))
     if not optimizer.lr:
         config = replace(config, optimizer=replace(optimizer, lr=1.0))
-    return plan_of(config, world_size)
+    return plan_of(config, world_size, family)
 
 
 def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
@@ -257,7 +263,9 @@ def _compare(
     return certificate
 
 
-def _try_noise(small: SmallRun, ctx: ParallelContext, rows: Rows, folder: Path) -> list[Line]:
+def _try_noise(
+    small: SmallRun, ctx: ParallelContext, rows: AnyRows, folder: Path
+) -> list[Line]:
     """Check what noise promises under any layout: who shares it, and that it is continued."""
     if small.noisy is None:
         return []

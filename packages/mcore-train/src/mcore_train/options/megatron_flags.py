@@ -29,6 +29,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--disable-bias-linear": Spelling(("--no-add-bias-linear",)),
     "--use-rotary-position-embeddings": Spelling(("--position-embedding-type", "rope")),
     "--no-position-embedding": Spelling(("--position-embedding-type", "none")),
+    "--bert-no-binary-head": Spelling(("--bert-heads", "lm")),
     "--group-query-attention": Spelling(note="--num-query-groups alone turns it on"),
     "--use-mcore-models": Spelling(note="there is one set of models"),
     "--use-flash-attn": Spelling(note="the fastest attention present is used anyway"),

@@ -71,6 +71,27 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
         yield "--save-retain-last has no effect without --save DIR."
 
 
+def find_sample_conflicts(config: TrainConfig, dataset: str) -> Iterator[str]:
+    """Say which options of plain text have no effect on samples of sentences."""
+    if dataset == "gpt":
+        return
+    for name in (
+        "reset_position_ids",
+        "reset_attention_mask",
+        "eod_mask_loss",
+        "dataloader_inter_document_masking",
+        "sft",
+        "multiple_validation_sets",
+        "data_mixture_path",
+        "data_cache_path",
+    ):
+        if getattr(config.data, name):
+            flag = "--" + name.replace("_", "-")
+            yield f"{flag} has no effect on {dataset} samples: leave it out."
+    if config.fim.fim_data:
+        yield f"--fim-data rewrites plain text, not {dataset} samples: leave it out."
+
+
 def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
     if config.optimizer.optimizer == "sgd" and config.adam != AdamConfig():
         yield "--adam-* and --exp-avg-* have no effect with --optimizer sgd: leave them out."

@@ -90,7 +90,7 @@ def parse(
     save = _last_value(words, "--save") or str(fields.get("save", ""))
     if save and _is_on(words, "--auto-resume", fields) and find_checkpoint(save) is not None:
         load, step = save, "0"
-    saved = checkpoint_fields(load, int(step)) if load else {}
+    saved = checkpoint_fields(load, int(step), config_type) if load else {}
     args = [*beginning, *to_flags(saved), *to_flags(fields), *words]
     args = [*_pattern_flags(args), *args]
     if layers_per_stage:

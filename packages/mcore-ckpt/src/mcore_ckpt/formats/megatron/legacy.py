@@ -281,7 +281,7 @@ def _bert_description(values: dict[str, Any], vocab_size: int) -> dict[str, Any]
         name: config.get(name) or default for name, default in defaults.items()
     }
     config["bert_heads"] = ["pooler", "lm", "binary"]
-    return {**found, "family": "megatron_bert", "config": config}
+    return {**found, "family": "bert", "config": config}
 
 
 def _table(description: dict[str, Any], padded_vocab_size: int, version: float) -> Table:

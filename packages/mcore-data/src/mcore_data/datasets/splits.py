@@ -1,0 +1,209 @@
+"""Datasets of train, valid and test from stored sequences: split, blended, repeated.
+
+What a dataset is made of sequences is a function; which sequences, how many samples and how
+several are mixed comes from the flags.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_data.config import DataConfig
+from mcore_data.datasets.blending import BlendedDataset, OrderedBlend, normalize_weights
+from mcore_data.datasets.chat import TOKENS
+from mcore_data.datasets.data_paths import (
+    SPLITS,
+    Blend,
+    parse_blend,
+    read_split_words,
+    read_words,
+)
+from mcore_data.datasets.gpt import GPTDataset
+from mcore_data.datasets.packing import PackedDataset
+from mcore_data.datasets.splitting import split_bounds
+from mcore_data.indexed.index_format import idx_path
+from mcore_data.indexed.object_store import is_remote
+from mcore_data.indexed.reader import IndexedDataset
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_SPLIT = "969,30,1"
+
+Datasets = tuple[GPTDataset | PackedDataset | OrderedBlend | None, ...]
+
+
+def build_splits(
+    config: DataConfig,
+    builds: Sequence[Any],
+    num_samples: Sequence[int],
+    *,
+    by_documents: bool = False,
+) -> Datasets:
+    """Build train, valid and test from paths of their own, or from shares of one blend.
+
+    Args:
+        config: where the data is and how it is split.
+        builds: of each split what makes a dataset of stored sequences, ``document_ids`` and
+            ``num_samples``; None: not built.
+        num_samples: wanted of each.
+        by_documents: split documents, which own several sequences each.
+
+    Raises:
+        ValueError: if a dataset is too small.
+        FileNotFoundError: if a dataset does not exist.
+    """
+    per_split = read_split_words(config)
+    if per_split is not None:
+        return build_own_splits(
+            per_split, config, builds, num_samples, by_documents=by_documents
+        )
+    blend = parse_blend(read_words(config))
+    split = config.split or _DEFAULT_SPLIT
+    return tuple(
+        _build_blend(
+            _of_split(blend, i, config, num_samples),
+            config,
+            builds[i],
+            _Share(
+                split,
+                i,
+                wanted,
+                may_be_empty=not config.split and SPLITS[i] == "test",
+                by_documents=by_documents,
+            ),
+        )
+        for i, wanted in enumerate(num_samples)
+    )
+
+
+def build_own_splits(
+    words_of: Sequence[Sequence[str] | None],
+    config: DataConfig,
+    builds: Sequence[Any],
+    num_samples: Sequence[int],
+    *,
+    by_documents: bool = False,
+) -> Datasets:
+    """Datasets of splits that have paths of their own."""
+    found = []
+    for i, words in enumerate(words_of):
+        apart = i == SPLITS.index("valid") and config.multiple_validation_sets
+        share = _Share("1", 0, num_samples[i], by_documents=by_documents)
+        blend = _of_split(parse_blend(words), i, config, num_samples) if words else None
+        found.append(None if apart else _build_blend(blend, config, builds[i], share))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What to take of each dataset: part ``number`` of ``split``, and how many samples."""
+
+    split: str
+    number: int
+    num_samples: int
+    may_be_empty: bool = False
+    """Whether the part comes from the default split: a small dataset has no document for it."""
+    by_documents: bool = False
+    """Whether parts are of documents, not of sequences."""
+
+
+def _build_blend(
+    blend: Blend | None, config: DataConfig, build: Any, share: _Share
+) -> GPTDataset | PackedDataset | OrderedBlend | None:
+    """One split of one dataset or of several mixed."""
+    if blend is None or build is None or split_bounds(share.split, 1)[share.number] is None:
+        return None
+    wanted = share.num_samples
+    if len(blend.prefixes) == 1:
+        return _build_one(blend.prefixes[0], config, build, share)
+    if blend.weights is None:
+        shares = [replace(share, num_samples=0)] * len(blend.prefixes)
+        datasets = [each for each in _build_each(blend, config, build, shares) if each]
+        if not datasets:
+            return None
+        whole = sum(len(dataset) for dataset in datasets)
+        size = min(wanted, whole) if wanted else whole
+        return BlendedDataset(datasets, None, size, config.data_cache_path)
+    if not wanted:
+        raise ValueError(
+            "weights in --data-path need a number of samples: give --train-iters or "
+            "--train-samples, or leave the weights out to use every dataset once."
+        )
+    weights = normalize_weights(blend.weights)
+    targets = [math.ceil(wanted * weight) for weight in weights]
+    surplus = 1 + config.mid_level_dataset_surplus
+    shares = [
+        replace(share, num_samples=max(1, math.ceil(target * surplus))) for target in targets
+    ]
+    datasets = _build_each(blend, config, build, shares)
+    # At least one sample of each is requested: None is one without any, in a part that may
+    # be empty. The others do not replace it: the weights would not be those of the blend.
+    if None in datasets:
+        return None
+    # pyrefly: ignore[bad-argument-type]
+    return BlendedDataset(datasets, list(weights), sum(targets), config.data_cache_path)
+
+
+def _of_split(
+    blend: Blend, number: int, config: DataConfig, num_samples: Sequence[int]
+) -> Blend | None:
+    """What a split takes of a blend; None where weights have no number of samples to share.
+
+    Full validation scores every dataset whole, whatever its weight.
+    """
+    if config.full_validation and SPLITS[number] == "valid":
+        return replace(blend, weights=None)
+    is_unused = blend.weights is not None and any(num_samples) and not num_samples[number]
+    return None if is_unused and len(blend.prefixes) > 1 else blend
+
+
+def _build_each(
+    blend: Blend, config: DataConfig, build: Any, shares: Sequence[_Share]
+) -> list[GPTDataset | PackedDataset | None]:
+    """The datasets of a blend, some at a time: on a slow disk opening them is what takes."""
+
+    def one(prefix: str, share: _Share) -> GPTDataset | PackedDataset | None:
+        return _build_one(prefix, config, build, share)
+
+    with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
+        return list(pool.map(one, blend.prefixes, shares))
+
+
+def _build_one(
+    prefix: str, config: DataConfig, build: Any, share: _Share
+) -> GPTDataset | PackedDataset | None:
+    """One split of one dataset; None if no document falls into it and none need to."""
+    sequences = open_sequences(prefix, config)
+    size = len(sequences.documents) - 1 if share.by_documents else len(sequences)
+    ids = split_bounds(share.split, size)[share.number]
+    if not ids and share.may_be_empty and share.num_samples:
+        log.info("no test data: %s has no document for them under the default --split", prefix)
+        return None
+    if not ids and not share.num_samples:
+        return None
+    try:
+        return build(sequences, document_ids=ids, num_samples=share.num_samples)
+    except ValueError as error:
+        part = f"part {share.number + 1} of --split {share.split}"
+        raise ValueError(f"{prefix}, {part}: {error}") from error
+
+
+def open_sequences(prefix: str, config: DataConfig) -> IndexedDataset:
+    """Open a stored dataset: with ``--sft`` the tokens of chats.
+
+    Raises:
+        FileNotFoundError: if it does not exist.
+    """
+    if config.sft and not is_remote(prefix) and not idx_path(prefix + TOKENS).is_file():
+        raise FileNotFoundError(
+            f"{prefix}{TOKENS}.idx does not exist: with --sft give the --output-prefix of "
+            "mcore-data prepare-chats, which writes it from chats."
+        )
+    return IndexedDataset(
+        prefix + TOKENS * config.sft,
+        mmap=config.mmap_bin_files,
+        cache_path=config.object_storage_cache_path,
+    )

