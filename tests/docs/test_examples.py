@@ -229,3 +229,16 @@ def test_the_bert_script_is_of_340_million_parameters_and_trains_made_small(monk
     assert done.returncode == 0, done.stderr
     assert "iteration        1/       1" in done.stdout
     assert "sop loss: " in done.stdout
+
+
+def test_the_t5_entry_trains(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    flags = (
+        "--encoder-num-layers 2 --decoder-num-layers 1 --hidden-size 32 "
+        "--num-attention-heads 4 --encoder-seq-length 32 --decoder-seq-length 16 "
+        "--vocab-size 140 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --mock-data "
+        "--device cpu --num-workers 0"
+    )
+    done = run_command("pretrain_t5", *flags.split())
+    assert done.returncode == 0, done.stderr
+    assert "iteration        1/       1" in done.stdout

@@ -693,14 +693,15 @@ def test_a_check_runs_our_model_against_transformers_and_keeps_nothing_that_diff
         with pytest.raises(RuntimeError, match="mcore against transformers: logits differ by"):
             convert("hf", tmp_path / "hf", form, tmp_path / "kept", logits=check)
         assert not (tmp_path / "kept").exists()
-    make(tmp_path / "bert", "bert")
-    code, shown = run("hf->mcore", "bert", "checked")
-    assert code == 0, shown
-    assert "mcore against transformers: logits differ by" in shown
-    make(tmp_path / "t5", "t5")
-    code, shown = run("hf->mcore", "t5", "kept")
+    for name in ("bert", "t5"):
+        make(tmp_path / name, name)
+        code, shown = run("hf->mcore", name, f"checked {name}")
+        assert code == 0, shown
+        assert "mcore against transformers: logits differ by" in shown
+    make(tmp_path / "mamba2", "mamba2")
+    code, shown = run("hf->mcore", "mamba2", "kept")
     assert code == 2
-    assert "mcore-models has no running model for the family 't5'" in shown
+    assert "mcore-models has no running model for the family 'mamba2'" in shown
     assert not (tmp_path / "kept").exists()
 
 

@@ -29,6 +29,8 @@ _EXPORTS: dict[str, str] = {
     "RecomputeConfig": "config",
     "RecurrentState": "protocol",
     "TransformerBlock": "layers.block",
+    "T5": "t5",
+    "T5Config": "encoder_config",
     "TrainableModel": "protocol",
     "TransformerConfig": "config",
     "attend": "kernels.attention_backends",

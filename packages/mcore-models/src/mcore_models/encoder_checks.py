@@ -3,15 +3,23 @@
 Pure questions about configs; no torch here.
 """
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from mcore_models.config import TransformerConfig
-from mcore_models.encoder_config import BertConfig
+from mcore_models.encoder_config import (
+    BertConfig,
+    T5Config,
+    decoder_layers,
+    encoder_layers,
+    feed_forward,
+    num_stack_layers,
+)
 from mcore_models.layout_checks import layout_problems
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.logical_tensors import head_dim, tensor_shapes
+from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads, tensor_shapes
 
 _NO_EXPERTS = MoEConfig()
 
@@ -103,3 +111,110 @@ def bert_flops_per_token(
     weights += config.hidden_size * padded_vocab_size
     # 3 passes x 2 operations x (scores and their mix) for each pair of a layer.
     return 6.0 * weights + 12.0 * N * H * seq_length * config.num_layers
+
+
+def check_t5_layout(
+    config: T5Config, parallel: ParallelConfig, moe: MoEConfig = _NO_EXPERTS
+) -> None:
+    """Raise all of ``t5_layout_problems`` together.
+
+    Raises:
+        ValueError: one line a problem.
+    """
+    if problems := t5_layout_problems(config, parallel, moe):
+        raise ValueError("\n".join(problems))
+
+
+def t5_layout_problems(
+    config: T5Config,
+    parallel: ParallelConfig,
+    moe: MoEConfig = _NO_EXPERTS,
+    seq_length: int = 0,
+) -> list[str]:
+    """Say what keeps a T5 from being split; see ``layout_problems``."""
+    stacked = replace(config, num_layers=num_stack_layers(config))
+    return encoder_layout_problems(stacked, parallel, moe, seq_length)
+
+
+def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dict[str, Shape]:
+    """List every logical tensor of a T5 with its global shape, see ``tensor_shapes``."""
+    D, H = config.hidden_size, head_dim(config)
+    inner, keys = config.num_attention_heads * H, num_kv_heads(config) * H
+    norm = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    width, is_gated = t5_ffn_size(config), feed_forward(config)[0]
+    own: dict[str, Shape] = {
+        "qkv.q": (inner, D),
+        "qkv.k": (keys, D),
+        "qkv.v": (keys, D),
+        "proj": (D, inner),
+    }
+    across: dict[str, Shape] = {
+        "q": (inner, D),
+        "kv.k": (keys, D),
+        "kv.v": (keys, D),
+        "proj": (D, inner),
+    }
+    dense = dict.fromkeys(("fc1.gate", "fc1.up") if is_gated else ("fc1",), (width, D))
+
+    def half(name: str, linears: dict[str, Shape]) -> dict[str, Shape]:
+        found: dict[str, Shape] = {f"{name}_norm.{kind}": (D,) for kind in norm}
+        for linear, shape in linears.items():
+            found[f"{name}.{linear}.weight"] = shape
+            if config.add_bias_linear:
+                found[f"{name}.{linear}.bias"] = shape[:1]
+        return found
+
+    shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
+    if config.position_embedding_type == "learned_absolute":
+        shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
+    for stack, depth in (
+        ("encoder", encoder_layers(config)),
+        ("decoder", decoder_layers(config)),
+    ):
+        if config.position_embedding_type == "relative":
+            table = (config.relative_attention_num_buckets, config.num_attention_heads)
+            shapes[f"{stack}.relative_position_bias.weight"] = table
+        block = half("attention", own)
+        block |= half("cross_attention", across) if stack == "decoder" else {}
+        block |= half("mlp", {**dense, "fc2": (D, width)})
+        for layer in range(depth):
+            shapes |= {f"{stack}.blocks.{layer}.{name}": s for name, s in block.items()}
+        shapes |= {f"{stack}.final_norm.{kind}": (D,) for kind in norm}
+    if config.untie_embeddings_and_output_weights:
+        shapes["head.weight"] = (vocab_size, D)
+    elif config.add_output_bias:
+        shapes["lm_head.bias"] = (vocab_size,)
+    return shapes
+
+
+def t5_ffn_size(config: T5Config) -> int:
+    """Width inside a feed-forward layer over all ranks, F."""
+    return ffn_size(config)
+
+
+def t5_flops_per_token(
+    config: T5Config,
+    padded_vocab_size: int,
+    seq_length: int,
+    moe: MoEConfig = _NO_EXPERTS,
+) -> float:
+    """Floating-point operations of training for each token of the encoder.
+
+    The decoder is taken to have a quarter of the encoder's tokens, as in T5's pre-training,
+    since the encoder's are those that throughput counts.
+    """
+    N, H = config.num_attention_heads, head_dim(config)
+    matrices = {
+        name: prod(shape)
+        for name, shape in t5_shapes(config, 0, moe).items()
+        if len(shape) == 2
+    }
+    encoder = sum(size for name, size in matrices.items() if name.startswith("encoder.blocks"))
+    decoder = sum(size for name, size in matrices.items() if name.startswith("decoder.blocks"))
+    across = sum(size for name, size in matrices.items() if ".kv." in name)
+    share, pairs = 0.25, 12.0 * N * H * seq_length
+    weights = (
+        encoder + across + share * (decoder - across + config.hidden_size * padded_vocab_size)
+    )
+    own = encoder_layers(config) + decoder_layers(config) * share**2 / 2
+    return 6.0 * weights + pairs * (own + decoder_layers(config) * share)

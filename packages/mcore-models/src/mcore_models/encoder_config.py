@@ -1,14 +1,18 @@
-"""What models with an encoder are: BERT. Plain frozen data, the standard library only.
+"""What models with an encoder are: BERT and T5. Plain frozen data, the standard library only.
 
 They have the fields of a GPT's layers, with the defaults of their own papers, and a few more.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mcore_models.config import Normalization, PositionEmbedding, TransformerConfig
 
 BERT_HEADS = ("pooler", "lm", "binary")
 """What --bert-heads may name."""
+
+
+FeedForward = Literal["gelu", "gelu_tanh", "relu", "gated-gelu", "gated-silu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,3 +81,112 @@ class BertConfig(TransformerConfig):
             raise ValueError(
                 "--bert-heads binary reads the pooler: add pooler, or drop binary."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class T5Config(TransformerConfig):
+    """Shape and numerics of a T5: defaults are Megatron's; the paper's form by its fields."""
+
+    num_layers: int = 12
+    """Layers of the encoder, and as many of the decoder, where the next two say nothing."""
+
+    encoder_num_layers: int = 0
+    """Layers of the encoder; 0: --num-layers."""
+
+    decoder_num_layers: int = 0
+    """Layers of the decoder; 0: --num-layers."""
+
+    position_embedding_type: Literal["learned_absolute", "relative"] = "learned_absolute"  # pyrefly: ignore
+    """How tokens know their place: a learned table, or a bias for each distance and head on
+    attention scores, as T5 was published."""
+
+    relative_attention_num_buckets: int = 32
+    """With relative positions: distances that have a bias of their own."""
+
+    relative_attention_max_distance: int = 128
+    """With relative positions: tokens from which on all distances share a bias."""
+
+    max_position_embeddings: int = 512
+    """Longest sequence of encoder or decoder, in tokens; 0: no limit."""
+
+    normalization: Normalization = "LayerNorm"
+    """Kind of the norms; RMSNorm as published."""
+
+    swiglu: bool = False
+    """Not for T5: --feed-forward-proj says what gates."""
+
+    feed_forward_proj: FeedForward = "gelu"
+    """Activation of feed-forward layers: exact GELU, GELU by tanh, ReLU (T5), or gated by GELU
+    by tanh (T5 1.1) or SiLU."""
+
+    add_bias_linear: bool = True
+    """Biases in all linears but the head; off as published."""
+
+    add_output_bias: bool = True
+    """A bias for each token of the vocabulary in a tied head; off as published."""
+
+    scale_attention_scores: bool = True
+    """Divide attention scores by the root of the head's width; off as published."""
+
+    scale_decoder_outputs: bool = False
+    """Divide what a tied head reads by the root of --hidden-size; on as published."""
+
+    hidden_dropout: float = 0.1
+    """Probability of dropping a channel before it joins the residual stream."""
+
+    attention_dropout: float = 0.1
+    """Probability of dropping an attention weight."""
+
+    def __post_init__(self) -> None:
+        """Check what a T5 alone decides.
+
+        Raises:
+            ValueError: with the flag and what it may be.
+        """
+        super(T5Config, self).__post_init__()
+        for name in ("encoder_num_layers", "decoder_num_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be 0 or more.")
+        if self.position_embedding_type not in ("learned_absolute", "relative"):
+            raise ValueError(
+                f"--position-embedding-type {self.position_embedding_type}: T5 has "
+                "learned_absolute or relative."
+            )
+        for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: T5's feed-forward layers are what "
+                    "--feed-forward-proj says; leave it out."
+                )
+        buckets, distance = (
+            self.relative_attention_num_buckets,
+            self.relative_attention_max_distance,
+        )
+        if buckets < 4 or buckets % 4 or distance <= buckets // 2:
+            raise ValueError(
+                f"--relative-attention-num-buckets {buckets} must be a multiple of 4, and "
+                f"--relative-attention-max-distance {distance} more than half of it."
+            )
+
+
+def encoder_layers(config: T5Config) -> int:
+    """Layers of the encoder."""
+    return config.encoder_num_layers or config.num_layers
+
+
+def decoder_layers(config: T5Config) -> int:
+    """Layers of the decoder."""
+    return config.decoder_num_layers or config.num_layers
+
+
+def num_stack_layers(config: T5Config) -> int:
+    """Layers that pipeline stages share: the encoder's, then the decoder's."""
+    return encoder_layers(config) + decoder_layers(config)
+
+
+def feed_forward(config: T5Config) -> tuple[bool, str]:
+    """Whether feed-forward layers are gated, and the name of their activation."""
+    kind = config.feed_forward_proj
+    if kind.startswith("gated-"):
+        return True, {"gated-gelu": "gelu_tanh", "gated-silu": "silu"}[kind]
+    return False, kind

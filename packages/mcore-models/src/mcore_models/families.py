@@ -16,8 +16,11 @@ from mcore_models.encoder_checks import (
     bert_flops_per_token,
     bert_shapes,
     encoder_layout_problems,
+    t5_flops_per_token,
+    t5_layout_problems,
+    t5_shapes,
 )
-from mcore_models.encoder_config import BertConfig
+from mcore_models.encoder_config import BertConfig, T5Config, num_stack_layers
 from mcore_models.flops import flops_per_token
 from mcore_models.layout_checks import layout_problems
 from mcore_parallel.logical_tensors import tensor_shapes
@@ -50,7 +53,7 @@ class Family:
     tensor_shapes: Callable[..., dict[str, tuple[int, ...]]] = tensor_shapes
     """Its logical tensors, with the arguments of ``logical_tensors.tensor_shapes``."""
 
-    num_layers: Callable[[TransformerConfig], int] = attrgetter("num_layers")
+    num_layers: Callable[..., int] = attrgetter("num_layers")
     """Layers that pipeline stages share."""
 
     dataset: Literal["gpt", "bert", "t5"] = "gpt"
@@ -82,5 +85,18 @@ BERT_FAMILY = Family(
     dataset="bert",
 )
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (GPT_FAMILY, BERT_FAMILY)}
+T5_FAMILY = Family(
+    name="t5",
+    model="mcore_models.t5:T5",
+    flops_per_token=t5_flops_per_token,
+    layout_problems=t5_layout_problems,
+    config=T5Config,
+    tensor_shapes=t5_shapes,
+    num_layers=num_stack_layers,
+    dataset="t5",
+)
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family for family in (GPT_FAMILY, BERT_FAMILY, T5_FAMILY)
+}
 """Families by name."""

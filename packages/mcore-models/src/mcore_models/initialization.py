@@ -24,7 +24,7 @@ from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import NamedParameter, named_parameters
 
 _RESIDUAL = (
-    ".attention.proj.weight",
+    "attention.proj.weight",
     ".mla.proj.weight",
     ".fc2.weight",
     ".mamba.out_proj.weight",

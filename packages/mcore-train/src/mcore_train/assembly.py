@@ -33,7 +33,7 @@ from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, layer_gemms
 from mcore_parallel.rng import RngStreams
-from mcore_train.composition import BertTrainConfig
+from mcore_train.composition import BertTrainConfig, T5TrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import OPTIMIZERS
@@ -157,7 +157,7 @@ def assemble(
         agree_on_kernels(wanted, ctx.device, ctx.world)
     precision = config.precision
     weight_casts, fp8_scales = WeightCasts(), delayed_scales(config.fp8, ctx)
-    num_layers = config.model.num_layers
+    num_layers = plan.family.num_layers(config.model)
     gemms = layer_gemms(config.fp8, ctx, num_layers, weight_casts, fp8_scales)
     chunks = [
         plan.family.build(
@@ -276,12 +276,13 @@ def _build_sentences(
 ) -> Any:
     """Build the samples of models with an encoder."""
     config, kind = plan.config, plan.family.dataset
-    assert isinstance(config, BertTrainConfig)
+    if isinstance(config, T5TrainConfig):
+        common["decoder_sequence_length"] = config.batch.decoder_seq_length
+    else:
+        assert isinstance(config, BertTrainConfig)
+        common["has_pairs"] = "binary" in config.model.bert_heads
     assert kind != "gpt"
-    has_pairs = "binary" in config.model.bert_heads
-    return build_sentence_datasets(
-        kind, data, tokenizer, config.masking, has_pairs=has_pairs, **common
-    )
+    return build_sentence_datasets(kind, data, tokenizer, config.masking, **common)
 
 
 def num_samples(plan: Plan) -> tuple[int, int, int]:

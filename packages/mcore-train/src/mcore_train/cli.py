@@ -50,6 +50,11 @@ def bert(words: Sequence[str]) -> int:
     return _train("bert", words)
 
 
+def t5(words: Sequence[str]) -> int:
+    """Train a T5."""
+    return _train("t5", words)
+
+
 def _train(name: str, words: Sequence[str]) -> int:
     """Train a model of the family that has the command ``name``."""
     from mcore_train.composition import FAMILY_COMMANDS
@@ -170,9 +175,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "gpt": ("train a GPT: dense or mixture of experts, any layout", gpt),
     "mamba": ("train Mamba-2 layers, alone or in a hybrid stack", mamba),
     "bert": ("train a BERT on hidden tokens and the order of sentences", bert),
+    "t5": ("train a T5 on spans cut out of texts", t5),
     "quickstart": ("train on a book, from its text to a paragraph, in minutes", quickstart),
     "verify": (
-        "verify gpt FLAGS (or bert): does this layout compute what one rank does?",
+        "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
         verify,
     ),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),

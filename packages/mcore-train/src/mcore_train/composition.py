@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 from mcore_ckpt.config import LocalConfig, RetentionConfig, StrictnessConfig
 from mcore_data.config import DataConfig, FIMConfig, MaskingConfig, TokenizerConfig
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
-from mcore_models.encoder_config import BertConfig
-from mcore_models.families import BERT_FAMILY, GPT_FAMILY, Family
+from mcore_models.encoder_config import BertConfig, T5Config
+from mcore_models.families import BERT_FAMILY, GPT_FAMILY, T5_FAMILY, Family
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
     AdamConfig,
@@ -37,6 +37,7 @@ from mcore_train.config import (
     VerifyConfig,
 )
 from mcore_train.precision_config import PrecisionConfig
+from mcore_train.t5_config import T5BatchConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +88,29 @@ class BertTrainConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class T5TrainConfig(TrainConfig):
+    """A training run of a T5."""
+
+    model: T5Config
+    batch: T5BatchConfig = field(default_factory=T5BatchConfig)
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedT5Config(T5TrainConfig):
+    """All options of a run of a T5, and those of its verification."""
+
+    verification: VerifyConfig = field(default_factory=VerifyConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedBertConfig(BertTrainConfig):
     """All options of a run of a BERT, and those of its verification."""
 
     verification: VerifyConfig = field(default_factory=VerifyConfig)
 
 
-Verified = VerifiedConfig | VerifiedBertConfig
+Verified = VerifiedConfig | VerifiedBertConfig | VerifiedT5Config
 """Options of a verification."""
 
 
@@ -103,7 +120,7 @@ class Command:
 
     family: Family
     run: type[TrainConfig]
-    verified: type[VerifiedConfig | VerifiedBertConfig]
+    verified: type[VerifiedConfig | VerifiedBertConfig | VerifiedT5Config]
     """The same options, and a verification's."""
 
 
@@ -111,6 +128,7 @@ FAMILY_COMMANDS: Mapping[str, Command] = {
     "gpt": Command(GPT_FAMILY, TrainConfig, VerifiedConfig),
     "mamba": Command(GPT_FAMILY, TrainConfig, VerifiedConfig),
     "bert": Command(BERT_FAMILY, BertTrainConfig, VerifiedBertConfig),
+    "t5": Command(T5_FAMILY, T5TrainConfig, VerifiedT5Config),
 }
 """What commands train, by their names; mamba is a GPT of other layers."""
 

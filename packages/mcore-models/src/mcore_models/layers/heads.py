@@ -110,3 +110,19 @@ class Pooler(nn.Module):
         if self.sequence_parallel:
             first = reduce_from(first if self.axis.rank == 0 else first * 0.0, self.axis)
         return torch.tanh(self.dense(first))
+
+
+class OutputBias(nn.Module):
+    """A bias for each token of a tied head, split over the tensor ranks."""
+
+    def __init__(
+        self, vocab_size: int, padded_vocab_size: int, axis: Axis, **placed: Any
+    ) -> None:
+        """Allocate this rank's part; zeros."""
+        super().__init__()
+        self.vocab_size, self.axis = vocab_size, axis
+        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **placed))
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the bias, see ``mcore_parallel.sharding``."""
+        return {"bias": sliced("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))}

@@ -10,10 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mcore_models.encoder_config import T5Config, feed_forward
 from mcore_models.layers.masked_attention import MaskedAttention
 from mcore_models.layers.mixers import MIXERS, LayerSetup
+from mcore_models.layers.mlp import MLP
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.residual import PostNorm, PreNorm, Residual
+from mcore_parallel.logical_tensors import ffn_size
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.rng import StreamDropout
 
@@ -68,7 +71,7 @@ class MaskedBlock(nn.Module):
         self.attention = MaskedAttention(config, ctx, causal=is_decoder, **options)
         if is_decoder:
             self.cross_attention = MaskedAttention(config, ctx, is_cross=True, **options)
-        self.mlp = MIXERS["mlp"].build(setup)
+        self.mlp = _build_mlp(setup)
         self.is_decoder = is_decoder
         self.norm_name = "post_norm" if post_norm else "norm"
         for name in self._halves():
@@ -107,3 +110,24 @@ class MaskedBlock(nn.Module):
                 self.cross_attention, mask=given.memory_mask, memory=given.memory
             )
         return halves | {"mlp": self.mlp}
+
+
+def _build_mlp(setup: LayerSetup) -> Any:
+    """Build the feed-forward layer: of a T5 as ``--feed-forward-proj`` says."""
+    config = setup.config
+    if not isinstance(config, T5Config):
+        return MIXERS["mlp"].build(setup)
+    is_gated, activation = feed_forward(config)
+    return MLP(
+        config.hidden_size,
+        ffn_size(config),
+        gated=is_gated,
+        activation=activation,
+        bias=config.add_bias_linear,
+        axis=setup.ctx.tp,
+        sequence_parallel=setup.sequence_parallel,
+        init_std=0.0,
+        recompute_activation="mlp_act" in setup.recomputed,
+        gemms=setup.gemms,
+        **setup.placed,
+    )

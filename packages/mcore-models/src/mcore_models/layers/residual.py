@@ -147,7 +147,7 @@ class PostNorm(PreNorm):
     ) -> Residual:
         """Join a layer to the stream and norm the sum; see ``PreNorm``."""
         x = stream.total()
-        y = self.dropout(self._call(layer, x, name))
+        y = self.dropout(self.call(layer, x, name))
         if "layernorm" in self.recomputed and self.training:
             return Residual(recompute(norm, x + y), None, stream.aux)
         return Residual(norm.add_and_norm(x, y)[0], None, stream.aux)

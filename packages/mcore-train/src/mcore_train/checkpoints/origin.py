@@ -121,8 +121,8 @@ def model_fields(
     parts = get_type_hints(config_type)
     for part, values in (("model", "config"), ("experts", "moe")):
         for field in dataclasses.fields(parts[part]):
-            value = description[values].get(field.name, field.default)
             default = list(field.default) if isinstance(field.default, tuple) else field.default
+            value = description[values].get(field.name, default)
             if value != default:
                 table[field.name] = value
     table["vocab_size"] = description["vocab_size"]

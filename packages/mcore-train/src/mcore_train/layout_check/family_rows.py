@@ -36,3 +36,28 @@ class BertRows:
             "padding_mask": (place < num_real).astype(np.int64),
             "is_random": np.array(sample % 2, np.int64),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class T5Rows:
+    """A text for the encoder, padded at its end, and one for the decoder."""
+
+    rows: Any
+    """``trial.Rows``."""
+    decoder_seq_length: int
+
+    def __len__(self) -> int:
+        """Rows of all steps."""
+        return len(self.rows)
+
+    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
+        """Return one row."""
+        row, D = self.rows[sample], self.decoder_seq_length
+        place = np.arange(self.rows.seq_length)
+        return {
+            "text_enc": row["labels"],
+            "text_dec": row["tokens"][:D],
+            "labels": row["labels"][:D],
+            "loss_mask": row["loss_mask"][:D],
+            "enc_mask": (place < self.rows.seq_length - 2 * (sample % 4)).astype(np.int64),
+        }

@@ -11,6 +11,7 @@ from math import lcm
 from typing import Any
 
 from mcore_models.config import is_local, is_rotated
+from mcore_models.encoder_config import T5Config, encoder_layers
 from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.logical_tensors import head_dim, layer_mixers, num_kv_heads
@@ -204,8 +205,16 @@ def _mamba(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from mamba_relations(groups, plan.config.parallelism).items()
 
 
-def layer_kinds(config: TrainConfig) -> list[tuple[str, ...]]:
-    """Name the mixers of every layer, in order, and the way of its attention."""
+def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
+    """Name the mixers of every layer, in order, and the way of its attention.
+
+    Of a model with an encoder and a decoder, which of them the layer belongs to.
+    """
+    config = plan.config
+    if isinstance(config.model, T5Config):
+        depth = encoder_layers(config.model)
+        layers = range(plan.family.num_layers(config.model))
+        return [("encoder",) if layer < depth else ("decoder",) for layer in layers]
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
     return [
         tuple(words.get(name) or _positioned(config, layer) for name in names)
@@ -232,7 +241,7 @@ def _attention(config: TrainConfig, layer: int) -> str:
 
 
 def _layers(plan: Plan) -> Iterator[tuple[str, str]]:
-    kinds = layer_kinds(plan.config)
+    kinds = layer_kinds(plan)
     yield "kinds of layers", "; ".join(sorted({", ".join(kind) for kind in kinds}))
     counts = [len(stage.layers) for stage in plan.stages]
     if len(counts) == 1:

@@ -8,9 +8,11 @@ counts shrink until eight ranks train it on two CPU cores in seconds. Pure: no t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import RecomputeConfig, TransformerConfig, is_local, is_rotated
+from mcore_models.encoder_config import T5Config, encoder_layers
 from mcore_models.families import Family
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_train.composition import TrainConfig
@@ -76,7 +78,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     num_stages, layers = _keep_layers(plan, parallel)
     num_layers = sum(map(len, layers))
     shards = _num_shards(config, parallel, world_size)
-    model = shrink_model(plan, parallel, layers, shards)
+    model = _split_stacks(plan, shrink_model(plan, parallel, layers, shards), layers)
     shrunk = replace(
         config,
         model=model,
@@ -119,12 +121,28 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     )
 
 
+def _split_stacks(
+    plan: Plan, model: TransformerConfig, layers: list[list[int]]
+) -> TransformerConfig:
+    """Give encoder and decoder as many layers as stay of each."""
+    real = plan.config.model
+    if not isinstance(model, T5Config) or not isinstance(real, T5Config):
+        return model
+    kept = [layer < encoder_layers(real) for stage in layers for layer in stage]
+    return replace(
+        model,
+        num_layers=1,
+        encoder_num_layers=sum(kept),
+        decoder_num_layers=len(kept) - sum(kept),
+    )
+
+
 def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[int]]]:
     """Choose which of the real layers stay, stage by stage: one or two of each stage.
 
     Those that stay show the kinds that the stage has; one stage alone keeps one of each kind.
     """
-    kinds = layer_kinds(plan.config)
+    kinds = layer_kinds(plan)
     stages = plan.stages
     num_stages = parallel.pipeline_model_parallel_size * (
         plan.config.pipeline.num_virtual_stages_per_pipeline_rank
@@ -146,7 +164,7 @@ def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[i
 
 def _choose_layers(plan: Plan, layers: list[int], count: int, position: int) -> list[int]:
     """Choose layers that have a window where the small run has one, of kinds not seen yet."""
-    kinds, chosen = layer_kinds(plan.config), []
+    kinds, chosen = layer_kinds(plan), []
     model = plan.config.model
     small = replace(
         model,
@@ -190,16 +208,29 @@ def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> Batc
         parallel.tensor_model_parallel_size * parallel.context_parallel_size * pp
     )
     size = micro * data_ranks * kept
-    common = {"micro_batch_size": micro, "seq_length": seq_length(plan, parallel)}
+    common: dict[str, int] = {
+        "micro_batch_size": micro,
+        "seq_length": seq_length(plan, parallel),
+    }
+    kind: Any = type(plan.config.batch)
+    if kind is not BatchConfig:  # a T5's: the decoder has half the encoder's tokens, or as many
+        half = common["seq_length"] // 2
+        common["decoder_seq_length"] = half if half % _cuts(parallel) == 0 else 2 * half
     if not is_ramp:
-        return BatchConfig(**common, global_batch_size=size, train_iters=NUM_STEPS)
+        return kind(**common, global_batch_size=size, train_iters=NUM_STEPS)
     # One step of the first size, the others of twice that.
-    return BatchConfig(
+    return kind(
         **common,
         global_batch_size=2 * size,
         rampup_batch_size=(size, size, size),
         train_samples=size + (NUM_STEPS - 1) * 2 * size,
     )
+
+
+def _cuts(parallel: ParallelConfig) -> int:
+    """Say what the tokens of a row must be a multiple of."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return tp * cp * (2 if cp > 1 else 1)
 
 
 def _group_size(plan: Plan, parallel: ParallelConfig) -> int:

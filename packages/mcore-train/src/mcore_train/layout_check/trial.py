@@ -28,7 +28,7 @@ from mcore_train.batches import train_batches, valid_batches
 from mcore_train.checkpoints.resuming import load_run, model_shards, optimizer_shards, save_run
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import evaluate, forward_pass
-from mcore_train.layout_check.family_rows import BertRows
+from mcore_train.layout_check.family_rows import BertRows, T5Rows
 from mcore_train.loop import Interval, one_step
 from mcore_train.resolution import Plan
 from mcore_train.step import backward
@@ -115,7 +115,7 @@ class Rows:
         return [0, *inner] + [S] * (5 - len(inner))
 
 
-AnyRows = Rows | BertRows
+AnyRows = Rows | BertRows | T5Rows
 """Rows of any family."""
 
 
@@ -132,7 +132,11 @@ def rows_of(plan: Plan) -> AnyRows:
         masked=masked if has_room else range(0),
         is_packed=data.reset_attention_mask or data.dataloader_inter_document_masking,
     )
-    return BertRows(rows) if plan.family.dataset == "bert" else rows
+    if plan.family.dataset == "bert":
+        return BertRows(rows)
+    if plan.family.dataset == "t5":
+        return T5Rows(rows, getattr(batch, "decoder_seq_length"))  # noqa: B009
+    return rows
 
 
 def build_run(plan: Plan, ctx: ParallelContext, rows: AnyRows, *, dtype: torch.dtype) -> Run:

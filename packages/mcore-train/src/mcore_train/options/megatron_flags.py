@@ -30,6 +30,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--use-rotary-position-embeddings": Spelling(("--position-embedding-type", "rope")),
     "--no-position-embedding": Spelling(("--position-embedding-type", "none")),
     "--bert-no-binary-head": Spelling(("--bert-heads", "lm")),
+    "--encoder-seq-length": Spelling(("--seq-length",)),
     "--group-query-attention": Spelling(note="--num-query-groups alone turns it on"),
     "--use-mcore-models": Spelling(note="there is one set of models"),
     "--use-flash-attn": Spelling(note="the fastest attention present is used anyway"),
@@ -125,8 +126,8 @@ INSTEAD: dict[str, str] = {
         "use --pipeline-model-parallel-layout, such as 'E|tt|tt|L'."
     ),
     "--pipeline-model-parallel-split-rank": (
-        "there are no encoders yet; use --pipeline-model-parallel-layout to place a decoder's "
-        "layers."
+        "stages share the encoder's layers, then the decoder's; use "
+        "--pipeline-model-parallel-layout to place them."
     ),
     "--hierarchical-context-parallel-sizes": (
         "use --cp-comm-type p2p, all_gather or a2a over all of --context-parallel-size."
@@ -168,8 +169,8 @@ INSTEAD: dict[str, str] = {
     "--*fsdp* --*-sharding-strategy --enable-full-sharding-in-hsdp": (
         "fully sharded data parallelism is not built yet; use --use-distributed-optimizer."
     ),
-    "--encoder-num-layers --decoder-num-layers": "there are no encoders yet; use --num-layers.",
-    "--encoder-seq-length --decoder-seq-length": "there are no encoders yet; use --seq-length.",
+    "--encoder-num-layers --decoder-num-layers": "only a t5 has them; use --num-layers.",
+    "--decoder-seq-length": "only mcore-train t5 has it; use --seq-length.",
     "--hybrid-attention-ratio --hybrid-mlp-ratio": (
         "use --hybrid-override-pattern, one letter a layer."
     ),

@@ -88,6 +88,21 @@ def find_sample_conflicts(config: TrainConfig, dataset: str) -> Iterator[str]:
         if getattr(config.data, name):
             flag = "--" + name.replace("_", "-")
             yield f"{flag} has no effect on {dataset} samples: leave it out."
+    parallel, decoder = config.parallelism, getattr(config.batch, "decoder_seq_length", 0)
+    cp = parallel.context_parallel_size
+    cuts = cp * (2 if cp > 1 else 1)
+    cuts *= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    if decoder % cuts:
+        yield (
+            f"--decoder-seq-length {decoder} cannot be cut by context and tensor ranks: use a "
+            f"multiple of {cuts}, such as {-(-decoder // cuts) * cuts}."
+        )
+    limit = config.model.max_position_embeddings
+    if limit and decoder > limit:
+        yield (
+            f"--decoder-seq-length {decoder} is longer than --max-position-embeddings {limit}: "
+            "use as many or fewer."
+        )
     if config.fim.fim_data:
         yield f"--fim-data rewrites plain text, not {dataset} samples: leave it out."
 

@@ -1,0 +1,400 @@
+"""T5: an encoder reads a text with spans cut out, a decoder writes the spans.
+
+Megatron's form and the published one (1.0 and 1.1) by the fields of ``T5Config``. Pipeline
+stages share the encoder's layers, then the decoder's: each passes on the encoder's stream,
+the decoder's and, with relative positions, their tables. The first stage embeds both inputs,
+so that the embedding is only at the ends. Layers are named ``encoder.blocks.N`` and
+``decoder.blocks.N``.
+
+Raffel et al. 2019, arXiv:1910.10683.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from mcore_models.config import KernelConfig, RecomputeConfig
+from mcore_models.encoder_checks import check_t5_layout
+from mcore_models.encoder_config import T5Config, encoder_layers, num_stack_layers
+from mcore_models.initialization import initialize_
+from mcore_models.layers.heads import OutputBias
+from mcore_models.layers.masked_block import MaskedBlock, MaskedInputs
+from mcore_models.layers.mixers import LayerSetup
+from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
+from mcore_models.layers.position_embedding import PositionEmbedding
+from mcore_models.layers.relative_bias import (
+    RelativePositionBias,
+    distance_buckets,
+    position_scores,
+)
+from mcore_models.layers.residual import Residual
+from mcore_models.layers.stack import run_blocks
+from mcore_models.layout_checks import too_long
+from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, TrainableModel
+from mcore_moe.config import MoEConfig
+from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
+from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from mcore_parallel.tensor_parallel.embedding import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    padded_vocab,
+)
+from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
+
+TEXT_ENC, TEXT_DEC, ENC_MASK = "text_enc", "text_dec", "enc_mask"
+ENCODER, DECODER, TABLES = "encoder", "decoder", "relative_position_bias"
+"""What stages send on: both streams, and the tables of relative positions."""
+_DECODER_LENGTH = "decoder_seq_length"
+
+_NO_EXPERTS = MoEConfig()
+_KEEP_ALL = RecomputeConfig()
+_ANY_KERNELS = KernelConfig()
+
+Streams = Mapping[str, Tensor]
+"""``encoder`` ``[S, B, D]``, ``decoder`` ``[S', B, D]``, this rank's tokens; and
+``relative_position_bias`` ``[2, buckets, n]``, with relative positions."""
+
+
+class T5Stack(nn.Module):
+    """What one stage has of the encoder or of the decoder.
+
+    Attributes:
+        relative_position_bias: on the first stage, with relative positions.
+        blocks: layers by their number in the stack.
+        final_norm: where the stack's last layer is.
+    """
+
+    def __init__(self) -> None:
+        """Begin without layers."""
+        super().__init__()
+        self.relative_position_bias: RelativePositionBias | None = None
+        self.blocks = nn.ModuleDict()
+        self.final_norm: RMSNorm | LayerNorm | None = None
+
+
+class T5(TrainableModel):
+    """Two texts to scores of the second one's next tokens.
+
+    Attributes:
+        embedding, position_embedding: on the first stage; the first one is also on the last
+            where the head is tied to it.
+        encoder, decoder: this stage's part of each stack.
+        head, lm_head: on the last stage: its weight if untied, a tied one's bias.
+    """
+
+    config: T5Config
+    entries = MappingProxyType(
+        {
+            TEXT_ENC: Entry(),
+            TEXT_DEC: Entry(length=_DECODER_LENGTH),
+            LABELS: Entry(length=_DECODER_LENGTH),
+            LOSS_MASK: Entry(length=_DECODER_LENGTH),
+            ENC_MASK: Entry(is_cut=False),
+        }
+    )
+
+    def __init__(
+        self,
+        config: T5Config,
+        ctx: ParallelContext,
+        *,
+        vocab_size: int,
+        moe: MoEConfig = _NO_EXPERTS,
+        stage: Stage | None = None,
+        seed: int = 1234,
+        recomputing: RecomputeConfig = _KEEP_ALL,
+        kernels: KernelConfig = _ANY_KERNELS,
+        gemms: Sequence[LinearGemms] = (),
+        streams: RngStreams | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocate this rank's share and fill it, with no communication; see ``GPT``.
+
+        Raises:
+            ValueError: if the model does not fit the layout, or a kernel is not installed.
+        """
+        super().__init__()
+        check_t5_layout(config, ctx.config, moe)
+        stage = stage or Stage(0, range(num_stack_layers(config)), True, True)
+        self.config, self.vocab_size, self.stage = config, vocab_size, stage
+        self.tp, self.cp = ctx.tp, ctx.cp
+        self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        self.is_relative = config.position_embedding_type == "relative"
+        self.is_tied = not config.untie_embeddings_and_output_weights
+        self.recomputing = recomputing
+        self.streams = streams or RngStreams(seed, ctx)
+        self.padded_vocab_size = padded_vocab(
+            vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
+        )
+        placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
+        self._add_embeddings(ctx, placed)
+        selective = recomputing.recompute_granularity == "selective"
+        recomputed = frozenset(recomputing.recompute_modules if selective else ())
+        depth = encoder_layers(config)
+        self.encoder, self.decoder = T5Stack(), T5Stack()
+        for layer in stage.layers:
+            is_decoder = layer >= depth
+            setup = LayerSetup(
+                config=config,
+                ctx=ctx,
+                layer=layer,
+                streams=self.streams,
+                moe=moe,
+                recomputed=recomputed,
+                kernels=kernels,
+                gemms=gemms[layer] if gemms else PLAIN_GEMMS,
+                placed=placed,
+            )
+            block = MaskedBlock(
+                setup,
+                is_decoder=is_decoder,
+                scale=None if config.scale_attention_scores else 1.0,
+            )
+            stack = self.decoder if is_decoder else self.encoder
+            stack.blocks[str(layer - depth * is_decoder)] = block
+        self._add_ends_of_stacks(placed)
+        initialize_(self, config, seed)
+
+    def _add_embeddings(self, ctx: ParallelContext, placed: dict[str, Any]) -> None:
+        config, stage = self.config, self.stage
+        split: dict[str, Any] = {
+            "axis": self.tp,
+            "sequence_parallel": self.sequence_parallel,
+            **placed,
+        }
+        sizes: dict[str, Any] = {"padded_vocab_size": self.padded_vocab_size, "init_std": 0.0}
+        if stage.has_embedding or (stage.has_loss and self.is_tied):
+            self.embedding = VocabParallelEmbedding(
+                self.vocab_size,
+                config.hidden_size,
+                tied=ctx.embedding_ends if self.is_tied else SINGLE,
+                **sizes,
+                **split,
+            )
+        if stage.has_embedding and not self.is_relative:
+            self.position_embedding = PositionEmbedding(
+                config.max_position_embeddings, config.hidden_size, **split
+            )
+        if stage.has_loss and not self.is_tied:
+            self.head = VocabParallelHead(config.hidden_size, self.vocab_size, **sizes, **split)
+        if stage.has_loss and self.is_tied and config.add_output_bias:
+            sizes = {"vocab_size": self.vocab_size, "padded_vocab_size": self.padded_vocab_size}
+            self.lm_head = OutputBias(**sizes, axis=self.tp, **placed)
+        stream = "tensor_parallel" if self.sequence_parallel else "replicated"
+        self.dropout = StreamDropout(config.hidden_dropout, self.streams, stream)
+
+    def _add_ends_of_stacks(self, placed: dict[str, Any]) -> None:
+        config, layers = self.config, self.stage.layers
+        if self.stage.has_embedding and self.is_relative:
+            for stack in (self.encoder, self.decoder):
+                stack.relative_position_bias = RelativePositionBias(
+                    config.relative_attention_num_buckets,
+                    config.num_attention_heads,
+                    axis=self.tp,
+                    **placed,
+                )
+        ends = (
+            (self.encoder, encoder_layers(config) - 1 in layers),
+            (
+                self.decoder,
+                self.stage.has_loss,
+            ),
+        )
+        for stack, is_here in ends:
+            if is_here:
+                stack.final_norm = build_norm(
+                    config,
+                    config.hidden_size,
+                    replicas=self.tp,
+                    partial=self.tp if self.sequence_parallel else SINGLE,
+                    **placed,
+                )
+
+    def forward(
+        self,
+        x: Streams | tuple[Int[Tensor, "B Q"], Int[Tensor, "B R"]],
+        encoder_mask: Int[Tensor, "B S"] | None = None,
+    ) -> Streams:
+        """Run this stage's layers.
+
+        Args:
+            x: token ids of encoder and decoder on the first stage, cut over context ranks,
+                else what the stage before returned.
+            encoder_mask: 1 for tokens of the encoder, 0 for padding, of whole rows; None: no
+                padding.
+
+        Returns:
+            Both streams; on the last stage the decoder's is what the head reads.
+
+        Raises:
+            ValueError: if a sequence is longer than the model's positions, or does not divide
+                over the tensor ranks.
+        """
+        found = dict(x) if isinstance(x, Mapping) else self._embed(*x)
+        seen = None
+        if encoder_mask is not None:
+            seen = (encoder_mask > 0)[:, None, None, :]  # [B, Z] -> [B, 1, 1, Z]
+        if self.encoder.blocks:
+            mask = self._mask(found, 0, seen)
+            found[ENCODER] = self._run(self.encoder, found[ENCODER], MaskedInputs(mask=mask))
+        if self.decoder.blocks:
+            inputs = MaskedInputs(
+                mask=self._mask(found, 1, None), memory=found[ENCODER], memory_mask=seen
+            )
+            found[DECODER] = self._run(self.decoder, found[DECODER], inputs)
+        elif self.decoder.final_norm is not None:  # a last stage without layers
+            found[DECODER] = self.decoder.final_norm(found[DECODER])
+        if self.stage.has_loss and self.config.scale_decoder_outputs:
+            found[DECODER] = found[DECODER] * self.config.hidden_size**-0.5
+        return found
+
+    def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
+        """Score the vocabulary: this rank's slice of it, padding included.
+
+        Gathers the sequence under sequence parallelism.
+
+        Args:
+            hidden: the decoder's stream of ``forward`` on the last stage.
+        """
+        weight = self.embedding.weight if self.is_tied else self.head.weight
+        bias = self.lm_head.bias if hasattr(self, "lm_head") else None
+        return column_parallel(hidden, weight, bias, self.tp, self.sequence_parallel)
+
+    @property
+    def read_entries(self) -> frozenset[str]:
+        """The encoder's mask on every stage, the rest at the ends."""
+        names = {ENC_MASK}
+        names |= {TEXT_ENC, TEXT_DEC} if self.stage.has_embedding else set()
+        names |= {LABELS, LOSS_MASK} if self.stage.has_loss else set()
+        return frozenset(names)
+
+    def run_stage(
+        self, batch: MicroBatch, received: Payload | None
+    ) -> tuple[Payload, Float[Tensor, ""]]:
+        """Run ``forward`` on the batch, or on the streams of the stage before."""
+        x: Any = (batch[TEXT_ENC], batch[TEXT_DEC]) if received is None else received
+        found = self(x, batch[ENC_MASK])
+        hidden = found[DECODER]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        aux = torch.zeros((), dtype=wide, device=hidden.device)
+        return (hidden if self.stage.has_loss else found), aux
+
+    def payload_shape(self, batch: MicroBatch, _sender: int, num_cuts: int, /) -> PayloadShape:
+        """Shapes of both streams and of the tables, the same for all stages."""
+        config, shapes = self.config, {}
+        for stream, text in ((ENCODER, TEXT_ENC), (DECODER, TEXT_DEC)):
+            num_rows, length = batch[text].shape
+            shapes[stream] = (length // num_cuts, num_rows, config.hidden_size)
+        if self.is_relative:
+            heads = config.num_attention_heads // self.tp.size
+            shapes[TABLES] = (2, config.relative_attention_num_buckets, heads)
+        return shapes
+
+    def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
+        """Real tokens of the decoder."""
+        return {LM_LOSS: batch[LOSS_MASK]}
+
+    def losses(
+        self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Float[Tensor, ""]]:
+        """Sum the loss with its weights."""
+        found = self.unreduced_losses(output, batch)
+        return {name: (loss * weights[name]).sum() for name, loss in found.items()}
+
+    def unreduced_losses(
+        self, output: Payload, batch: MicroBatch
+    ) -> Mapping[str, Float[Tensor, "..."]]:
+        """Cross-entropy of every place of the decoder ``[B, S/cp]``."""
+        assert isinstance(output, Tensor)
+        losses = vocab_parallel_cross_entropy(
+            self.logits(output),
+            batch[LABELS].clamp(min=0).t(),
+            vocab_size=self.vocab_size,
+            padded_vocab_size=self.padded_vocab_size,
+            axis=self.tp,
+        )
+        return {LM_LOSS: losses.t()}
+
+    def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
+        """Return ``logits``."""
+        assert isinstance(output, Tensor)
+        return self.logits(output)
+
+    def _run(self, stack: T5Stack, x: Tensor, inputs: MaskedInputs) -> Tensor:
+        is_cut = self.recomputing.distribute_saved_activations and not self.sequence_parallel
+        stream = run_blocks(
+            list(stack.blocks.values()),
+            Residual.begin(x),
+            lambda block, stream: block(stream, inputs),
+            self.recomputing if self.training else _KEEP_ALL,
+            streams=self.streams,
+            saved_by=self.tp if is_cut else SINGLE,
+        )
+        if stack.final_norm is not None:
+            return stream.normed(stack.final_norm)[0]
+        return stream.total()
+
+    def _embed(self, encoder_ids: Tensor, decoder_ids: Tensor) -> dict[str, Tensor]:
+        found = {}
+        for name, ids in ((ENCODER, encoder_ids), (DECODER, decoder_ids)):
+            self._check_length(ids.shape[1])
+            x = self.embedding(ids)
+            if not self.is_relative:
+                x = x + self.position_embedding(self._positions(ids.shape[1], ids.device))
+            found[name] = self.dropout(x)
+        if self.is_relative:
+            tables = [stack.relative_position_bias for stack in (self.encoder, self.decoder)]
+            found[TABLES] = torch.stack([table.weight for table in tables if table is not None])
+        return found
+
+    def _mask(
+        self, streams: Streams, number: int, seen: Tensor | None
+    ) -> Shaped[Tensor, "b n q Z"] | None:
+        """Return the mask of a stack's own tokens: 0 the encoder, 1 the decoder."""
+        x = streams[(ENCODER, DECODER)[number]]
+        num_tokens = x.shape[0] * (self.tp.size if self.sequence_parallel else 1)
+        is_decoder = number == 1
+        if not self.is_relative and (seen is not None or self.cp.size == 1):
+            return seen  # None in a decoder: causal attention needs no mask
+        queries = self._positions(num_tokens, x.device)
+        keys = torch.arange(num_tokens * self.cp.size, device=x.device)
+        visible = seen
+        if is_decoder:
+            visible = (keys[None, :] <= queries[:, None])[None, None]
+        if not self.is_relative:
+            return visible
+        buckets = distance_buckets(
+            queries,
+            keys,
+            both_sides=not is_decoder,
+            num_buckets=self.config.relative_attention_num_buckets,
+            max_distance=self.config.relative_attention_max_distance,
+        )
+        scores = position_scores(streams[TABLES][number], buckets)
+        return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+
+    def _positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        if self.cp.size == 1:
+            return torch.arange(num_tokens, device=device)
+        return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
+
+    def _check_length(self, num_tokens: int) -> None:
+        limit, length = self.config.max_position_embeddings, num_tokens * self.cp.size
+        if limit and length > limit:
+            raise ValueError(too_long(length, limit))
+        if self.sequence_parallel and num_tokens % self.tp.size:
+            raise ValueError(
+                f"--sequence-parallel cannot cut {num_tokens} tokens over "
+                f"--tensor-model-parallel-size {self.tp.size}: use a --seq-length and a "
+                "--decoder-seq-length that are multiples."
+            )
