@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from mcore_infer import Engine, EngineConfig, Generation, SamplingConfig, generate, load_model
+from mcore_models.config import TransformerConfig
+from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
@@ -151,6 +153,21 @@ def test_a_request_that_does_not_fit_is_refused_and_nothing_is_queued(model):
             Engine(model, EngineConfig())
     finally:
         model.eval()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hybrid_override_pattern": "M*", "mamba_num_groups": 1}, "state of Mamba layers"),
+        ({"rope_type": "dynamic", "rotary_scaling_factor": 2.0}, "--rope-type dynamic"),
+    ],
+)
+def test_a_model_that_pages_cannot_hold_is_refused(fields, message):
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config = TransformerConfig(**sizes, max_position_embeddings=64, **fields)
+    model = GPT(config, ParallelContext.single(), vocab_size=64, device="meta").eval()
+    with pytest.raises(ValueError, match=message):
+        Engine(model, EngineConfig())
 
 
 def write_on_ranks(folder):

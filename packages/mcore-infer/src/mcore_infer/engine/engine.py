@@ -67,6 +67,11 @@ class Engine:
                 f"--rope-type {model.config.rope_type} turns by the length of a text, and an "
                 "engine computes texts of several lengths together: write with generate()."
             )
+        if "M" in model.config.hybrid_override_pattern:
+            raise ValueError(
+                "an engine's pages hold keys and values, not the state of Mamba layers: write "
+                "with generate()."
+            )
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]
