@@ -311,7 +311,7 @@ def test_the_fused_gelu_of_megatrons_is_the_approximation_by_tanh():
 @pytest.mark.parametrize(
     "said",
     [
-        {"rope_skip_freq": [0, 1]},
+        {"no_rope_freq": [0, 1]},
         {"qk_l2_norm": True},
         {"apply_residual_connection_post_layernorm": True},
         {"position_embedding_type": "mrope"},

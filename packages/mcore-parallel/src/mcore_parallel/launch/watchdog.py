@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -106,6 +107,8 @@ class Watch:
                 log.error("rank %d ends: %s", self.rank, fault)
             self._stop()
             self._tell("failed" if failed else "left")
+            if failed and self.rank == 0:
+                self._outlast_readers()
         except dist.DistError as lost:
             log.error("rank %d cannot reach the store any more: %s", self.rank, lost)
         self._left.set()
@@ -130,6 +133,14 @@ class Watch:
             if wait_s and beat == before[rank] and found[rank] not in GONE:
                 found[rank] = f"SILENT, last {found[rank]}"
         return found
+
+    def _outlast_readers(self) -> None:
+        """Keep the store, which may end with rank 0, until the others have read the fault."""
+        deadline = time.monotonic() + GRACE_S + 2 * self.period_s + 1
+        while time.monotonic() < deadline:
+            places = self.places(wait_s=2 * self.period_s + 0.5).values()
+            if all(place in GONE or place.startswith("SILENT") for place in places):
+                return
 
     def _stop(self) -> None:
         self._ended.set()
@@ -199,6 +210,8 @@ class Watch:
     def _end(self, fault: str, place: str) -> None:
         """End this process unless the main program ends within ``GRACE_S``."""
         if not self._ended.wait(GRACE_S):
+            with suppress(dist.DistError):  # the store may be what is gone
+                self._tell("failed")
             self._exit(fault, place)
 
     def _exit(self, fault: str, place: str) -> None:
