@@ -61,7 +61,10 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
     assert main(["gtp"]) == 2
     assert "unknown command gtp: did you mean gpt?" in capsys.readouterr().err
     assert main(["serve"]) == 2
-    assert "unknown command serve. The commands are gpt, mamba, bert, t5, quickstart" in capsys.readouterr().err
+    assert (
+        "unknown command serve. The commands are gpt, mamba, bert, t5, quickstart"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_schedule_is_drawn_as_text_and_as_a_picture(capsys, tmp_path):

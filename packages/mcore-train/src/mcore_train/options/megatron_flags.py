@@ -230,7 +230,7 @@ INSTEAD: dict[str, str] = {
     ),
     "--moe-flex-*": "use --moe-token-dispatcher-type allgather or alltoall.",
     "--moe-use-upcycling --moe-upcycling-*": (
-        "use mcore-ckpt upcycle, which turns a dense checkpoint into experts, and --load its result."
+        "use mcore-ckpt upcycle, which makes experts of a dense checkpoint: --load its result."
     ),
     "--tp-comm-* --no-tp-comm-*": "leave it out: exchanges are not cut into pieces.",
     (
