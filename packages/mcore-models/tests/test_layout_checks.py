@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mcore_models.config import TransformerConfig
+from mcore_models.encoder_checks import encoder_layout_problems, t5_layout_problems
+from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.layers.attention import cp_comm_type
 from mcore_models.layout_checks import check_layout, layout_problems
 from mcore_moe.config import MoEConfig
@@ -152,3 +154,27 @@ def test_a_ring_has_neither_windows_nor_dropout_but_what_is_derived_has(changes,
     assert layout_problems(model, derived) == []
     assert cp_comm_type(model, derived, 0) == "all_gather"
     assert cp_comm_type(MODEL, derived, 0) == "p2p"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("residual_multiplier", 0.5),
+        ("attn_logit_softcapping", 30.0),
+        ("final_logit_softcapping", 30.0),
+        ("softmax_scale", 0.2),
+        ("norm_placement", "output"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "problems_of"),
+    [(BertConfig, encoder_layout_problems), (T5Config, t5_layout_problems)],
+)
+def test_models_with_an_encoder_refuse_what_their_layers_do_not_read(
+    kind, problems_of, field, value
+):
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    assert problems_of(kind(**sizes), ParallelConfig()) == []
+    (problem,) = problems_of(kind(**sizes, **{field: value}), ParallelConfig())
+    assert problem.startswith("--" + field.replace("_", "-"))
+    assert "leave it out" in problem

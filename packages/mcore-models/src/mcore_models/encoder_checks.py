@@ -3,7 +3,7 @@
 Pure questions about configs; no torch here.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import prod
 from typing import Any
 
@@ -22,6 +22,15 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads, tensor_shapes
 
 _NO_EXPERTS = MoEConfig()
+
+_DEFAULTS = {field.name: field.default for field in fields(TransformerConfig)}
+_DECODERS_ALONE = (
+    *("norm_placement", "parallel_residual", "qk_l2_norm", "softmax_scale"),
+    *("attn_logit_softcapping", "softmax_type", "attention_chunk_size"),
+    *("embedding_multiplier", "residual_multiplier", "logits_multiplier"),
+    *("final_logit_softcapping", "multi_latent_attention", "hybrid_override_pattern"),
+)
+"""Fields that layers of an encoder, and of a decoder beside one, do not read."""
 
 Shape = tuple[int, ...]
 
@@ -52,6 +61,10 @@ def encoder_layout_problems(
         problems.append("--window-size: an encoder sees whole rows; leave it out.")
     if config.qk_layernorm:
         problems.append("--qk-layernorm: models with an encoder have none; leave it out.")
+    for name in _DECODERS_ALONE:
+        if getattr(config, name) != _DEFAULTS[name]:
+            flag = "--" + name.replace("_", "-")
+            problems.append(f"{flag}: models with an encoder compute without it; leave it out.")
     if parallel.context_parallel_size > 1 and parallel.cp_comm_type in ("p2p", "a2a"):
         problems.append(
             f"--cp-comm-type {parallel.cp_comm_type} works for causal models alone: leave it "

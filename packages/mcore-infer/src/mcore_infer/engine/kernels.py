@@ -83,7 +83,7 @@ def _attend(
         shrink = tl.exp(top - safe)
         total = total * shrink + tl.sum(weight, 1)
         value = tl.load(values + at[:, None] + lane[None, :], mask=seen, other=0.0)
-        # Keys out of the window may be another request's: their values are not even read as 0.
+        # Pages out of the window may be another request's: even a NaN there must weigh nothing.
         value = tl.where(is_seen[:, None], value, 0.0)
         weight = weight.to(value.dtype)
         mixed = tl.dot(weight, value, mixed * shrink[:, None], input_precision=PRECISION)
