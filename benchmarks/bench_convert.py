@@ -27,7 +27,7 @@ import torch
 from reporting import add_options, keep, versions
 from torch import Tensor
 
-from mcore_ckpt.families import llama
+from mcore_ckpt.families.dense import llama
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.sources import native_table
 from mcore_ckpt.mapping.row_streams import Rows, slabs

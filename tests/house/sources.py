@@ -15,7 +15,7 @@ class Source:
     """One Python file of a wheel."""
 
     name: str
-    """Where it is, as people say it: ``mcore_ckpt/families/llama.py``."""
+    """Where it is, as people say it: ``mcore_ckpt/families/dense/llama.py``."""
     text: str
     tree: ast.Module
 

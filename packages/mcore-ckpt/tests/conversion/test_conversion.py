@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mcore_ckpt.conversion.conversion import ConvertOptions, convert, hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.inspection import check, differences
 from mcore_ckpt.families import family_of
-from mcore_ckpt.families.fields import CARRIED, GENERATION_WORDS
+from mcore_ckpt.families.common.fields import CARRIED, GENERATION_WORDS
 from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.storage.files import narrowed
 from mcore_ckpt.storage.index import read_index

@@ -5,7 +5,7 @@ from math import prod
 import pytest
 
 from mcore_ckpt.families import MODEL_TYPES, family_of, shapes_of
-from mcore_ckpt.families.shape_check import check_shapes, expected_shape
+from mcore_ckpt.families.common.shape_check import check_shapes, expected_shape
 from mcore_ckpt.formats.megatron.names import to_arguments
 from mcore_ckpt.mapping.rules import expand
 from mcore_ckpt.storage.index import TensorEntry

@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
-from mcore_ckpt.families import MODEL_TYPES, cohere, experts, family_of, fields, gemma2, olmo2
+from mcore_ckpt.families import MODEL_TYPES, family_of
+from mcore_ckpt.families.common import experts, fields
+from mcore_ckpt.families.dense import cohere, gemma2, olmo2
 from mcore_ckpt.mapping.rules import Link, Rule, Table, expand, match_ours, match_theirs
 from mcore_ckpt.storage.index import TensorEntry
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.resharding import copy_small_files, write_whole
-from mcore_ckpt.families.experts import MOE_DEFAULTS
+from mcore_ckpt.families.common.experts import MOE_DEFAULTS
 from mcore_ckpt.mapping.row_streams import Progress, Source, row_groups, slabs, with_progress
 from mcore_ckpt.storage.files import DTYPES, Item, Reader
 from mcore_ckpt.storage.index import read_index

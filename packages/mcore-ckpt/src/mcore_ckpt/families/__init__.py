@@ -20,14 +20,41 @@ from typing import Any
 from mcore_ckpt.mapping.rules import Table
 from mcore_ckpt.storage.index import TensorEntry
 
-MODEL_TYPES = (
-    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "nemotron", "phi3"),
-    *("olmo2", "olmo3", "gemma2", "gemma3_text", "granite", "cohere", "cohere2", "starcoder2"),
-    *("gpt_neox", "smollm3", "gpt_oss", "glm4_moe", "llama4_text"),
-    *("deepseek_v2", "deepseek_v3", "mamba2", "t5", "bert"),
-    *("megatron-bert", "nemotron_h"),
-)
-"""``model_type`` of each family; with ``_`` its module. The first that fits is exported."""
+_FLOORS = {
+    "llama": "dense",
+    "mistral": "dense",
+    "qwen2": "dense",
+    "qwen3": "dense",
+    "mixtral": "moe",
+    "qwen3_moe": "moe",
+    "gpt2": "dense",
+    "nemotron": "dense",
+    "phi3": "dense",
+    "olmo2": "dense",
+    "olmo3": "dense",
+    "gemma2": "dense",
+    "gemma3_text": "dense",
+    "granite": "dense",
+    "cohere": "dense",
+    "cohere2": "dense",
+    "starcoder2": "dense",
+    "gpt_neox": "dense",
+    "smollm3": "dense",
+    "gpt_oss": "moe",
+    "glm4_moe": "moe",
+    "llama4_text": "moe",
+    "deepseek_v2": "moe",
+    "deepseek_v3": "moe",
+    "mamba2": "recurrent",
+    "t5": "encoders",
+    "bert": "encoders",
+    "megatron-bert": "encoders",
+    "nemotron_h": "recurrent",
+}
+"""``model_type`` of each family and the folder of its module, named alike with ``_``."""
+
+MODEL_TYPES = tuple(_FLOORS)
+"""All of them; the first that can say a model is the one it is exported as."""
 
 
 def family_of(model_type: str) -> Any:
@@ -40,21 +67,23 @@ def family_of(model_type: str) -> Any:
         raise ValueError(
             f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
         )
-    return import_module(f"{__name__}.{model_type.replace('-', '_')}")
+    name = model_type.replace("-", "_")
+    return import_module(f"{__name__}.{_FLOORS[model_type]}.{name}")
 
 
 def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """List the shapes of a model's weights by their names within a layer.
 
     Returns:
-        As ``families.shapes`` names them; nothing for a family that is not known.
+        As ``families.common.shapes`` names them; nothing for a family that is not known.
     """
     name = description.get("family", "")
     if name == "gpt":
-        return import_module(f"{__name__}.shapes").gpt_shapes(description)
-    if name not in {model_type.replace("-", "_") for model_type in MODEL_TYPES}:
+        return import_module(f"{__name__}.common.shapes").gpt_shapes(description)
+    model_types = {model_type.replace("-", "_"): model_type for model_type in MODEL_TYPES}
+    if name not in model_types:
         return {}
-    return import_module(f"{__name__}.{name}").shapes(description)
+    return family_of(model_types[name]).shapes(description)
 
 
 def stored_model(

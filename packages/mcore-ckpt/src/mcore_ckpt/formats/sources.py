@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.families import family_of, stored_model, table_for
-from mcore_ckpt.families.fields import CARRIED
-from mcore_ckpt.families.shape_check import check_shapes
+from mcore_ckpt.families.common.fields import CARRIED
+from mcore_ckpt.families.common.shape_check import check_shapes
 from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.dcp import METADATA, DcpFolder, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_files

@@ -7,8 +7,8 @@ keys are interleaved; its Qwen3 rotates halves too. Experts lie stacked in one t
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.experts import expert_layers, expert_setting
-from mcore_ckpt.families.fields import (
+from mcore_ckpt.families.common.experts import expert_layers, expert_setting
+from mcore_ckpt.families.common.fields import (
     refuse_variants,
     require,
     require_family,

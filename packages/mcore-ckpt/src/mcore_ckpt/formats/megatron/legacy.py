@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.families.fields import setting, settings
+from mcore_ckpt.families.common.fields import setting, settings
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file

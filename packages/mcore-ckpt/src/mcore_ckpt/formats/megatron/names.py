@@ -9,8 +9,14 @@ padded with rows that mean nothing.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.experts import MOE_DEFAULTS, expert_layers, expert_setting
-from mcore_ckpt.families.fields import DEFAULTS, VARIANTS, refuse_variants, setting, settings
+from mcore_ckpt.families.common.experts import MOE_DEFAULTS, expert_layers, expert_setting
+from mcore_ckpt.families.common.fields import (
+    DEFAULTS,
+    VARIANTS,
+    refuse_variants,
+    setting,
+    settings,
+)
 from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
 from mcore_parallel.logical_tensors import (
     ffn_size,

@@ -1,0 +1,1 @@
+"""What several families share: fields, rotary positions, decoder and expert rules, shapes."""

@@ -1,0 +1,105 @@
+"""What families with experts share: settings of the router, which layers, their rules."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from mcore_ckpt.families.common.fields import setting, settings
+from mcore_ckpt.mapping.rules import Rule
+from mcore_parallel.logical_tensors import expert_size, moe_layers
+
+MOE_DEFAULTS: dict[str, Any] = {
+    "num_experts": 0,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 0,
+    "moe_latent_size": 0,
+    "moe_layer_freq": "1",
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": 0.0,
+    "moe_router_num_groups": 0,
+    "moe_router_group_topk": 0,
+    "moe_router_group_score_topk": 0,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias": False,
+    "moe_apply_probs_on_input": False,
+    "moe_router_dtype": "",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.0,
+    "moe_input_jitter_eps": 0.0,
+    "moe_shared_expert_intermediate_size": 0,
+    "moe_shared_expert_gate": False,
+    "moe_expert_capacity_factor": 0.0,
+}
+"""MoEConfig's defaults; a test holds them equal to mcore-moe's."""
+
+
+def expert_rules(
+    theirs: str, names: tuple[str, str, str], layers: tuple[int, ...] | None = None
+) -> list[Rule]:
+    """Rules of gated experts; ``names`` are gate, up and down of the family."""
+    ours = ("fc1.gate", "fc1.up", "fc2")
+    return [
+        Rule(f"blocks.*.moe.experts.*.{mine}.weight", f"{theirs}{name}.weight", layers=layers)
+        for mine, name in zip(ours, names, strict=True)
+    ]
+
+
+def expert_setting(description: Mapping[str, Any], name: str) -> Any:
+    """Return a MoEConfig field of a description, its default where it is left out."""
+    return description.get("moe", {}).get(name, MOE_DEFAULTS[name])
+
+
+def expert_size_of(description: Mapping[str, Any]) -> int:
+    """Width inside one routed expert."""
+    return expert_size(settings(description), expert_settings(description))
+
+
+def expert_settings(description: Mapping[str, Any]) -> Any:
+    """Return the MoEConfig fields of a description as attributes, defaults too."""
+    return SimpleNamespace(**{**MOE_DEFAULTS, **description.get("moe", {})})
+
+
+def expert_layers(description: Mapping[str, Any]) -> list[int]:
+    """Say of each layer whether it has experts (1) or not (0).
+
+    Raises:
+        ValueError: if ``moe_layer_freq`` is neither a number nor a list of 0 and 1 as long as
+            the model is deep.
+    """
+    num_layers = setting(description, "num_layers")
+    return [int(has) for has in moe_layers(expert_settings(description), num_layers)]
+
+
+def require_experts(description: Mapping[str, Any]) -> None:
+    """Refuse a dense model and routing that no family here can say.
+
+    Raises:
+        ValueError: with the flag.
+    """
+    if not expert_setting(description, "num_experts"):
+        raise ValueError("it cannot say a model without experts")
+    for name in (
+        "moe_router_score_function",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_enable_expert_bias",
+        "moe_router_bias",
+        "moe_apply_probs_on_input",
+        "moe_shared_expert_intermediate_size",
+        "moe_expert_capacity_factor",
+    ):
+        value = expert_setting(description, name)
+        if value != MOE_DEFAULTS[name]:
+            raise ValueError(f"it cannot say --{name.replace('_', '-')} {value}")
+
+
+def no_experts(description: Mapping[str, Any]) -> None:
+    """Refuse a model with experts.
+
+    Raises:
+        ValueError: with their number.
+    """
+    experts = description.get("moe", {}).get("num_experts", 0)
+    if experts:
+        raise ValueError(f"it cannot say --num-experts {experts}: only 0")

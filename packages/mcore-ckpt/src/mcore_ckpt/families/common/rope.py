@@ -1,0 +1,185 @@
+"""Rotary positions in a config.json: bases, partial heads, and the ways of stretching them.
+
+Reads the old spellings (``rope_theta``, ``rope_scaling``) and the new one
+(``rope_parameters``); writes both where they do not contradict.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families.common.fields import DEFAULTS, Fields, setting
+
+_LLAMA3 = (
+    *("factor", "low_freq_factor", "high_freq_factor"),
+    "original_max_position_embeddings",
+)
+
+
+def read_rope(fields: Fields, limit: int, *, theta: float = 10000.0) -> dict[str, Any]:
+    """Read how positions rotate.
+
+    Args:
+        fields: of the config.json.
+        limit: its ``max_position_embeddings``; 0: not said.
+        theta: base where none is said.
+
+    Raises:
+        ValueError: naming a field that we cannot represent.
+    """
+    stated = {**fields.take("rope_scaling", {}), **fields.take("rope_parameters", {})}
+    stated.setdefault("rope_theta", fields.take("rope_theta", theta))
+    partial = fields.take("partial_rotary_factor", 1.0)
+    stated.setdefault("partial_rotary_factor", partial)
+    return read_one_rope(stated, limit)
+
+
+def read_one_rope(stated: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Read one table of rotary parameters, all of whose fields must be known.
+
+    Raises:
+        ValueError: naming a field that we cannot represent.
+    """
+    rope = Fields(stated)
+    ours: dict[str, Any] = {
+        "rotary_base": float(rope.take("rope_theta")),
+        "rotary_percent": rope.take("partial_rotary_factor", 1.0),
+    }
+    kind = rope.take("rope_type", rope.take("type", "default"))
+    if kind == "linear":
+        ours["rotary_seq_len_interpolation_factor"] = float(rope.take("factor"))
+    elif kind == "llama3":
+        ours["use_rope_scaling"] = True
+        ours |= {
+            f"rope_scaling_{name}": float(rope.take(name))
+            if name.endswith("factor")
+            else rope.take(name)
+            for name in _LLAMA3
+        }
+    elif kind == "dynamic":
+        context = int(rope.take("original_max_position_embeddings", limit))
+        factor = float(rope.take("factor"))
+        ours |= {
+            "rope_type": "dynamic",
+            "rotary_scaling_factor": factor,
+            "original_max_position_embeddings": context,
+            # Theirs is the context before it grows; ours is the longest sequence.
+            "max_position_embeddings": int(context * factor),
+        }
+    elif kind == "yarn":
+        ours |= _read_yarn(rope, limit)
+    elif kind in ("longrope", "su"):
+        ours |= _read_longrope(rope, limit)
+    elif kind != "default":
+        raise ValueError(
+            f"config.json has rope_type={kind!r}, which mcore cannot represent: only default, "
+            "linear, llama3, dynamic, yarn and longrope."
+        )
+    rope.finish()
+    return ours
+
+
+def _read_yarn(rope: Fields, limit: int) -> dict[str, Any]:
+    factor = float(rope.take("factor"))
+    scales = rope.maybe("mscale") or 0.0, rope.maybe("mscale_all_dim") or 0.0
+    if scales[1] and not scales[0]:
+        raise ValueError("config.json has mscale_all_dim without mscale, which we cannot say.")
+    if not all(scales):  # one alone leaves YaRN's rule as it is
+        scales = 1.0, 0.0
+    given = float(rope.maybe("attention_factor") or 0.0)
+    if abs(given - (0.1 * math.log(factor) + 1)) < 1e-6 and not scales[1]:
+        given = 0.0  # YaRN's own
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": rope.take(
+            "original_max_position_embeddings", limit
+        ),
+        "beta_fast": float(rope.maybe("beta_fast") or 32.0),
+        "beta_slow": float(rope.maybe("beta_slow") or 1.0),
+        "mscale": float(scales[0]),
+        "mscale_all_dim": float(scales[1]),
+        "yarn_correction_range_round_to_int": bool(rope.maybe("truncate", True)),
+        "rope_attention_factor": given,
+    }
+
+
+def _read_longrope(rope: Fields, limit: int) -> dict[str, Any]:
+    context = rope.take("original_max_position_embeddings", limit)
+    return {
+        "rope_type": "longrope",
+        "rotary_scaling_factor": float(rope.maybe("factor") or limit / context),
+        "original_max_position_embeddings": context,
+        "longrope_short_factor": [float(x) for x in rope.take("short_factor")],
+        "longrope_long_factor": [float(x) for x in rope.take("long_factor")],
+        "rope_attention_factor": float(rope.maybe("attention_factor") or 0.0),
+    }
+
+
+def write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write how positions rotate, old and new spelling.
+
+    Raises:
+        ValueError: for ways of stretching that cannot be said together.
+    """
+    base = setting(description, "rotary_base")
+    scaling = rope_scaling(description)
+    percent = setting(description, "rotary_percent")
+    partial = {"partial_rotary_factor": percent} if percent != 1.0 else {}
+    parameters = {"rope_type": "default", **scaling, "rope_theta": base, **partial}
+    fields = {
+        **partial,
+        "rope_theta": base,
+        "rope_scaling": scaling or None,
+        "rope_parameters": parameters,
+    }
+    if setting(description, "rope_type") == "dynamic":
+        context = setting(description, "original_max_position_embeddings")
+        fields["max_position_embeddings"] = context
+    return fields
+
+
+def rope_scaling(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write how rotary wavelengths are stretched; an empty table: they are not.
+
+    Raises:
+        ValueError: for ways that cannot be said together.
+    """
+    factor = setting(description, "rotary_seq_len_interpolation_factor")
+    kind = setting(description, "rope_type")
+    if setting(description, "use_rope_scaling"):
+        if factor != 1.0:
+            raise ValueError(
+                "it cannot say --use-rope-scaling and "
+                f"--rotary-seq-len-interpolation-factor {factor} together"
+            )
+        names = {name: setting(description, f"rope_scaling_{name}") for name in _LLAMA3}
+        return {"rope_type": "llama3"} | names
+    if factor != 1.0:
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "rope":
+        return {}
+    stretch = setting(description, "rotary_scaling_factor")
+    common = {"rope_type": kind, "factor": stretch}
+    if kind == "dynamic":
+        return common
+    common["original_max_position_embeddings"] = setting(
+        description, "original_max_position_embeddings"
+    )
+    if explicit := setting(description, "rope_attention_factor"):
+        common["attention_factor"] = explicit
+    if kind == "longrope":
+        for length in ("short", "long"):
+            factors = setting(description, f"longrope_{length}_factor")
+            common[f"{length}_factor"] = list(factors)
+        return common
+    names = [n for n in ("beta_fast", "beta_slow") if setting(description, n) != DEFAULTS[n]]
+    if setting(description, "mscale_all_dim"):
+        names += ["mscale", "mscale_all_dim"]
+    elif setting(description, "mscale") != 1.0 and not explicit:
+        scale = setting(description, "mscale")
+        common["attention_factor"] = 0.1 * scale * math.log(stretch) + 1.0
+    common |= {name: setting(description, name) for name in names}
+    if not setting(description, "yarn_correction_range_round_to_int"):
+        common["truncate"] = False
+    return common

@@ -1,0 +1,1 @@
+"""Decoders whose layers have one MLP each."""

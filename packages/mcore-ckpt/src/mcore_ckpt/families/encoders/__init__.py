@@ -1,0 +1,1 @@
+"""Encoders, alone or with a decoder."""

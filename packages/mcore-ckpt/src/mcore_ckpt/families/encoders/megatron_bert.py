@@ -1,0 +1,227 @@
+"""BERT as Megatron trains it: norms before each half, and one after the last layer.
+
+``bert`` is the same with norms after each half.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mcore_ckpt.families.common.fields import (
+    REQUIRED,
+    Fields,
+    read_pairs,
+    require_family,
+    write_pairs,
+)
+from mcore_ckpt.families.common.shapes import Shapes, gpt_shapes, mlp_shapes
+from mcore_ckpt.mapping.rules import Rule, Table
+
+PAIRS = (
+    ("num_layers", "num_hidden_layers", REQUIRED),
+    ("hidden_size", "hidden_size", REQUIRED),
+    ("num_attention_heads", "num_attention_heads", REQUIRED),
+    ("ffn_hidden_size", "intermediate_size", REQUIRED),
+    ("max_position_embeddings", "max_position_embeddings", REQUIRED),
+    ("num_tokentypes", "type_vocab_size", 2),
+    ("norm_epsilon", "layer_norm_eps", 1e-12),
+    ("hidden_dropout", "hidden_dropout_prob", 0.1),
+    ("attention_dropout", "attention_probs_dropout_prob", 0.1),
+    ("init_method_std", "initializer_range", 0.02),
+)
+"""Our fields and theirs."""
+
+_SAID = {
+    "position_embedding_type": ("learned_absolute", "learned_absolute"),
+    "normalization": ("LayerNorm", "LayerNorm"),
+    "add_bias_linear": (True, True),
+    "swiglu": (False, False),
+    "quick_geglu": (False, False),
+    "squared_relu": (False, False),
+    "openai_gelu": (False, False),
+    "apply_layernorm_1p": (False, False),
+}
+"""Our fields that config.json has no word for: what they are if absent, and must be."""
+
+_PRE = {
+    "attention_norm": "attention.ln",
+    "attention.qkv.q": "attention.self.query",
+    "attention.qkv.k": "attention.self.key",
+    "attention.qkv.v": "attention.self.value",
+    "attention.proj": "attention.output.dense",
+    "mlp_norm": "ln",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+
+
+def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a config.json as a description.
+
+    Raises:
+        ValueError: naming a field that we cannot represent.
+    """
+    return read(config, "MegatronBert", post_layer_norm=False)
+
+
+def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a description as a config.json.
+
+    Raises:
+        ValueError: if it is of another family.
+    """
+    return write(description, "megatron-bert", "MegatronBert", post_layer_norm=False)
+
+
+def table(description: Mapping[str, Any]) -> Table:
+    """List the weights."""
+    return list_weights(description, _PRE, {"final_norm": "bert.encoder.ln"})
+
+
+def read(
+    config: Mapping[str, Any], architecture: str, *, post_layer_norm: bool
+) -> dict[str, Any]:
+    """Read the config.json of either BERT as a description.
+
+    Raises:
+        ValueError: naming a field that we cannot represent.
+    """
+    fields = Fields(config)
+    fields.must_be("hidden_act", "gelu")
+    fields.must_be("position_embedding_type", "absolute")
+    fields.must_be("tie_word_embeddings", True)
+    fields.must_be("is_decoder", False)
+    for name in ("classifier_dropout", "gradient_checkpointing"):
+        fields.maybe(name)
+    ours = read_pairs(fields, PAIRS)
+    # Which heads there are is said by the class that wrote the folder.
+    names = config.get("architectures") or [f"{architecture}ForPreTraining"]
+    heads = {
+        f"{architecture}ForPreTraining": ["pooler", "lm", "binary"],
+        f"{architecture}ForMaskedLM": ["lm"],
+        f"{architecture}Model": ["pooler"],
+    }
+    if names[0] not in heads:
+        raise ValueError(f"config.json has architectures={names}: use one of {list(heads)}.")
+    ours["bert_heads"] = heads[names[0]]
+    ours["post_layer_norm"] = post_layer_norm
+    vocab_size = fields.take("vocab_size")
+    fields.finish()
+    return {"family": "bert", "vocab_size": vocab_size, "config": ours, "moe": {}}
+
+
+def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Add heads that a folder holds beyond its class: the published ones name a smaller one."""
+    at = "bert." if any(name.startswith("bert.") for name in names) else ""
+    marks = {
+        "pooler": f"{at}pooler.dense.weight",
+        "lm": "cls.predictions.transform.dense.weight",
+        "binary": "cls.seq_relationship.weight",
+    }
+    config = description["config"]
+    heads = [n for n, mark in marks.items() if n in config["bert_heads"] or mark in names]
+    return {**description, "config": {**config, "bert_heads": heads}}
+
+
+def write(
+    description: Mapping[str, Any], model_type: str, architecture: str, *, post_layer_norm: bool
+) -> dict[str, Any]:
+    """Write a description as the config.json of either BERT.
+
+    Raises:
+        ValueError: if it is of another family, or its norms stand elsewhere.
+    """
+    require_family(description, "bert")
+    if description["config"].get("post_layer_norm", False) != post_layer_norm:
+        raise ValueError(f"it cannot say --post-layer-norm {not post_layer_norm}")
+    for name, (default, wanted) in _SAID.items():
+        if (value := description["config"].get(name, default)) != wanted:
+            raise ValueError(f"it cannot say --{name.replace('_', '-')} {value}")
+    for name, wanted in _derived(description["config"]).items():
+        if description["config"].get(name) not in (None, 0, wanted):
+            raise ValueError(f"it cannot say --{name.replace('_', '-')} other than {wanted}")
+    heads = description["config"]["bert_heads"]
+    ending = "ForPreTraining" if "binary" in heads else "ForMaskedLM"
+    last = ending if "lm" in heads else "Model"
+    return {
+        "model_type": model_type,
+        "architectures": [f"{architecture}{last}"],
+        "vocab_size": description["vocab_size"],
+        **write_pairs(description, PAIRS),
+        "intermediate_size": _ffn_size(description["config"]),
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
+    }
+
+
+def _ffn_size(config: Mapping[str, Any]) -> int:
+    return config.get("ffn_hidden_size") or 4 * config["hidden_size"]
+
+
+def _derived(config: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes that follow from others there."""
+    heads = config["num_attention_heads"]
+    return {"num_query_groups": heads, "kv_channels": config["hidden_size"] // heads}
+
+
+def list_weights(
+    description: Mapping[str, Any], layer: Mapping[str, str], once: Mapping[str, str]
+) -> Table:
+    """List the weights of either BERT.
+
+    Args:
+        description: of the model.
+        layer: our names and theirs, of a layer's linears and norms.
+        once: the same, of norms outside the layers.
+    """
+    heads = description["config"]["bert_heads"]
+    # A folder of the bare model has no prefix.
+    bare = "lm" not in heads
+    at = "" if bare else "bert."
+    rules = [
+        Rule("embedding.weight", f"{at}embeddings.word_embeddings.weight"),
+        Rule("position_embedding.weight", f"{at}embeddings.position_embeddings.weight"),
+        Rule("tokentype_embedding.weight", f"{at}embeddings.token_type_embeddings.weight"),
+    ]
+    stack = f"{at}encoder.layer.*."
+    linears = {f"blocks.*.{ours}": stack + name for ours, name in layer.items()}
+    ends = {ours: name.replace("bert.", at, 1) for ours, name in once.items()}
+    if "pooler" in heads:
+        ends["pooler.dense"] = f"{at}pooler.dense"
+    if "lm" in heads:
+        ends["lm_head.dense"] = "cls.predictions.transform.dense"
+        ends["lm_head.norm"] = "cls.predictions.transform.LayerNorm"
+    if "binary" in heads:
+        ends["binary_head"] = "cls.seq_relationship"
+    for ours, name in (*linears.items(), *ends.items()):
+        rules += [Rule(f"{ours}.{kind}", f"{name}.{kind}") for kind in ("weight", "bias")]
+    copies = {}
+    if "lm" in heads:
+        rules.append(Rule("lm_head.bias", "cls.predictions.bias"))
+        copies = {
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        }
+    positions = (f"{at}embeddings.position_ids",)
+    count = description["config"]["num_layers"]
+    return Table(tuple(rules), count, droppable=positions, copies=copies)
+
+
+def shapes(description: Mapping[str, Any]) -> Shapes:
+    """List the shapes of the weights, see ``families.shapes``."""
+    config = description["config"]
+    hidden, vocab = config["hidden_size"], description["vocab_size"]
+    return {
+        **gpt_shapes(description),
+        **mlp_shapes("mlp", _ffn_size(config), hidden),
+        "position_embedding": (config["max_position_embeddings"], hidden),
+        "tokentype_embedding": (config["num_tokentypes"], hidden),
+        "embedding_norm": (hidden,),
+        "attention_post_norm": (hidden,),
+        "mlp_post_norm": (hidden,),
+        "pooler.dense": (hidden, hidden),
+        "lm_head.dense": (hidden, hidden),
+        "lm_head.norm": (hidden,),
+        "lm_head": (vocab,),
+        "binary_head": (2, hidden),
+    }

@@ -1,0 +1,201 @@
+"""T5 and T5 1.1: an encoder and a decoder with relative positions, RMSNorm, no biases.
+
+Its description says what Megatron's form does otherwise: positions, norms, biases, scales.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mcore_ckpt.families.common.fields import (
+    REQUIRED,
+    Fields,
+    read_pairs,
+    require_family,
+    write_pairs,
+)
+from mcore_ckpt.families.common.shapes import Shapes, mlp_shapes
+from mcore_ckpt.mapping.rules import Rule, Table
+
+PAIRS = (
+    ("encoder_num_layers", "num_layers", REQUIRED),
+    ("decoder_num_layers", "num_decoder_layers", None),
+    ("hidden_size", "d_model", REQUIRED),
+    ("kv_channels", "d_kv", REQUIRED),
+    ("ffn_hidden_size", "d_ff", REQUIRED),
+    ("num_attention_heads", "num_heads", REQUIRED),
+    ("relative_attention_num_buckets", "relative_attention_num_buckets", 32),
+    ("relative_attention_max_distance", "relative_attention_max_distance", 128),
+    ("hidden_dropout", "dropout_rate", 0.1),
+    ("norm_epsilon", "layer_norm_epsilon", 1e-6),
+)
+_FORM = {
+    "position_embedding_type": ("learned_absolute", "relative"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "add_bias_linear": (True, False),
+    "add_output_bias": (True, False),
+    "scale_attention_scores": (True, False),
+    "apply_layernorm_1p": (False, False),
+}
+"""Our fields that config.json has no word for: what they are if absent, and must be."""
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gated-gelu": "gated-gelu",
+    "gated-silu": "gated-silu",
+}
+"""Their ``feed_forward_proj`` and ours; gated-gelu is the one by tanh on both sides."""
+
+_SELF = {"qkv.q": "q", "qkv.k": "k", "qkv.v": "v", "proj": "o"}
+_CROSS = {"q": "q", "kv.k": "k", "kv.v": "v", "proj": "o"}
+
+
+def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a config.json as a description.
+
+    Raises:
+        ValueError: naming a field that we cannot represent.
+    """
+    fields = Fields(config)
+    fields.must_be("is_encoder_decoder", True)
+    unread = ("dense_act_fn", "is_gated_act", "n_positions", "is_decoder", "output_past")
+    for name in (*unread, "classifier_dropout", "initializer_factor"):
+        fields.maybe(name)
+    ours = read_pairs(fields, PAIRS)
+    kind = fields.take("feed_forward_proj", "relu")
+    if kind not in _ACTIVATIONS:
+        raise ValueError(
+            f"config.json has feed_forward_proj={kind!r}: use one of {list(_ACTIVATIONS)}."
+        )
+    ours["feed_forward_proj"] = _ACTIVATIONS[kind]
+    ours["num_layers"] = ours["encoder_num_layers"]
+    ours["max_position_embeddings"] = 0
+    ours["attention_dropout"] = ours["hidden_dropout"]
+    ours |= {name: wanted for name, (_, wanted) in _FORM.items()}
+    if ours["decoder_num_layers"] is None:
+        ours["decoder_num_layers"] = ours["encoder_num_layers"]
+    tied = fields.take("tie_word_embeddings", True)
+    ours["untie_embeddings_and_output_weights"] = not tied
+    scaled = fields.maybe("scale_decoder_outputs")
+    ours["scale_decoder_outputs"] = tied if scaled is None else scaled
+    vocab_size = fields.take("vocab_size")
+    fields.finish()
+    return {"family": "t5", "vocab_size": vocab_size, "config": ours, "moe": {}}
+
+
+def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Take a head of its own for what it is: newer folders say all the same that it is tied.
+
+    They then say that it reads the stream unscaled, which a tied one never does.
+    """
+    config = description["config"]
+    is_own = "lm_head.weight" in names and not config["scale_decoder_outputs"]
+    return {**description, "config": config | {"untie_embeddings_and_output_weights": is_own}}
+
+
+def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a description as a config.json.
+
+    Raises:
+        ValueError: if it is of another family, or in Megatron's form.
+    """
+    require_family(description, "t5")
+    config = description["config"]
+    for name, (default, wanted) in _FORM.items():
+        if (value := config.get(name, default)) != wanted:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"it cannot say {flag} {value}: only {wanted}")
+    tied, scaled = not _is_untied(description), config.get("scale_decoder_outputs", False)
+    kinds = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    return {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "vocab_size": description["vocab_size"],
+        **write_pairs(description, PAIRS),
+        **_sizes(config),
+        "feed_forward_proj": kinds[config.get("feed_forward_proj", "gelu")],
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": tied,
+        **({} if scaled == tied else {"scale_decoder_outputs": scaled}),
+    }
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes that may follow from others, by their names."""
+    D, N = config["hidden_size"], config["num_attention_heads"]
+    return {
+        "num_layers": config.get("encoder_num_layers") or config["num_layers"],
+        "num_decoder_layers": config.get("decoder_num_layers") or config["num_layers"],
+        "d_kv": config.get("kv_channels") or D // N,
+        "d_ff": config.get("ffn_hidden_size") or 4 * D,
+    }
+
+
+def table(description: Mapping[str, Any]) -> Table:
+    """List the weights."""
+    sizes = _sizes(description["config"])
+    depths = (sizes["num_layers"], sizes["num_decoder_layers"])
+    rules = [Rule("embedding.weight", "shared.weight")]
+    for stack, depth in zip(("encoder", "decoder"), depths, strict=True):
+        rules += _stack(description, stack, depth)
+    if _is_untied(description):
+        rules.append(Rule("head.weight", "lm_head.weight"))
+    stacks = ("encoder", "decoder")
+    copies = {f"{stack}.embed_tokens.weight": "shared.weight" for stack in stacks}
+    if not _is_untied(description):
+        copies["lm_head.weight"] = "shared.weight"
+    # Some old folders have a bias of positions in the cross attention, which nothing reads.
+    unread = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+    return Table(tuple(rules), max(depths), droppable=unread, copies=copies)
+
+
+def _stack(description: Mapping[str, Any], stack: str, depth: int) -> list[Rule]:
+    here, there = f"{stack}.blocks.*.", f"{stack}.block.*.layer."
+    names = {"attention_norm": "0.layer_norm"}
+    names |= {f"attention.{mine}": f"0.SelfAttention.{name}" for mine, name in _SELF.items()}
+    last = "1"
+    if stack == "decoder":
+        last = "2"
+        names["cross_attention_norm"] = "1.layer_norm"
+        names |= {
+            f"cross_attention.{mine}": f"1.EncDecAttention.{name}"
+            for mine, name in _CROSS.items()
+        }
+    dense = f"{last}.DenseReluDense."
+    is_gated = description["config"].get("feed_forward_proj", "gelu").startswith("gated-")
+    fc1 = {"mlp.fc1.gate": "wi_0", "mlp.fc1.up": "wi_1"} if is_gated else {"mlp.fc1": "wi"}
+    names |= {mine: dense + name for mine, name in {**fc1, "mlp.fc2": "wo"}.items()}
+    names["mlp_norm"] = f"{last}.layer_norm"
+    layers = tuple(range(depth))
+    rules = [
+        Rule(f"{here}{mine}.weight", f"{there}{name}.weight", layers=layers)
+        for mine, name in names.items()
+    ]
+    bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return [
+        Rule(f"{stack}.relative_position_bias.weight", f"{stack}.{bias}"),
+        *rules,
+        Rule(f"{stack}.final_norm.weight", f"{stack}.final_layer_norm.weight"),
+    ]
+
+
+def _is_untied(description: Mapping[str, Any]) -> bool:
+    return description["config"].get("untie_embeddings_and_output_weights", False)
+
+
+def shapes(description: Mapping[str, Any]) -> Shapes:
+    """List the shapes of the weights, see ``families.shapes``."""
+    config, vocab = description["config"], description["vocab_size"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    sizes = _sizes(config)
+    inner = heads * sizes["d_kv"]
+    norms = ("attention_norm", "cross_attention_norm", "mlp_norm", "final_norm")
+    linears = [*(f"attention.{n}" for n in _SELF), *(f"cross_attention.{n}" for n in _CROSS)]
+    return {
+        "embedding": (vocab, hidden),
+        "head": (vocab, hidden),
+        "relative_position_bias": (config.get("relative_attention_num_buckets", 32), heads),
+        **dict.fromkeys(norms, (hidden,)),
+        **{n: (hidden, inner) if n.endswith("proj") else (inner, hidden) for n in linears},
+        **mlp_shapes("mlp", sizes["d_ff"], hidden),
+    }

@@ -1,0 +1,1 @@
+"""Models with a recurrent state: Mamba and hybrids."""
