@@ -31,6 +31,11 @@ class Source:
         return self.file == "config.py" or self.file.endswith("_config.py")
 
     @property
+    def is_command(self) -> bool:
+        """Whether it is a command line, or one command of it: ``cli.py``, ``commands/*.py``."""
+        return self.file == "cli.py" or self.room.startswith("commands.")
+
+    @property
     def file(self) -> str:
         """Last part of the name: ``llama.py``."""
         return self.name.rsplit("/", 1)[-1]

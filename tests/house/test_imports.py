@@ -48,7 +48,7 @@ def light_modules(package: str) -> list[str]:
     return [
         _module(source)
         for source in package_sources(package)
-        if source.room == "" or source.is_config or source.file == "cli.py"
+        if source.room == "" or source.is_config or source.is_command
     ]
 
 

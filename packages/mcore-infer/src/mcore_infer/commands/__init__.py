@@ -1,0 +1,1 @@
+"""The commands of ``mcore-infer``, one a file; help answers without torch."""

@@ -1,0 +1,57 @@
+"""Which model a command runs, and where: its options, and how it is opened."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from mcore_data.tokenizers.protocol import Tokenizer
+    from mcore_infer.loading import LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """Which model, and where it runs."""
+
+    load: str
+    """Run folder, or a step folder of it."""
+
+    ckpt_step: int = 0
+    """Step of a run folder; 0: the latest."""
+
+    tokenizer: str = ""
+    """Folder or file of the tokenizer; empty: the one in the checkpoint."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda where it is present."""
+
+    tensor_model_parallel_size: int = 0
+    """Ranks that split each matrix; 0: all that were started."""
+
+
+@contextmanager
+def opened(options: ModelOptions) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
+    """Join the world and load the model; also yield whether this rank prints."""
+    from mcore_ckpt.storage.paths import resolve_folder
+    from mcore_data.tokenizers.building import load_tokenizer
+    from mcore_infer.loading import load_model
+    from mcore_parallel.config import ParallelConfig
+    from mcore_parallel.launch.launcher import initialize, read_environment, shut_down
+    from mcore_parallel.mesh import ParallelContext
+
+    folder = resolve_folder(options.load, options.ckpt_step)  # before any rank waits
+    environment = read_environment()
+    tp = options.tensor_model_parallel_size or environment.world_size
+    try:
+        device = initialize(options.device)
+        ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=tp), device)
+        loaded = load_model(folder, ctx)
+        tokenizer = loaded.tokenizer
+        if options.tokenizer:
+            tokenizer = load_tokenizer(options.tokenizer)
+        if tokenizer is None:
+            raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
+        yield loaded, tokenizer, environment.rank == 0
+    finally:
+        shut_down()
