@@ -18,6 +18,21 @@ SIX_HEADS = {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 8}
 CUT_VECTORS = {"use_distributed_optimizer": True, "ddp_bucket_size": 1, "hidden_size": 80}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8}
 SPLIT = {"expert_model_parallel_size": 2}
+FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 0,
+    "kv_channels": 0,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 6,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "qk_layernorm": True,
+    "rotary_interleaved": True,
+    "rope_type": "yarn",
+    "mscale_all_dim": 1.0,
+}
 CASES = {
     "head_norms_tp2": (2, TP2 | {"qk_layernorm": True}),
     "documents_pp2": (2, PP2 | {"reset_position_ids": True}),
@@ -28,6 +43,17 @@ CASES = {
     "window_cp2": (2, CP2 | {"window_size": (5, 0)}),
     "tied_pp2_zero": (2, PP2 | {"use_distributed_optimizer": True}),
     "saved_pieces_tp2_cp2": (4, TP2 | CP2 | SAVED_PIECES),
+    "further_tokens_cp2": (2, CP2 | FURTHER),
+    "further_tokens_pp2_zero": (
+        2,
+        PP2
+        | FURTHER
+        | {"use_distributed_optimizer": True, "untie_embeddings_and_output_weights": True},
+    ),
+    "latent_experts_further_tokens_tp2": (
+        2,
+        TP2 | {"sequence_parallel": True} | LATENT | EXPERTS | FURTHER,
+    ),
     "sinkhorn_cp2": (2, CP2 | SINKHORN),
     "expert_bias_cp2": (2, CP2 | BIASED),
     "six_heads_of_three_groups_a2a_cp2": (2, CP2 | A2A | SIX_HEADS),

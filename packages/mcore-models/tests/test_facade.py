@@ -6,7 +6,7 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader
 
 from mcore_data import MockGPTDataset
-from mcore_models import GPTModel, TransformerConfig
+from mcore_models import GPTModel, MultiTokenPrediction, TransformerConfig
 from mcore_moe import MixtureOfExperts, MoEConfig
 from mcore_parallel import parallel_state, run_ranks
 
@@ -102,6 +102,35 @@ def test_gradients_are_whole_in_backward_under_every_layout():
             torch.testing.assert_close(norm, want_norm, rtol=1e-10, atol=1e-14)
             if "tensor_model_parallel_size" not in cases[place][0]:
                 torch.testing.assert_close(embedding, want_embedding, rtol=1e-10, atol=0)
+
+
+def test_any_model_learns_to_predict_further_tokens():
+    torch.manual_seed(0)
+    embedding, head = torch.nn.Embedding(11, 64), torch.nn.Linear(64, 11, bias=False)
+    mtp = MultiTokenPrediction(hidden_size=64, num_predictions=2, num_attention_heads=2)
+    assert len(MultiTokenPrediction(hidden_size=768, num_predictions=4).layers) == 4
+    optimizer = Adam([*embedding.parameters(), *head.parameters(), *mtp.parameters()], 3e-3)
+    text = torch.arange(36).view(2, 18) * 7 % 11  # each token says which comes two later
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = mtp(embedding(text), text, embedding, head)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.1
+    with pytest.raises(ValueError, match="rows of 3 tokens hold none 3 places ahead"):
+        mtp(embedding(text[:, :3]), text[:, :3], embedding, head)
+
+
+def test_further_tokens_count_in_the_loss_of_the_plain_model():
+    batch = next(iter(DataLoader(MockGPTDataset(sequence_length=16, vocab_size=53), 4)))
+    plain, more = (
+        GPTModel(TransformerConfig(**SMALL, mtp_num_layers=k), 53)(batch) for k in (0, 2)
+    )
+    # An untrained model knows nothing of any token: each is worth ln V.
+    assert (more / plain).item() == pytest.approx(1.1, rel=0.02)
 
 
 def refusals():

@@ -17,6 +17,7 @@ from mcore_models.flops import (
 )
 from mcore_models.gpt import GPT
 from mcore_models.presets import load_preset
+from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
 from mcore_parallel.config import AdamConfig, DataParallelConfig, PipelineConfig
@@ -80,6 +81,19 @@ MODELS = {
             "moe_router_enable_expert_bias": True,
         },
     ),
+    "latent attention, further tokens": (
+        {
+            "multi_latent_attention": True,
+            "q_lora_rank": 9,
+            "kv_lora_rank": 7,
+            "qk_head_dim": 6,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 5,
+            "qk_layernorm": True,
+            "mtp_num_layers": 2,
+        },
+        {"num_experts": 4, "moe_layer_freq": "[0,1,1]"},
+    ),
     "another gate, derived width": ({"swiglu": False, "quick_geglu": True}, {}),
     "hybrid": (
         {
@@ -128,8 +142,11 @@ def test_counted_flops_are_three_times_the_products_of_a_forward(case):
     length, padded = 16, padded_vocab(37, 128, 1)
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        hidden, _ = model.eval()(torch.randint(0, 37, (1, length)))
-        model.logits(hidden)
+        tokens = torch.randint(0, 37, (1, length))
+        rows = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, length)}
+        output, _ = model.eval().run_stage(MicroBatch(model.prepare(rows)), None)
+        for hidden in output.values() if isinstance(output, dict) else [output]:
+            model.logits(hidden)
     counts = {
         path: {str(op): flops for op, flops in found.items()}
         for path, found in counter.get_flop_counts().items()
@@ -138,7 +155,8 @@ def test_counted_flops_are_three_times_the_products_of_a_forward(case):
     activations = counts["Global"]["aten.bmm"]
     chunks = [found["aten.bmm"] for path, found in counts.items() if path.endswith(".mamba")]
     attention, others = activations - sum(chunks), sum(counts["Global"].values()) - activations
-    uncounted = sum("moe" in layer.mixers for layer in model.blocks.values())
+    blocks = [*model.blocks.values(), *(layer.block for layer in model.mtp)]
+    uncounted = sum("moe" in block.mixers for block in blocks)
     uncounted *= 2 * length * 24 * (moe.num_experts + moe.moe_shared_expert_gate)
     # Torch counts whole attention, we the causal half of it; and chunks, we the recurrence:
     # every number of a state is written and read once.

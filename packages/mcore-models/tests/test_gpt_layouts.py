@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_parameters, run_ranks
 from mcore_parallel.collectives import all_reduce, own_slice
@@ -88,6 +89,8 @@ HYBRID = {
     "make_vocab_size_divisible_by": 4,
     "init_method_std": 0.2,
 }
+FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+ONE_FURTHER = FURTHER | {"mtp_num_layers": 1}  # documents are too short for a second
 EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.3, "moe_layer_freq": "2"}
 
 
@@ -160,11 +163,16 @@ TWO_RANKS = {
     "tp2 sp, packed": Case(LLAMA, layout(tp=2, sequence_parallel=True), packed=True),
     "pp2, packed": Case(GPT2, layout(pp=2), packed=True),
     "tp2, latent": Case(MLA | {"q_lora_rank": 0}, layout(tp=2)),
-    "tp2 sp, latent, packed": Case(MLA, layout(tp=2, sequence_parallel=True), packed=True),
-    "cp2, latent, packed": Case(MLA, layout(cp=2), packed=True),
+    "tp2 sp, latent, packed": Case(
+        MLA | ONE_FURTHER, layout(tp=2, sequence_parallel=True), packed=True
+    ),
+    "cp2, latent, packed": Case(MLA | ONE_FURTHER, layout(cp=2), packed=True),
+    "tp2, further tokens": Case(LLAMA | FURTHER, layout(tp=2)),
+    "pp2, further tokens": Case(LLAMA | FURTHER, layout(pp=2)),
+    "dp2, further tokens": Case(MLA | FURTHER, {}, DEEPSEEK),
     "cp2, latent, all-gather": Case(MLA, layout(cp=2, cp_comm_type="all_gather")),
     "cp2, latent, a2a": Case(MLA, layout(cp=2, cp_comm_type="a2a")),
-    "pp2, latent, experts": Case(MLA, layout(pp=2), DEEPSEEK),
+    "pp2, latent, experts": Case(MLA | FURTHER, layout(pp=2), DEEPSEEK),
     "ep2, latent, experts": Case(MLA, layout(ep=2), DEEPSEEK),
     "tp2 sp, hybrid, packed": Case(HYBRID, layout(tp=2, sequence_parallel=True), packed=True),
     "cp2, hybrid, packed": Case(HYBRID, layout(cp=2), packed=True),
@@ -181,7 +189,7 @@ FOUR_RANKS = {
     "cp4, 2 kv heads, a2a": Case(LLAMA, layout(cp=4, cp_comm_type="a2a")),
     "tp2 cp2, 1 kv head a rank, a2a": Case(LLAMA, layout(tp=2, cp=2, cp_comm_type="a2a")),
     "tp2 cp2 sp, latent, experts": Case(
-        MLA, layout(tp=2, cp=2, ep=2, sequence_parallel=True), DEEPSEEK
+        MLA | FURTHER, layout(tp=2, cp=2, ep=2, sequence_parallel=True), DEEPSEEK
     ),
     "cp4, packed": Case(LLAMA, layout(cp=4), packed=True),
     "tp4, hybrid, 2 groups": Case(HYBRID, layout(tp=4)),
@@ -223,19 +231,24 @@ def step(case):
     stages = split_layers(case.model["num_layers"], ctx.pp.size)
     model = build(case, ctx, stages[ctx.pp.rank] if ctx.pp.size > 1 else None)
     tokens, labels, mask = batch()
-    weights = mask / mask.sum()
-    micro_batches = [
-        (tokens[i : i + 1], labels[i : i + 1], weights[i : i + 1]) for i in range(BATCH)
-    ]
+    whole = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    if case.packed:
+        whole["cu_seqlens"] = torch.tensor(PACKED)
+    prepared = {name: model.prepare(whole)[name] for name in model.entries}
+    num_valid = None
+    if model.stage.has_loss:
+        masks = model.loss_masks(MicroBatch(prepared))
+        num_valid = {name: mask.sum() for name, mask in masks.items()}
     losses = []
     for one in own_slice(torch.arange(BATCH), ctx.dp):
-        x, y, w = (zigzag_split(t, ctx.cp, dim=1) for t in micro_batches[one])
         before = receive(ctx, model) if ctx.pp.rank else None
         documents, positions = None, None
         if case.packed:
             documents = Documents(PACKED[one : one + 1])
             positions = zigzag_split(counted(PACKED[one])[None], ctx.cp, dim=1)
-        hidden, aux = model(x if before is None else before, positions, documents=documents)
+        row = {n: zigzag_split(t[one : one + 1], ctx.cp, dim=1) for n, t in prepared.items()}
+        batch_of_one = MicroBatch(row, positions, documents)
+        hidden, aux = model.run_stage(batch_of_one, before)
         roots = [aux / BATCH] if aux.requires_grad else []
         if ctx.pp.rank + 1 < ctx.pp.size:
             dist.send(hidden.detach(), ctx.pp.ranks[ctx.pp.rank + 1])
@@ -243,13 +256,20 @@ def step(case):
             dist.recv(grad, ctx.pp.ranks[ctx.pp.rank + 1])
             torch.autograd.backward([hidden, *roots], [grad, *(None for _ in roots)])
             continue
-        token_losses = model.token_losses(hidden, y)
-        total, again = model.loss(hidden, y, w)
-        torch.testing.assert_close(again, token_losses, rtol=TOLERANCE, atol=TOLERANCE)
-        torch.autograd.backward([total, *roots])
+        every = model.unreduced_losses(hidden, batch_of_one)
+        weights = {
+            name: mask / num_valid[name] * model.loss_coefficients[name]
+            for name, mask in model.loss_masks(batch_of_one).items()
+        }
+        totals = model.losses(hidden, batch_of_one, weights)
+        for name, total in totals.items():
+            again = (every[name] * weights[name]).sum()
+            torch.testing.assert_close(again, total, rtol=TOLERANCE, atol=TOLERANCE)
+        token_losses = torch.stack([loss.detach() for loss in every.values()], -1)
+        torch.autograd.backward([sum(totals.values()), *roots])
         if before is not None:
             dist.send(before.grad, ctx.pp.ranks[ctx.pp.rank - 1])
-        losses.append(zigzag_join(token_losses.detach(), ctx.cp, dim=1))
+        losses.append(zigzag_join(token_losses, ctx.cp, dim=1))
     found = pieces(model, ctx), torch.cat(losses) if losses else None
     ctx.destroy()
     return found

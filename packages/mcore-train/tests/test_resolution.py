@@ -109,7 +109,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (3, {"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 2,
              "decoder_last_pipeline_num_layers": 2}, "pipeline rank 1 of 3 has no layer"),
         (2, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|ttmL"},
-         "multi-token prediction is not built"),
+         "places 1 layers m, but --mtp-num-layers is 0"),
         (1, {"overlap_p2p_communication": False}, "--no-overlap-p2p-communication has no eff"),
         (1, {"batch_p2p_communication": False}, "--no-batch-p2p-communication has no effect"),
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True,

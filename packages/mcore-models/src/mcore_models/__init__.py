@@ -23,6 +23,7 @@ _EXPORTS: dict[str, str] = {
     "MLP": "layers.mlp",
     "Mamba": "layers.mamba",
     "MicroBatch": "protocol",
+    "MultiTokenPrediction": "facade",
     "ModelDescription": "description",
     "ModelState": "protocol",
     "RMSNorm": "layers.norm",

@@ -29,6 +29,7 @@ _DECODERS_ALONE = (
     *("attn_logit_softcapping", "softmax_type", "attention_chunk_size"),
     *("embedding_multiplier", "residual_multiplier", "logits_multiplier"),
     *("final_logit_softcapping", "multi_latent_attention", "hybrid_override_pattern"),
+    "mtp_num_layers",
 )
 """Fields that layers of an encoder, and of a decoder beside one, do not read."""
 

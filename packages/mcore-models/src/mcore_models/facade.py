@@ -5,17 +5,28 @@ made whole in backward itself, so any torch optimizer may step right after it. F
 pipelines and long runs there is ``GPT`` with the trainer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_models.config import TransformerConfig
+from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.initialization import initialize_
+from mcore_models.layers.block import TransformerBlock
+from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.mtp import PredictionLayer, shifted
+from mcore_models.layers.residual import Residual
+from mcore_models.layers.rope import build_rotary
+from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel.collectives import all_reduce, reduce_from
 from mcore_parallel.facade import current_context
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import NamedParameter, named_parameters
 
 _NO_EXPERTS = MoEConfig()
@@ -85,13 +96,116 @@ class GPTModel(nn.Module):
         tokens, labels, mask = (
             batch[name].to(device) for name in ("tokens", "labels", "loss_mask")
         )
-        hidden, aux = self.gpt(tokens)
-        losses = self.gpt.token_losses(hidden, labels)
-        mask = mask.to(losses.dtype)
-        count = all_reduce(mask.sum(), data).clamp(min=1)
+        rows = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+        prepared = MicroBatch(self.gpt.prepare(rows))
+        output, aux = self.gpt.run_stage(prepared, None)
+        masks = self.gpt.loss_masks(prepared)
         # Token losses are equal over the tensor ranks; auxiliary losses are shares of a sum.
-        aux = reduce_from(aux, self._ctx.axis("tp"))
-        return reduce_from((losses * mask).sum() / count + aux / data.size, data)
+        total = reduce_from(aux, self._ctx.axis("tp")) / data.size
+        for name, losses in self.gpt.unreduced_losses(output, prepared).items():
+            own = masks[name].to(losses.dtype)
+            count = all_reduce(own.sum(), data).clamp(min=1)
+            total = total + self.gpt.loss_coefficients[name] * (losses * own).sum() / count
+        return reduce_from(total, data)
+
+
+class MultiTokenPrediction(nn.Module):
+    """Layers that let any model predict further tokens, with its own embedding and head.
+
+    Plain torch, whole on every rank: train it under DDP or FSDP like the model itself. Inside
+    ``GPT`` the same layers come by ``mtp_num_layers``, split like the model.
+
+    Attributes:
+        layers: one ``PredictionLayer`` for each further token.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_predictions: int,
+        *,
+        num_attention_heads: int = 0,
+        seed: int = 1234,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Build and fill the layers.
+
+        Args:
+            hidden_size: D, of the model.
+            num_predictions: further tokens, behind the next one that the model predicts.
+            num_attention_heads: of each layer; 0: one for every 64 channels.
+            seed: of the initial weights, equal on all ranks.
+            dtype: of the parameters.
+
+        Raises:
+            ValueError: if there are no predictions, or heads do not divide the channels.
+        """
+        super().__init__()
+        if num_predictions < 1:
+            raise ValueError(f"num_predictions {num_predictions} must be 1 or more.")
+        self.config = TransformerConfig(
+            num_layers=1,
+            hidden_size=hidden_size,
+            num_attention_heads=num_attention_heads or max(1, hidden_size // 64),
+        )
+        ctx = ParallelContext.single()
+        block: dict[str, Any] = {
+            "streams": RngStreams(seed, ctx),
+            "moe": _NO_EXPERTS,
+            "recomputing": RecomputeConfig(),
+            "kernels": KernelConfig(),
+            "dtype": dtype,
+        }
+        self.layers = nn.ModuleList(
+            PredictionLayer(
+                self.config, ctx, TransformerBlock(self.config, ctx, 0, **block), dtype=dtype
+            )
+            for _ in range(num_predictions)
+        )
+        initialize_(self, self.config, seed)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "B S D"],
+        tokens: Int[Tensor, "B S"],
+        embedding: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+    ) -> Float[Tensor, ""]:
+        """Compute the mean loss over all further tokens that the rows hold.
+
+        Args:
+            hidden: of the model, behind its final norm: place i predicts token i + 1.
+            tokens: that the model read.
+            embedding: of the model: ids ``[B, S]`` to ``[B, S, D]``.
+            head: of the model: ``[B, S, D]`` to logits ``[B, S, V]``.
+
+        Returns:
+            The mean over predictions of their mean cross-entropies; add it to the model's
+            loss times a factor such as 0.1.
+
+        Raises:
+            ValueError: if rows have no token so far ahead.
+        """
+        length = tokens.shape[1]
+        if length < len(self.layers) + 2:
+            raise ValueError(
+                f"rows of {length} tokens hold none {len(self.layers) + 1} places ahead: use "
+                f"{len(self.layers) + 2} or more."
+            )
+        places = torch.arange(length, device=tokens.device)
+        inputs = BlockInputs(rotary=build_rotary(self.config, places, hidden.dtype))
+
+        def run(block: nn.Module, x: Tensor) -> Residual:
+            return block(Residual.begin(x), inputs)
+
+        losses = []
+        x = hidden.transpose(0, 1)  # [B, S, D] -> [S, B, D]
+        for depth, layer in enumerate(self.layers, 1):
+            embedded = embedding(shifted(tokens, depth)).transpose(0, 1)
+            x, _ = layer(x, embedded, run)
+            logits = head(x[: length - depth - 1].transpose(0, 1)).flatten(0, 1)
+            losses.append(F.cross_entropy(logits, tokens[:, depth + 1 :].flatten()))
+        return torch.stack(losses).mean()
 
 
 class _Finaliser:

@@ -94,14 +94,17 @@ def model_flops(
     routed = sum(size for name, size in matrices.items() if ".experts." in name)
     active = routed * moe.moe_router_topk // max(1, moe.num_experts)
     lookup = matrices.get("position_embedding.weight", 0)
-    weights = config.hidden_size * padded_vocab_size
+    weights = (1 + config.mtp_num_layers) * config.hidden_size * padded_vocab_size
     weights += sum(matrices.values()) - lookup - routed + active
     mixers = layer_mixers(config, moe)
     # Pairs of query and key, doubled: L * L in a causal layer of L tokens.
     pairs = sum(
         _doubled_pairs(length, window(config, layer), chunk(config, layer))
         for length in seq_lengths
-        for layer, names in enumerate(mixers)
+        for names, layer in (
+            *zip(mixers, range(config.num_layers), strict=True),
+            *[(mixers[-1], config.num_layers - 1)] * config.mtp_num_layers,
+        )
         if "attention" in names or "mla" in names
     )
     # Each number of a Mamba state is written once by a token, and read once.

@@ -15,22 +15,23 @@ from torch import Tensor, nn
 
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
+from mcore_models.input_checks import check_inputs
 from mcore_models.layers.block import TransformerBlock
-from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.block_inputs import BlockInputs, build_inputs
+from mcore_models.layers.mtp import PredictionLayer
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual
-from mcore_models.layers.rope import build_local_rotary, build_rotary, query_temperature
-from mcore_models.layers.stack import block_groups
-from mcore_models.layout_checks import check_layout, check_length
-from mcore_models.protocol import LanguageModel, ModelState
+from mcore_models.layers.stack import run_blocks
+from mcore_models.layout_checks import check_layout
+from mcore_models.mtp_model import MTP_TOKENS, MTPLanguageModel
+from mcore_models.protocol import MicroBatch, ModelState
 from mcore_moe.config import MoEConfig
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
-from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import (
@@ -46,15 +47,17 @@ _KEEP_ALL = RecomputeConfig()
 _ANY_KERNELS = KernelConfig()
 
 
-class GPT(LanguageModel):
+class GPT(MTPLanguageModel):
     """Token ids to next-token scores.
 
     Attributes:
-        embedding: on the first stage, and on the last where the head is tied to it.
+        embedding: on the first stage, and on the last where the head is tied to it or further
+            tokens are predicted.
         position_embedding: learned positions, on the first stage.
         blocks: this stage's layers by global number; what wrappers work on.
         final_norm: on the last stage.
         head: on the last stage, unless tied.
+        mtp: by number, ``mtp_num_layers`` layers on the last stage that predict further tokens.
         streams: random streams of dropout; their state belongs in a checkpoint.
     """
 
@@ -106,30 +109,35 @@ class GPT(LanguageModel):
         self.config, self.vocab_size, self.stage = config, vocab_size, stage
         self.tp, self.cp = ctx.tp, ctx.cp
         self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
-        self.recomputing = recomputing
+        # Ranks that each keep a piece of what a recomputed layer begins from.
+        is_shared = recomputing.distribute_saved_activations and not self.sequence_parallel
+        self.recomputing, self.saved_by = recomputing, self.tp if is_shared else SINGLE
         self.streams = streams or RngStreams(seed, ctx)
         self.padded_vocab_size = padded_vocab(
             vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
         )
         placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
         self._add_ends_before(ctx, placed)
-        self.blocks = nn.ModuleDict(
-            {
-                str(layer): TransformerBlock(
-                    config,
-                    ctx,
-                    layer,
-                    streams=self.streams,
-                    moe=moe,
-                    recomputing=recomputing,
-                    kernels=kernels,
-                    gemms=gemms[layer] if gemms else PLAIN_GEMMS,
-                    **placed,
-                )
-                for layer in stage.layers
-            }
-        )
+
+        def block(layer: int) -> TransformerBlock:
+            return TransformerBlock(
+                config,
+                ctx,
+                layer,
+                streams=self.streams,
+                moe=moe,
+                recomputing=recomputing,
+                kernels=kernels,
+                gemms=gemms[layer] if gemms else PLAIN_GEMMS,
+                **placed,
+            )
+
+        self.blocks = nn.ModuleDict({str(layer): block(layer) for layer in stage.layers})
         self._add_ends_after(placed)
+        self.predict_further(config)
+        last, depths = config.num_layers - 1, range(config.mtp_num_layers * stage.has_loss)
+        layers = [PredictionLayer(config, ctx, block(last), **placed) for _ in depths]
+        self.mtp = nn.ModuleList(layers)
         initialize_(self, config, seed)
 
     def _add_ends_before(self, ctx: ParallelContext, placed: dict[str, Any]) -> None:
@@ -140,12 +148,13 @@ class GPT(LanguageModel):
             "sequence_parallel": self.sequence_parallel,
             **placed,
         }
-        if self.stage.has_embedding or (self.stage.has_loss and is_tied):
+        has_copy = is_tied or config.mtp_num_layers > 0
+        if self.stage.has_embedding or (self.stage.has_loss and has_copy):
             self.embedding = VocabParallelEmbedding(
                 self.vocab_size,
                 config.hidden_size,
                 padded_vocab_size=self.padded_vocab_size,
-                tied=ctx.embedding_ends if is_tied else SINGLE,
+                tied=ctx.embedding_ends if has_copy else SINGLE,
                 init_std=0.0,
                 **split,
             )
@@ -206,42 +215,62 @@ class GPT(LanguageModel):
                 under context parallelism or with documents, or the documents are of other
                 rows.
         """
-        num_tokens = self._check_inputs(x, state, documents)
-        remembered = 0 if state is None else state.length
-        if state is None or positions is None:  # else the state's owner counts them
-            check_length(self.config, num_tokens * self.cp.size, remembered)
-        length = num_tokens * self.cp.size + remembered
-        if positions is None:
-            positions = self._positions(num_tokens, state, x.device)
-        elif positions.dim() == 2 and positions.shape[0] == 1:
-            # Tables without a batch are smaller, and fused kernels' own.
-            positions = positions[0]
+        cuts = self.tp if self.sequence_parallel else SINGLE
+        rows, num_tokens = x.shape[:2]
+        if not self.stage.has_embedding:  # a hidden state
+            rows, num_tokens = num_tokens, rows * cuts.size
+        # Else the state's owner counts the positions.
+        is_counted = state is None or positions is None
+        length = check_inputs(
+            (rows, num_tokens),
+            state,
+            documents,
+            config=self.config,
+            axes=(self.cp, cuts),
+            is_counted=is_counted,
+        )
+        positions = self._places(positions, num_tokens, state, x.device)
         if self.stage.has_embedding:
             x = self._embed(x, positions)
-        inputs = BlockInputs(
-            rotary=build_rotary(self.config, positions, x.dtype, length),
-            local_rotary=build_local_rotary(self.config, positions, x.dtype),
-            temperature=query_temperature(self.config, positions, x.dtype),
-            documents=documents,
-            state=state,
-        )
+        inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
         stream = Residual.begin(x)
-        for blocks, is_recomputed in block_groups(list(self.blocks.values()), self.recomputing):
-            if is_recomputed and self.training and state is None:
-                stream = recompute(
-                    _run_recomputed,
-                    blocks,
-                    stream.total(),  # so that one tensor is kept, not two
-                    stream.aux,
-                    inputs,
-                    streams=self.streams,
-                    shared_by=self._saved_by(),
-                )
-            else:
-                stream = _run(blocks, stream, inputs)
+        stream = self._run_blocks(list(self.blocks.values()), stream, inputs)
         if not self.stage.has_loss:
             return stream.total(), stream.aux
         return stream.normed(self.final_norm)[0], stream.aux
+
+    def further_hidden(
+        self, hidden: Float[Tensor, "s B D"], batch: MicroBatch
+    ) -> tuple[list[Float[Tensor, "s B D"]], Float[Tensor, ""]]:
+        """Run the layers that predict further tokens, see ``MTPLanguageModel``."""
+        tokens = batch[MTP_TOKENS]
+        positions = self._places(batch.positions, tokens.shape[1], None, hidden.device)
+        length = tokens.shape[1] * self.cp.size
+        inputs = build_inputs(self.config, positions, length, hidden.dtype, batch.documents)
+
+        def run(block: nn.Module, x: Tensor) -> Residual:
+            return self._run_blocks([block], Residual.begin(x), inputs)
+
+        found, total = [], torch.zeros((), device=hidden.device)
+        for depth, layer in enumerate(self.mtp):
+            hidden, aux = layer(hidden, self._embed(tokens[..., depth], positions), run)
+            found.append(hidden)
+            total = total + aux
+        return found, total
+
+    def _run_blocks(
+        self, blocks: Sequence[nn.Module], stream: Residual, inputs: BlockInputs
+    ) -> Residual:
+        """Run some blocks, recomputed in training as the flags say."""
+        is_trained = self.training and inputs.state is None
+        return run_blocks(
+            blocks,
+            stream,
+            lambda block, x: block(x, inputs),
+            self.recomputing if is_trained else _KEEP_ALL,
+            streams=self.streams,
+            saved_by=self.saved_by,
+        )
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
         """Score the vocabulary: this rank's slice of it, padding included as zeros.
@@ -330,56 +359,19 @@ class GPT(LanguageModel):
             x = x + self.position_embedding(positions)
         return self.dropout(x)
 
-    def _saved_by(self) -> Axis:
-        """Return the ranks that each keep a piece of what a recomputed layer begins from."""
-        is_whole_everywhere = not self.sequence_parallel
-        is_cut = self.recomputing.distribute_saved_activations and is_whole_everywhere
-        return self.tp if is_cut else SINGLE
-
-    def _num_tokens(self, hidden: Tensor) -> int:
-        """Tokens of this context rank's slice, from a hidden state."""
-        return hidden.shape[0] * (self.tp.size if self.sequence_parallel else 1)
-
-    def _positions(
-        self, num_tokens: int, state: ModelState | None, device: torch.device
+    def _places(
+        self,
+        positions: Tensor | None,
+        num_tokens: int,
+        state: ModelState | None,
+        device: torch.device,
     ) -> Tensor:
+        """Return the tokens' positions, counted unless given."""
+        if positions is not None:
+            # Tables without a batch are smaller, and fused kernels' own.
+            return positions[0] if positions.dim() == 2 and len(positions) == 1 else positions
         if state is not None:
             return torch.arange(state.length, state.length + num_tokens, device=device)
         if self.cp.size == 1:
             return torch.arange(num_tokens, device=device)
         return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
-
-    def _check_inputs(
-        self, x: Tensor, state: ModelState | None, documents: Documents | None
-    ) -> int:
-        """Refuse what the stage cannot run; return the tokens of this context rank's slice."""
-        if state is not None and self.cp.size > 1:
-            raise ValueError(
-                f"a cache cannot be cut over --context-parallel-size {self.cp.size}: generate "
-                "with 1."
-            )
-        num_tokens = x.shape[1] if self.stage.has_embedding else self._num_tokens(x)
-        if self.sequence_parallel and num_tokens % self.tp.size:
-            raise ValueError(
-                f"--sequence-parallel cannot cut {num_tokens} tokens over "
-                f"--tensor-model-parallel-size {self.tp.size}: use a --seq-length that is a "
-                "multiple."
-            )
-        if documents is not None:
-            if state is not None:
-                raise ValueError("a cache holds one document a row: generate without packing.")
-            num_rows = x.shape[0] if self.stage.has_embedding else x.shape[1]
-            documents.check(num_rows, num_tokens * self.cp.size)
-        return num_tokens
-
-
-def _run(blocks: Sequence[nn.Module], stream: Residual, inputs: BlockInputs) -> Residual:
-    for block in blocks:
-        stream = block(stream, inputs)
-    return stream
-
-
-def _run_recomputed(
-    blocks: Sequence[nn.Module], x: Tensor, aux: Tensor, inputs: BlockInputs
-) -> Residual:
-    return _run(blocks, Residual(x, None, aux), inputs)

@@ -67,6 +67,12 @@ class HybridConfig:
                 f"--hybrid-override-pattern {self.hybrid_override_pattern} has {len(letters)} "
                 f"layers, --num-layers says {config.num_layers}: leave --num-layers out."
             )
+        if letters and config.mtp_num_layers:
+            raise ValueError(
+                "--mtp-num-layers has no pattern of its own layers yet, so that "
+                f"--hybrid-override-pattern {self.hybrid_override_pattern} does not say what "
+                "they are made of: leave it out."
+            )
         if "M" in letters:
             _check_mamba(config)
 

@@ -107,6 +107,13 @@ class LayerConfig(AttentionConfig):
     final_logit_softcapping: float = 0.0
     """Bound the scores of the vocabulary by c x tanh(score / c); 0: not at all."""
 
+    mtp_num_layers: int = 0
+    """Layers behind the model, each predicting one token further than the one before; 0:
+    none. They share embedding and output head."""
+
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean loss of these layers beside the main loss."""
+
     def check_layers(self, num_layers: int) -> None:
         """Check the fields above, for ``TransformerConfig``.
 
@@ -119,7 +126,7 @@ class LayerConfig(AttentionConfig):
         for name in (
             *("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
             *("attention_chunk_size", "attention_temperature_span", "rotary_base_local"),
-            *("activation_func_clamp_value",),
+            *("activation_func_clamp_value", "mtp_num_layers", "mtp_loss_scaling_factor"),
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)} must be 0 or more.")
@@ -136,6 +143,12 @@ class LayerConfig(AttentionConfig):
             raise ValueError("--qk-norm-width layer needs --normalization RMSNorm.")
         if not self.norm_bias and normalization != "LayerNorm":
             raise ValueError("--no-norm-bias has no effect without --normalization LayerNorm.")
+        positions = getattr(self, "position_embedding_type")  # noqa: B009 - likewise
+        if self.mtp_num_layers and positions == "learned_absolute":
+            raise ValueError(
+                "--mtp-num-layers knows no --position-embedding-type learned_absolute, whose "
+                "table is where the model begins: use rope or none."
+            )
         self._check_windows(num_layers)
 
     def _check_windows(self, num_layers: int) -> None:

@@ -177,15 +177,29 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
     if config.position_embedding_type == "learned_absolute":
         shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
-    for layer, mixers in enumerate(layer_mixers(config, moe)):
-        for mixer, norms in zip(mixers, layer_norms(config, mixers), strict=True):
-            inside = MIXER_SHAPES[mixer](config, moe)
-            for name in filter(None, norms):
-                inside = _norm(config, name, D) | inside
-            shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
+    layers = layer_mixers(config, moe)
+    for layer, mixers in enumerate(layers):
+        inside = _layer(config, moe, mixers)
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
     shapes |= _norm(config, "final_norm", D)
     if config.untie_embeddings_and_output_weights:
         shapes["head.weight"] = (vocab_size, D)
+    for depth in range(config.mtp_num_layers):
+        inside = _norm(config, "enorm", D) | _norm(config, "hnorm", D)
+        inside |= {"eh_proj.weight": (D, 2 * D)} | _norm(config, "final_norm", D)
+        last = _layer(config, moe, layers[-1])
+        inside |= {f"block.{name}": shape for name, shape in last.items()}
+        shapes |= {f"mtp.{depth}.{name}": shape for name, shape in inside.items()}
+    return shapes
+
+
+def _layer(config: Any, moe: Any, mixers: Sequence[str]) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for mixer, norms in zip(mixers, layer_norms(config, mixers), strict=True):
+        inside = MIXER_SHAPES[mixer](config, moe)
+        for name in filter(None, norms):
+            inside = _norm(config, name, config.hidden_size) | inside
+        shapes |= inside
     return shapes
 
 

@@ -284,6 +284,7 @@ class Interval:
         means = all_reduce(self._balance / self._num_steps, self.run.ctx.pp).tolist()
         config = self.run.plan.config
         mixers = layer_mixers(config.model, config.experts)
+        mixers += mixers[-1:] * config.model.mtp_num_layers  # built like the last layer
         return {
             f"{name}/layer_{layer}": value
             for layer, values in enumerate(means)

@@ -24,6 +24,7 @@ from mcore_train.options.option_conflicts import (
     endless_numbers,
     find_option_conflicts,
     find_sample_conflicts,
+    misplaced_predictions,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -141,6 +142,7 @@ def resolve(
     pp = config.parallelism.pipeline_model_parallel_size
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
     lines += _empty_ranks(stages or (), config)
+    lines += misplaced_predictions(stages or (), config.model.mtp_num_layers)
     batch_size = _global_batch_size(config, world_size)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)

@@ -93,11 +93,16 @@ def _finish_routers(run: Run) -> Float[Tensor, "L n"]:
     for chunk in run.chunks:
         stats |= finish_step(chunk, run.ctx.axis("tp", "cp", "dp"))
     rows = summarize(list(stats.values())) if stats else ()
-    # By name, such as blocks.3.moe.router.
-    by_layer = {int(name.split(".")[1]): row for name, row in zip(stats, rows, strict=True)}
+    model = run.plan.config.model
+
+    def layer(name: str) -> int:  # blocks.3.moe.router, mtp.0.block.moe.router
+        stack, number, *_ = name.split(".")
+        return int(number) + model.num_layers * (stack == "mtp")
+
+    by_layer = {layer(name): row for name, row in zip(stats, rows, strict=True)}
     nothing = torch.zeros(len(SUMMARY), device=run.ctx.device)
-    num_layers = run.plan.config.model.num_layers
-    return torch.stack([by_layer.get(layer, nothing) for layer in range(num_layers)])
+    depth = model.num_layers + model.mtp_num_layers
+    return torch.stack([by_layer.get(layer, nothing) for layer in range(depth)])
 
 
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:

@@ -64,6 +64,7 @@ def shrink_model(
         hidden_size=heads * channels + (16 if own_head_dim else 0),
         ffn_hidden_size=(channels if is_fp8 else 12) * parallel.tensor_model_parallel_size,
         max_position_embeddings=length if model.max_position_embeddings else 0,
+        mtp_num_layers=min(model.mtp_num_layers, 2),
         q_lora_rank=channels if model.q_lora_rank else 0,
         kv_lora_rank=channels,
         qk_head_dim=channels,

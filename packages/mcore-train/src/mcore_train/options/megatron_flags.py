@@ -161,9 +161,6 @@ INSTEAD: dict[str, str] = {
     "--cpu-offloading* --fine-grained-* --*offload*": (
         "activations stay on the GPU in this version; use --recompute-granularity."
     ),
-    "--mtp-*": (
-        "multi-token prediction is not built into training yet; use the model without it."
-    ),
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
     "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
     "--*fsdp* --*-sharding-strategy --enable-full-sharding-in-hsdp": (

@@ -4,11 +4,12 @@ Schedules and recomputation, kernels, graphs and deterministic bits, reports and
 like ``resolution``, which adds these lines to its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 
 from mcore_parallel.config import AdamConfig, SGDConfig
 from mcore_parallel.logical_tensors import expert_size
+from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
 
@@ -34,11 +35,6 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
             "selective recomputation."
         )
     pipeline = config.pipeline
-    if "m" in pipeline.pipeline_model_parallel_layout:
-        yield (
-            "--pipeline-model-parallel-layout places layers m, but multi-token prediction is "
-            "not built into training yet: leave m out."
-        )
     if config.parallelism.pipeline_model_parallel_size == 1:
         for is_on, name in (
             (pipeline.overlap_p2p_communication, "--no-overlap-p2p-communication"),
@@ -112,6 +108,21 @@ def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
         yield "--adam-* and --exp-avg-* have no effect with --optimizer sgd: leave them out."
     if config.optimizer.optimizer == "adam" and config.sgd != SGDConfig():
         yield "--sgd-momentum has no effect with --optimizer adam: leave it out."
+
+
+def misplaced_predictions(stages: Sequence[Stage], depths: int) -> Iterator[str]:
+    """Name what is wrong with the layers m of a pipeline layout, for ``depths`` of a model."""
+    placed = [stage.num_mtp_layers for stage in stages]
+    if sum(placed) not in (0, depths):
+        yield (
+            f"--pipeline-model-parallel-layout places {sum(placed)} layers m, but "
+            f"--mtp-num-layers is {depths}: place as many, or none."
+        )
+    elif any(placed[:-1]):
+        yield (
+            "--pipeline-model-parallel-layout places layers m apart from the loss, on whose "
+            "stage they run: put them before its L."
+        )
 
 
 def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:

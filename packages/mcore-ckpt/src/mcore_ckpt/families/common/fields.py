@@ -146,6 +146,7 @@ DEFAULTS: dict[str, Any] = {
     "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
+    "mtp_num_layers": 0,
     "normalization": "RMSNorm",
     "norm_epsilon": 1e-5,
     "apply_layernorm_1p": False,

@@ -1,0 +1,121 @@
+"""Multi-token prediction: layers behind the model that predict tokens further ahead.
+
+Depth k joins the hidden state of depth k-1 with the embedding of the token k places on, runs
+one more layer over both, and its output predicts the token k+1 places on. Embedding and
+output head are the model's own. Causality holds at every depth: place i knows tokens up to
+i + k when it predicts token i + k + 1.
+
+DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, section 2.2. As in its release, and unlike
+its equation 21, depth 1 gets the model's hidden state behind the final norm.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor, nn
+
+from mcore_models.config import TransformerConfig
+from mcore_models.layers.norm import build_norm
+from mcore_models.layers.replicated_linear import ReplicatedLinear
+from mcore_models.layers.residual import Residual
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.mesh import SINGLE, ParallelContext
+
+
+class PredictionLayer(nn.Module):
+    """One depth: a hidden state and later tokens to the next hidden state.
+
+    Attributes:
+        enorm, hnorm: norms of the embedding and of the hidden state.
+        eh_proj: both, embedding first, to D. Every tensor rank holds it whole.
+        block: a layer as the model's last one.
+        final_norm: of what the layer returns.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        block: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's share; weights are zero until the model fills them.
+
+        Args:
+            config: of the model.
+            ctx: the layout.
+            block: the layer.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        D = config.hidden_size
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        norms: dict[str, Any] = {
+            "replicas": ctx.tp,
+            "partial": ctx.tp if sequence_parallel else SINGLE,
+            **placed,
+        }
+        self.enorm = build_norm(config, D, **norms)
+        self.hnorm = build_norm(config, D, **norms)
+        self.eh_proj = ReplicatedLinear(
+            2 * D, D, axis=ctx.tp, sequence_parallel=sequence_parallel, **placed
+        )
+        self.block = block
+        self.final_norm = build_norm(config, D, **norms)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "s B D"],
+        embedded: Float[Tensor, "s B D"],
+        run: Callable[[nn.Module, Tensor], Residual],
+    ) -> tuple[Float[Tensor, "s B D"], Float[Tensor, ""]]:
+        """Return the hidden state of the next depth, and the layer's auxiliary losses.
+
+        Communicates as the block does.
+
+        Args:
+            hidden: of the depth before, normed.
+            embedded: tokens that stand one place further than those of the depth before.
+            run: calls the block on the start of a stream, with the inputs of all blocks.
+        """
+        both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)
+        stream = run(self.block, self.eh_proj(both))
+        return stream.normed(self.final_norm)[0], stream.aux
+
+
+def shifted(x: Shaped[Tensor, "B S"], by: int) -> Shaped[Tensor, "B S"]:
+    """Move whole rows to the left; zeros come in from the right.
+
+    Args:
+        x: whole rows, not a context rank's part.
+        by: places.
+    """
+    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], 1)
+
+
+def has_token(
+    num_rows: int, length: int, by: int, documents: Documents | None
+) -> Bool[Tensor, "B S"]:
+    """Say at which places of whole rows the token ``by`` places on is of the same document.
+
+    Args:
+        num_rows: B.
+        length: S.
+        by: places.
+        documents: of the rows; None: each row is one.
+    """
+    rows: Sequence[Sequence[int]] = [(0, length)] * num_rows
+    if documents is not None:
+        rows = [pieces.borders for pieces in documents.rows]
+    places = torch.arange(length)
+    ends = [
+        torch.tensor(borders[1:]).repeat_interleave(torch.tensor(borders).diff())
+        for borders in rows
+    ]
+    return places + by < torch.stack(ends)

@@ -1,0 +1,140 @@
+"""A language model with layers that predict further tokens: their batches, masks and losses.
+
+Rows are shifted whole, before context ranks cut them, so that the last token of a rank's
+chunk gets the first of the next one, wherever that is. Each depth has a loss of its own by
+its own global count of valid tokens, logged beside the main one: ``mtp_1 loss`` and so on.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_models.config import TransformerConfig
+from mcore_models.layers.mtp import has_token, shifted
+from mcore_models.protocol import (
+    LABELS,
+    LM_LOSS,
+    LOSS_MASK,
+    TEXT,
+    TOKENS,
+    Entry,
+    LanguageModel,
+    MicroBatch,
+)
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.pipeline_parallel.runner import Payload
+
+MTP_TOKENS, MTP_LABELS, MTP_MASK = "mtp_tokens", "mtp_labels", "mtp_loss_mask"
+"""Entries ``[B, S, K]`` that ``prepare`` adds, one slice for each of K depths."""
+_ENTRIES = MappingProxyType(
+    {**TEXT, **{name: Entry(is_derived=True) for name in (MTP_TOKENS, MTP_LABELS, MTP_MASK)}}
+)
+
+
+class MTPLanguageModel(LanguageModel):
+    """A causal model whose last stage predicts ``mtp_num_layers`` further tokens."""
+
+    def predict_further(self, config: TransformerConfig) -> None:
+        """Declare entries and losses, from ``config``; call it where the model is built."""
+        depths = config.mtp_num_layers
+        if depths:
+            self.entries = _ENTRIES
+            share = config.mtp_loss_scaling_factor / depths
+            names = {_name(depth): share for depth in range(depths)}
+            self.loss_coefficients = MappingProxyType({LM_LOSS: 1.0, **names})
+
+    @abstractmethod
+    def further_hidden(
+        self, hidden: Float[Tensor, "s B D"], batch: MicroBatch
+    ) -> tuple[list[Float[Tensor, "s B D"]], Float[Tensor, ""]]:
+        """Return the hidden state of every depth and the auxiliary losses of their layers.
+
+        Args:
+            hidden: of ``forward`` on the last stage.
+            batch: has ``mtp_tokens``.
+        """
+
+    @property
+    def read_entries(self) -> frozenset[str]:
+        """As a language model's; where the loss is also tokens, and the shifted entries."""
+        names = super().read_entries
+        if self.config.mtp_num_layers and self.stage.has_loss:
+            names |= {TOKENS, MTP_TOKENS, MTP_LABELS, MTP_MASK}
+        return names
+
+    def prepare(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Add tokens, labels and masks of every depth, shifted within whole rows."""
+        depths = self.config.mtp_num_layers
+        if not depths or any(name not in batch for name in TEXT):
+            return batch
+        tokens, labels, mask = (batch[name] for name in (TOKENS, LABELS, LOSS_MASK))
+        borders = batch.get("cu_seqlens")
+        documents = None if borders is None else Documents.from_cu_seqlens(borders)
+        ways, (num_rows, length) = range(1, depths + 1), tokens.shape
+        valid = [has_token(num_rows, length, by, documents).to(mask.device) for by in ways]
+        masks = [shifted(mask, by) * ok for by, ok in zip(ways, valid, strict=True)]
+        return {
+            **batch,
+            MTP_TOKENS: torch.stack([shifted(tokens, by) for by in ways], -1),
+            MTP_LABELS: torch.stack([shifted(labels, by) for by in ways], -1),
+            MTP_MASK: torch.stack(masks, -1),
+        }
+
+    def run_stage(
+        self, batch: MicroBatch, received: Payload | None
+    ) -> tuple[Payload, Float[Tensor, ""]]:
+        """Run ``forward``; on the last stage also the layers of every depth."""
+        hidden, aux = super().run_stage(batch, received)
+        if not (self.config.mtp_num_layers and self.stage.has_loss):
+            return hidden, aux
+        assert isinstance(hidden, Tensor)
+        further, more = self.further_hidden(hidden, batch)
+        return {LM_LOSS: hidden, **dict(zip(self._names(), further, strict=True))}, aux + more
+
+    def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
+        """Return the masks of the next tokens and of those further ahead."""
+        masks = {n: batch[MTP_MASK][..., depth] for depth, n in enumerate(self._names())}
+        return {**super().loss_masks(batch), **masks}
+
+    def losses(
+        self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
+    ) -> Mapping[str, Float[Tensor, ""]]:
+        """Sum ``loss`` of every depth."""
+        return {
+            name: self.loss(hidden, labels, weights[name])[0]
+            for name, hidden, labels in self._scored(output, batch)
+        }
+
+    def unreduced_losses(
+        self, output: Payload, batch: MicroBatch
+    ) -> Mapping[str, Float[Tensor, "..."]]:
+        """Return ``token_losses`` of every depth."""
+        return {
+            name: self.token_losses(hidden, labels)
+            for name, hidden, labels in self._scored(output, batch)
+        }
+
+    def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
+        """Return ``logits`` of the next tokens."""
+        return super().stage_logits(output if isinstance(output, Tensor) else output[LM_LOSS])
+
+    def _names(self) -> list[str]:
+        return list(self.loss_coefficients)[1:]
+
+    def _scored(self, output: Payload, batch: MicroBatch) -> Any:
+        """Yield name, hidden state and labels of every loss."""
+        if isinstance(output, Tensor):
+            yield LM_LOSS, output, batch[LABELS]
+            return
+        yield LM_LOSS, output[LM_LOSS], batch[LABELS]
+        for depth, name in enumerate(self._names()):
+            yield name, output[name], batch[MTP_LABELS][..., depth]
+
+
+def _name(depth: int) -> str:
+    return f"mtp_{depth + 1} loss"
