@@ -1,24 +1,59 @@
-"""Which quantization a config.json says, and the view of a folder that undoes it."""
+"""Which quantization a folder says, and the views that undo it."""
 
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.quantized_layouts import (
+    INPUT_SCALE,
+    KV_SCALES,
+    PRE_QUANT_SCALE,
+    QUANT_CONFIG,
+    SCALES,
+    WEIGHT_SCALE,
+    WEIGHT_SCALE_2,
+    QuantLayout,
+    QuantPlan,
+    Scales,
+    read_plan,
+)
+from mcore_ckpt.mapping.low_bits import decode, stored, unpack
 from mcore_ckpt.mapping.mxfp4 import UnpackedMxfp4
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.views import Dequantized
+from mcore_ckpt.storage.files import DTYPES
+from mcore_ckpt.storage.index import TensorEntry
+
+_WEIGHT = ".weight"
 
 
-def take_quantization(config: dict[str, Any]) -> Callable[[Rows], Rows]:
+def take_quantization(
+    config: dict[str, Any], folder: Path | None = None
+) -> Callable[[Rows], Rows]:
     """Take a quantization that we read out of a config.json; others are left for refusal.
 
     Args:
         config: changed in place.
+        folder: whose hf_quant_config.json, if there is one, counts before config.json.
 
     Returns:
         What makes wide numbers of the folder's tensors.
+
+    Raises:
+        ValueError: if the unified layout is said with an algorithm that is not known.
     """
     how = config.get("quantization_config")
+    said = _unified(how if isinstance(how, dict) else None, folder)
+    if said is not None:
+        config.pop("quantization_config", None)
+        return partial(WidenedRows, plan=read_plan(said))
     if not isinstance(how, dict):
         return _as_it_is
     if how.get("quant_method") == "mxfp4":
@@ -31,5 +66,173 @@ def take_quantization(config: dict[str, Any]) -> Callable[[Rows], Rows]:
     return _as_it_is
 
 
+def _unified(how: dict[str, Any] | None, folder: Path | None) -> dict[str, Any] | None:
+    file = None if folder is None else folder / QUANT_CONFIG
+    if file is not None and file.is_file():
+        try:
+            said = json.loads(file.read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from None
+        if not isinstance(said, dict):
+            raise CheckpointError(f"{file} is damaged: it holds no object")
+        return said
+    return how if how is not None and how.get("quant_method") == "modelopt" else None
+
+
 def _as_it_is(theirs: Rows) -> Rows:
     return theirs
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """Rows of a quantized matrix: how they were rounded."""
+
+    layout: QuantLayout
+    """Of the whole matrix."""
+    scales: Float[Tensor, "f d"]
+    """What multiplies codes, float32: a row a group of rows (the first may begin before
+    ``begin``), a column a group of columns; ``[1, 1]`` where all share one."""
+    input_scale: Tensor | None
+    """What multiplies the codes of inputs; None: they are scaled as they come."""
+    pre_quant_scale: Float[Tensor, " D"] | None
+    """What multiplies inputs before they are rounded."""
+
+    def full_scales(self, begin: int, stop: int, columns: int) -> Float[Tensor, "F D"]:
+        """Return what multiplies each code of rows ``begin`` to ``stop``."""
+        high, wide = (
+            n or size for n, size in zip(self.layout.group, (stop, columns), strict=True)
+        )
+        rows = self.scales.repeat_interleave(high, 0)
+        first = begin // high * high if self.layout.group[0] else 0
+        rows = rows[begin - first : stop - first]
+        return rows.repeat_interleave(wide, 1)[:, :columns]
+
+
+class WidenedRows:
+    """Quantized matrices of the unified layout as float32; their scales disappear.
+
+    ``M.weight`` is ``codes * weight_scale * weight_scale_2 * pre_quant_scale``: what a linear
+    multiplies inputs with that nobody rounds.
+    """
+
+    def __init__(self, under: Rows, plan: QuantPlan) -> None:
+        """Match every tensor with what the config says of its module.
+
+        Raises:
+            ValueError: if a matrix is quantized though the config excludes it or the other
+                way round, a scale is missing or has no weight, or shapes do not fit.
+        """
+        self._under, self.plan = under, plan
+        self.entries: dict[str, TensorEntry] = {}
+        for name, entry in under.entries.items():
+            module, _, kind = name.rpartition(".")
+            if kind in SCALES:
+                if f"{module}.{WEIGHT_SCALE}" not in under.entries:
+                    raise ValueError(f"{name} is the scale of no quantized tensor.")
+            elif name.endswith(KV_SCALES):
+                continue
+            elif f"{module}.{WEIGHT_SCALE}" in under.entries and kind == "weight":
+                self.entries[name] = self._quantized(module, entry)
+            else:
+                self._check_left(name, entry)
+                self.entries[name] = entry
+        self._check_cache()
+
+    def _quantized(self, module: str, entry: TensorEntry) -> TensorEntry:
+        layout, entries = self.plan.layout, self._under.entries
+        if self.plan.excludes(module):
+            raise ValueError(f"{module} is quantized, and the config says that it is not.")
+        shape = layout.shape_of(entry.shape)
+        for kind, (dtype, wanted) in layout.tensors(shape).items():
+            found = entries.get(f"{module}.{kind}")
+            if found is None and kind == PRE_QUANT_SCALE and layout.pre_quant_scale == "some":
+                continue
+            if found is None or not _fits(found, dtype, wanted):
+                held = "absent" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise ValueError(
+                    f"{module}.{kind} must be {dtype} {list(wanted)} for {layout.algo}, and is "
+                    f"{held}."
+                )
+        return TensorEntry(shape, "F32", ())
+
+    def _check_left(self, name: str, entry: TensorEntry) -> None:
+        module = name.removesuffix(_WEIGHT)
+        if name == module or len(entry.shape) != 2 or "embed" in name:
+            return
+        if not self.plan.excludes(module):
+            raise ValueError(
+                f"{name} is not quantized, and the config does not exclude it: its "
+                f"{WEIGHT_SCALE} is missing, or {module} in exclude_modules."
+            )
+
+    def _check_cache(self) -> None:
+        if not self.plan.kv_cache:
+            return
+        present = self._under.entries
+        for name in present:
+            for kind in KV_SCALES:
+                projection, _, scale = kind.partition(".")
+                if name.endswith(f"{projection}{_WEIGHT}"):
+                    wanted = f"{name.removesuffix(_WEIGHT)}.{scale}"
+                    if wanted not in present:
+                        raise ValueError(
+                            f"{wanted} is missing, and the config says that keys and values "
+                            "are kept in fp8."
+                        )
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self.entries[name].dtype
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows, times their scales."""
+        if not self.is_quantized(name):
+            return self._under.rows(name, begin, stop)
+        layout, (_, columns) = self.plan.layout, self.entries[name].shape
+        tall = stored(layout.code)[1][0]
+        packed = self._under.rows(name, begin // tall, -(-stop // tall))
+        codes = unpack(packed, layout.code)[begin % tall :][: stop - begin]
+        part = self.part(name, begin, stop)
+        wide = decode(codes, layout.code) * part.full_scales(begin, stop, columns)
+        return wide if part.pre_quant_scale is None else wide * part.pre_quant_scale
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor is one of codes."""
+        return f"{name.removesuffix(_WEIGHT)}.{WEIGHT_SCALE}" in self._under.entries
+
+    def part(self, name: str, begin: int, stop: int) -> MatrixPart:
+        """Read how rows of a quantized matrix were rounded."""
+        module, layout = name.removesuffix(_WEIGHT), self.plan.layout
+        high = layout.group[0]
+        rows = (begin // high, -(-stop // high)) if high else (0, 1)
+        first = self._under.rows(f"{module}.{WEIGHT_SCALE}", *rows)
+        second = self._scalar(module, WEIGHT_SCALE_2)
+        return MatrixPart(
+            layout,
+            layout.wide_scales(Scales(first if high else first.view(()), second)),
+            self._scalar(module, INPUT_SCALE),
+            self._vector(module, PRE_QUANT_SCALE),
+        )
+
+    def _scalar(self, module: str, kind: str) -> Tensor | None:
+        name = f"{module}.{kind}"
+        if name not in self._under.entries:
+            return None
+        return self._under.rows(name, 0, 1).float().view(())
+
+    def _vector(self, module: str, kind: str) -> Tensor | None:
+        name = f"{module}.{kind}"
+        entry = self._under.entries.get(name)
+        return None if entry is None else self._under.rows(name, 0, entry.shape[0]).float()
+
+    def kv_scales(self) -> dict[str, Tensor]:
+        """Read the scales of the key/value cache, by name of the tensor."""
+        names = [name for name in self._under.entries if name.endswith(KV_SCALES)]
+        return {name: self._under.rows(name, 0, 1).float().view(()) for name in names}
+
+
+def _fits(found: TensorEntry, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is as it should be; scalars may be a row of one, F32 any float."""
+    is_float = dtype == "F32" and DTYPES[found.dtype].is_floating_point
+    has_shape = found.shape == shape or (not shape and found.shape == (1,))
+    return has_shape and (found.dtype == dtype or is_float)

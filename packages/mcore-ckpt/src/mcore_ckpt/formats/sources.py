@@ -122,7 +122,7 @@ def opened(
 def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
     config = dict(folder.config)
-    dequantized = take_quantization(config)
+    dequantized = take_quantization(config, folder.path)
     model_type = config.get("model_type", "")
     description, tensors = stored_model(config, folder.tensors)
     table = family_of(model_type).table(description)

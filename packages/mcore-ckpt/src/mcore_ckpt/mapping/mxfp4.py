@@ -9,15 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mcore_ckpt.mapping.low_bits import decode, unpack
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.rules import split_index
 from mcore_ckpt.storage.files import DTYPES
 from mcore_ckpt.storage.index import TensorEntry
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor([*_HALF, *(-value for value in _HALF)])
-"""What each of the sixteen codes stands for: a sign, two bits of exponent, one of fraction."""
 
 
 class UnpackedMxfp4:
@@ -69,6 +67,6 @@ class UnpackedMxfp4:
         stem, (expert,) = split_index(name)
         packed = self._under.rows(stem + _BLOCKS, expert, expert + 1)[0]
         exponents = self._under.rows(stem + _SCALES, expert, expert + 1)[0]
-        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)  # [out, in/32, 32]
-        wide = torch.ldexp(_VALUES[codes.int()], exponents.int().unsqueeze(-1) - 127)
+        codes = unpack(packed.flatten(1), "e2m1").unflatten(1, (-1, 32))  # [out, in/32, 32]
+        wide = torch.ldexp(decode(codes, "e2m1"), exponents.int().unsqueeze(-1) - 127)
         return wide.flatten(1).t()[begin:stop].to(DTYPES[self._dtype]).contiguous()

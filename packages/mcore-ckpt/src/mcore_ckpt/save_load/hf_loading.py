@@ -13,6 +13,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mcore_ckpt.formats.quantization import MatrixPart, WidenedRows
+from mcore_ckpt.formats.quantized_layouts import QuantPlan
 from mcore_ckpt.formats.sources import PREFIX, OpenCheckpoint, opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
@@ -37,6 +39,62 @@ def opened_hf(folder: Path) -> Iterator[tuple[Index, Reader]]:
     with opened("hf", folder) as found, ViewReader(folder, found.ours) as reader:
         tensors = {PREFIX + name: entry for name, entry in pointers(found).items()}
         yield Index(tensors, {"model": found.description, "hf": found.hf}), reader
+
+
+class QuantizedFolder:
+    """A Hugging Face folder of quantized weights: how each of our matrices was rounded."""
+
+    def __init__(self, found: OpenCheckpoint, widened: WidenedRows) -> None:
+        """Look at names only.
+
+        Args:
+            found: the folder, without a cast or another vocabulary.
+            widened: its tensors.
+        """
+        self._widened = widened
+        self._places = {
+            name: (link, number)
+            for link in found.links
+            for number, name in enumerate(link.ours)
+        }
+
+    @property
+    def plan(self) -> QuantPlan:
+        """What the folder says of itself."""
+        return self._widened.plan
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a logical tensor is one of codes."""
+        return self._widened.is_quantized(self._places[name][0].theirs)
+
+    def part(self, name: str, begin: int, stop: int) -> MatrixPart:
+        """Read how rows ``begin`` to ``stop`` of a logical matrix were rounded.
+
+        Args:
+            name: without ``model.``.
+            begin: first row.
+            stop: one past the last.
+        """
+        link, number = self._places[name]
+        assert link.is_plain, f"{link.theirs} is not stored by rows"
+        first = link.rows(self._widened.entries[link.theirs].shape)[number][0]
+        return self._widened.part(link.theirs, first + begin, first + stop)
+
+
+@contextmanager
+def opened_quantized(folder: Path) -> Iterator[QuantizedFolder | None]:
+    """Open a Hugging Face folder for its scales; None if its weights are not quantized so.
+
+    Args:
+        folder: with config.json and safetensors files.
+
+    Raises:
+        ValueError: as ``opened_hf``.
+        CheckpointError: likewise.
+    """
+    with opened("hf", folder) as found:
+        widened = found.theirs
+        yield QuantizedFolder(found, widened) if isinstance(widened, WidenedRows) else None
 
 
 def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:

@@ -1,0 +1,354 @@
+"""How quantized weights stand in a Hugging Face folder: one row for each way.
+
+The unified layout that TensorRT-LLM, vLLM and SGLang read: weights keep their names, and a
+module ``M`` has scales beside ``M.weight``, all of which multiply when it is widened:
+``weight = codes * weight_scale * weight_scale_2``, and its input is multiplied by
+``pre_quant_scale`` first. ``hf_quant_config.json`` names the algorithm and the modules that
+are left as they were; ``config.json`` says the same in ``quantization_config``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, pack, stored, unpack
+
+QUANT_CONFIG = "hf_quant_config.json"
+"""File beside config.json that names the algorithm."""
+WEIGHT_SCALE, WEIGHT_SCALE_2 = "weight_scale", "weight_scale_2"
+INPUT_SCALE, PRE_QUANT_SCALE = "input_scale", "pre_quant_scale"
+SCALES = (WEIGHT_SCALE, WEIGHT_SCALE_2, INPUT_SCALE, PRE_QUANT_SCALE)
+"""What stands beside ``M.weight``, as ``M.<name>``."""
+KV_SCALES = ("k_proj.k_scale", "v_proj.v_scale")
+"""Scales of an fp8 key/value cache: float32 without dimensions, largest magnitude / 448."""
+
+_SMALLEST = 2.0**-120
+_E4M3_SMALLEST = 2.0**-9
+
+
+class Scales(NamedTuple):
+    """What multiplies codes, as files hold it."""
+
+    weight_scale: Shaped[Tensor, "..."]
+    """See ``QuantLayout.tensors``."""
+    weight_scale_2: Float[Tensor, ""] | None = None
+    """Of the whole tensor, float32; None: the layout has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantLayout:
+    """One way to store a quantized matrix ``[F, D]`` (outputs, inputs)."""
+
+    algo: str
+    """``quant_algo`` of hf_quant_config.json."""
+    code: Code
+    """Format of the weight's numbers."""
+    group: tuple[int, int]
+    """Rows and columns that share a ``weight_scale``; 0: all of them."""
+    scale_dtype: Literal["F32", "F8_E4M3", "U8"] = "F32"
+    """Safetensors' dtype of ``weight_scale``; U8: a power of two, its exponent plus 127."""
+    inputs: Literal["", "e4m3", "int8", "e2m1"] = ""
+    """Format that inputs are cast to before the GEMM; empty: they are not."""
+    input_scale: bool = False
+    """Whether ``input_scale`` stands in the file; else inputs are scaled as they come."""
+    pre_quant_scale: Literal["", "some", "all"] = ""
+    """Which modules have one: none, those without a norm to fold it into, all."""
+    vllm: str = ""
+    """What vLLM calls it in ``quantization=``; empty: it does not read it."""
+
+    def problem(self, shape: Sequence[int]) -> str:
+        """Say why a matrix cannot be stored so; empty: it can."""
+        (rows, columns), (tall, width) = shape, self.group
+        if self.code == "int4" and rows % 2:
+            return f"{rows} rows are odd, and two share a byte"
+        if tall == 1 and width and columns % width:
+            return f"{columns} columns are no multiple of the group of {width}"
+        return ""
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of ``weight_scale``: ``()``, ``[F]`` or ``[F/rows, D/columns]``."""
+        (rows, columns), (tall, wide) = shape, self.group
+        if not tall:
+            return ()
+        if not wide:
+            return (-(-rows // tall),)
+        return (-(-rows // tall), -(-columns // wide))
+
+    def tensors(self, shape: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """List what stands in the file for ``M``: dtype and shape by name, ``weight`` first.
+
+        ``pre_quant_scale`` ``[D]`` is listed wherever the layout may have it.
+        """
+        dtype, (tall, wide) = stored(self.code)
+        found: dict[str, tuple[str, tuple[int, ...]]] = {
+            "weight": (dtype, (shape[0] // tall, shape[1] // wide)),
+            WEIGHT_SCALE: (self.scale_dtype, self.scale_shape(shape)),
+        }
+        if self.has_second_scale:
+            found[WEIGHT_SCALE_2] = ("F32", ())
+        if self.input_scale:
+            found[INPUT_SCALE] = ("F32", ())
+        if self.pre_quant_scale:
+            found[PRE_QUANT_SCALE] = ("F32", (shape[1],))
+        return found
+
+    @property
+    def has_second_scale(self) -> bool:
+        """Whether the scales themselves are scaled, by one number a tensor."""
+        return self.scale_dtype == "F8_E4M3"
+
+    def shape_of(self, packed: Sequence[int]) -> tuple[int, int]:
+        """Return ``[F, D]`` of a packed weight's shape."""
+        tall, wide = stored(self.code)[1]
+        return packed[0] * tall, packed[1] * wide
+
+    def scales(self, weight: Float[Tensor, "F D"], amax: Tensor | None = None) -> Scales:
+        """Choose scales by the largest magnitude of each group.
+
+        Args:
+            weight: finite.
+            amax: largest magnitude to assume of the whole tensor, which members of a fused
+                group share; None: its own. Without effect on scales of rows and groups alone.
+        """
+        weight, limit = weight.float(), LARGEST[self.code]
+        whole = weight.abs().amax() if amax is None else amax.float()
+        if not self.group[0]:
+            return Scales(_not_zero(whole / limit))
+        tops = self._tops(weight)
+        if self.scale_dtype == "F32":
+            return Scales(_not_zero(tops / limit).view(self.scale_shape(weight.shape)))
+        if self.scale_dtype == "F8_E4M3":
+            second = _not_zero(whole / (limit * LARGEST["e4m3"]))
+            first = tops / (limit * second)
+            first = torch.where(tops == 0, 1.0, first)
+            first = first.clamp(_E4M3_SMALLEST, LARGEST["e4m3"])
+            return Scales(first.to(torch.float8_e4m3fn), second)
+        return Scales(self._exponents(weight, tops))
+
+    def wide_scales(self, scales: Scales) -> Float[Tensor, "f d"]:
+        """Return what multiplies codes, float32: one number for each group (of one or all)."""
+        first = scales.weight_scale
+        if self.scale_dtype == "U8":
+            first = torch.exp2(first.float() - 127)
+        first = first.float()
+        if scales.weight_scale_2 is not None:
+            first = first * scales.weight_scale_2.float()
+        return first.view(1, 1) if first.dim() == 0 else first.view(first.shape[0], -1)
+
+    def full_scales(self, scales: Scales, shape: Sequence[int]) -> Float[Tensor, "F D"]:
+        """Return what multiplies each code, float32."""
+        wide = self.wide_scales(scales)
+        tall, across = (n or size for n, size in zip(self.group, shape, strict=True))
+        wide = wide.repeat_interleave(tall, 0)[: shape[0]]
+        return wide.repeat_interleave(across, 1)[:, : shape[1]]
+
+    def quantized(self, weight: Float[Tensor, "F D"], scales: Scales) -> Shaped[Tensor, "F D"]:
+        """Round a matrix to codes, one an element."""
+        return encode(weight.float() / self.full_scales(scales, weight.shape), self.code)
+
+    def packed(self, codes: Shaped[Tensor, "F D"]) -> Shaped[Tensor, "_ _"]:
+        """Put codes into bytes as the file holds them."""
+        return pack(codes, self.code)
+
+    def dequantized(
+        self, packed: Shaped[Tensor, "_ _"], scales: Scales
+    ) -> Float[Tensor, "F D"]:
+        """Return what a packed matrix stands for, float32; inputs' scales left out."""
+        codes = unpack(packed, self.code)
+        return decode(codes, self.code) * self.full_scales(scales, codes.shape)
+
+    def _tops(self, weight: Tensor) -> Tensor:
+        """Largest magnitude of each group, ``[F/rows, D/columns]``."""
+        tall, wide = (n or size for n, size in zip(self.group, weight.shape, strict=True))
+        rows, columns = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % tall))
+        blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall))
+        return blocks.abs().amax((1, 3))
+
+    def _exponents(self, weight: Tensor, tops: Tensor) -> Tensor:
+        """Powers of two: of the two around each group's best, that which errs less."""
+        least = torch.log2(tops.clamp(min=_SMALLEST) / LARGEST[self.code]).floor()
+        found, errors = [], []
+        for exponent in (least, least + 1):
+            code = (exponent + 127).clamp(0, 254).to(torch.uint8)
+            scales = Scales(code)
+            error = self.dequantized(self.packed(self.quantized(weight, scales)), scales)
+            found.append(code)
+            errors.append((error - weight).square().view(*tops.shape, -1).sum(-1))
+        return torch.where(errors[1] < errors[0], found[1], found[0])
+
+
+def _not_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.ones_like(scale), scale.clamp(min=_SMALLEST))
+
+
+_FP8 = QuantLayout(
+    algo="FP8", code="e4m3", group=(0, 0), inputs="e4m3", input_scale=True, vllm="modelopt"
+)
+LAYOUTS: Mapping[str, QuantLayout] = {
+    one.algo: one
+    for one in (
+        _FP8,
+        QuantLayout(algo="FP8_PER_CHANNEL_PER_TOKEN", code="e4m3", group=(1, 0), inputs="e4m3"),
+        QuantLayout(algo="FP8_BLOCK_SCALES", code="e4m3", group=(128, 128)),
+        QuantLayout(algo="MXFP8", code="e4m3", group=(1, 32), scale_dtype="U8"),
+        QuantLayout(algo="W8A16", code="int8", group=(1, 0)),
+        QuantLayout(
+            algo="W8A8_SQ_PER_CHANNEL",
+            code="int8",
+            group=(1, 0),
+            inputs="int8",
+            input_scale=True,
+            pre_quant_scale="all",
+        ),
+        QuantLayout(algo="W4A16_AWQ", code="int4", group=(1, 128), pre_quant_scale="some"),
+        QuantLayout(algo="W4A16_GPTQ", code="int4", group=(1, 128)),
+        QuantLayout(
+            algo="NVFP4",
+            code="e2m1",
+            group=(1, 16),
+            scale_dtype="F8_E4M3",
+            inputs="e2m1",
+            input_scale=True,
+            vllm="modelopt_fp4",
+        ),
+        QuantLayout(algo="W4A16_MXFP4", code="e2m1", group=(1, 32), scale_dtype="U8"),
+    )
+}
+"""By ``quant_algo``."""
+
+METHODS: Mapping[str, str] = {
+    "fp8": "FP8",
+    "fp8-channel": "FP8_PER_CHANNEL_PER_TOKEN",
+    "fp8-block": "FP8_BLOCK_SCALES",
+    "int8": "W8A16",
+    "w8a8": "W8A8_SQ_PER_CHANNEL",
+    "awq": "W4A16_AWQ",
+    "gptq": "W4A16_GPTQ",
+    "nvfp4": "NVFP4",
+    "mxfp4": "W4A16_MXFP4",
+}
+"""Words of ``mcore-infer quantize --method``, and what they write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantPlan:
+    """Which modules of a folder are quantized, and how."""
+
+    layout: QuantLayout
+    """Of all that are not excluded."""
+    exclude_modules: tuple[str, ...] = ()
+    """Patterns of modules that are left as they were."""
+    kv_cache: bool = False
+    """Whether there are scales of an fp8 key/value cache."""
+
+    def excludes(self, module: str) -> bool:
+        """Whether a module, by its name without ``.weight``, is left as it was."""
+        return any(fnmatchcase(module, pattern) for pattern in self.exclude_modules)
+
+    def hf_quant_config(self, producer: Mapping[str, str]) -> dict[str, Any]:
+        """Return the content of hf_quant_config.json, in its nested form.
+
+        Args:
+            producer: name and version of what wrote the folder.
+        """
+        layout = self.layout
+        quantization: dict[str, Any] = {
+            "quant_algo": layout.algo,
+            "kv_cache_quant_algo": "FP8" if self.kv_cache else None,
+        }
+        if layout.group[1]:
+            quantization["group_size"] = layout.group[1]
+        if layout.code == "int4":
+            quantization["has_zero_point"] = False
+            quantization["pre_quant_scale"] = bool(layout.pre_quant_scale)
+        quantization["exclude_modules"] = list(self.exclude_modules)
+        return {"producer": dict(producer), "quantization": quantization}
+
+    def quantization_config(self, producer: Mapping[str, str]) -> dict[str, Any]:
+        """Return ``quantization_config`` of config.json, in its flat form."""
+        layout = self.layout
+        bits = {"e4m3": (8, "float"), "e2m1": (4, "float"), "int8": (8, "int")}
+        bits["int4"] = (4, "int")
+
+        def numbers(code: str, *, dynamic: bool, group: int = 0) -> dict[str, Any]:
+            num_bits, kind = bits[code]
+            said: dict[str, Any] = {"dynamic": dynamic, "num_bits": num_bits, "type": kind}
+            return said | ({"group_size": group} if group else {})
+
+        group: dict[str, Any] = {
+            "weights": numbers(layout.code, dynamic=False, group=layout.group[1])
+        }
+        if layout.inputs:
+            width = layout.group[1] if layout.inputs == "e2m1" else 0
+            group["input_activations"] = numbers(
+                layout.inputs, dynamic=not layout.input_scale, group=width
+            )
+        config: dict[str, Any] = {
+            "config_groups": {"group_0": {**group, "targets": ["Linear"]}},
+            "ignore": list(self.exclude_modules),
+            "quant_algo": layout.algo,
+            "producer": dict(producer),
+            "quant_method": "modelopt",
+        }
+        if self.kv_cache:
+            config["kv_cache_scheme"] = numbers("e4m3", dynamic=False)
+        return config
+
+
+def layout_of(algo: str, group_size: int = 0) -> QuantLayout:
+    """Return the layout that a config names.
+
+    Args:
+        algo: ``quant_algo``.
+        group_size: columns that share a scale, where the layout lets one choose; 0: its own.
+
+    Raises:
+        ValueError: for an algorithm that is not known here.
+    """
+    if algo not in LAYOUTS:
+        raise ValueError(
+            f"quant_algo {algo!r} is not read here; read are {', '.join(LAYOUTS)}."
+        )
+    layout = LAYOUTS[algo]
+    if not group_size or group_size == layout.group[1]:
+        return layout
+    if layout.code != "int4":
+        raise ValueError(f"{algo} has groups of {layout.group[1]}, not {group_size}.")
+    return replace(layout, group=(1, group_size))
+
+
+def read_plan(said: Mapping[str, Any]) -> QuantPlan:
+    """Read hf_quant_config.json or a ``quantization_config``, in either form.
+
+    Raises:
+        ValueError: for an algorithm that is not known here.
+    """
+    nested = said.get("quantization")
+    if isinstance(nested, Mapping):
+        return QuantPlan(
+            layout=layout_of(str(nested.get("quant_algo")), nested.get("group_size") or 0),
+            exclude_modules=tuple(nested.get("exclude_modules") or ()),
+            kv_cache=_is_fp8_cache(nested.get("kv_cache_quant_algo")),
+        )
+    groups = said.get("config_groups") or {}
+    sizes = {(g.get("weights") or {}).get("group_size") or 0 for g in groups.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"quantization_config has groups of several sizes: {sorted(sizes)}.")
+    return QuantPlan(
+        layout=layout_of(str(said.get("quant_algo")), max(sizes, default=0)),
+        exclude_modules=tuple(said.get("ignore") or said.get("exclude_modules") or ()),
+        kv_cache=bool(said.get("kv_cache_scheme"))
+        or _is_fp8_cache(said.get("kv_cache_quant_algo")),
+    )
+
+
+def _is_fp8_cache(algo: object) -> bool:
+    if algo not in (None, "", "FP8"):
+        raise ValueError(f"kv_cache_quant_algo {algo!r} is not read here, only FP8.")
+    return algo == "FP8"
