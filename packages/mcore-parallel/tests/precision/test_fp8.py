@@ -83,6 +83,29 @@ def test_zeros_stay_zero_and_what_is_not_finite_makes_every_product_nan():
         x[3, 5] = strange
         y, _ = gemm.forward(x, draw(F, D), None)
         assert y.isnan().all()
+        assert cast(x, E5M2).columns.float().isnan().all()
+
+
+@pytest.mark.parametrize("strange", [float("inf"), -float("inf"), float("nan")])
+def test_what_shares_a_scale_with_a_number_that_is_not_finite_is_nan_and_nothing_else(strange):
+    x = draw(256, 384)
+    x[3, 5] = strange
+    one_row, one_column = torch.zeros(2, 256, 384, dtype=torch.bool)
+    one_row[3], one_column[:, 5] = True, True
+    along, across, square = torch.zeros(3, 256, 384, dtype=torch.bool)
+    along[3, :128], across[:128, 5], square[:128, :128] = True, True, True
+    for narrow in (E4M3, E5M2):
+        for own, lost, lost_by_columns in (
+            (cast_lines(x, narrow), one_row, one_column),
+            (cast_blocks(x, narrow), along, across),
+            (cast_blocks(x, narrow, is_square=True), square, square),
+        ):
+            for numbers, scales, want in (
+                (own.rows, own.row_scales, lost),
+                (own.columns, own.column_scales, lost_by_columns.t()),
+            ):
+                assert torch.equal(numbers.float().isnan(), want)
+                assert torch.equal(dequantized_lines(numbers, scales).isnan(), want)
 
 
 def test_a_number_above_the_reduced_largest_is_clamped_not_turned_into_nan():

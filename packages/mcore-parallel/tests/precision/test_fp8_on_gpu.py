@@ -90,13 +90,14 @@ def test_what_is_not_finite_is_nan_under_an_earlier_scale_too():
 
 
 @pytest.mark.parametrize("narrow", [E4M3, E5M2])
+@pytest.mark.parametrize("strange", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("shape", [(128, 256), (384, 640)])
-def test_casts_with_many_scales_have_the_same_bits_as_torch(shape, narrow):
+def test_casts_with_many_scales_have_the_same_bits_as_torch(shape, strange, narrow):
     torch.manual_seed(0)
     x = 3e-3 * torch.randn(shape, device="cuda").bfloat16()
     x[:, 3] *= 50
     x[:128, :128] = 0
-    x[-1, -1] = float("inf")
+    x[-1, -1] = strange
     tops = x.abs().amax(1).float(), x.abs().amax(0).float()
     pairs = [(cast_lines(x, narrow), cast_lines_plain(x, *tops, narrow))]
     for is_square in (False, True):
@@ -114,6 +115,12 @@ def test_zeros_stay_zero_and_what_is_not_finite_makes_the_scale_nan():
         x = torch.ones(32, 32, device="cuda")
         x[3, 5] = strange
         assert cast(x, E5M2).scale_inv.isnan().all()
+        for narrow in (E4M3, E5M2):
+            own, want = (
+                cast_by(x, largest(x), narrow),
+                cast_plain(x, x.abs().amax().view(1), narrow),
+            )
+            assert all(a.float().isnan().all() for a in (*own, *want))
 
 
 def factors(recipe, operand, x, narrow):

@@ -61,7 +61,7 @@ def _cast(
     is_finite = top < float("inf")  # false for NaN
     top = tl.maximum(top, SMALLEST)
     limit = tl.full([], LIMIT, tl.float32)
-    scale = tl.div_rn(limit, top)
+    scale = tl.where(is_finite, tl.div_rn(limit, top), float("nan"))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv, tl.where(is_finite, tl.div_rn(top, limit), float("nan")))
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -58,7 +58,7 @@ def _scales(bits, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, IS_POWER: tl.cons
     if IS_POWER:  # rounded down: without its mantissa
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         inverse = tl.div_rn(tl.full(top.shape, 1.0, tl.float32), scale)
-    return scale, tl.where(is_finite, inverse, float("nan"))
+    return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, inverse, float("nan"))
 
 
 @triton.jit

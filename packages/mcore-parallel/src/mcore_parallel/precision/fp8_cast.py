@@ -2,9 +2,9 @@
 
 A largest magnitude becomes the largest number of the format: 448 in e4m3, 57344 in e5m2.
 Values are clamped before they are cast, since torch's casts do not saturate. A matrix of zeros
-stays zero. One with infinity or NaN gets a scale of NaN, so that every product with it is NaN:
-as loud as in 16 bits, where clamping would hide it. Where the scale was known before, only
-the numbers that are not finite become NaN.
+stays zero. One with infinity or NaN becomes NaN, and its scale too, so that every product with
+it is NaN: as loud as in 16 bits, where clamping would hide it. Where the scale was known
+before, only the numbers that are not finite become NaN.
 """
 
 from collections.abc import Iterator
@@ -87,9 +87,11 @@ def cast_plain(x: Float[Tensor, "T D"], amax: Float[Tensor, " 1"], dtype: torch.
     floor = amax.to(wide).clamp(min=SMALLEST_AMAX)
     # By tensors: torch divides a number, and by a number, through a rounded reciprocal.
     top = torch.full_like(floor, limit)
-    scaled = torch.where(x.isfinite(), x, float("nan")).to(wide) * (top / floor)
+    scale, scale_inv = (
+        torch.where(amax.isfinite(), s, float("nan")) for s in (top / floor, floor / top)
+    )
+    scaled = torch.where(x.isfinite(), x, float("nan")).to(wide) * scale
     rows = scaled.clamp(-limit, limit).to(dtype)
-    scale_inv = torch.where(amax.isfinite(), floor / top, float("nan"))
     return Fp8(rows, rows.t().contiguous(), scale_inv)
 
 

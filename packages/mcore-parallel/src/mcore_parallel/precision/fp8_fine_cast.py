@@ -3,7 +3,7 @@
 A GEMM sums along rows of both factors, so a matrix and its transpose are cast apart, each with
 scales along its own rows. Blocks are 1 x 128 along the row, for inputs and gradients, or
 128 x 128, for weights; their scales are powers of two, rounded down. As in ``fp8_cast`` zeros
-stay zero, and what shares a scale with infinity or NaN becomes NaN in every product.
+stay zero; what shares a scale with infinity or NaN is NaN, and so is that scale.
 """
 
 from collections.abc import Iterator
@@ -150,8 +150,8 @@ def _scaled(
         # A mantissa from 0.5 to 1 times a power: twice the least mantissa is the power below.
         scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
         inverse = torch.ones_like(scale) / scale
-    narrow = (x.to(wide) * scale).clamp(-limit, limit).to(dtype).contiguous()
-    return narrow, torch.where(tops.isfinite(), inverse, float("nan"))
+    scale, inverse = (torch.where(tops.isfinite(), s, float("nan")) for s in (scale, inverse))
+    return (x.to(wide) * scale).clamp(-limit, limit).to(dtype).contiguous(), inverse
 
 
 def _chosen(whole: FineFp8, has_rows: bool) -> FineFp8:
