@@ -22,9 +22,9 @@ from mcore_parallel.precision.fp8_recipes import (
     Blockwise,
     Cut,
     Delayed,
+    Factor,
     Rowwise,
     Tensorwise,
-    multiply,
 )
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
 
@@ -125,10 +125,8 @@ def test_zeros_stay_zero_and_what_is_not_finite_makes_the_scale_nan():
 
 def factors(recipe, operand, x, narrow):
     own = recipe.cast(operand, x, narrow, Cut())
-    if own.row_scales.numel() == 1:
-        return dequantized(own.rows, own.row_scales), dequantized(own.columns, own.row_scales)
-    rows = dequantized_lines(own.rows, own.row_scales)
-    return rows, dequantized_lines(own.columns, own.column_scales)
+    restored = dequantized if own.rows.scales.numel() == 1 else dequantized_lines
+    return restored(*own.rows), restored(*own.columns)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,9 @@ def test_the_gemm_that_adds_adds_what_the_other_writes(grad_dtype, main):
     torch.manual_seed(0)
     a = cast(torch.randn(512, 2048, device="cuda"), grad_dtype)
     b = cast(torch.randn(256, 2048, device="cuda"), E4M3)
-    product = multiply(a.rows, b.rows, a.scale_inv, b.scale_inv, torch.float32)
+    product = Tensorwise().multiply(
+        Factor(a.rows, a.scale_inv), Factor(b.rows, b.scale_inv), torch.float32
+    )
     memory = torch.zeros(512 * 256 + 8, device="cuda", dtype=main)
     for start in (0, 16 // memory.element_size()):  # aligned as cublasLt likes it, and less
         total = memory[start : start + 512 * 256].view(512, 256).fill_(3.0)
@@ -232,4 +232,6 @@ def test_kept_casts_of_weights_change_no_bit():
 def test_a_product_of_two_gradients_is_refused_by_the_hardware_not_computed_wrongly():
     a, b = (cast(torch.randn(32, 32, device="cuda"), E5M2) for _ in range(2))
     with pytest.raises((RuntimeError, ValueError)):
-        multiply(a.rows, b.rows, a.scale_inv, b.scale_inv, torch.bfloat16)
+        Tensorwise().multiply(
+            Factor(a.rows, a.scale_inv), Factor(b.rows, b.scale_inv), torch.bfloat16
+        )

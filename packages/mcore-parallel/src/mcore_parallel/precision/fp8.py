@@ -32,6 +32,7 @@ from mcore_parallel.precision.fp8_recipes import (
     Blockwise,
     Cut,
     Delayed,
+    Factor,
     Recipe,
     Rowwise,
     Scaled,
@@ -124,25 +125,23 @@ class Fp8Gemm:
             return PLAIN_GEMM.forward(x, weight, bias)
         own = self.recipe.cast("x", x.flatten(0, -2), FORWARD_DTYPE, self.x_cut)
         wide = self._cast_of(weight)
-        y = self.recipe.multiply(
-            own.rows, own.row_scales, wide.rows, wide.row_scales, x.dtype, fast_accum=True
-        ).view(*x.shape[:-1], weight.shape[0])
-        return y if bias is None else y + bias, (own.columns, own.column_scales)
+        y = self.recipe.multiply(own.rows, wide.rows, x.dtype, fast_accum=True)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias, own.columns
 
     def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
         """Return the input's transpose in fp8, and its scales."""
         if not self._fits(x):
             return (x,)
         flat = x.flatten(0, -2)
-        own = self.recipe.cast("x", flat, FORWARD_DTYPE, self.x_cut, has_rows=False)
-        return own.columns, own.column_scales
+        return self.recipe.cast("x", flat, FORWARD_DTYPE, self.x_cut, has_rows=False).columns
 
     def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
         """Return the gradient in fp8 and its transpose, each with its scales."""
         if not self._fits(grad):
             return (grad,)
         own = self.recipe.cast("grad", grad.flatten(0, -2), self.grad_dtype, self.grad_cut)
-        return own.rows.view(grad.shape), own.row_scales, own.columns, own.column_scales
+        return own.rows.numbers.view(grad.shape), own.rows.scales, *own.columns
 
     def input_grad(
         self, grad: Operands, weight: Float[Tensor, "F D"]
@@ -151,10 +150,8 @@ class Fp8Gemm:
         if len(grad) == 1:
             return PLAIN_GEMM.input_grad(grad, weight)
         rows, scales, *_ = grad
-        wide, flat = self._cast_of(weight), rows.flatten(0, -2)
-        product = self.recipe.multiply(
-            flat, scales, wide.columns, wide.column_scales, weight.dtype
-        )
+        flat, wide = Factor(rows.flatten(0, -2), scales), self._cast_of(weight)
+        product = self.recipe.multiply(flat, wide.columns, weight.dtype)
         return product.view(*rows.shape[:-1], weight.shape[1])
 
     def weight_grad(
@@ -163,11 +160,10 @@ class Fp8Gemm:
         """Return the weight's gradient; None where it was added to the main gradient."""
         if len(grad) == 1:
             return PLAIN_GEMM.weight_grad(grad, kept, slot)
-        (*_, rows, grad_scales), (columns, x_scales) = grad, kept
+        rows, columns = Factor(*grad[2:]), Factor(*kept)
         if slot is None:
-            dtype = grad_scales.dtype
-            return self.recipe.multiply(rows, grad_scales, columns, x_scales, dtype)
-        self.recipe.add(slot, rows, grad_scales, columns, x_scales)
+            return self.recipe.multiply(rows, columns, rows.scales.dtype)
+        self.recipe.add(slot, rows, columns)
         slot.ready()
         return None
 

@@ -10,8 +10,9 @@ Reference:
     DeepSeek-AI 2024, DeepSeek-V3 Technical Report, 3.3. arXiv:2412.19437.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,11 @@ from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_
 from mcore_parallel.precision.fp8_cast import Fp8, cast, dequantized
 from mcore_parallel.precision.fp8_fine_cast import (
     BLOCK,
+    FineFp8,
     cast_blocks,
     cast_lines,
     dequantized_lines,
 )
-
-MULTIPLE = 16
-"""Tensor cores take fp8 operands whose sizes are multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -48,28 +47,33 @@ class Cut:
     """Ranks that hold other parts of the matrix."""
 
 
+class Factor(NamedTuple):
+    """One order of a matrix in fp8, contiguous along the dimension that a GEMM sums."""
+
+    numbers: Shaped[Tensor, "M K"]
+    """Empty where this order was not wanted."""
+    scales: Float[Tensor, "..."]
+    """Multiply the numbers: one, one for each row, or one for each block."""
+
+
 class Scaled(NamedTuple):
-    """A matrix in fp8 and its transpose, each with its scales; an order may be empty."""
+    """A matrix in fp8 and its transpose."""
 
-    rows: Shaped[Tensor, "T D"]
-    row_scales: Float[Tensor, "..."]
-    columns: Shaped[Tensor, "D T"]
-    column_scales: Float[Tensor, "..."]
+    rows: Factor
+    columns: Factor
 
 
-@runtime_checkable
-class Recipe(Protocol):
+class Recipe(ABC):
     """How operands are cast to fp8 and multiplied."""
 
-    @property
-    def multiple(self) -> int:
-        """Sizes of operands are multiples of it."""
-        ...
+    multiple: int = 16
+    """Sizes of operands are multiples of it: tensor cores take no others."""
 
-    def claim(self, grad_dtype: torch.dtype) -> "Recipe":
-        """Return the recipe of one linear: itself, if it remembers nothing."""
-        ...
+    def claim(self, grad_dtype: torch.dtype) -> "Recipe":  # noqa: ARG002
+        """Return the recipe of one linear: itself, unless it remembers something."""
+        return self
 
+    @abstractmethod
     def cast(
         self,
         operand: Operand,
@@ -80,41 +84,32 @@ class Recipe(Protocol):
         has_rows: bool = True,
     ) -> Scaled:
         """Cast an operand; reduces largest magnitudes over axes of ``cut``."""
-        ...
 
+    @abstractmethod
     def multiply(
-        self,
-        a: Shaped[Tensor, "M K"],
-        a_scales: Float[Tensor, "..."],
-        b: Shaped[Tensor, "N K"],
-        b_scales: Float[Tensor, "..."],
-        dtype: torch.dtype,
-        *,
-        fast_accum: bool = False,
+        self, a: Factor, b: Factor, dtype: torch.dtype, *, fast_accum: bool = False
     ) -> Float[Tensor, "M N"]:
-        """Return the matrix product of a and the transpose of b."""
-        ...
+        """Return the matrix product of a and the transpose of b.
 
-    def add(
-        self,
-        slot: GradSlot,
-        a: Shaped[Tensor, "M K"],
-        a_scales: Float[Tensor, "..."],
-        b: Shaped[Tensor, "N K"],
-        b_scales: Float[Tensor, "..."],
-    ) -> None:
-        """Add that product to the slot's main gradient, or write it over a stale one."""
-        ...
+        Args:
+            a: ``[M, K]``.
+            b: ``[N, K]``.
+            dtype: of the result.
+            fast_accum: let tensor cores keep sums in fewer bits, for twice the speed on Hopper.
+        """
+
+    def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
+        """Add that product to the slot's main gradient, or write it over a stale one.
+
+        Rounded to bfloat16 on a GPU, whose GEMM gives no more for many scales.
+        """
+        assert slot.main is not None
+        dtype = torch.bfloat16 if a.numbers.is_cuda else slot.main.dtype
+        slot.add(self.multiply(a, b, dtype))
 
 
-class Tensorwise:
+class Tensorwise(Recipe):
     """One scale a tensor, from its own largest magnitude."""
-
-    multiple = MULTIPLE
-
-    def claim(self, grad_dtype: torch.dtype) -> Recipe:  # noqa: ARG002
-        """Return itself."""
-        return self
 
     def cast(
         self,
@@ -130,33 +125,37 @@ class Tensorwise:
 
     def multiply(
         self,
-        a: Shaped[Tensor, "M K"],
-        a_scales: Float[Tensor, "..."],
-        b: Shaped[Tensor, "N K"],
-        b_scales: Float[Tensor, "..."],
+        a: Factor,
+        b: Factor,
         dtype: torch.dtype,
         *,
         fast_accum: bool = False,
+        out: Tensor | None = None,
     ) -> Float[Tensor, "M N"]:
-        """Return the matrix product of a and the transpose of b."""
-        return multiply(a, b, a_scales, b_scales, dtype, fast_accum=fast_accum)
+        """Return the matrix product of a and the transpose of b, written over ``out``."""
+        if _on_tensor_cores(a):
+            return torch._scaled_mm(
+                a.numbers,
+                b.numbers.t(),
+                a.scales,
+                b.scales,
+                out_dtype=dtype,
+                use_fast_accum=fast_accum,
+                out=out,
+            )
+        with without_autocast(a.numbers.device):
+            product = dequantized(*a) @ dequantized(*b).t()
+        return product.to(dtype) if out is None else out.copy_(product)
 
-    def add(
-        self,
-        slot: GradSlot,
-        a: Shaped[Tensor, "M K"],
-        a_scales: Float[Tensor, "..."],
-        b: Shaped[Tensor, "N K"],
-        b_scales: Float[Tensor, "..."],
-    ) -> None:
+    def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
         """Add that product to the slot's main gradient, in the GEMM's epilogue if it can."""
         assert slot.main is not None
         if slot.take_stale():
-            multiply(a, b, a_scales, b_scales, slot.main.dtype, out=slot.main)
-        elif _can_add(slot.main, a):
-            add_scaled_matmul(slot.main, a, b, a_scales, b_scales)
+            self.multiply(a, b, slot.main.dtype, out=slot.main)
+        elif _can_add(slot.main, a.numbers):
+            add_scaled_matmul(slot.main, a.numbers, b.numbers, a.scales, b.scales)
         else:
-            slot.add(multiply(a, b, a_scales, b_scales, slot.main.dtype))
+            slot.add(self.multiply(a, b, slot.main.dtype))
 
 
 @dataclass(frozen=True)
@@ -188,14 +187,8 @@ class Delayed(Tensorwise):
         return _with_one_scale(own)
 
 
-class Rowwise:
+class Rowwise(Recipe):
     """One scale for each row that a GEMM sums along; a matrix and its transpose differ."""
-
-    multiple = MULTIPLE
-
-    def claim(self, grad_dtype: torch.dtype) -> Recipe:  # noqa: ARG002
-        """Return itself."""
-        return self
 
     def cast(
         self,
@@ -207,50 +200,28 @@ class Rowwise:
         has_rows: bool = True,
     ) -> Scaled:
         """Cast an operand; reduces a number for each row or column that ranks share."""
-        return Scaled(*cast_lines(x, dtype, cut.row, cut.column, has_rows=has_rows))
+        return _with_many_scales(cast_lines(x, dtype, cut.row, cut.column, has_rows=has_rows))
 
     def multiply(
-        self,
-        a: Shaped[Tensor, "M K"],
-        a_scales: Float[Tensor, "..."],
-        b: Shaped[Tensor, "N K"],
-        b_scales: Float[Tensor, "..."],
-        dtype: torch.dtype,
-        *,
-        fast_accum: bool = False,
+        self, a: Factor, b: Factor, dtype: torch.dtype, *, fast_accum: bool = False
     ) -> Float[Tensor, "M N"]:
         """Return the matrix product of a and the transpose of b."""
-        if not _on_tensor_cores(a, a_scales):
-            return _multiply_fine_plain(a, a_scales, b, b_scales, dtype)
+        if not _on_tensor_cores(a):
+            return _multiply_lines(a, b, dtype)
         return torch._scaled_mm(
-            a,
-            b.t(),
-            a_scales.contiguous(),
-            b_scales.t().contiguous(),
+            a.numbers,
+            b.numbers.t(),
+            a.scales.contiguous(),
+            b.scales.t().contiguous(),
             out_dtype=torch.bfloat16,
             use_fast_accum=fast_accum,
         ).to(dtype)
 
-    def add(
-        self,
-        slot: GradSlot,
-        a: Shaped[Tensor, "M K"],
-        a_scales: Float[Tensor, "..."],
-        b: Shaped[Tensor, "N K"],
-        b_scales: Float[Tensor, "..."],
-    ) -> None:
-        """Add that product, rounded to bfloat16 on a GPU, to the slot's main gradient."""
-        slot.add(self.multiply(a, a_scales, b, b_scales, _narrow_dtype(slot, a)))
 
-
-class Blockwise:
+class Blockwise(Recipe):
     """One scale for 128 numbers of a row that a GEMM sums along, 128 x 128 of a weight."""
 
     multiple = BLOCK
-
-    def claim(self, grad_dtype: torch.dtype) -> Recipe:  # noqa: ARG002
-        """Return itself."""
-        return self
 
     def cast(
         self,
@@ -263,89 +234,47 @@ class Blockwise:
     ) -> Scaled:
         """Cast an operand; no communication: ranks hold whole blocks."""
         is_square = operand == "weight"
-        return Scaled(*cast_blocks(x, dtype, is_square=is_square, has_rows=has_rows))
+        return _with_many_scales(cast_blocks(x, dtype, is_square=is_square, has_rows=has_rows))
 
     def multiply(
         self,
-        a: Shaped[Tensor, "M K"],
-        a_scales: Float[Tensor, "..."],
-        b: Shaped[Tensor, "N K"],
-        b_scales: Float[Tensor, "..."],
+        a: Factor,
+        b: Factor,
         dtype: torch.dtype,
         *,
         fast_accum: bool = False,  # noqa: ARG002
     ) -> Float[Tensor, "M N"]:
         """Return the matrix product of a and the transpose of b; sums are never cut short."""
-        if not _on_tensor_cores(a, a_scales):
-            return _multiply_fine_plain(a, a_scales, b, b_scales, dtype)
+        if not _on_tensor_cores(a):
+            return _multiply_lines(a, b, dtype)
         along, square = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-        is_square = b_scales.shape[0] != b.shape[0]
+        is_square = b.scales.shape[0] != b.numbers.shape[0]
         return F.scaled_mm(
-            a,
-            b.t(),
-            a_scales,
+            a.numbers,
+            b.numbers.t(),
+            a.scales,
             along,
-            _padded(b_scales) if is_square else b_scales,
+            _padded(b.scales) if is_square else b.scales,
             square if is_square else along,
             output_dtype=torch.bfloat16,
         ).to(dtype)
 
-    def add(
-        self,
-        slot: GradSlot,
-        a: Shaped[Tensor, "M K"],
-        a_scales: Float[Tensor, "..."],
-        b: Shaped[Tensor, "N K"],
-        b_scales: Float[Tensor, "..."],
-    ) -> None:
-        """Add that product, rounded to bfloat16 on a GPU, to the slot's main gradient."""
-        slot.add(self.multiply(a, a_scales, b, b_scales, _narrow_dtype(slot, a)))
 
-
-def multiply(
-    a: Shaped[Tensor, "M K"],
-    b: Shaped[Tensor, "N K"],
-    a_scale: Float[Tensor, " 1"],
-    b_scale: Float[Tensor, " 1"],
-    dtype: torch.dtype,
-    *,
-    out: Tensor | None = None,
-    fast_accum: bool = False,
-) -> Tensor:
-    """Return the scaled matrix product of a and the transpose of b.
-
-    Args:
-        a: fp8.
-        b: fp8.
-        a_scale: multiplies a; float32, or float64 for products in float64.
-        b_scale: multiplies b.
-        dtype: of the result.
-        out: written over with the result, of that dtype.
-        fast_accum: let tensor cores keep sums in fewer bits, for twice the speed on Hopper.
-    """
-    if _on_tensor_cores(a, a_scale):
-        return torch._scaled_mm(
-            a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast_accum, out=out
-        )
-    with without_autocast(a.device):
-        product = dequantized(a, a_scale) @ dequantized(b, b_scale).t()
-    return product.to(dtype) if out is None else out.copy_(product)
-
-
-def _multiply_fine_plain(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype
-) -> Tensor:
-    with without_autocast(a.device):
-        wide, other = dequantized_lines(a, a_scales), dequantized_lines(b, b_scales)
-        return (wide @ other.t()).to(dtype)
+def _multiply_lines(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
+    with without_autocast(a.numbers.device):
+        return (dequantized_lines(*a) @ dequantized_lines(*b).t()).to(dtype)
 
 
 def _with_one_scale(own: Fp8) -> Scaled:
-    return Scaled(own.rows, own.scale_inv, own.columns, own.scale_inv)
+    return Scaled(Factor(own.rows, own.scale_inv), Factor(own.columns, own.scale_inv))
 
 
-def _on_tensor_cores(a: Tensor, scales: Tensor) -> bool:
-    return a.is_cuda and scales.dtype == torch.float32
+def _with_many_scales(own: FineFp8) -> Scaled:
+    return Scaled(Factor(own.rows, own.row_scales), Factor(own.columns, own.column_scales))
+
+
+def _on_tensor_cores(a: Factor) -> bool:
+    return a.numbers.is_cuda and a.scales.dtype == torch.float32
 
 
 def _can_add(main: Tensor, a: Tensor) -> bool:
@@ -354,11 +283,6 @@ def _can_add(main: Tensor, a: Tensor) -> bool:
         and main.data_ptr() % 16 == 0
         and works(ADDING_KERNEL, main.device, main.dtype, a.dtype)
     )
-
-
-def _narrow_dtype(slot: GradSlot, a: Tensor) -> torch.dtype:
-    assert slot.main is not None
-    return torch.bfloat16 if a.is_cuda else slot.main.dtype
 
 
 def _padded(scales: Tensor) -> Tensor:
