@@ -1,6 +1,7 @@
 """flash-attn-4 that is installed and raises, as a made-up package: torch attends."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import availability
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.flash4_attention import FLASH4_KERNEL
+from mcore_models.layers.rope import NORM_ROTARY_KERNEL
 from mcore_moe.config import MoEConfig
 from mcore_parallel import optional_kernels as mechanism
 from mcore_parallel.optional_kernels import failure_of
@@ -113,6 +115,19 @@ def test_what_a_model_may_choose_is_listed_and_nothing_that_does_not_fit():
     assert len(names[1]) == 6  # flash-attn-4 is not for a CPU
     assert len(names[2]) == 2
     assert len(names[3]) == len(names[1]) + 3  # nor is quack
+    for changes, rotary in (
+        ({}, ["rotary embedding in Triton"]),
+        ({"qk_layernorm": True}, [NORM_ROTARY_KERNEL.name]),
+        ({"qk_layernorm": True, "qk_norm_width": "layer"}, []),
+        ({"qk_layernorm": True, "normalization": "LayerNorm"}, []),
+        ({"qk_l2_norm": True}, []),
+        ({"rotary_percent": 0.5}, []),
+        ({"rotary_interleaved": True}, []),
+    ):
+        kernels = optional_kernels(
+            replace(wide, **changes), KernelConfig(), CPU, torch.bfloat16
+        )
+        assert [k.name for k, _ in kernels if "rotary" in k.name] == rotary, changes
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ class NewToken:
     """A token that a row has written and that nothing will take back."""
 
     row: int
-    """Which prompt it belongs to."""
+    """Which prompt it belongs to: its place in the list, or an engine's request number."""
     id: int
     log_prob: float
     """That the model gave to it, before temperature and cut-off."""

@@ -7,7 +7,7 @@ import torch
 from mcore_models.config import KernelConfig, TransformerConfig, activation, has_plain_scores
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
-from mcore_models.layers.rope import NORM_ROTARY_KERNEL, ROTARY_KERNEL
+from mcore_models.layers.rope import rotary_kernel
 from mcore_moe import quack_gemm
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig
@@ -72,9 +72,8 @@ def optional_kernels(
     pattern = config.hybrid_override_pattern
     if pattern and "*" not in pattern:
         return found
-    if config.position_embedding_type == "rope" and not config.multi_latent_attention:
-        norms = config.qk_layernorm and config.normalization == "RMSNorm"
-        found.append((NORM_ROTARY_KERNEL if norms else ROTARY_KERNEL, (dtype, H)))
+    if rotary := rotary_kernel(config):
+        found.append((rotary, (dtype, H)))
     if kernels.attention_backend in ("auto", "flash4") and has_plain_scores(config):
         heads = config.num_attention_heads // tp.size, max(1, num_kv_heads(config) // tp.size)
         shapes = zip(heads, (H, value_dim(config)), strict=True)

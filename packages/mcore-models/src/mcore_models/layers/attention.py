@@ -19,19 +19,13 @@ from mcore_models.config import (
     chunk,
     is_local,
     is_rotated,
-    rotary_size,
     window,
 )
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.norm import RMSNorm, SplitRMSNorm, build_norm, l2_normed
-from mcore_models.layers.rope import (
-    NORM_ROTARY_KERNEL,
-    ROTARY_KERNEL,
-    RotaryTables,
-    rotate,
-)
+from mcore_models.layers.rope import RotaryTables, rotary_kernel, rotate
 from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -44,7 +38,7 @@ from mcore_parallel.logical_tensors import (
     num_kv_heads,
 )
 from mcore_parallel.mesh import Axis, ParallelContext
-from mcore_parallel.optional_kernels import OptionalKernel, works
+from mcore_parallel.optional_kernels import works
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
@@ -265,18 +259,12 @@ class Attention(nn.Module):
         return q, k, v
 
     def _has_kernel(self, qkv: Tensor, rotary: RotaryTables) -> bool:
-        config = self.config
+        kernel = rotary_kernel(self.config)
         return (
-            qkv.is_cuda
+            kernel is not None
+            and qkv.is_cuda
             and qkv.dtype != torch.float64
             and rotary[0].dim() == 2
-            and rotary_size(config) == head_dim(config)
-            and isinstance(self.q_norm, RMSNorm | None)
-            and not config.qk_l2_norm
-            and not config.rotary_interleaved
             and not torch.compiler.is_compiling()
-            and works(self._rotary_kernel(), qkv.device, qkv.dtype, head_dim(config))
+            and works(kernel, qkv.device, qkv.dtype, head_dim(self.config))
         )
-
-    def _rotary_kernel(self) -> OptionalKernel:
-        return ROTARY_KERNEL if self.q_norm is None else NORM_ROTARY_KERNEL

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcore_models.attention_config import yarn_magnitude
 from mcore_models.config import TransformerConfig, rotary_size
+from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
 
 RotaryTables = tuple[Tensor, Tensor]
@@ -226,6 +227,18 @@ ROTARY_KERNEL = OptionalKernel("rotary embedding in Triton", ("triton",), _try_k
 NORM_ROTARY_KERNEL = OptionalKernel(
     "norm and rotary embedding in Triton", ("triton",), _try_norm_kernel
 )
+
+
+def rotary_kernel(config: TransformerConfig) -> OptionalKernel | None:
+    """Return what splits, norms and rotates the heads of a model; None if no kernel does."""
+    is_rope = config.position_embedding_type == "rope" and not config.multi_latent_attention
+    is_plain = not (config.rotary_interleaved or config.qk_l2_norm)
+    if not (is_rope and is_plain and rotary_size(config) == head_dim(config)):
+        return None
+    if not config.qk_layernorm:
+        return ROTARY_KERNEL
+    by_head = config.normalization == "RMSNorm" and config.qk_norm_width == "head"
+    return NORM_ROTARY_KERNEL if by_head else None
 
 
 def _for_heads(table: Tensor) -> Tensor:
