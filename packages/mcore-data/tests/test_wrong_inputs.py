@@ -58,7 +58,10 @@ PREPROCESS = ("preprocess", "--output-prefix", "out", "--tokenizer-type", "ByteT
         ("number.jsonl", "line 1: key 'text' holds int, not text"),
         ("half.jsonl", "line 1: half of a surrogate pair"),
         ("nul.jsonl", "line 2: not JSON"),
-        ("zipped.jsonl", "line 1: not UTF-8 but gzip's bytes: name the file .gz"),
+        (
+            "zipped.jsonl",
+            "line 1: not UTF-8 but gzip's bytes: name the file .gz, or unpack it into the pipe",
+        ),
         ("plain.jsonl.gz", "plain.jsonl.gz is truncated or damaged: Not a gzipped file"),
         ("utf16.jsonl", "line 1: not UTF-8 but UTF-16: write the file anew"),
         ("latin.jsonl", "line 1: not UTF-8 (invalid continuation byte at byte 10)"),

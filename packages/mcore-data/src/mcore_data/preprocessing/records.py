@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 # First bytes of files that are taken for text where their suffix does not tell.
 _MAGIC = {
-    b"\x1f\x8b": "gzip's bytes: name the file .gz",
-    b"\x28\xb5\x2f\xfd": "Zstandard's bytes: name the file .zst",
-    b"BZh": "bzip2's bytes: name the file .bz2",
-    b"\xfd7zXZ": "xz's bytes: name the file .xz",
+    b"\x1f\x8b": "gzip's bytes: name the file .gz, or unpack it into the pipe",
+    b"\x28\xb5\x2f\xfd": "Zstandard's bytes: name the file .zst, or unpack it into the pipe",
+    b"BZh": "bzip2's bytes: name the file .bz2, or unpack it into the pipe",
+    b"\xfd7zXZ": "xz's bytes: name the file .xz, or unpack it into the pipe",
     b"PAR1": "Parquet's bytes: name the file .parquet",
     b"\xff\xfe": "UTF-16: write the file anew as UTF-8",
     b"\xfe\xff": "UTF-16: write the file anew as UTF-8",
