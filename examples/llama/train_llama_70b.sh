@@ -7,15 +7,8 @@
 # Trains on mock data unless DATA_PATH (a .bin/.idx prefix) and TOKENIZER_MODEL are given.
 set -euo pipefail
 
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-NNODES=${NNODES:-8}
-NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
-MASTER_PORT=${MASTER_PORT:-29500}
-LAUNCH=${LAUNCH:-torchrun}
-if [ "$NNODES" -gt 1 ] && [ -z "${MASTER_ADDR:-}" ]; then
-    echo "give MASTER_ADDR, the name of the first of $NNODES hosts, or NNODES=1" >&2
-    exit 2
-fi
+DEFAULT_NNODES=8
+source "$(dirname "$0")/../torchrun_args.sh"
 
 TP=${TP:-4}
 PP=${PP:-4}
@@ -29,13 +22,6 @@ GLOBAL_BATCH=${GLOBAL_BATCH:-1024}
 LR=${LR:-3e-4}
 TRAIN_ITERS=${TRAIN_ITERS:-1000}
 
-DISTRIBUTED_ARGS=(
-    --nproc_per_node "$GPUS_PER_NODE"
-    --nnodes "$NNODES"
-    --node_rank "$NODE_RANK"
-    --master_addr "${MASTER_ADDR:-localhost}"
-    --master_port "$MASTER_PORT"
-)
 MODEL_ARGS=(
     --num-layers "$NUM_LAYERS"
     --hidden-size "$HIDDEN_SIZE"

@@ -7,19 +7,9 @@
 # Trains on mock data unless DATA_PATH (a .bin/.idx prefix) and TOKENIZER_MODEL are given.
 set -euo pipefail
 
-NNODES=${NNODES:-4}
-LAUNCH=${LAUNCH:-torchrun}
-if [ "$NNODES" -gt 1 ] && [ -z "${MASTER_ADDR:-}" ]; then
-    echo "give MASTER_ADDR, the name of the first of $NNODES hosts, or NNODES=1" >&2
-    exit 2
-fi
-DISTRIBUTED_ARGS=(
-    --nproc_per_node "${GPUS_PER_NODE:-8}"
-    --nnodes "$NNODES"
-    --node_rank "${NODE_RANK:-${SLURM_NODEID:-0}}"
-    --master_addr "${MASTER_ADDR:-localhost}"
-    --master_port "${MASTER_PORT:-29500}"
-)
+DEFAULT_NNODES=4
+source "$(dirname "$0")/../torchrun_args.sh"
+
 MODEL_ARGS=(
     --num-layers 32
     --hidden-size 4096

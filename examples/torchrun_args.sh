@@ -1,0 +1,18 @@
+# What torchrun needs on each host, for the scripts in the folders here to source.
+#
+# Reads NNODES (default: the script's DEFAULT_NNODES), NODE_RANK, GPUS_PER_NODE, MASTER_ADDR,
+# MASTER_PORT and LAUNCH; sets NNODES, LAUNCH and DISTRIBUTED_ARGS.
+
+NNODES=${NNODES:-$DEFAULT_NNODES}
+LAUNCH=${LAUNCH:-torchrun}
+if [ "$NNODES" -gt 1 ] && [ -z "${MASTER_ADDR:-}" ]; then
+    echo "give MASTER_ADDR, the name of the first of $NNODES hosts, or NNODES=1" >&2
+    exit 2
+fi
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "${GPUS_PER_NODE:-8}"
+    --nnodes "$NNODES"
+    --node_rank "${NODE_RANK:-${SLURM_NODEID:-0}}"
+    --master_addr "${MASTER_ADDR:-localhost}"
+    --master_port "${MASTER_PORT:-29500}"
+)
