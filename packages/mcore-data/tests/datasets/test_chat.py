@@ -47,6 +47,24 @@ def test_the_tokens_before_an_answer_are_those_of_generation():
     assert answer == ("Four.<|im_end|>\n", True)
 
 
+def test_a_template_sees_tools_and_the_default_of_several_is_taken():
+    class Named:
+        bos = eod = None
+        config = {"chat_template": [  # noqa: RUF012
+            {"name": "rag", "template": "no"},
+            {"name": "default", "template": (
+                "{% for t in tools %}{% if loop.index > 1 %}{% break %}{% endif %}"
+                "{{ t | tojson }}{% endfor %}{{ strftime_now('%Y') | length }}"
+            )},
+        ]}  # fmt: skip
+
+    render = load_template("", Named())
+    assert (
+        render([], True, tools=[{"<a>": "\u00e9"}, 2], messages_ignored=1)
+        == '{"<a>": "\u00e9"}4'
+    )
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     last_only = "{{ messages[-1]['content'] }}{% if add_generation_prompt %}>{% endif %}"
     with pytest.raises(ValueError, match="cannot be told apart by position"):

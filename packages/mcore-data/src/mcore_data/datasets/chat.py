@@ -9,6 +9,7 @@ id (a padding that is also an end of turn, say) is ever taken for a mark.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ CHATML = (
 TOKENS, LEARNT = "_tokens", "_learnt"
 """Ends of the names of the two pairs that hold chats."""
 
-Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
-"""Text of some messages; with True, up to where the assistant begins to speak."""
+Render = Callable[..., str]
+"""``render(messages, add_generation_prompt, **names)``: text of some messages; with True, up to
+where the assistant begins to speak. ``names`` are further variables, such as ``tools``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +66,17 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
         raise ImportError(
             "chat templates need jinja2: pip install 'mcore-data[chat]'."
         ) from error
-    config = getattr(tokenizer, "config", {})
-    own = config.get("chat_template") if isinstance(config, Mapping) else None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
 
     def refuse(message: str) -> str:
         raise ValueError(f"the chat template refuses a chat: {message}")
 
     compiled = environment.from_string(
-        template or own or CHATML, globals={"raise_exception": refuse}
+        template or own_template(tokenizer) or CHATML,
+        globals={"raise_exception": refuse, "strftime_now": _now},
     )
     names = {
         f"{role}_token": tokenizer.decode([number])
@@ -80,12 +84,35 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
         if number is not None
     }
 
-    def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(
+        messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **more: Any
+    ) -> str:
         return compiled.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **names
+            **{**names, **more},
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
         )
 
     return render
+
+
+def own_template(tokenizer: Tokenizer) -> str:
+    """Return the chat template that a tokenizer brings; of several the default one; or ""."""
+    config = getattr(tokenizer, "config", {})
+    own = config.get("chat_template") if isinstance(config, Mapping) else None
+    if isinstance(own, Sequence) and not isinstance(own, str):
+        named = {entry["name"]: entry["template"] for entry in own}
+        own = named.get("default") or next(iter(named.values()), "")
+    return own or ""
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Write JSON as templates expect it: letters as they are, nothing escaped for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def segments(
