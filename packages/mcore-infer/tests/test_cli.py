@@ -1,10 +1,15 @@
+import io
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from mcore_infer import SamplingConfig, cli, generate_text
+from mcore_ckpt import mcore_to_hf
+from mcore_data.tokenizers.plain import ByteTokenizer
+from mcore_infer import SamplingConfig, cli, generate_text, load_model
 from mcore_infer.cli import main
+from mcore_parallel.mesh import ParallelContext
 
 
 def test_generate_prints_prompt_and_text(run_folder, loaded, capsys):
@@ -23,6 +28,81 @@ def test_generate_writes_on_after_several_prompts(run_folder, loaded, capsys):
     assert capsys.readouterr().out == f"In{texts[0]}\n\nAnd so{texts[1]}\n\n"
 
 
+def test_generate_reads_a_hugging_face_folder_and_gives_samples(run_folder, tmp_path, capsys):
+    mcore_to_hf(run_folder, tmp_path / "hf")
+    words = ["--prompt", "In", "And", "--num-samples", "2", "--num-tokens", "4"]
+    words += ["--inference-max-requests", "1", "--min-p", "0.01", "--seed", "5"]
+    texts = []
+    for folder in (tmp_path / "hf", run_folder):
+        tokenizer = ["--tokenizer", str(tmp_path / "bytes")]
+        ByteTokenizer().save(tmp_path / "bytes")
+        assert main(["generate", "--load", str(folder), *tokenizer, *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    samples = texts[0].split("\n\n")[:4]
+    assert [text[:2] for text in samples] == ["In", "In", "An", "An"]
+    assert samples[0] != samples[1]
+
+
+def test_generate_writes_without_an_engine_where_there_is_recurrent_state(
+    hybrid_folder, capsys
+):
+    words = ["generate", "--load", str(hybrid_folder), "--prompt", "In", "And so"]
+    assert main([*words, "--num-tokens", "4", "--seed", "5"]) == 0
+    loaded = load_model(hybrid_folder, ParallelContext.single())
+    sampling = SamplingConfig(num_tokens=4)
+    texts = generate_text(loaded.model, loaded.tokenizer, ["In", "And so"], sampling, 5)
+    assert capsys.readouterr().out == f"In{texts[0]}\n\nAnd so{texts[1]}\n\n"
+
+
+class _InterruptingOut(io.StringIO):
+    """Standard output that presses Ctrl-C when an answer begins."""
+
+    def write(self, text):
+        if text not in ("> ", "\n", ""):
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
+@pytest.mark.parametrize("kind", ["run_folder", "hybrid_folder"])
+def test_a_chat_answers_in_the_template_and_remembers(kind, request, tmp_path, monkeypatch,
+                                                      capsys):  # fmt: skip
+    folder = request.getfixturevalue(kind)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}")
+    words = ["chat", "--load", str(folder), "--chat-template", str(template)]
+    words += ["--num-tokens", "5", "--top-k", "1", "--system", "x"]
+    lines = "ab\ncd\n/reset\nab\n" + "e" * 40 + "\n/exit\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(words) == 0
+    out, errors = capsys.readouterr()
+    loaded = load_model(folder, ParallelContext.single())
+
+    def answer(prompt):
+        sampling = SamplingConfig(num_tokens=5, top_k=1)
+        return generate_text(loaded.model, loaded.tokenizer, [prompt], sampling)[0]
+
+    first = answer("s:x\nu:ab\n")
+    second = answer(f"s:x\nu:ab\na:{first}\nu:cd\n")
+    assert out == f"> {first}\n> {second}\n> > {first}\n> \n> "
+    assert "maximum context length was exceeded" in errors
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(run_folder, loaded, tmp_path, monkeypatch):
+    (tmp_path / "chat.jinja").write_text("{{ messages[-1].content }}")
+    out = _InterruptingOut()
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n/exit\n"))
+    monkeypatch.setattr("sys.stdout", out)
+    words = ["chat", "--load", str(run_folder), "--num-tokens", "20", "--seed", "3"]
+    words += ["--chat-template", str(tmp_path / "chat.jinja"), "--ignore-eod"]
+    assert main(words) == 0
+    sampling = SamplingConfig(num_tokens=20, ignore_eod=True)
+    (whole,) = generate_text(loaded.model, loaded.tokenizer, ["ab"], sampling, 3)
+    answer = out.getvalue().split("> ")[1].removesuffix("\n")
+    assert whole.startswith(answer)
+    assert 0 < len(answer) < 5 < len(whole)
+
+
 def test_evaluate_prints_bits_per_byte(run_folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("In the beginning was the word.")
     words = ["evaluate", "--load", str(run_folder), "--input", str(tmp_path / "text.txt")]
@@ -38,13 +118,22 @@ def test_evaluate_prints_bits_per_byte(run_folder, tmp_path, capsys):
         (["generate", "--load", "RUN", "--temperature", "0"], "--top-k 1"),
         (["generate", "--load", "RUN", "--top-k", "5", "--top-p", "0.5"], "together"),
         (["generate", "--load", "RUN", "--prompt", "a" * 50], "maximum context length"),
+        (
+            ["generate", "--load", "RUN", "--prompt", "abc", "--inference-max-seq-length", "3"],
+            "--inference-max-seq-length 3",
+        ),
+        (
+            ["generate", "--load", "RUN", "--inference-max-requests", "0"],
+            "--inference-max-requests 0 must be 1",
+        ),
+        (["generate", "--load", "RUN", "--num-samples", "0"], "--num-samples 0"),
         (["generate", "--load", "RUN", "--tokenizer", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "NOWHERE"], "NOWHERE is no folder"),
         (["generate", "--load", "RUN", "--ckpt-step", "3"], "Complete steps there: 7"),
         (["evaluate", "--load", "RUN", "--input", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "RUN", "--temprature", "1"], "--temperature"),
         (["evaluate", "--load", "RUN", "--input", "RUN"], "is a folder: give text files"),
-        (["write"], "The commands are generate, evaluate"),
+        (["write"], "The commands are generate, chat, evaluate"),
     ],
 )
 def test_bad_input_ends_with_two_and_one_clear_line(run_folder, words, message, capsys):

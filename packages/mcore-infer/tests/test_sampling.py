@@ -3,8 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_infer import SamplingConfig, filtered, sample
-from mcore_infer.sampling import log_probs_of
+from mcore_infer import NewToken, SamplingConfig, TokenRules, filtered, sample
+from mcore_infer.sampling import log_probs_of, penalized
+from mcore_infer.writing import Writing
 
 # The expected numbers were obtained by running the reference (Megatron-LM, August 2026).
 PROBS = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
@@ -84,3 +85,50 @@ def test_the_ends_of_the_draw_are_safe(draw):
 def test_log_probs_are_those_of_the_model_before_temperature():
     ids = torch.tensor([2])
     assert log_probs_of(PROBS.log(), ids).item() == pytest.approx(torch.tensor(0.15).log())
+
+
+def test_min_p_leaves_out_what_is_less_likely_than_a_share_of_the_likeliest():
+    assert kept(PROBS.log(), min_p=0.3) == [3]  # 0.15 / 0.5, a tie with the bound
+    assert kept(PROBS.log(), min_p=0.31) == [2]
+    assert kept(PROBS.log(), min_p=1.0) == [1]
+    assert kept(PROBS.log(), top_k=3, min_p=0.5) == [2]
+
+
+def test_penalties_and_rules_change_the_scores_of_their_tokens_alone():
+    logits = torch.tensor([2.0, -2.0, 1.0, 3.0, 0.0])
+    sampling = SamplingConfig(
+        repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5
+    )
+    scores = penalized(logits, [0], [1, 1], sampling, TokenRules(bias=((2, 4.0), (4, -1.0))))
+    # 0 is of the prompt: repetition alone; 1 was written twice.
+    assert scores.tolist() == [1.0, -4.0 - 0.25 - 1.0, 5.0, 3.0, -1.0]
+    assert logits.tolist() == [2.0, -2.0, 1.0, 3.0, 0.0]
+    rules = TokenRules(never_after=(0, 3))
+    assert penalized(logits, [0], [], SamplingConfig(), rules)[3] == -torch.inf
+    assert penalized(logits, [0], [1], SamplingConfig(), rules)[3] == 3
+
+
+def test_top_p_decays_to_its_bound():
+    sampling = SamplingConfig(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3)
+    writing = Writing([1], sampling, num_tokens=9, seed=1)
+    seen = []
+    for _ in range(4):
+        seen.append(writing.cut.top_p)
+        writing.add(NewToken(0, 5, None))
+    assert seen == [0.8, 0.4, 0.3, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_p": 1.1}, "--min-p"),
+        ({"top_p_decay": 0.5}, "--top-p-decay"),
+        ({"top_p": 0.5, "top_p_bound": 0.6}, "--top-p-bound"),
+        ({"repetition_penalty": 0.0}, "--repetition-penalty"),
+        ({"presence_penalty": 1e9}, "--presence-penalty"),
+        ({"temperature": float("nan")}, "--temperature"),
+    ],
+)
+def test_values_out_of_range_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**fields)

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from mcore_infer.commands.chatting import chat
 from mcore_infer.commands.evaluating import evaluate
 from mcore_infer.commands.generating import generate
 from mcore_parallel.command_line import parse
@@ -14,6 +15,7 @@ ABOUT = """Write and judge text with a trained model.
 examples:
   mcore-infer generate --load runs/tiny --prompt "In the beginning"
   mcore-infer generate --load runs/tiny --prompt "Once" --num-tokens 50 --top-k 40 --seed 7
+  mcore-infer chat --load Llama-3.2-1B-Instruct
   mcore-infer evaluate --load runs/tiny --input chapter.txt"""
 
 
@@ -43,5 +45,6 @@ def _is_outside(error: RuntimeError) -> bool:
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "generate": ("write on after a prompt", generate),
+    "chat": ("a conversation in the terminal", chat),
     "evaluate": ("loss, perplexity and bits per byte of a text file", evaluate),
 }

@@ -21,6 +21,26 @@ class SamplingConfig:
     """Leave out tokens when those before them, likeliest first, hold more than this
     probability; 0: none."""
 
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest one's probability; 0:
+    none."""
+
+    top_p_decay: float = 0.0
+    """Multiply ``top_p`` by it after every token; 0: it stays."""
+
+    top_p_bound: float = 0.0
+    """``top_p`` decays to this at the lowest."""
+
+    repetition_penalty: float = 1.0
+    """Scores of tokens that the prompt or the text has are divided by it where above 0, else
+    multiplied; 1: none."""
+
+    presence_penalty: float = 0.0
+    """Taken from the scores of tokens that were written."""
+
+    frequency_penalty: float = 0.0
+    """Taken from the scores of tokens for each time that they were written."""
+
     stop_words: tuple[str, ...] = ()
     """Stop when the text's tokens end with those of one of these, which are cut off."""
 
@@ -35,7 +55,7 @@ class SamplingConfig:
         """
         if self.num_tokens < 1:
             raise ValueError(f"--num-tokens {self.num_tokens} must be 1 or more.")
-        if not self.temperature > 0:
+        if not 0 < self.temperature < float("inf"):
             raise ValueError(
                 f"--temperature {self.temperature} must be above 0. Use --top-k 1 to always "
                 "take the most likely token."
@@ -49,3 +69,84 @@ class SamplingConfig:
                 f"--top-k {self.top_k} and --top-p {self.top_p} cannot be used together: set "
                 "one of them to 0."
             )
+        self._check_extras()
+
+    def _check_extras(self) -> None:
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"--min-p {self.min_p} must be from 0 (off) to 1.")
+        if self.top_p_decay and not (self.top_p and 0 < self.top_p_decay <= 1):
+            raise ValueError(
+                f"--top-p-decay {self.top_p_decay} must be from 0 (off) to 1, with a --top-p."
+            )
+        if self.top_p_bound and not 0 < self.top_p_bound <= self.top_p:
+            raise ValueError(
+                f"--top-p-bound {self.top_p_bound} must be above 0 and at most --top-p "
+                f"{self.top_p}."
+            )
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(
+                f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 is none."
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -100 <= getattr(self, name) <= 100:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be from -100 to 100.")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether scores depend on what was written."""
+        return self.repetition_penalty != 1 or bool(
+            self.presence_penalty or self.frequency_penalty
+        )
+
+    @property
+    def cut(self) -> "SamplingConfig":
+        """Temperature and cut-off alone, for rows that can be sampled together."""
+        return SamplingConfig(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceConfig:
+    """Limits of the engine and the size of its cache; names are Megatron's."""
+
+    inference_max_requests: int = 64
+    """Requests that are computed together; others wait."""
+
+    inference_max_seq_length: int = 0
+    """Tokens of one prompt and its text together; 0: the model's positions, at most 8192."""
+
+    inference_dynamic_batching_buffer_size_gb: float = 0.0
+    """GiB of keys and values of this rank; 0: as much as all requests may need, within 80 % of
+    a GPU's free memory or 2 GiB of a CPU's."""
+
+    inference_dynamic_batching_block_size: int = 64
+    """Tokens in a page of the cache."""
+
+    inference_dynamic_batching_max_tokens: int = 2048
+    """Tokens of one step, of prompts and of writing together."""
+
+    enable_chunked_prefill: bool = True
+    """Cut prompts where a step is full; else each is computed whole."""
+
+    enable_prefix_caching: bool = True
+    """Compute equal beginnings of prompts once."""
+
+    def __post_init__(self) -> None:
+        """Check each value.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        lowest = {
+            "inference_max_requests": 1,
+            "inference_max_seq_length": 0,
+            "inference_dynamic_batching_buffer_size_gb": 0,
+            "inference_dynamic_batching_block_size": 1,
+            "inference_dynamic_batching_max_tokens": self.inference_max_requests,
+        }
+        for name, least in lowest.items():
+            if not least <= getattr(self, name) < float("inf"):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be {least} or more.")

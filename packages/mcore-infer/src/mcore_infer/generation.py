@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.cache import StaticCache
 from mcore_infer.config import SamplingConfig
-from mcore_infer.sampling import log_probs_of, sample
+from mcore_infer.sampling import choose, log_probs_of
 from mcore_infer.writing import Generation, NewToken, Writing
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_gather, all_reduce
@@ -139,19 +139,45 @@ def next_logits(
         return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
 
 
-class _Row(Writing):
-    """One prompt and what is written after it."""
+def room(
+    model: LanguageModel, wanted: int, prompt: Sequence[int], limit: int = 0, name: str = "it"
+) -> int:
+    """Return how many tokens can be written after a prompt, and warn where that is fewer.
 
-    def __init__(
-        self,
-        prompt: list[int],
-        num_tokens: int,
-        seed: int,
-        eod: int | None,
-        stop: Sequence[Sequence[int]],
-    ) -> None:
-        super().__init__(num_tokens, seed, eod, stop)
-        self.prompt = prompt
+    Args:
+        model: its positions are a limit.
+        wanted: tokens to write.
+        prompt: token ids.
+        limit: tokens of prompt and text together; 0: the model's positions alone.
+        name: of the prompt, for messages.
+
+    Raises:
+        ValueError: if not one can.
+    """
+    limits = {
+        "--inference-max-seq-length": limit,
+        "--max-position-embeddings": model.config.max_position_embeddings,
+    }
+    known = {flag: tokens for flag, tokens in limits.items() if tokens}
+    flag = min(known, key=known.__getitem__, default="")
+    length, limit = len(prompt), known.get(flag, 0)
+    if not limit or length + wanted <= limit:
+        return wanted
+    if length >= limit:
+        raise ValueError(
+            f"{name} has {length} tokens: the maximum context length was exceeded "
+            f"({flag} {limit}, one of them to be written). Shorten it."
+        )
+    log.warning(
+        "%s has %d tokens: %d more fit into %s %d, not %d",
+        name,
+        length,
+        limit - length,
+        flag,
+        limit,
+        wanted,
+    )
+    return limit - length
 
 
 class _Writer:
@@ -173,30 +199,17 @@ class _Writer:
         self.model, self.sampling = model, sampling
         self.device = next(model.parameters()).device
         self.rows = [
-            _Row(list(p), self._room(i, len(p)), seed + i, eod, stop)
-            for i, p in enumerate(prompts)
+            Writing(
+                prompt,
+                sampling,
+                num_tokens=room(model, sampling.num_tokens, prompt, name=f"prompt {i}"),
+                seed=seed + i,
+                eod=eod,
+                stop=stop,
+            )
+            for i, prompt in enumerate(prompts)
         ]
         self.cache = StaticCache(max(len(r.prompt) + r.num_tokens for r in self.rows))
-
-    def _room(self, row: int, length: int) -> int:
-        """Return how many tokens a row may write within the model's positions."""
-        limit, wanted = self.model.config.max_position_embeddings, self.sampling.num_tokens
-        if not limit or length + wanted <= limit:
-            return wanted
-        if length >= limit:
-            raise ValueError(
-                f"prompt {row} has {length} tokens: the maximum context length was exceeded "
-                f"(--max-position-embeddings {limit}, one of them to be written). Shorten it."
-            )
-        log.warning(
-            "prompt %d has %d tokens: %d more fit into --max-position-embeddings %d, not %d",
-            row,
-            length,
-            limit - length,
-            limit,
-            wanted,
-        )
-        return limit - length
 
     def run(self) -> Iterator[NewToken]:
         begin = min(len(row.prompt) for row in self.rows)
@@ -209,16 +222,16 @@ class _Writer:
                 return
             tokens = self._next_tokens(chosen)[:, None]
 
-    def _is_writing(self, row: _Row) -> bool:
+    def _is_writing(self, row: Writing) -> bool:
         return not row.finish_reason and self.cache.length >= len(row.prompt)
 
     def _choose(self, logits: Tensor) -> Tensor:
-        draws = torch.zeros(len(self.rows), dtype=torch.float64)
-        if self.sampling.top_k != 1:
-            for i, row in enumerate(self.rows):
-                if self._is_writing(row):
-                    draws[i] = row.draw()
-        chosen = sample(logits, self.sampling, draws.to(self.device))
+        # Rows that are not writing keep their draws; what is chosen for them is ignored.
+        chosen = logits.new_zeros(len(self.rows), dtype=torch.int64)
+        rows = [i for i, row in enumerate(self.rows) if self._is_writing(row)]
+        index = torch.tensor(rows, device=self.device)
+        if rows:
+            chosen[index] = choose(logits[index], [self.rows[i] for i in rows])
         # One rank decides: kernels that round differently must not part the ranks' texts.
         tp = self.model.tp
         return all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
@@ -227,8 +240,7 @@ class _Writer:
         pairs = zip(self.rows, chosen.tolist(), log_probs.tolist(), strict=True)
         for i, (row, token, log_prob) in enumerate(pairs):
             if self._is_writing(row):
-                for released, its_log_prob in row.add(token, log_prob):
-                    yield NewToken(i, released, its_log_prob)
+                yield from row.add(NewToken(i, token, log_prob))
 
     def _next_tokens(self, chosen: Tensor) -> Tensor:
         # Finished rows keep decoding; their output is ignored.

@@ -5,11 +5,16 @@ left. The caller passes one random number a row, so that a row's text depends on
 alone: not on the device, nor on the other rows of its batch.
 """
 
+import math
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.writing import TokenRules, Top, Writing
 
 
 def sample(
@@ -39,13 +44,14 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
     """Divide by the temperature and set what is cut off to -inf, in float32 or better.
 
     Tokens that tie with the k-th all stay. Under top-p a token stays if the probability of
-    those before it is not above ``top_p``; the likeliest always stays.
+    those before it is not above ``top_p``; the likeliest always stays. Min-p comes last.
 
     Raises:
         ValueError: if ``top_k`` exceeds V.
 
     Reference:
-        Holtzman et al. 2020, nucleus sampling. arXiv:1904.09751.
+        Holtzman et al. 2020, nucleus sampling. arXiv:1904.09751. Nguyen et al. 2024, min-p.
+        arXiv:2407.01082.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
     if sampling.top_k:
@@ -54,15 +60,102 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
                 f"--top-k {sampling.top_k} exceeds the vocabulary of {scores.shape[-1]} tokens."
             )
         smallest = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
-        return scores.masked_fill(scores < smallest, -torch.inf)
-    if sampling.top_p:
+        scores = scores.masked_fill(scores < smallest, -torch.inf)
+    elif sampling.top_p:
         ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)
         before[:, 0] = 0
         left_out = torch.zeros_like(scores, dtype=torch.bool)
         left_out = left_out.scatter(-1, ids, before > sampling.top_p)
-        return scores.masked_fill(left_out, -torch.inf)
+        scores = scores.masked_fill(left_out, -torch.inf)
+    if sampling.min_p:
+        # p >= share of the largest p, as logarithms; ties with the bound stay.
+        lowest = scores.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scores = scores.masked_fill(scores < lowest, -torch.inf)
     return scores
+
+
+def choose(logits: Float[Tensor, "B V"], writings: Sequence[Writing]) -> Int[Tensor, " B"]:
+    """Choose the next token of texts: penalties and rules, then ``sample``; takes their draws.
+
+    Args:
+        logits: scores without padding of the vocabulary.
+        writings: one a row.
+
+    Raises:
+        ValueError: if a ``top_k`` exceeds V.
+    """
+    changed = [i for i, writing in enumerate(writings) if writing.changes_scores]
+    if changed:
+        logits = logits.clone()
+        for i in changed:
+            text = writings[i]
+            logits[i] = penalized(logits[i], text.prompt, text.ids, text.sampling, text.rules)
+    # The likeliest token needs no draw, and a draw costs the host as much as a kernel.
+    numbers = [0.0 if w.sampling.top_k == 1 else w.draw() for w in writings]
+    draws = torch.tensor(numbers, dtype=torch.float64).to(logits.device)
+    rows_of: dict[SamplingConfig, list[int]] = {}
+    for row, writing in enumerate(writings):
+        rows_of.setdefault(writing.cut, []).append(row)
+    if len(rows_of) == 1:
+        return sample(logits, next(iter(rows_of)), draws)
+    chosen = torch.empty(len(writings), dtype=torch.int64, device=logits.device)
+    for cut, rows in rows_of.items():
+        index = torch.tensor(rows, device=logits.device)
+        chosen[index] = sample(logits[index], cut, draws[index])
+    return chosen
+
+
+def penalized(
+    logits: Float[Tensor, " V"],
+    prompt: Sequence[int],
+    written: Sequence[int],
+    sampling: SamplingConfig,
+    rules: TokenRules,
+) -> Float[Tensor, " V"]:
+    """Return one row's scores after penalties and rules; the input stays as it is.
+
+    Args:
+        logits: of the model.
+        prompt: token ids before the text.
+        written: token ids of the text.
+        sampling: the penalties.
+        rules: bias and forbidden successors.
+
+    Reference:
+        Keskar et al. 2019, CTRL, section 4.1 (repetition). arXiv:1909.05858.
+    """
+    scores = logits.clone()
+    if sampling.repetition_penalty != 1 and (seen := sorted({*prompt, *written})):
+        ids = torch.tensor(seen, device=logits.device)
+        old, penalty = scores[ids], sampling.repetition_penalty
+        scores[ids] = torch.where(old > 0, old / penalty, old * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and written:
+        counts = Counter(written)
+        loss = [
+            sampling.presence_penalty + sampling.frequency_penalty * count
+            for count in counts.values()
+        ]
+        ids = torch.tensor(list(counts), device=logits.device)
+        scores[ids] -= torch.tensor(loss, dtype=scores.dtype, device=logits.device)
+    for token, bias in rules.bias:
+        scores[token] += bias
+    if rules.never_after and [*prompt, *written][-1] == rules.never_after[0]:
+        scores[rules.never_after[1]] = -torch.inf
+    return scores
+
+
+def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> list[Top]:
+    """Return each row's likeliest tokens; waits for the device.
+
+    Raises:
+        ValueError: if ``num_top`` exceeds V.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    values, ids = scores.topk(num_top, dim=-1)
+    return [
+        tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
 
 
 def log_probs_of(logits: Float[Tensor, "B V"], ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:

@@ -1,10 +1,15 @@
 """What one text has written so far, and whether it is over: stop words, ends, draws."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from mcore_infer.config import SamplingConfig
+
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens of one place, best first: ids and log probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +19,11 @@ class NewToken:
     row: int
     """Which prompt it belongs to: its place in the list, or an engine's request number."""
     id: int
-    log_prob: float
-    """That the model gave to it, before temperature and cut-off."""
+    log_prob: float | None
+    """That the model gave to it, before penalties, temperature and cut-off; None where it was
+    not requested."""
+    top: Top = ()
+    """The likeliest tokens of its place, where requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,79 +33,150 @@ class Generation:
     ids: tuple[int, ...]
     """Without the prompt and stop words; an end of document is kept."""
     log_probs: tuple[float, ...]
-    """Of each id, before temperature and cut-off."""
+    """Of each id, before penalties, temperature and cut-off; empty where not requested."""
     finish_reason: Literal["stop", "length"]
     """Whether an end of document or stop word ended it, or the number of tokens."""
+    top: tuple[Top, ...] = ()
+    """The likeliest tokens of each place, where requested."""
+    prompt_log_probs: tuple[float, ...] = ()
+    """Of the prompt's tokens behind the first, where requested."""
+    prompt_top: tuple[Top, ...] = ()
+    """The likeliest tokens of those places, where requested."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRules:
+    """Changes to the scores of single tokens."""
+
+    bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their scores, after penalties."""
+
+    never_after: tuple[int, int] | None = None
+    """A token, and the one that never follows it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRequest:
+    """Which log probabilities a request wants; the rest is not computed."""
+
+    log_probs: bool = True
+    """Of each written token."""
+
+    num_top: int = 0
+    """Likeliest tokens of each place, with theirs."""
+
+    prompt: bool = False
+    """Both for the tokens of the prompt too; its beginning is then not shared."""
 
 
 class Writing:
     """What is written after one prompt.
 
     Attributes:
-        ids: tokens so far, without stop sequences.
-        log_probs: of each, as the model gave them.
+        prompt: token ids.
+        sampling: how tokens are chosen.
+        rules: changes to single tokens' scores.
+        tokens: so far, without stop sequences.
         finish_reason: why it ended; None while it goes on.
     """
 
     def __init__(
-        self, num_tokens: int, seed: int, eod: int | None, stop: Sequence[Sequence[int]]
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        num_tokens: int,
+        seed: int,
+        eod: int | None = None,
+        stop: Sequence[Sequence[int]] = (),
+        rules: TokenRules | None = None,
     ) -> None:
         """Begin with nothing.
 
         Args:
-            num_tokens: after which it ends.
+            prompt: token ids.
+            sampling: how tokens are chosen; its ``num_tokens`` is not read.
+            num_tokens: after which it ends; 0: without writing, once the prompt is read.
             seed: of the draws.
             eod: id that ends it; None: none does.
             stop: token sequences that end it and are cut off.
+            rules: changes to single tokens' scores.
         """
+        self.prompt, self.sampling = list(prompt), sampling
+        self.rules = rules or TokenRules()
         self.num_tokens, self.eod = num_tokens, eod
         self.stop = [list(s) for s in stop if s]
         self.random = torch.Generator().manual_seed(seed)
-        self.ids: list[int] = []
-        self.log_probs: list[float] = []
+        self.tokens: list[NewToken] = []
         self.num_released = 0
         self.finish_reason: Literal["stop", "length"] | None = None
+        self._cut = sampling.cut
+
+    @property
+    def ids(self) -> list[int]:
+        """Tokens so far, without stop sequences."""
+        return [token.id for token in self.tokens]
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether penalties or rules change the scores before they are cut."""
+        return self.sampling.has_penalties or self.rules != TokenRules()
+
+    @property
+    def cut(self) -> SamplingConfig:
+        """Temperature and cut-off of the next token, everything else left at its default."""
+        decay = self.sampling.top_p_decay
+        if not decay:
+            return self._cut
+        top_p = self.sampling.top_p * decay ** len(self.tokens)
+        return replace(self._cut, top_p=max(top_p, self.sampling.top_p_bound))
 
     def draw(self) -> float:
         """Return the next random number, uniform in [0, 1)."""
         return torch.rand((), generator=self.random, dtype=torch.float64).item()
 
-    def add(self, token: int, log_prob: float) -> list[tuple[int, float]]:
+    def add(self, token: NewToken) -> list[NewToken]:
         """Take a token; return those that nothing will take back any more."""
-        self.ids.append(token)
-        self.log_probs.append(log_prob)
+        if not self.num_tokens:
+            self.finish_reason = "length"
+            return []
+        self.tokens.append(token)
         for sequence in self.stop:
-            if self.ids[-len(sequence) :] == sequence:
-                del self.ids[-len(sequence) :], self.log_probs[-len(sequence) :]
+            if self._ends_with(sequence):
+                del self.tokens[-len(sequence) :]
                 self.finish_reason = "stop"
                 break
         else:
-            if token == self.eod:
+            if token.id == self.eod:
                 self.finish_reason = "stop"
-            elif len(self.ids) == self.num_tokens:
+            elif len(self.tokens) == self.num_tokens:
                 self.finish_reason = "length"
         held = 0 if self.finish_reason else self._undecided()
-        end = len(self.ids) - held
-        released = list(
-            zip(
-                self.ids[self.num_released : end],
-                self.log_probs[self.num_released : end],
-                strict=True,
-            )
-        )
+        end = len(self.tokens) - held
+        released = self.tokens[self.num_released : end]
         self.num_released = max(self.num_released, end)
         return released
+
+    def _ends_with(self, sequence: Sequence[int]) -> bool:
+        tail = self.tokens[-len(sequence) :]
+        return [token.id for token in tail] == list(sequence)
 
     def _undecided(self) -> int:
         """Tokens at the end that may be the beginning of a stop sequence."""
         longest = 0
         for sequence in self.stop:
-            for length in range(1, min(len(sequence), len(self.ids) + 1)):
-                if self.ids[-length:] == sequence[:length]:
+            for length in range(1, min(len(sequence), len(self.tokens) + 1)):
+                if self._ends_with(sequence[:length]):
                     longest = max(longest, length)
         return longest
 
     def result(self) -> Generation:
         """Return all that was written; only once it is over."""
         assert self.finish_reason is not None
-        return Generation(tuple(self.ids), tuple(self.log_probs), self.finish_reason)
+        log_probs = [t.log_prob for t in self.tokens if t.log_prob is not None]
+        top = (
+            tuple(token.top for token in self.tokens)
+            if any(token.top for token in self.tokens)
+            else ()
+        )
+        return Generation(tuple(self.ids), tuple(log_probs), self.finish_reason, top)

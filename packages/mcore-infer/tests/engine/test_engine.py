@@ -3,19 +3,46 @@
 import pytest
 import torch
 
-from mcore_infer import Engine, EngineConfig, Generation, SamplingConfig, generate, load_model
+from mcore_infer import (
+    Engine,
+    EngineConfig,
+    Generation,
+    InferenceConfig,
+    SamplingConfig,
+    ScoreRequest,
+    TokenRules,
+    build_engine,
+    generate,
+    load_model,
+)
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 
-PROMPTS = [[10, 20, 30], [40], [10, 20, 30, 80, 90, 100, 110, 120, 130], [10, 20, 30, 80, 90]]
+PROMPTS = [
+    [10, 20, 30],
+    [40],
+    [10, 20, 30, 80, 90, 100, 110, 120, 130],
+    [10, 20, 30, 80, 90],
+    [10, 20, 30],
+]
 SAMPLINGS = [
     SamplingConfig(num_tokens=8, top_k=1),
     SamplingConfig(num_tokens=11),
     SamplingConfig(num_tokens=3, temperature=0.7, top_k=20),
     SamplingConfig(num_tokens=8, top_p=0.8),
+    SamplingConfig(
+        num_tokens=8,
+        top_p=0.9,
+        top_p_decay=0.9,
+        top_p_bound=0.5,
+        min_p=0.01,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+    ),
 ]
 
 
@@ -112,6 +139,56 @@ def test_freed_pages_are_never_read(model):
     assert_same(written(engine), alone(model))
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_scores_of_prompt_and_text_are_those_of_the_whole_text(model, config):
+    """Whatever was cut, shared before, or lost and computed again."""
+    engine = Engine(model, config)
+    written(engine)  # leaves pages that others may share
+    wanted = ScoreRequest(num_top=3, prompt=True)
+    for result, prompt in zip(written(engine, scores=wanted), PROMPTS, strict=True):
+        text = [*prompt, *result.ids]
+        hidden, _ = model(torch.tensor([text[:-1]]))
+        expected = model.logits(hidden)[:, 0, : model.vocab_size].log_softmax(-1)
+        values, ids = expected.topk(3)
+        chosen = expected.gather(-1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
+        assert [*result.prompt_log_probs, *result.log_probs] == pytest.approx(chosen, abs=1e-9)
+        tops = [*result.prompt_top, *result.top]
+        assert [[i for i, _ in top] for top in tops] == ids.tolist()
+        for top, row in zip(tops, values.tolist(), strict=True):
+            assert [value for _, value in top] == pytest.approx(row, abs=1e-9)
+
+
+def test_only_what_a_request_wants_is_scored_and_a_prompt_may_be_scored_alone(model):
+    engine = Engine(model, CONFIGS["prompts in chunks"])
+    alone_scored = engine.add(
+        PROMPTS[2], SAMPLINGS[0], num_tokens=0, scores=ScoreRequest(prompt=True)
+    )
+    bare = engine.add(PROMPTS[0], SAMPLINGS[0], scores=ScoreRequest(log_probs=False))
+    scored = engine.add(PROMPTS[0], SAMPLINGS[0])
+    results = dict(event for event in engine.run() if isinstance(event, tuple))
+    assert results[alone_scored].ids == ()
+    assert len(results[alone_scored].prompt_log_probs) == len(PROMPTS[2]) - 1
+    assert results[bare].ids == results[scored].ids
+    assert (results[bare].log_probs, len(results[scored].log_probs)) == ((), 8)
+
+
+def test_a_rule_bans_a_token_or_forces_it_and_leaves_the_others(model):
+    first = alone(model)[0].ids
+    banned = TokenRules(bias=((first[0], -1e9),))
+    forced = TokenRules(bias=((65, 1e9),))
+    after = TokenRules(never_after=(PROMPTS[0][-1], first[0]))
+    engine = Engine(model, CONFIGS["all at once"])
+    numbers = [
+        engine.add(PROMPTS[0], SAMPLINGS[0], seed=3, rules=rules)
+        for rules in (banned, forced, after, None)
+    ]
+    results = dict(event for event in engine.run() if isinstance(event, tuple))
+    assert first[0] not in results[numbers[0]].ids
+    assert results[numbers[1]].ids == (65,) * 8
+    assert results[numbers[2]].ids[0] != first[0]
+    assert results[numbers[3]].ids == first
+
+
 def test_ends_and_stop_sequences_end_one_request(model):
     whole = alone(model)
     eod, stop = whole[0].ids[3], [list(whole[1].ids[4:6])]
@@ -146,6 +223,12 @@ def test_a_request_that_does_not_fit_is_refused_and_nothing_is_queued(model):
     engine = Engine(model, EngineConfig(max_sequence_tokens=100))
     with pytest.raises(ValueError, match=r"maximum context length was exceeded.*40 positions"):
         engine.add([1] * 36, SamplingConfig(num_tokens=5))
+    with pytest.raises(ValueError, match="ids 1 to 257 leave the vocabulary, 0 to 256"):
+        engine.add([1, 257], SAMPLINGS[0])
+    with pytest.raises(ValueError, match="leave the vocabulary"):
+        engine.add([1], SAMPLINGS[0], rules=TokenRules(bias=((-1, 1.0),)))
+    with pytest.raises(ValueError, match="exceed the vocabulary of 257"):
+        engine.add([1], SamplingConfig(num_tokens=1, top_k=258))
     assert not engine.has_work
     model.train()
     try:
@@ -168,6 +251,21 @@ def test_a_model_that_pages_cannot_hold_is_refused(fields, message):
     model = GPT(config, ParallelContext.single(), vocab_size=64, device="meta").eval()
     with pytest.raises(ValueError, match=message):
         Engine(model, EngineConfig())
+
+
+def test_pages_come_from_memory_and_no_more_than_requests_can_use(model):
+    # Keys and values of 2 layers, 2 groups of 4, in float64.
+    page_bytes = 2 * 2 * 2 * 4 * 8 * 16
+    fields = {"inference_max_requests": 3, "inference_dynamic_batching_block_size": 16}
+    engine = build_engine(model, InferenceConfig(**fields))
+    assert engine.config.max_sequence_tokens == 40
+    assert engine.config.num_pages == 3 * 3
+    size = 10 * page_bytes / 2**30
+    fields["inference_dynamic_batching_buffer_size_gb"] = size
+    assert build_engine(model, InferenceConfig(**fields)).config.num_pages == 9
+    fields["inference_dynamic_batching_buffer_size_gb"] = size / 10
+    with pytest.raises(ValueError, match="raise --inference-dynamic-batching-buffer-size-gb"):
+        build_engine(model, InferenceConfig(**fields))
 
 
 def write_on_ranks(folder):

@@ -196,7 +196,9 @@ def test_a_request_that_cannot_run_is_refused_with_the_numbers():
         scheduler.add(0, [1], 1)
     with pytest.raises(ValueError, match="at least one token"):
         scheduler.add(1, [], 1)
-    with pytest.raises(ValueError, match="--max-tokens 3 must be at least --max-requests 4"):
+    with pytest.raises(
+        ValueError, match="max-tokens 3 must be at least --inference-max-requests 4"
+    ):
         SchedulerConfig(max_requests=4, max_tokens=3)
 
 

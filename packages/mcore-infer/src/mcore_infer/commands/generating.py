@@ -1,19 +1,15 @@
 """The command ``mcore-infer generate``: text from prompts."""
 
-from typing import TYPE_CHECKING
-
 from mcore_infer.commands.opening import ModelOptions, opened
-from mcore_infer.config import SamplingConfig
-
-if TYPE_CHECKING:
-    from mcore_data.tokenizers.protocol import Tokenizer
-    from mcore_models.protocol import LanguageModel
+from mcore_infer.config import InferenceConfig, SamplingConfig
 
 
 def generate(
     model: ModelOptions,
     sampling: SamplingConfig,
+    engine: InferenceConfig,
     prompt: tuple[str, ...] = ("",),
+    num_samples: int = 1,
     seed: int = 1234,
 ) -> int:
     """Write on after a prompt; the text streams to standard output.
@@ -21,50 +17,42 @@ def generate(
     Args:
         model: which one.
         sampling: how tokens are drawn.
+        engine: limits of what is computed together.
         prompt: Beginning of the text; several prompts are written on together. An empty one
             begins a document.
-        seed: Of the draws; prompt i draws from seed + i.
+        num_samples: Texts for each prompt, each from draws of its own.
+        seed: Of the draws; text i draws from seed + i.
     """
+    if num_samples < 1:
+        raise ValueError(f"--num-samples {num_samples} must be 1 or more.")
     with opened(model) as (loaded, tokenizer, is_first):
-        if len(prompt) == 1:
-            _write_one(prompt[0], sampling, seed, loaded.model, tokenizer, is_first)
-            return 0
-        from mcore_infer.generation import generate_text
+        from mcore_infer.engine.building import stream_texts
+        from mcore_infer.generation import prompt_ids, stop_ids
+        from mcore_infer.streaming import TextStream
 
-        texts = generate_text(loaded.model, tokenizer, prompt, sampling, seed)
-        if is_first:
-            for beginning, text in zip(prompt, texts, strict=True):
-                print(f"{beginning}{text}\n")
+        beginnings = [text for text in prompt for _ in range(num_samples)]
+        texts = [TextStream(tokenizer) for _ in beginnings]
+        tokens = stream_texts(
+            loaded.model,
+            [prompt_ids(tokenizer, text) for text in beginnings],
+            sampling,
+            engine,
+            seed=seed,
+            eod=None if sampling.ignore_eod else tokenizer.eod,
+            stop=stop_ids(tokenizer, sampling),
+        )
+        pieces: list[list[str]] = [[] for _ in beginnings]
+        is_streamed = is_first and len(beginnings) == 1
+        for number, token in enumerate(tokens):
+            if is_streamed and not number:
+                print(beginnings[0], end="", flush=True)  # once nothing can be refused
+            piece = texts[token.row].add(token.id)
+            pieces[token.row].append(piece)
+            if is_streamed:
+                print(piece, end="", flush=True)
+        if is_streamed:
+            print(texts[0].rest() if any(pieces) else beginnings[0])
+        elif is_first:
+            for beginning, text, parts in zip(beginnings, texts, pieces, strict=True):
+                print(f"{beginning}{''.join(parts)}{text.rest()}\n")
     return 0
-
-
-def _write_one(
-    prompt: str,
-    sampling: SamplingConfig,
-    seed: int,
-    model: "LanguageModel",
-    tokenizer: "Tokenizer",
-    is_first: bool,
-) -> None:
-    """Continue one prompt, printing text as soon as it ends in whole characters."""
-    from mcore_infer.generation import prompt_ids, stop_ids, stream
-    from mcore_infer.streaming import TextStream
-
-    text = TextStream(tokenizer)
-    tokens = stream(
-        model,
-        [prompt_ids(tokenizer, prompt)],
-        sampling,
-        seed=seed,
-        eod=None if sampling.ignore_eod else tokenizer.eod,
-        stop=stop_ids(tokenizer, sampling),
-    )
-    pieces = (text.add(token.id) for token in tokens)
-    if not is_first:
-        for _ in pieces:
-            pass
-        return
-    print(prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print(text.rest())

@@ -114,5 +114,10 @@ def last_logits(
         rows: of the step; None: all.
     """
     hidden, _ = model(tokens, positions, cache)
-    logits = model.logits(hidden if rows is None else hidden[rows])[:, 0]  # [R, 1, V/tp]
+    return whole_logits(model, hidden if rows is None else hidden[rows])
+
+
+def whole_logits(model: LanguageModel, hidden: Float[Tensor, "R 1 D"]) -> Float[Tensor, "R V"]:
+    """Score the whole vocabulary; all-gathers it over ``tp``."""
+    logits = model.logits(hidden)[:, 0]  # [R, 1, V/tp]
     return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]

@@ -40,11 +40,12 @@ class SchedulerConfig:
             ValueError: with the option to change.
         """
         if self.max_requests < 1:
-            raise ValueError(f"--max-requests {self.max_requests} must be 1 or more.")
+            raise ValueError(f"--inference-max-requests {self.max_requests} must be 1 or more.")
         if self.max_tokens < self.max_requests:
             raise ValueError(
-                f"--max-tokens {self.max_tokens} must be at least --max-requests "
-                f"{self.max_requests}: each request that writes takes a token of every step."
+                f"--inference-dynamic-batching-max-tokens {self.max_tokens} must be at least "
+                f"--inference-max-requests {self.max_requests}: each request that writes takes "
+                "a token of every step."
             )
 
 
@@ -149,7 +150,7 @@ class Scheduler:
         Args:
             request: a number that none has now.
             prompt: token ids, at least one.
-            max_new_tokens: that it may write.
+            max_new_tokens: that it may write; 0: it ends once its prompt is read.
             salt: see ``first_key``.
             shares_prefix: whether pages of others may stand for its beginning; no where
                 something of each prompt token is wanted, such as its log probability.
@@ -159,28 +160,28 @@ class Scheduler:
         """
         if request in self._requests:
             raise ValueError(f"request {request} is queued already")
-        if not prompt or max_new_tokens < 1:
-            raise ValueError(
-                "a request needs a prompt of at least one token, and one to write."
-            )
+        if not prompt or max_new_tokens < 0:
+            raise ValueError("a request needs a prompt of at least one token.")
         limit, total = self.config.max_sequence_tokens, len(prompt) + max_new_tokens
         if total > limit:
             raise ValueError(
                 f"the maximum context length was exceeded: {len(prompt)} tokens of prompt and "
-                f"{max_new_tokens} to write are more than {limit}. Shorten the prompt or write "
-                "fewer."
+                f"{max_new_tokens} to write are more than --inference-max-seq-length {limit}. "
+                "Shorten the prompt or write fewer."
             )
-        # The last new token is never computed.
-        if self._num_pages(total - 1) > self.pool.num_pages:
+        computed = len(prompt) + max(0, max_new_tokens - 1)  # the last new token never is
+        if self._num_pages(computed) > self.pool.num_pages:
             room = self.pool.num_pages * self.pool.page_tokens
             raise ValueError(
                 f"{len(prompt)} tokens of prompt and {max_new_tokens} to write do not fit into "
-                f"the cache, which holds {room}: give it more memory, or write fewer."
+                f"the cache, which holds {room}: give it more memory by "
+                "--inference-dynamic-batching-buffer-size-gb, or write fewer."
             )
-        if not self.config.chunked_prefill and total - 1 > self.config.max_tokens:
+        if not self.config.chunked_prefill and computed > self.config.max_tokens:
             raise ValueError(
-                f"{total} tokens do not fit into a step of --max-tokens "
-                f"{self.config.max_tokens} without --enable-chunked-prefill."
+                f"{computed} tokens do not fit into a step of "
+                f"--inference-dynamic-batching-max-tokens {self.config.max_tokens} without "
+                "--enable-chunked-prefill."
             )
         keys = [first_key(salt)]
         new = _Request(request, list(prompt), shares_prefix, self._num_arrived, keys)

@@ -1,0 +1,94 @@
+"""The command ``mcore-infer chat``: a conversation in the terminal."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING
+
+from mcore_infer.commands.opening import ModelOptions, opened
+from mcore_infer.config import InferenceConfig, SamplingConfig
+
+if TYPE_CHECKING:
+    from mcore_infer.conversation import Conversation
+
+_HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer."
+
+
+def chat(
+    model: ModelOptions,
+    sampling: SamplingConfig,
+    engine: InferenceConfig,
+    system: str = "",
+    chat_template: str = "",
+    seed: int = 1234,
+) -> int:
+    """Talk with a model: each line is a message, and its answer streams below it.
+
+    Args:
+        model: which one.
+        sampling: how tokens are drawn; --num-tokens of each answer.
+        engine: limits of what is computed together.
+        system: What the model is told before the conversation.
+        chat_template: File with a Jinja template; left out, the tokenizer's own, or ChatML.
+        seed: Of the draws; answer i draws from seed + i.
+    """
+    template = Path(chat_template).read_text(encoding="utf-8") if chat_template else ""
+    with opened(model) as (loaded, tokenizer, _):
+        from mcore_data.datasets.chat import load_template
+        from mcore_infer.conversation import Conversation
+
+        if loaded.model.tp.size > 1:
+            raise ValueError("chat reads a terminal and runs in one process, without torchrun.")
+        conversation = Conversation(
+            loaded.model,
+            tokenizer,
+            load_template(template, tokenizer),
+            sampling,
+            engine,
+            system=system,
+            seed=seed,
+        )
+        print(_HELP, file=sys.stderr)
+        _converse(conversation)
+    return 0
+
+
+def _converse(conversation: "Conversation") -> None:
+    while True:
+        try:
+            message = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if message == "/exit":
+            return
+        if message == "/reset":
+            conversation.reset()
+        elif message:
+            _answer(conversation, message)
+
+
+def _answer(conversation: "Conversation", message: str) -> None:
+    with _interrupted() as is_interrupted, closing(conversation.answer(message)) as pieces:
+        try:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+                if is_interrupted.is_set():
+                    break
+        except ValueError as error:  # too long: the conversation stays as it was
+            print(f"{error} Or begin anew with /reset.", file=sys.stderr)
+    print()
+
+
+@contextmanager
+def _interrupted() -> Iterator[Event]:
+    """Let Ctrl-C set an event: a step of the engine is never left half done."""
+    event = Event()
+    before = signal.signal(signal.SIGINT, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)

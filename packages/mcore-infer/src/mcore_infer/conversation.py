@@ -1,0 +1,102 @@
+"""A conversation with a model: what was said, and answers that stream."""
+
+from collections.abc import Generator
+
+from mcore_data.datasets.chat import Render
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.config import InferenceConfig, SamplingConfig
+from mcore_infer.engine.building import build_engine
+from mcore_infer.engine.engine import engine_refusal
+from mcore_infer.generation import room, stop_ids, stream
+from mcore_infer.streaming import TextStream
+from mcore_infer.writing import NewToken
+from mcore_models.protocol import LanguageModel
+
+
+class Conversation:
+    """What was said so far, in the words of a chat template.
+
+    Answers run on an engine, where the turns before are read once; models that no engine can
+    run read them again for each answer.
+
+    Attributes:
+        messages: ``{"role", "content"}`` of each turn.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        render: Render,
+        sampling: SamplingConfig,
+        config: InferenceConfig,
+        *,
+        system: str = "",
+        seed: int = 1234,
+    ) -> None:
+        """Begin a conversation.
+
+        Args:
+            model: whole, in eval mode.
+            tokenizer: of the model.
+            render: chat template, see ``mcore_data.datasets.chat.load_template``.
+            sampling: how tokens are chosen, and how many an answer has at most.
+            config: limits of the engine.
+            system: message before the conversation; empty: none.
+            seed: answer i draws from ``seed + i``.
+        """
+        self.model, self.tokenizer, self.render = model, tokenizer, render
+        self.sampling, self.system, self.seed = sampling, system, seed
+        self.engine = None if engine_refusal(model.config) else build_engine(model, config)
+        self.limit = self.engine.config.max_sequence_tokens if self.engine else 0
+        self._num_answers = 0
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said, but the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, message: str) -> Generator[str]:
+        """Say something; yield the answer in pieces, which may be left at any of them.
+
+        What was yielded is remembered as the answer.
+
+        Raises:
+            ValueError: if the conversation does not fit; it then stays as it was.
+        """
+        said = [*self.messages, {"role": "user", "content": message}]
+        # The template writes what begins a text.
+        ids = self.tokenizer.encode(self.render(said, True), add_special_tokens=False)
+        wanted = room(self.model, self.sampling.num_tokens, ids, self.limit, "the conversation")
+        text, pieces = TextStream(self.tokenizer), list[str]()
+        tokens = self._tokens(ids, wanted)
+        try:
+            for token in tokens:
+                pieces.append(text.add(token.id))
+                yield pieces[-1]
+            pieces.append(text.rest())
+            yield pieces[-1]
+        finally:
+            tokens.close()
+            if pieces:
+                self._num_answers += 1
+                answer = {"role": "assistant", "content": "".join(pieces)}
+                self.messages = [*said, answer]
+
+    def _tokens(self, ids: list[int], wanted: int) -> Generator[NewToken]:
+        eod = None if self.sampling.ignore_eod else self.tokenizer.eod
+        seed = self.seed + self._num_answers
+        stop = stop_ids(self.tokenizer, self.sampling)
+        if self.engine is None:
+            yield from stream(self.model, [ids], self.sampling, seed=seed, eod=eod, stop=stop)
+            return
+        number = self.engine.add(
+            ids, self.sampling, num_tokens=wanted, seed=seed, eod=eod, stop=stop
+        )
+        try:
+            for event in self.engine.run():
+                if isinstance(event, NewToken):
+                    yield event
+        finally:
+            self.engine.abort(number)

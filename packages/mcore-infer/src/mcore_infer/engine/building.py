@@ -1,0 +1,123 @@
+"""An engine of a size that fits: pages from memory, limits from flags."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mcore_infer.config import InferenceConfig, SamplingConfig
+from mcore_infer.engine.decoding import last_logits
+from mcore_infer.engine.engine import Engine, EngineConfig, engine_refusal
+from mcore_infer.engine.paged import PagedCache, step_tensors
+from mcore_infer.engine.scheduler import Chunk, Step
+from mcore_infer.generation import room, stream
+from mcore_infer.writing import NewToken
+from mcore_models.protocol import LanguageModel
+from mcore_parallel.collectives import all_reduce
+
+_LONGEST = 8192
+_GPU_SHARE = 0.8
+"""Of free memory; the rest is for activations and recorded steps."""
+_CPU_BYTES = 2 << 30
+
+
+def build_engine(model: LanguageModel, config: InferenceConfig) -> Engine:
+    """Build an engine whose cache fits; all ranks of ``tp`` get the same number of pages.
+
+    Runs the model on one token to measure a page, and all-reduces over ``tp``.
+
+    Args:
+        model: whole, in eval mode.
+        config: limits and memory.
+
+    Raises:
+        ValueError: if an engine cannot run the model, or not two pages fit.
+    """
+    page_tokens = config.inference_dynamic_batching_block_size
+    limit = sequence_limit(model, config)
+    pages_of_one = -(-limit // page_tokens)
+    page_bytes = measured_page_bytes(model, page_tokens)
+    device = next(model.parameters()).device
+    if config.inference_dynamic_batching_buffer_size_gb:
+        memory = int(config.inference_dynamic_batching_buffer_size_gb * 2**30)
+        num_pages = memory // page_bytes - 1  # one is for padding
+    else:
+        memory = _CPU_BYTES
+        if device.type == "cuda":
+            memory = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+        wanted = config.inference_max_requests * pages_of_one
+        num_pages = min(memory // page_bytes - 1, wanted)
+    fewest = all_reduce(torch.tensor(num_pages, device=device), model.tp, "min")
+    num_pages = int(fewest.item())
+    if num_pages < 1:
+        raise ValueError(
+            f"a cache of {memory} bytes does not hold two pages of {page_bytes}: raise "
+            "--inference-dynamic-batching-buffer-size-gb."
+        )
+    return Engine(
+        model,
+        EngineConfig(
+            max_requests=config.inference_max_requests,
+            max_tokens=config.inference_dynamic_batching_max_tokens,
+            max_sequence_tokens=limit,
+            chunked_prefill=config.enable_chunked_prefill,
+            prefix_cache=config.enable_prefix_caching,
+            num_pages=num_pages,
+            page_tokens=page_tokens,
+        ),
+    )
+
+
+def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:
+    """Tokens that one prompt and its text may have together."""
+    positions = model.config.max_position_embeddings
+    limit = config.inference_max_seq_length or min(positions or _LONGEST, _LONGEST)
+    return min(limit, positions) if positions else limit
+
+
+@torch.no_grad()
+def measured_page_bytes(model: LanguageModel, page_tokens: int) -> int:
+    """Bytes that a page takes on this rank, in all layers, whatever they keep.
+
+    Runs the model on one token; communicates over ``tp`` as the model does.
+
+    Raises:
+        ValueError: if an engine cannot run the model.
+    """
+    if reason := engine_refusal(model.config):
+        raise ValueError(f"{reason}: write with generate().")
+    cache = PagedCache(1, page_tokens)
+    chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
+    step = step_tensors(Step((chunk,), ()), page_tokens, next(model.parameters()).device)
+    cache.step = step
+    last_logits(model, step.tokens, step.positions, cache, step.last)
+    return cache.num_bytes // 2  # the page, and the one for padding
+
+
+def stream_texts(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    config: InferenceConfig,
+    *,
+    seed: int = 1234,
+    eod: int | None = None,
+    stop: Sequence[Sequence[int]] = (),
+) -> Iterator[NewToken]:
+    """Write after prompts on an engine, or as ``stream`` does where no engine can.
+
+    See ``stream`` for the arguments; ``config`` has the limits of the engine.
+
+    Raises:
+        ValueError: if a prompt is empty, too long, or does not fit the cache.
+    """
+    if engine_refusal(model.config):
+        yield from stream(model, prompts, sampling, seed=seed, eod=eod, stop=stop)
+        return
+    engine = build_engine(model, config)
+    limit = engine.config.max_sequence_tokens
+    for i, prompt in enumerate(prompts):
+        wanted = room(model, sampling.num_tokens, prompt, limit, f"prompt {i}")
+        engine.add(prompt, sampling, num_tokens=wanted, seed=seed + i, eod=eod, stop=stop)
+    for event in engine.run():
+        if isinstance(event, NewToken):
+            yield event

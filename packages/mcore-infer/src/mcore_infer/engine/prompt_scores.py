@@ -1,0 +1,61 @@
+"""Log probabilities of a prompt's own tokens, gathered chunk by chunk.
+
+Scores of a whole prompt are one number for each token and each entry of the vocabulary, so
+they are computed and forgotten a few rows at a time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_infer.engine.decoding import whole_logits
+from mcore_infer.sampling import log_probs_of, top_log_probs
+from mcore_infer.writing import Generation, Top
+from mcore_models.protocol import LanguageModel
+
+_ROWS = 256
+
+
+class PromptScores:
+    """What a model thinks of one prompt's tokens behind the first."""
+
+    def __init__(self, prompt: Sequence[int], num_top: int) -> None:
+        """Begin with nothing scored.
+
+        Args:
+            prompt: token ids.
+            num_top: likeliest tokens to keep for each place.
+        """
+        self.prompt, self.num_top = prompt, num_top
+        self._log_probs = [float("nan")] * (len(prompt) - 1)
+        self._top: list[Top] = [()] * (len(prompt) - 1)
+
+    def add(self, model: LanguageModel, begin: int, hidden: Float[Tensor, "S 1 D"]) -> None:
+        """Score the tokens behind those of a chunk, as far as the prompt goes.
+
+        All-gathers the vocabulary over ``tp``. Computing a chunk again changes nothing.
+
+        Args:
+            model: of the request.
+            begin: position of the chunk's first token.
+            hidden: its last hidden state.
+        """
+        end = min(begin + len(hidden), len(self.prompt) - 1)
+        for first in range(begin, end, _ROWS):
+            last = min(first + _ROWS, end)
+            logits = whole_logits(model, hidden[first - begin : last - begin])
+            following = torch.tensor(self.prompt[first + 1 : last + 1], device=logits.device)
+            self._log_probs[first:last] = log_probs_of(logits, following).tolist()
+            if self.num_top:
+                self._top[first:last] = top_log_probs(logits, self.num_top)
+
+    def added_to(self, result: Generation) -> Generation:
+        """Return a result with the prompt's scores."""
+        return replace(
+            result,
+            prompt_log_probs=tuple(self._log_probs),
+            prompt_top=tuple(self._top) if self.num_top else (),
+        )
