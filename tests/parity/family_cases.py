@@ -194,6 +194,15 @@ CASES = {
             "moe_intermediate_size": 8,
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**ODD_MOE, **HEADS, "head_dim": 8, "num_hidden_layers": 4}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"shared_expert_intermediate_size": 6, "mlp_only_layers": [1]}
+        | {"full_attention_interval": 2, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "linear_key_head_dim": 4}
+        | {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "intermediate_size": 12},
+    ),
 }
 """Class and config of each case."""
 

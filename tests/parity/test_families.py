@@ -112,6 +112,7 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
         "granite",
         "cohere2",
         "phi3 longrope",
+        "qwen3_next",
     ):
         slices = run_ranks(scored_split, 2, tmp_path / "run", tokens)
         check_split(slices, logits, gradients, largest)

@@ -21,7 +21,7 @@ from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
 from mcore_parallel.config import AdamConfig, DataParallelConfig, PipelineConfig
-from mcore_parallel.logical_tensors import mamba_sizes, tensor_shapes
+from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes, tensor_shapes
 from mcore_parallel.tensor_parallel.embedding import padded_vocab
 
 # Obtained by running Megatron's own counter (Aug 2026), one sequence.
@@ -107,6 +107,17 @@ MODELS = {
         },
         {"num_experts": 2},
     ),
+    "delta nets": (
+        {
+            "hybrid_override_pattern": "[GE][*-]G",
+            "attention_output_gate": True,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 5,
+        },
+        {"num_experts": 2},
+    ),
     "shared experts": (
         {"swiglu": False},
         {
@@ -151,17 +162,22 @@ def test_counted_flops_are_three_times_the_products_of_a_forward(case):
         path: {str(op): flops for op, flops in found.items()}
         for path, found in counter.get_flop_counts().items()
     }
-    # GEMMs of two activations are attention's, and those inside chunks of a Mamba layer.
+    # GEMMs of two activations are attention's, and those inside chunks of recurrent layers.
     activations = counts["Global"]["aten.bmm"]
-    chunks = [found["aten.bmm"] for path, found in counts.items() if path.endswith(".mamba")]
-    attention, others = activations - sum(chunks), sum(counts["Global"].values()) - activations
+    chunks, nets = (
+        [found["aten.bmm"] for path, found in counts.items() if path.endswith(name)]
+        for name in (".mamba", ".delta_net")
+    )
+    attention = activations - sum(chunks) - sum(nets)
+    others = sum(counts["Global"].values()) - activations
     blocks = [*model.blocks.values(), *(layer.block for layer in model.mtp)]
     uncounted = sum("moe" in block.mixers for block in blocks)
     uncounted *= 2 * length * 24 * (moe.num_experts + moe.moe_shared_expert_gate)
     # Torch counts whole attention, we the causal half of it; and chunks, we the recurrence:
-    # every number of a state is written and read once.
+    # every number of a state is written and read once, of a delta net's read twice.
     sizes = mamba_sizes(config)
     states = len(chunks) * 4 * length * sizes.inner * config.mamba_state_dim
+    states += len(nets) * 6 * length * delta_sizes(config).values * config.linear_key_head_dim
     want = 3 * (others - uncounted + attention // 2 + states)
     assert attention > 0
     assert model_flops(config, padded, [length], moe) == want

@@ -91,6 +91,32 @@ HYBRID = {
 }
 FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 ONE_FURTHER = FURTHER | {"mtp_num_layers": 1}  # documents are too short for a second
+DELTA_NET = {
+    "num_layers": 2,
+    "hybrid_override_pattern": "[G-][*E]",
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 6,
+    "rotary_percent": 0.4,
+    "ffn_hidden_size": 12,
+    "qk_layernorm": True,
+    "apply_layernorm_1p": True,
+    "attention_output_gate": True,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "make_vocab_size_divisible_by": 4,
+    "init_method_std": 0.2,
+}
+GATED_EXPERTS = {
+    "num_experts": 4,
+    "moe_aux_loss_coeff": 0.3,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_shared_expert_gate": True,
+}
 EXPERTS = {"num_experts": 4, "moe_aux_loss_coeff": 0.3, "moe_layer_freq": "2"}
 
 
@@ -177,6 +203,11 @@ TWO_RANKS = {
     "tp2 sp, hybrid, packed": Case(HYBRID, layout(tp=2, sequence_parallel=True), packed=True),
     "cp2, hybrid, packed": Case(HYBRID, layout(cp=2), packed=True),
     "pp2, hybrid": Case(HYBRID, layout(pp=2)),
+    "tp2 sp, delta net, packed": Case(
+        DELTA_NET, layout(tp=2, sequence_parallel=True), GATED_EXPERTS, packed=True
+    ),
+    "cp2, delta net, packed": Case(DELTA_NET, layout(cp=2), GATED_EXPERTS, packed=True),
+    "pp2, delta net": Case(DELTA_NET, layout(pp=2), GATED_EXPERTS),
 }
 FOUR_RANKS = {
     "tp4, 2 kv heads": Case(LLAMA, layout(tp=4)),
@@ -193,6 +224,7 @@ FOUR_RANKS = {
     ),
     "cp4, packed": Case(LLAMA, layout(cp=4), packed=True),
     "tp4, hybrid, 2 groups": Case(HYBRID, layout(tp=4)),
+    "tp2 cp2, delta net": Case(DELTA_NET, layout(tp=2, cp=2, ep=2), GATED_EXPERTS),
     "tp2 cp2, hybrid, 1 group a rank": Case(HYBRID, layout(tp=2, cp=2), packed=True),
 }
 

@@ -31,13 +31,21 @@ def test_a_pattern_says_layers_heads_and_stages():
     assert [list(stage.layers) for stage in stages] == [[0, 1], [2, 3]]
     uneven = parsed(text.replace("MM|-M", "M|*M-") + " --pipeline-model-parallel-size 2")
     assert uneven.pipeline.pipeline_model_parallel_layout == "Et|tttL"
+    several = parsed(
+        text.replace("MM|-M", "[M-]|[*-][G-]") + " --pipeline-model-parallel-size 2"
+    )
+    assert several.model.num_layers == 3
+    assert several.pipeline.pipeline_model_parallel_layout == "Et|ttL"
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         ("--hybrid-override-pattern MxM", "x stand for no layer"),
-        ("--hybrid-override-pattern MG", "not built"),
+        ("--hybrid-override-pattern M/", "not built"),
+        ("--hybrid-override-pattern [M-", "brackets hold the letters"),
+        ("--hybrid-override-pattern [M|-]", "is not cut"),
+        ("--hybrid-override-pattern G --linear-num-value-heads 24", "use a multiple of 16"),
         ("--hybrid-override-pattern ME", "give both or neither"),
         ("--hybrid-override-pattern M --num-layers 3", "leave --num-layers out"),
         ("--hybrid-override-pattern M --mamba-num-groups 3", "groups must divide heads"),
@@ -93,7 +101,7 @@ def test_a_small_run_keeps_the_kinds_of_layers_and_how_groups_divide():
 def test_the_layout_of_a_hybrid_is_certified(tmp_path):
     certificate = tmp_path / "verify.json"
     command = (
-        f"verify mamba --hybrid-override-pattern M*M- --num-attention-heads 2 {SIZES} {RUN} "
+        f"verify mamba --hybrid-override-pattern M[*-]G --num-attention-heads 2 {SIZES} {RUN} "
         "--nproc 2 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 9 "
         f"--device cpu --quiet --certificate {certificate}"
     )

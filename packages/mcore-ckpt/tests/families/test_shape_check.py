@@ -66,19 +66,28 @@ CONFIGS = {
     | {"mamba_num_heads": 6, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2}
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     | {"moe_shared_expert_intermediate_size": 12},
+    "qwen3_next": ROPE
+    | HEAD
+    | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
+    | {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3},
     "t5": {"d_model": 18, "d_kv": 5, "num_heads": 3, "d_ff": 22, "num_layers": 2}
     | {"vocab_size": 37, "relative_attention_num_buckets": 32},
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
     "megatron-bert": ROPE | MASKED | {"type_vocab_size": 3},
 }
 COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers"} | {
-    *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern")
+    *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
+    "full_attention_interval",
 }
 """Say which weights there are: the check of names sees them."""
 
 SHAPELESS = {
     ("mixtral", "num_experts_per_tok"),
     ("qwen3_moe", "num_experts_per_tok"),
+    ("qwen3_next", "num_experts_per_tok"),
+    ("qwen3_next", "intermediate_size"),
     ("gpt_oss", "num_experts_per_tok"),
     ("glm4_moe", "num_experts_per_tok"),
     ("deepseek_v2", "num_experts_per_tok"),

@@ -128,7 +128,7 @@ def test_each_family_refuses_flags_that_it_cannot_say():
         message = "cannot say a model of the family 'gpt'"
         if name.startswith("deepseek"):
             message = "cannot say --multi-latent-attention False"
-        if name in ("mamba2", "nemotron_h"):
+        if name in ("mamba2", "nemotron_h", "qwen3_next"):
             message = "cannot say .*--hybrid-override-pattern"
         with pytest.raises(ValueError, match=message):
             family_of(name).to_theirs(described | {"moe": {}})

@@ -241,7 +241,7 @@ def test_a_request_that_does_not_fit_is_refused_and_nothing_is_queued(model):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hybrid_override_pattern": "M*", "mamba_num_groups": 1}, "state of Mamba layers"),
+        ({"hybrid_override_pattern": "M*", "mamba_num_groups": 1}, "state of recurrent layers"),
         ({"rope_type": "dynamic", "rotary_scaling_factor": 2.0}, "--rope-type dynamic"),
     ],
 )

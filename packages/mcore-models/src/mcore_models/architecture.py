@@ -69,6 +69,10 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
         elif mixer == "mlp":
             gate = "gated " if is_gated(config) else ""
             yield f"mlp  {ffn_size(config):,} wide, {gate}{activation(config)}"
+        elif mixer == "delta_net":
+            keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+            widths = f"{config.linear_key_head_dim} and {config.linear_value_head_dim}"
+            yield f"gated delta net  {keys} key and {values} value heads of {widths}"
         elif mixer == "moe":
             yield f"experts  {', '.join(_experts(model, model.moe))}"
         else:
@@ -89,6 +93,8 @@ def _attention(model: ModelDescription, layer: int) -> Iterator[str]:
         yield "no rotation"
     if config.qk_layernorm:
         yield "norms of queries and keys"
+    if config.attention_output_gate:
+        yield "gated output"
     if config.softmax_type == "learnable":
         yield "sinks"
     if config.attn_logit_softcapping:

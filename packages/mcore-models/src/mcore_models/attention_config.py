@@ -103,6 +103,7 @@ def check_latent(config: Any) -> None:
         "add_attention_bias": False,
         "qk_norm_width": "head",
         "qk_l2_norm": False,
+        "attention_output_gate": False,
         "softmax_scale": 0.0,
         "attn_logit_softcapping": 0.0,
         "softmax_type": "vanilla",

@@ -19,6 +19,7 @@ from mcore_parallel.config import (
     PipelineConfig,
 )
 from mcore_parallel.logical_tensors import (
+    delta_sizes,
     expert_size,
     ffn_size,
     head_dim,
@@ -35,6 +36,7 @@ _KEEP_ALL = RecomputeConfig()
 _WHOLE_OPTIMIZER = DataParallelConfig()
 _ADAM = AdamConfig()
 _EVEN_STAGES = PipelineConfig()
+_DELTA_CHUNK = 64  # ``layers.delta_rule.CHUNK``, which needs torch
 
 
 def num_parameters(
@@ -82,8 +84,8 @@ def model_flops(
 
     Reference:
         Narayanan et al. 2021, arXiv:2104.04473, appendix; with the causal half of attention
-        and grouped key/value heads. Megatron counts the same, but for windows. Mamba layers
-        count as their recurrence, whatever chunks compute beyond it.
+        and grouped key/value heads. Megatron counts the same, but for windows. Layers with a
+        state count as their recurrence, whatever chunks compute beyond it.
     """
     N = config.num_attention_heads
     matrices = {
@@ -110,10 +112,14 @@ def model_flops(
     # Each number of a Mamba state is written once by a token, and read once.
     num_states = sum("mamba" in names for names in mixers)
     states = num_states and num_states * mamba_sizes(config).inner * config.mamba_state_dim
+    # Each number of a delta net's state is read by key, written and read by query.
+    num_nets = sum("delta_net" in names for names in mixers)
+    memories = num_nets * delta_sizes(config).values * config.linear_key_head_dim
     # 3 passes x 2 operations for each weight and token; scores and their mix for each pair.
     tokens = sum(seq_lengths)
     channels = head_dim(config) + value_dim(config)
-    return 6 * tokens * weights + 3 * N * channels * pairs + 12 * tokens * states
+    recurrent = tokens * (12 * states + 18 * memories)
+    return 6 * tokens * weights + 3 * N * channels * pairs + recurrent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,14 +279,20 @@ def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     channels = head_dim(config) + value_dim(config)
     parts = 3 if is_gated(config) else 2
     chosen = expert_size(config, moe) * moe.moe_router_topk
-    sizes = mamba_sizes(config)
+    sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
+    gate = N * head_dim(config) * config.attention_output_gate
     return {
-        "attention": (N + G) * channels,
+        "attention": (N + G) * channels + 2 * gate,
         # Values are a view of what the projection up gave, keys' unrotated channels in it.
         "mla": (N + G) * channels + N * config.qk_head_dim,
         "mlp": parts * ffn_size(config),
         "moe": parts * (chosen + moe.moe_shared_expert_intermediate_size),
         # Before and after the convolution, gate and output, and float32 between chunks.
         "mamba": 2 * mixed + 4 * sizes.inner + sizes.heads * config.mamba_chunk_size,
+        # Before and after the convolution, and in float32 keys of every value head, gate,
+        # corrections, output and the matrices within chunks.
+        "delta_net": 2 * (2 * delta.keys + delta.values)
+        + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
+        + 10 * delta.values,
     }

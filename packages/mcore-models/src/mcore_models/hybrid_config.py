@@ -1,4 +1,4 @@
-"""Which mixers the layers of a hybrid have, and the sizes of its Mamba-2 layers.
+"""Which mixers the layers of a hybrid have, and the sizes of its recurrent layers.
 
 ``HybridConfig`` is a base of ``TransformerConfig`` and never used alone. The standard library
 only.
@@ -7,7 +7,7 @@ only.
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_parallel.logical_tensors import pattern_letters
+from mcore_parallel.layer_patterns import pattern_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,8 +15,9 @@ class HybridConfig:
     """What hybrid stacks have beyond a transformer's."""
 
     hybrid_override_pattern: str = ""
-    """One letter a layer instead of attention and feed-forward in each: M Mamba-2,
-    * attention, - feed-forward, E experts; | between pipeline stages. Empty: a transformer."""
+    """One letter a layer instead of attention and feed-forward in each: M Mamba-2, G gated
+    delta net, * attention, - feed-forward, E experts; letters in brackets are one layer of
+    several, [G-]; | between pipeline stages. Empty: a transformer."""
 
     mamba_state_dim: int = 128
     """Numbers of state for each channel of a Mamba head."""
@@ -54,27 +55,61 @@ class HybridConfig:
     mamba_dt_init_floor: float = 1e-4
     """Step sizes below it are raised to it at the beginning."""
 
+    linear_num_key_heads: int = 16
+    """Key heads of a gated delta net."""
+
+    linear_num_value_heads: int = 32
+    """Value heads of a gated delta net; several share a key head."""
+
+    linear_key_head_dim: int = 128
+    """Channels of a gated delta net's queries and keys."""
+
+    linear_value_head_dim: int = 128
+    """Channels of a gated delta net's values."""
+
+    linear_conv_kernel_dim: int = 4
+    """Tokens, its own among them, that the convolution of a gated delta net mixes."""
+
     def check_hybrid(self) -> None:
-        """Check the pattern and the Mamba sizes against each other.
+        """Check the pattern and the sizes of recurrent layers against each other.
 
         Raises:
             ValueError: with the flag and what it may be.
         """
         config: Any = self
-        letters = pattern_letters(self.hybrid_override_pattern)
-        if letters and len(letters) != config.num_layers:
+        layers = pattern_layers(self.hybrid_override_pattern)
+        if layers and len(layers) != config.num_layers:
             raise ValueError(
-                f"--hybrid-override-pattern {self.hybrid_override_pattern} has {len(letters)} "
+                f"--hybrid-override-pattern {self.hybrid_override_pattern} has {len(layers)} "
                 f"layers, --num-layers says {config.num_layers}: leave --num-layers out."
             )
-        if letters and config.mtp_num_layers:
+        if layers and config.mtp_num_layers:
             raise ValueError(
                 "--mtp-num-layers has no pattern of its own layers yet, so that "
                 f"--hybrid-override-pattern {self.hybrid_override_pattern} does not say what "
                 "they are made of: leave it out."
             )
+        letters = set("".join(layers))
         if "M" in letters:
             _check_mamba(config)
+        if "G" in letters:
+            _check_delta(self)
+
+
+def _check_delta(config: HybridConfig) -> None:
+    for name in (
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+        *("linear_value_head_dim", "linear_conv_kernel_dim"),
+    ):
+        if getattr(config, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {getattr(config, name)} must be 1 or more.")
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % keys:
+        raise ValueError(
+            f"--linear-num-value-heads {values} cannot share --linear-num-key-heads {keys}: "
+            f"use a multiple of {keys}."
+        )
 
 
 def _check_mamba(config: Any) -> None:

@@ -6,12 +6,14 @@
 | embedding tables | N(0, embedding std) |
 | every other matrix, head and router among them | N(0, std) |
 | norms and biases (vectors) | the constants of their modules: 1 and 0 |
-| Mamba's convolutions | U(-1, 1) / sqrt(tokens that they see) |
+| convolutions | U(-1, 1) / sqrt(tokens that they see) |
 | Mamba's decay rates | U(1, 16), kept as logarithms |
+| a delta net's decay rates | U(0.01, 16), kept as logarithms |
 | Mamba's step sizes | exp U(ln min, ln max), at least a floor; kept before the softplus |
 
 The smaller residual weights keep the variance of the stream independent of depth: Radford
-et al. 2019, section 2.3 (GPT-2). Mamba's are those of Dao and Gu 2024, arXiv:2405.21060.
+et al. 2019, section 2.3 (GPT-2). Mamba's are those of Dao and Gu 2024, arXiv:2405.21060,
+a delta net's those of Yang et al. 2024, arXiv:2412.06464.
 """
 
 import math
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
+from mcore_parallel.logical_tensors import num_halves
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import NamedParameter, named_parameters
 
@@ -28,6 +31,7 @@ _RESIDUAL = (
     ".mla.proj.weight",
     ".fc2.weight",
     ".mamba.out_proj.weight",
+    ".delta_net.out_proj.weight",
     ".latent_up.weight",
 )
 _TABLES = ("embedding.weight", "position_embedding.weight", "tokentype_embedding.weight")
@@ -45,7 +49,8 @@ def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:
         parts = named.layout.parts
         if named.parameter.is_meta:
             continue
-        if ".mamba." in named.name and _fill_mamba_(named, config, seed):
+        recurrent = ".mamba." in named.name or ".delta_net." in named.name
+        if recurrent and _fill_recurrent_(named, config, seed):
             continue
         if len(parts[0].shape) < 2:
             continue
@@ -58,20 +63,20 @@ def initial_std(name: str, config: TransformerConfig) -> float:
     if name in _TABLES:
         return config.embedding_init_method_std or config.init_method_std
     if name.endswith(_RESIDUAL):
-        halves = config.num_layers * (1 if config.hybrid_override_pattern else 2)
-        return config.init_method_std / math.sqrt(halves)
+        return config.init_method_std / math.sqrt(num_halves(config))
     return config.init_method_std
 
 
-def _fill_mamba_(named: NamedParameter, config: TransformerConfig, seed: int) -> bool:
-    """Fill what is special in a Mamba layer; False for its other parameters."""
+def _fill_recurrent_(named: NamedParameter, config: TransformerConfig, seed: int) -> bool:
+    """Fill what is special in a layer with a state; False for its other parameters."""
     name, parameter = named.name, named.parameter.detach()
     if name.endswith(".conv1d.weight"):
         width = parameter.shape[-1]
         parameter.copy_((2 * _uniform(named, seed) - 1) / math.sqrt(width))
     elif name.endswith(".A_log"):
-        parameter.copy_((1 + 15 * _uniform(named, seed)).log())
-    elif name.endswith(".dt_bias"):
+        least = 1.0 if ".mamba." in name else 0.01
+        parameter.copy_((least + (16 - least) * _uniform(named, seed)).log())
+    elif name.endswith(".mamba.dt_bias"):
         low, high = math.log(config.mamba_dt_min), math.log(config.mamba_dt_max)
         step = (low + (high - low) * _uniform(named, seed)).exp()
         step = step.clamp(min=config.mamba_dt_init_floor)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mcore_models.attention_config import AttentionConfig
-from mcore_parallel.logical_tensors import read_pattern
+from mcore_parallel.layer_patterns import read_pattern
 
 NormPlacement = Literal["pre", "output", "sandwich"]
 ParallelResidual = Literal["off", "two_norms", "one_norm"]
@@ -38,6 +38,10 @@ class LayerConfig(AttentionConfig):
 
     qk_l2_norm: bool = False
     """Divide rotated queries and keys by their root mean square, without weights (Llama 4)."""
+
+    attention_output_gate: bool = False
+    """Multiply attention's output, before its last projection, by a sigmoid of a projection
+    of the same tokens (Qwen3-Next)."""
 
     softmax_scale: float = 0.0
     """Factor on attention scores; 0: 1 / sqrt(width of a head)."""

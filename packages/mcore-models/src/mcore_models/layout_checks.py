@@ -51,6 +51,8 @@ def layout_problems(
         problems += _context_problems(config, parallel)
     if "mamba" in used:
         problems += _mamba_problems(config, parallel)
+    if "delta_net" in used:
+        problems += _delta_problems(config, parallel)
     problems += _width_problems(config, parallel, moe, used)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
@@ -100,6 +102,20 @@ def _mamba_problems(config: TransformerConfig, parallel: ParallelConfig) -> list
             f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
         )
     return [problem] if problem else []
+
+
+def _delta_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads = config.linear_num_key_heads
+    if heads % (tp * cp) == 0:
+        return []
+    split = f"--tensor-model-parallel-size {tp}"
+    split += f" x --context-parallel-size {cp}" if cp > 1 else ""
+    problem = (
+        f"--linear-num-key-heads {heads} of gated delta nets cannot be split over {split}: "
+        f"heads must divide evenly. Use {_listed(divisors(heads))} ranks."
+    )
+    return [problem]
 
 
 def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:

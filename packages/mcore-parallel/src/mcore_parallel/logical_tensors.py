@@ -9,19 +9,12 @@ and neither imports the other. The standard library only, so that config files m
 with those of mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
 """
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Shape = tuple[int, ...]
+from mcore_parallel.layer_patterns import PATTERN_MIXERS, pattern_layers, read_pattern
 
-PATTERN_MIXERS: Mapping[str, str] = {
-    "M": "mamba",
-    "*": "attention",
-    "-": "mlp",
-    "E": "moe",
-}
-"""What each letter of ``--hybrid-override-pattern`` stands for."""
+Shape = tuple[int, ...]
 
 
 def head_dim(config: Any) -> int:
@@ -92,38 +85,25 @@ def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in pattern)
 
 
-def pattern_letters(pattern: str) -> str:
-    """Return the layers of a hybrid pattern, one letter each, without pipeline cuts.
-
-    Raises:
-        ValueError: for a letter that stands for nothing here.
-    """
-    letters = pattern.replace("|", "")
-    unknown = sorted(set(letters) - PATTERN_MIXERS.keys())
-    if unknown or (pattern and not letters):
-        known = ", ".join(f"{letter} ({name})" for letter, name in PATTERN_MIXERS.items())
-        what = f"{' '.join(unknown)} stand for no layer" if unknown else "there is no layer"
-        raise ValueError(
-            f"--hybrid-override-pattern {pattern}: {what}: use {known}, and | between "
-            "pipeline stages. G (gated delta net) and / (multi-token prediction) are not "
-            "built yet."
-        )
-    return letters
-
-
 def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
     """Say for each layer which mixers of ``MIXER_SHAPES`` it consists of, in order.
 
     Raises:
-        ValueError: as ``moe_layers`` and ``pattern_letters``.
+        ValueError: as ``moe_layers`` and ``pattern_layers``.
     """
     attention = "mla" if config.multi_latent_attention else "attention"
-    letters = pattern_letters(config.hybrid_override_pattern)
-    if letters:
+    layers = pattern_layers(config.hybrid_override_pattern)
+    if layers:
         mixers = {**PATTERN_MIXERS, "*": attention}
-        return tuple((mixers[letter],) for letter in letters)
+        return tuple(tuple(mixers[letter] for letter in letters) for letters in layers)
     experts = moe_layers(moe, config.num_layers)
     return tuple((attention, "moe" if has_experts else "mlp") for has_experts in experts)
+
+
+def num_halves(config: Any) -> int:
+    """Count the mixers of all layers, each of which adds to the residual stream."""
+    layers = pattern_layers(config.hybrid_override_pattern)
+    return sum(map(len, layers)) if layers else 2 * config.num_layers
 
 
 def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -156,6 +136,24 @@ def mamba_sizes(config: Any) -> MambaSizes:
     groups = config.mamba_num_groups
     inner = heads * config.mamba_head_dim
     return MambaSizes(heads, groups, inner, groups * config.mamba_state_dim)
+
+
+class DeltaSizes(NamedTuple):
+    """Of a gated delta net over all ranks."""
+
+    key_heads: int
+    value_heads: int
+    keys: int
+    """Channels of all key heads; as many of queries."""
+    values: int
+    """Channels of all value heads; as many of output gates."""
+
+
+def delta_sizes(config: Any) -> DeltaSizes:
+    """Derive the widths inside a gated delta net."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    widths = config.linear_key_head_dim, config.linear_value_head_dim
+    return DeltaSizes(keys, values, keys * widths[0], values * widths[1])
 
 
 def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
@@ -222,7 +220,8 @@ def _attention(config: Any, _: Any) -> dict[str, Shape]:
     D, H = config.hidden_size, head_dim(config)
     queries, keys = config.num_attention_heads * H, num_kv_heads(config) * H
     shapes: dict[str, Shape] = {}
-    for part, outputs in (("q", queries), ("k", keys), ("v", keys)):
+    gate = (("gate", queries),) if config.attention_output_gate else ()
+    for part, outputs in (("q", queries), ("k", keys), ("v", keys), *gate):
         shapes |= _linear(f"attention.qkv.{part}", outputs, D, has_qkv_bias(config))
     if config.qk_layernorm:
         is_whole = config.qk_norm_width == "layer"
@@ -300,12 +299,28 @@ def _mamba(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | _linear("mamba.out_proj", D, sizes.inner, bias)
 
 
+def _delta_net(config: Any, _: Any) -> dict[str, Shape]:
+    D, sizes = config.hidden_size, delta_sizes(config)
+    rows = {"q": sizes.keys, "k": sizes.keys, "v": sizes.values, "z": sizes.values}
+    rows |= {"b": sizes.value_heads, "a": sizes.value_heads}
+    shapes: dict[str, Shape] = {}
+    for name, count in rows.items():
+        shapes[f"delta_net.in_proj.{name}.weight"] = (count, D)
+    for name in "qkv":
+        shape = (rows[name], 1, config.linear_conv_kernel_dim)
+        shapes[f"delta_net.conv1d.{name}.weight"] = shape
+    shapes |= {f"delta_net.{name}": (sizes.value_heads,) for name in ("dt_bias", "A_log")}
+    shapes["delta_net.norm.weight"] = (config.linear_value_head_dim,)
+    return shapes | {"delta_net.out_proj.weight": (D, sizes.values)}
+
+
 MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "attention": _attention,
     "mla": _latent_attention,
     "mlp": _dense,
     "moe": _experts,
     "mamba": _mamba,
+    "delta_net": _delta_net,
 }
 """Tensors of each mixer below its block, from the settings of layers and experts."""
 
@@ -315,44 +330,6 @@ MIXER_NORMS: Mapping[str, str] = {
     "mlp": "mlp_norm",
     "moe": "mlp_norm",
     "mamba": "mamba_norm",
+    "delta_net": "delta_net_norm",
 }
 """Name of the norm before each mixer."""
-
-
-def read_pattern(text: str, flag: str) -> int | list[int]:
-    """Read a number, or a list of numbers that may be written with + and *.
-
-    Raises:
-        ValueError: with the flag, if it is neither.
-    """
-    try:
-        return _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{flag} {text!r} is neither a number nor a list such as [0]*3+[1]*58."
-        ) from error
-
-
-def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluate numbers, lists of numbers, + and *: data, so nothing else is looked at."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.List(elts=elements):
-            return [_number(element) for element in elements]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            a, b = _evaluate(left), _evaluate(right)
-            if isinstance(a, list) and isinstance(b, list):
-                return a + b
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            a, b = _evaluate(left), _evaluate(right)
-            if isinstance(b, int):
-                return a * b
-    raise TypeError(f"{ast.unparse(node)} is neither a list nor a number")
-
-
-def _number(node: ast.expr) -> int:
-    value = _evaluate(node)
-    if isinstance(value, int):
-        return value
-    raise TypeError(f"{ast.unparse(node)} is no number")

@@ -50,6 +50,7 @@ _FLOORS = {
     "bert": "encoders",
     "megatron-bert": "encoders",
     "nemotron_h": "recurrent",
+    "qwen3_next": "recurrent",
 }
 """``model_type`` of each family and the folder of its module, named alike with ``_``."""
 

@@ -264,6 +264,9 @@ def engine_refusal(config: TransformerConfig) -> str:
             f"--rope-type {config.rope_type} turns by the length of a text, and an engine "
             "computes texts of several lengths together"
         )
-    if "M" in config.hybrid_override_pattern:
-        return "an engine's pages hold keys and values, not the state of Mamba layers"
+    if set(config.hybrid_override_pattern) & set("MG"):
+        return (
+            "an engine's pages hold keys and values, not the state of recurrent layers (Mamba, "
+            "gated delta net)"
+        )
     return ""

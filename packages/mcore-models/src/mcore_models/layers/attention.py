@@ -57,7 +57,7 @@ class Attention(nn.Module):
     """Causal self-attention of one layer.
 
     Attributes:
-        qkv: D to this rank's queries, keys and values, in this order.
+        qkv: D to this rank's queries, keys, values and any output gates, in this order.
         proj: heads to D.
         q_norm, k_norm: norms of each head, or of all heads as one, or None.
         sinks: score of each of this rank's heads for nothing, or None.
@@ -107,9 +107,16 @@ class Attention(nn.Module):
             "init_std": 0.0,
             **placed,
         }
+        outputs = [
+            Output("q", N * H),
+            Output("k", G * H, holders),
+            Output("v", G * H, holders),
+        ]
+        if config.attention_output_gate:
+            outputs.append(Output("gate", N * H))
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            [Output("q", N * H), Output("k", G * H, holders), Output("v", G * H, holders)],
+            outputs,
             bias=has_qkv_bias(config),
             gemm=gemms.column,
             **linear,
@@ -163,6 +170,7 @@ class Attention(nn.Module):
         return self.proj(mixed)
 
     def _core(self, qkv: Tensor, inputs: BlockInputs) -> Float[Tensor, "S B X"]:
+        qkv, gate = self._ungated(qkv)
         q, k, v = self._heads(qkv, self._rotary(inputs))
         if inputs.temperature is not None and not self.is_rotated:
             q = (q * inputs.temperature).to(q.dtype)
@@ -172,7 +180,16 @@ class Attention(nn.Module):
             remembered = inputs.state.layer(self.layer)
             rules: dict[str, Any] = {"window": self.window, **self._scores(q.shape[2])}
             mixed = remembered.attend(q, k, v, backend=self.backend, **rules)
-        return mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
+        mixed = mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
+        return mixed if gate is None else mixed * gate.sigmoid()
+
+    def _ungated(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Split the product into what attention reads, and the gates of its output."""
+        if not self.config.attention_output_gate:
+            return qkv, None
+        gates = self.qkv.output_sizes[-1]
+        inside, gate = qkv.split((qkv.shape[-1] - gates, gates), -1)
+        return inside, gate
 
     def _rotary(self, inputs: BlockInputs) -> RotaryTables | None:
         if not self.is_rotated:
@@ -232,7 +249,7 @@ class Attention(nn.Module):
         """Split the product into heads, norm them, rotate them."""
         H = head_dim(self.config)
         if rotary is not None and self._has_kernel(qkv, rotary):
-            rows_q, rows_k, _ = self.qkv.output_sizes
+            rows_q, rows_k, _ = self.qkv.output_sizes[:3]
             heads = rows_q // H, rows_k // H
             q_norm, k_norm = self.q_norm, self.k_norm
             if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
@@ -244,7 +261,7 @@ class Attention(nn.Module):
             from mcore_models.kernels.rope import fused_rotary_split
 
             return fused_rotary_split(qkv, *rotary, *heads)
-        q, k, v = qkv.split(self.qkv.output_sizes, dim=-1)
+        q, k, v = qkv.split(self.qkv.output_sizes[:3], dim=-1)
         is_whole = self.config.qk_norm_width == "layer"
         if is_whole and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.causal_conv import CausalConv, document_starts
 from mcore_models.layers.ssd import causal_conv, ssd
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.collectives import copy_to, reduce_from
@@ -27,7 +28,7 @@ from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_t
 from mcore_parallel.logical_tensors import mamba_sizes
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.sharding import Layout, Part, sliced
+from mcore_parallel.sharding import Layout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -129,7 +130,7 @@ class Mamba(nn.Module):
         if inputs.state is not None:
             y = self._continued(xBC, dt, inputs.state.layer(self.layer))
         elif self.cp.size == 1:
-            y = self._scan(xBC, dt, starts=_starts(inputs.documents, x.device))[0]
+            y = self._scan(xBC, dt, starts=document_starts(inputs.documents, x.device))[0]
         else:
             y = self._over_context(xBC, dt, inputs.documents)
         return self.out_proj(self.norm(y.flatten(-2), z))
@@ -178,11 +179,7 @@ class Mamba(nn.Module):
             )
         before, state = remembered.recall() or (None, None)
         y, state = self._scan(xBC, dt, before=before, state=state)
-        kept = self.config.mamba_conv_kernel - 1
-        if before is None:
-            before = xBC.new_zeros(kept, *xBC.shape[1:])
-        recent = torch.cat([before, xBC])
-        remembered.keep(recent[recent.shape[0] - kept :], state)
+        remembered.keep(self.conv1d.recent(xBC, before), state)
         return y
 
     def _over_context(
@@ -199,7 +196,7 @@ class Mamba(nn.Module):
             for part, width, copies in zip(parts, widths, share.copies, strict=True)
         ]
         dt = heads_to_sequence(dt[..., None], self.cp).squeeze(-1)
-        starts = _starts(documents, dt.device)
+        starts = document_starts(documents, dt.device)
         y, _ = self._scan(torch.cat(exchanged, -1), dt, starts=starts, share=share)
         return sequence_to_heads(y, self.cp)
 
@@ -239,68 +236,6 @@ class _Share:
         self.dt_bias, self.A_log, self.D = (
             x.chunk(size)[rank] for x in (mixer.dt_bias, mixer.A_log, mixer.D)
         )
-
-
-class CausalConv(nn.Module):
-    """Weights of a convolution along the sequence, each channel for itself.
-
-    Attributes:
-        weight: ``[channels, 1, W]``, the newest token's last.
-        bias: ``[channels]`` or None.
-        sizes: local channels of each output.
-    """
-
-    def __init__(
-        self,
-        outputs: list[Output],
-        width: int,
-        *,
-        bias: bool,
-        axis: Axis,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Allocate this rank's channels, zero until the model fills them.
-
-        Args:
-            outputs: logical tensors whose channels are stacked.
-            width: tokens that a channel sees, W.
-            bias: whether there is one.
-            axis: ranks that share the channels.
-            device: of the parameters.
-            dtype: of the parameters.
-        """
-        super().__init__()
-        self.outputs, self.axis = tuple(outputs), axis
-        self.sizes = [output.local_size(axis) for output in outputs]
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.zeros(sum(self.sizes), 1, width, **placed))
-        self.bias = nn.Parameter(torch.zeros(sum(self.sizes), **placed)) if bias else None
-
-    def layouts(self) -> dict[str, Layout]:
-        """Describe the local parameters, see ``mcore_parallel.sharding``."""
-        layouts = {"weight": self._layout("weight", (1, self.weight.shape[-1]))}
-        if self.bias is not None:
-            layouts["bias"] = self._layout("bias", ())
-        return layouts
-
-    def _layout(self, kind: str, rest: tuple[int, ...]) -> Layout:
-        parts, begin, zeros = [], 0, (0,) * len(rest)
-        for output, size in zip(self.outputs, self.sizes, strict=True):
-            parts.append(
-                Part(
-                    name=f"{output.name}.{kind}",
-                    shape=(output.size, *rest),
-                    offsets=(self.axis.rank // output.replicas.size * size, *zeros),
-                    local_offsets=(begin, *zeros),
-                    lengths=(size, *rest),
-                    replicas=output.replicas,
-                    # Each holder sees its own heads' share of the gradient only.
-                    partial=output.replicas,
-                )
-            )
-            begin += size
-        return Layout(tuple(parts))
 
 
 class GatedNorm(nn.Module):
@@ -352,12 +287,3 @@ class GatedNorm(nn.Module):
     def layouts(self) -> dict[str, Layout]:
         """Describe the weight, see ``mcore_parallel.sharding``."""
         return {"weight": sliced("", (self.size,), 0, self.axis)}
-
-
-def _starts(documents: Documents | None, device: torch.device) -> Bool[Tensor, "S B"] | None:
-    """Mark the first token of every document; None where each row is one."""
-    if documents is None or documents.are_whole_rows:
-        return None
-    borders = documents.flat().cu_seqlens(device)[:-1].long()
-    marks = torch.zeros(len(documents.rows) * documents.length, dtype=torch.bool, device=device)
-    return marks.index_fill(0, borders, True).unflatten(0, (len(documents.rows), -1)).t()

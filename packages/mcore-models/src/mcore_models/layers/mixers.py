@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mcore_models.config import KernelConfig, TransformerConfig, activation
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.delta_net import DeltaNet
 from mcore_models.layers.mamba import Mamba
 from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
@@ -118,6 +119,10 @@ def _build_mamba(setup: LayerSetup) -> Mamba:
     return Mamba(setup.config, setup.ctx, setup.layer, gemms=setup.gemms, **setup.placed)
 
 
+def _build_delta_net(setup: LayerSetup) -> DeltaNet:
+    return DeltaNet(setup.config, setup.ctx, setup.layer, gemms=setup.gemms, **setup.placed)
+
+
 def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
     return {
         "gated": is_gated(setup.config),
@@ -137,8 +142,8 @@ def _run_attention(
     return attention(x, inputs)
 
 
-def _run_mamba(mamba: Mamba, inputs: BlockInputs, x: Tensor) -> Tensor:
-    return mamba(x, inputs)
+def _run_recurrent(mixer: Mamba | DeltaNet, inputs: BlockInputs, x: Tensor) -> Tensor:
+    return mixer(x, inputs)
 
 
 def _run_mlp(mlp: MLP, _: BlockInputs, x: Tensor) -> Tensor:
@@ -155,6 +160,7 @@ MIXERS: Mapping[str, Mixer] = {
     "mla": Mixer(build=_build_latent_attention, run=_run_attention),
     "mlp": Mixer(build=_build_mlp, run=_run_mlp, recomputed_as="mlp"),
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
-    "mamba": Mixer(build=_build_mamba, run=_run_mamba),
+    "mamba": Mixer(build=_build_mamba, run=_run_recurrent),
+    "delta_net": Mixer(build=_build_delta_net, run=_run_recurrent),
 }
 """Mixers by name, which is also the name of the module in its block."""

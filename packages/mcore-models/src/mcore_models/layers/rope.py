@@ -233,6 +233,7 @@ def rotary_kernel(config: TransformerConfig) -> OptionalKernel | None:
     """Return what splits, norms and rotates the heads of a model; None if no kernel does."""
     is_rope = config.position_embedding_type == "rope" and not config.multi_latent_attention
     is_plain = not (config.rotary_interleaved or config.qk_l2_norm)
+    is_plain = is_plain and not config.attention_output_gate
     if not (is_rope and is_plain and rotary_size(config) == head_dim(config)):
         return None
     if not config.qk_layernorm:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from math import lcm
 from typing import Any
 
-from mcore_models.config import is_local, is_rotated
+from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.encoder_config import T5Config, encoder_layers
 from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
 from mcore_parallel.config import ParallelConfig
@@ -86,7 +86,7 @@ def path_signature(plan: Plan) -> dict[str, str]:
         **dict(_switches(plan.config)),
         **dict(_degrees(plan)),
         **dict(_heads(plan)),
-        **dict(_mamba(plan)),
+        **dict(_recurrent(plan)),
         **dict(_layers(plan)),
         **dict(_microbatches(plan)),
         **dict(_experts(plan)),
@@ -199,7 +199,15 @@ def mamba_relations(num_groups: int, parallel: ParallelConfig) -> dict[str, str]
     return ways
 
 
-def _mamba(plan: Plan) -> Iterator[tuple[str, str]]:
+def has_shared_keys(model: TransformerConfig) -> bool:
+    """Whether several value heads of a gated delta net share a key head."""
+    return model.linear_num_value_heads > model.linear_num_key_heads
+
+
+def _recurrent(plan: Plan) -> Iterator[tuple[str, str]]:
+    if "G" in plan.config.model.hybrid_override_pattern:
+        shared = has_shared_keys(plan.config.model)
+        yield "value heads of a delta net's key head", "several" if shared else "one"
     if "M" in plan.config.model.hybrid_override_pattern:
         groups = plan.config.model.mamba_num_groups
         yield from mamba_relations(groups, plan.config.parallelism).items()
@@ -216,6 +224,7 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
         layers = range(plan.family.num_layers(config.model))
         return [("encoder",) if layer < depth else ("decoder",) for layer in layers]
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
+    words["delta_net"] = "delta net"
     return [
         tuple(words.get(name) or _positioned(config, layer) for name in names)
         for layer, names in enumerate(layer_mixers(config.model, config.experts))

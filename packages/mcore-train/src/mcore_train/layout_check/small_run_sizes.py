@@ -11,15 +11,12 @@ from typing import Any
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import Fp8Config, ParallelConfig
-from mcore_parallel.logical_tensors import (
-    mamba_sizes,
-    moe_layers,
-    num_kv_heads,
-    pattern_letters,
-)
+from mcore_parallel.layer_patterns import join_layers, pattern_layers
+from mcore_parallel.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_train.composition import TrainConfig
 from mcore_train.layout_check.path_signature import (
     cuts_vectors,
+    has_shared_keys,
     head_relations,
     mamba_relations,
     vector_length,
@@ -81,18 +78,18 @@ def shrink_model(
         init_method_std=0.1,
         embedding_init_method_std=0.0,
         make_vocab_size_divisible_by=_vocab_multiple(plan, parallel),
-        **_shrink_mamba(model, parallel, layers, before=plan.config.parallelism),
+        **_shrink_recurrent(model, parallel, layers, before=plan.config.parallelism),
     )
 
 
-def _shrink_mamba(
+def _shrink_recurrent(
     model: TransformerConfig,
     parallel: ParallelConfig,
     layers: list[list[int]],
     before: ParallelConfig,
 ) -> dict[str, Any]:
-    """Keep the letters of layers that stay, and the fewest Mamba heads that divide alike."""
-    letters = pattern_letters(model.hybrid_override_pattern)
+    """Keep the letters of layers that stay, and the fewest heads that divide alike."""
+    letters = pattern_layers(model.hybrid_override_pattern)
     if not letters:
         return {}
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -102,12 +99,16 @@ def _shrink_mamba(
     sizes = mamba_sizes(model)
     has_several = sizes.heads > sizes.groups
     return {
-        "hybrid_override_pattern": "".join(letters[i] for stage in layers for i in stage),
+        "hybrid_override_pattern": join_layers(letters[i] for stage in layers for i in stage),
         "mamba_num_groups": groups,
         "mamba_num_heads": lcm(groups, tp * cp) * (2 if has_several else 1),
         "mamba_head_dim": 4,
         "mamba_state_dim": 6,
         "mamba_chunk_size": 4,
+        "linear_num_key_heads": tp * cp,
+        "linear_num_value_heads": tp * cp * (1 + has_shared_keys(model)),
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
     }
 
 
@@ -207,8 +208,8 @@ def shrink_experts(
     if not experts.num_experts:
         return experts
     ep = parallel.expert_model_parallel_size
-    letters = pattern_letters(config.model.hybrid_override_pattern)
-    if letters and not any(letters[i] == "E" for stage in layers for i in stage):
+    letters = pattern_layers(config.model.hybrid_override_pattern)
+    if letters and not any("E" in letters[i] for stage in layers for i in stage):
         return MoEConfig()
     kinds = moe_layers(experts, config.model.num_layers)
     kept = [int(kinds[i]) for stage in layers for i in stage]

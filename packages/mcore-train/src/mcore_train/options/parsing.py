@@ -13,7 +13,7 @@ from typing import TypeVar
 from mcore_models.presets import find_preset
 from mcore_parallel.command_line import HELP_FLAGS, options_of, read_words
 from mcore_parallel.command_line import parse as parse_options
-from mcore_parallel.logical_tensors import pattern_letters
+from mcore_parallel.layer_patterns import pattern_layers
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.options.megatron_flags import translate
@@ -103,15 +103,15 @@ def parse(
 def _pattern_flags(args: list[str]) -> list[str]:
     """Return what follows from a hybrid pattern; flags further right win over it."""
     pattern = _last_value(args, PATTERN)
-    letters = pattern_letters(pattern)
-    if not letters:
+    layers = pattern_layers(pattern)
+    if not layers:
         return []
-    found = ["--num-layers", str(len(letters))]
-    if "*" not in letters:  # a head count without effect, which the config wants all the same
+    found = ["--num-layers", str(len(layers))]
+    if "*" not in pattern:  # a head count without effect, which the config wants all the same
         found += ["--num-attention-heads", "1"]
     stages = pattern.split("|")
     if len(stages) > 1 and _last_value(args, "--pipeline-model-parallel-size") not in ("", "1"):
-        layout = "E" + "|".join("t" * len(stage) for stage in stages) + "L"
+        layout = "E" + "|".join("t" * len(pattern_layers(stage)) for stage in stages) + "L"
         found += ["--pipeline-model-parallel-layout", layout]
     return found
 

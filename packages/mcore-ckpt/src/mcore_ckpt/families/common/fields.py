@@ -83,6 +83,15 @@ HYBRID: dict[str, Any] = {
 }
 """Defaults of what says which layers a hybrid has, and of its Mamba layers."""
 
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+"""Defaults of the sizes of gated delta nets."""
+
 ROPE_VARIANTS: dict[str, Any] = {
     "rope_type": "rope",
     "rotary_scaling_factor": 40.0,
@@ -100,6 +109,7 @@ ROPE_VARIANTS: dict[str, Any] = {
 
 VARIANTS: dict[str, Any] = {
     **HYBRID,
+    **DELTA_NET,
     **ROPE_VARIANTS,
     "norm_placement": "pre",
     "norm_bias": True,
@@ -107,6 +117,7 @@ VARIANTS: dict[str, Any] = {
     "add_attention_bias": False,
     "qk_norm_width": "head",
     "qk_l2_norm": False,
+    "attention_output_gate": False,
     "softmax_scale": 0.0,
     "attn_logit_softcapping": 0.0,
     "softmax_type": "vanilla",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt.families.common.fields import Fields, setting
-from mcore_parallel.logical_tensors import read_pattern
+from mcore_parallel.layer_patterns import read_pattern
 
 LOCAL = "sliding_attention"
 FULL = "full_attention"

@@ -18,7 +18,8 @@ from mcore_ckpt.families.common.fields import (
     settings,
 )
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import mamba_sizes, pattern_letters
+from mcore_parallel.layer_patterns import pattern_layers
+from mcore_parallel.logical_tensors import mamba_sizes
 
 PAIRS = (
     ("num_layers", "num_hidden_layers", REQUIRED),
@@ -75,7 +76,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     require_family(description, "gpt")
     no_experts(description)
     pattern = setting(description, "hybrid_override_pattern")
-    if set(pattern_letters(pattern)) != {"M"}:
+    if set(pattern_layers(pattern)) != {"M"}:
         raise ValueError(f"it cannot say --hybrid-override-pattern {pattern!r}: only M")
     refuse_variants(description, *HYBRID)
     require(description, **_FIXED, hidden_dropout=0.0)

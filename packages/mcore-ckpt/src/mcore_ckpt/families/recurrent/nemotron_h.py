@@ -18,7 +18,8 @@ from mcore_ckpt.families.common.fields import (
 )
 from mcore_ckpt.families.recurrent.mamba2 import mamba_rules
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import head_dim, mamba_sizes, num_kv_heads, pattern_letters
+from mcore_parallel.layer_patterns import pattern_layers
+from mcore_parallel.logical_tensors import head_dim, mamba_sizes, num_kv_heads
 
 PAIRS = (
     ("hidden_size", "hidden_size", REQUIRED),
@@ -95,9 +96,13 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     pattern = fields.maybe("hybrid_override_pattern") or ""
     if kinds:
         pattern = "".join(_WORDS.get(kind, f"({kind})") for kind in kinds)
-    letters = pattern_letters(pattern)
+    letters = pattern_layers(pattern)
     if not letters:
         raise ValueError("config.json lacks layers_block_type.")
+    if not set(letters) <= set("M*-E"):
+        raise ValueError(
+            f"config.json has layers {pattern}, which mcore cannot represent here."
+        )
     ours = read_pairs(fields, PAIRS) | _FIXED
     ours |= {"hybrid_override_pattern": pattern, "num_layers": len(letters)}
     # transformers' mixer takes no other limit than the smallest initial step.
@@ -123,9 +128,10 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """
     require_family(description, "gpt")
     config = settings(description)
-    letters = pattern_letters(config.hybrid_override_pattern)
-    if not letters:
-        raise ValueError("it cannot say a model without --hybrid-override-pattern")
+    letters = pattern_layers(config.hybrid_override_pattern)
+    if not letters or not set(letters) <= set("M*-E"):
+        pattern = config.hybrid_override_pattern
+        raise ValueError(f"it cannot say --hybrid-override-pattern {pattern!r}: only M*-E")
     refuse_variants(description, *HYBRID)
     require(description, **_FIXED, add_bias_linear=False, add_qkv_bias=False)
     require(description, qk_layernorm=False, window_size=(-1, 0), hidden_dropout=0.0)
@@ -172,7 +178,7 @@ def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
-    letters = pattern_letters(setting(description, "hybrid_override_pattern"))
+    letters = pattern_layers(setting(description, "hybrid_override_pattern"))
     places = {
         letter: tuple(layer for layer, one in enumerate(letters) if one == letter)
         for letter in "M*-E"

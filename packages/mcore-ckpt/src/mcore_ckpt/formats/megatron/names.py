@@ -18,13 +18,8 @@ from mcore_ckpt.families.common.fields import (
     settings,
 )
 from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
-from mcore_parallel.logical_tensors import (
-    ffn_size,
-    head_dim,
-    is_gated,
-    num_kv_heads,
-    read_pattern,
-)
+from mcore_parallel.layer_patterns import read_pattern
+from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
 CHECKPOINT_VERSION = 3.0
 """Version of the order of rows that is written here and read without a change."""

@@ -1,0 +1,215 @@
+"""The gated delta net: a convolution of a few tokens, then a state that is corrected by keys.
+
+One product gives queries, keys, values and an output gate z, and two numbers a value head:
+b, how much of what a key holds is replaced, and a, how fast the state decays. Key heads are
+split over the tensor ranks, the value heads that share them with them. Context ranks exchange
+heads for sequence around convolution and state.
+
+Reference:
+    Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; the layer as in Qwen3-Next.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from mcore_models.config import TransformerConfig
+from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.causal_conv import CausalConv, document_starts
+from mcore_models.layers.delta_rule import gated_delta_rule
+from mcore_models.layers.norm import RMSNorm
+from mcore_models.layers.ssd import causal_conv
+from mcore_models.protocol import RecurrentState
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
+from mcore_parallel.logical_tensors import delta_sizes
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    Output,
+    RowParallelLinear,
+)
+
+_NOTHING_MORE = BlockInputs()
+_EPSILON = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+class DeltaNet(nn.Module):
+    """Gated delta net of one layer.
+
+    Attributes:
+        in_proj: D to this rank's q, k, v, z, b and a, in this order.
+        conv1d: over this rank's q, k and v.
+        dt_bias, A_log: of each value head on this rank.
+        norm: of each head's output, with one weight for all heads.
+        out_proj: channels to D.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        layer: int,
+        *,
+        gemms: LinearGemms = PLAIN_GEMMS,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's heads; matrices are zero until the model fills them.
+
+        Args:
+            config: of the model.
+            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
+            layer: global number.
+            gemms: what multiplies in the two linears.
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+        super().__init__()
+        self.config, self.layer, self.tp, self.cp = config, layer, ctx.tp, ctx.cp
+        self.sizes = sizes = delta_sizes(config)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        linear: dict[str, Any] = {
+            "axis": ctx.tp,
+            "sequence_parallel": ctx.config.sequence_parallel,
+            "init_std": 0.0,
+            **placed,
+        }
+        mixed = [Output("q", sizes.keys), Output("k", sizes.keys), Output("v", sizes.values)]
+        rates = [Output("b", sizes.value_heads), Output("a", sizes.value_heads)]
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            [*mixed, Output("z", sizes.values), *rates],
+            gemm=gemms.column,
+            **linear,
+        )
+        width = config.linear_conv_kernel_dim
+        self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **placed)
+        heads = sizes.value_heads // ctx.tp.size
+        self.dt_bias = nn.Parameter(torch.ones(heads, **placed))
+        self.A_log = nn.Parameter(torch.zeros(heads, **placed))
+        # Each rank norms its own heads: its gradient is their share of the sum.
+        self.norm = RMSNorm(
+            config.linear_value_head_dim,
+            epsilon=config.norm_epsilon,
+            replicas=ctx.tp,
+            partial=ctx.tp,
+            **placed,
+        )
+        self.out_proj = RowParallelLinear(
+            sizes.values, config.hidden_size, gemm=gemms.row, **linear
+        )
+
+    def forward(
+        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
+    ) -> Float[Tensor, "s B D"]:
+        """Mix every token with all earlier ones of its document.
+
+        Communicates as the two linears do, and over ``cp``: an all-to-all for each of q, k,
+        v, b and a, and one for the output.
+
+        Args:
+            x: this rank's tokens.
+            inputs: their documents, and what is remembered of earlier ones.
+        """
+        sizes = self.in_proj.output_sizes
+        q, k, v, z, b, a = self.in_proj(x).split(sizes, -1)
+        mixed = torch.cat([q, k, v], -1)
+        if inputs.state is not None:
+            y = self._continued(mixed, b, a, inputs.state.layer(self.layer))
+        elif self.cp.size == 1:
+            starts = document_starts(inputs.documents, x.device)
+            y = self._mix(mixed, b, a, starts=starts)[0]
+        else:
+            y = self._over_context((q, k, v), b, a, inputs.documents)
+        return self.out_proj(self._gated_norm(y, z.view_as(y)).flatten(-2))
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the vectors of one number a head, see ``mcore_parallel.sharding``."""
+        heads = (self.sizes.value_heads,)
+        return {name: sliced("", heads, 0, self.tp) for name in ("dt_bias", "A_log")}
+
+    def _gated_norm(
+        self, y: Float[Tensor, "S B N H"], z: Float[Tensor, "S B N H"]
+    ) -> Float[Tensor, "S B N H"]:
+        """Norm each head's output, then gate it; float32 or wider inside."""
+        wide = torch.promote_types(y.dtype, torch.float32)
+        return (self.norm(y).to(wide) * F.silu(z.to(wide))).to(y.dtype)
+
+    def _mix(
+        self,
+        mixed: Float[Tensor, "S B F"],
+        b: Float[Tensor, "S B N"],
+        a: Float[Tensor, "S B N"],
+        *,
+        starts: Bool[Tensor, "S B"] | None = None,
+        before: Tensor | None = None,
+        state: Tensor | None = None,
+        block: int = 0,
+        blocks: int = 1,
+    ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
+        """Convolve and run the state over whole sequences, for one of equal blocks of heads."""
+
+        def own(x: Tensor) -> Tensor:
+            return x.chunk(blocks)[block] if blocks > 1 else x
+
+        parts = self.conv1d.weight.split(self.conv1d.sizes)
+        weight = torch.cat([own(part) for part in parts]) if blocks > 1 else self.conv1d.weight
+        found = F.silu(causal_conv(mixed, weight, starts=starts, before=before))
+        q, k, v = found.split([size // blocks for size in self.conv1d.sizes], -1)
+        wide = torch.promote_types(mixed.dtype, torch.float32)
+        width = self.config.linear_key_head_dim
+        q, k = (_unit(x.unflatten(-1, (-1, width)).to(wide)) for x in (q, k))
+        rate = F.softplus(a.to(wide) + own(self.dt_bias).to(wide))
+        return gated_delta_rule(
+            q * width**-0.5,
+            k,
+            v.unflatten(-1, (-1, self.config.linear_value_head_dim)),
+            -own(self.A_log).to(wide).exp() * rate,
+            b.to(wide).sigmoid(),
+            starts=starts,
+            state=state,
+        )
+
+    def _continued(self, mixed: Tensor, b: Tensor, a: Tensor, remembered: object) -> Tensor:
+        """Go on from the last inputs of the convolution and the state; keep the new ones."""
+        if not isinstance(remembered, RecurrentState):
+            raise TypeError(
+                f"{type(remembered).__name__} holds no recurrent state, which layer "
+                f"{self.layer} (gated delta net) needs: give it recall and keep, see "
+                "RecurrentState."
+            )
+        before, state = remembered.recall() or (None, None)
+        y, state = self._mix(mixed, b, a, before=before, state=state)
+        remembered.keep(self.conv1d.recent(mixed, before), state)
+        return y
+
+    def _over_context(
+        self,
+        parts: tuple[Tensor, Tensor, Tensor],
+        b: Tensor,
+        a: Tensor,
+        documents: Documents | None,
+    ) -> Float[Tensor, "s B N H"]:
+        """Exchange tokens for heads, run over whole sequences, and exchange back."""
+        cp, config = self.cp, self.config
+        widths = (*(config.linear_key_head_dim,) * 2, config.linear_value_head_dim)
+        exchanged = [
+            heads_to_sequence(part.unflatten(-1, (-1, width)), cp).flatten(-2)
+            for part, width in zip(parts, widths, strict=True)
+        ]
+        b, a = (heads_to_sequence(rate[..., None], cp).squeeze(-1) for rate in (b, a))
+        starts = document_starts(documents, b.device)
+        mixed = torch.cat(exchanged, -1)
+        y, _ = self._mix(mixed, b, a, starts=starts, block=cp.rank, blocks=cp.size)
+        return sequence_to_heads(y, cp)
+
+
+def _unit(x: Float[Tensor, "*B K"]) -> Float[Tensor, "*B K"]:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)

@@ -1,0 +1,95 @@
+"""How one string says what each layer of a model is: letters, or a list of numbers.
+
+The standard library only, so that config files may import it.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+
+PATTERN_MIXERS: Mapping[str, str] = {
+    "M": "mamba",
+    "*": "attention",
+    "-": "mlp",
+    "E": "moe",
+    "G": "delta_net",
+}
+"""What each letter of ``--hybrid-override-pattern`` stands for."""
+
+_LAYERS = re.compile(r"\[([^\[\]]+)\]|([^\[\]])")
+
+
+def pattern_layers(pattern: str) -> tuple[str, ...]:
+    """Return the layers of a hybrid pattern, without pipeline cuts: the letters of each.
+
+    A letter is a layer of one mixer; letters in brackets are one layer of several.
+
+    Raises:
+        ValueError: for a letter that stands for nothing here, or brackets that do not match.
+    """
+    text = pattern.replace("|", "")
+    layers = tuple(several or one for several, one in _LAYERS.findall(text))
+    letters = "".join(layers)
+    problem = ""
+    if unknown := sorted(set(letters) - PATTERN_MIXERS.keys()):
+        problem = f"{' '.join(unknown)} stand for no layer"
+    elif pattern and not letters:
+        problem = "there is no layer"
+    elif text != join_layers(layers):
+        problem = "brackets hold the letters, two or more, of one layer"
+    elif any(len(set(one)) < len(one) for one in layers) or any(
+        "|" in inside for inside, _ in _LAYERS.findall(pattern)
+    ):
+        problem = "a layer in brackets is not cut and has each mixer once"
+    if problem:
+        known = ", ".join(f"{letter} ({name})" for letter, name in PATTERN_MIXERS.items())
+        raise ValueError(
+            f"--hybrid-override-pattern {pattern}: {problem}: use {known}, [ and ] around the "
+            "letters of one layer, and | between pipeline stages. / (multi-token prediction) "
+            "is not built yet."
+        )
+    return layers
+
+
+def join_layers(layers: Iterable[str]) -> str:
+    """Write layers as a hybrid pattern; undoes ``pattern_layers``."""
+    return "".join(one if len(one) == 1 else f"[{one}]" for one in layers)
+
+
+def read_pattern(text: str, flag: str) -> int | list[int]:
+    """Read a number, or a list of numbers that may be written with + and *.
+
+    Raises:
+        ValueError: with the flag, if it is neither.
+    """
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{flag} {text!r} is neither a number nor a list such as [0]*3+[1]*58."
+        ) from error
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Evaluate numbers, lists of numbers, + and *: data, so nothing else is looked at."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.List(elts=elements):
+            return [_number(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            a, b = _evaluate(left), _evaluate(right)
+            if isinstance(a, list) and isinstance(b, list):
+                return a + b
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            a, b = _evaluate(left), _evaluate(right)
+            if isinstance(b, int):
+                return a * b
+    raise TypeError(f"{ast.unparse(node)} is neither a list nor a number")
+
+
+def _number(node: ast.expr) -> int:
+    value = _evaluate(node)
+    if isinstance(value, int):
+        return value
+    raise TypeError(f"{ast.unparse(node)} is no number")
