@@ -2,18 +2,15 @@
 
 import json
 import os
-import signal
 import stat
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TextIO
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.sizes import parse_size, size_text
+from mcore_ckpt.terminal import ended_by_sigterm, progress_line
 from mcore_parallel.command_line import parse
 from mcore_parallel.entry_point import run_program
 
@@ -47,7 +44,7 @@ def exit_code(error: BaseException) -> int:
 def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
     if ("--output", "") in pairwise(words) or "--output=" in words:
         raise ValueError("--output is empty: is a variable of the shell not set?")
-    with _ended_by_sigterm():
+    with ended_by_sigterm():
         return parse(function, program, words)
 
 
@@ -134,7 +131,9 @@ def convert(
             config=config,
             bound=CAST_ROUNDING if dtype else ROUNDING,
         )
-    report = run(source, input, target, output, options, on_progress=_progress(), logits=logits)
+    report = run(
+        source, input, target, output, options, on_progress=progress_line(), logits=logits
+    )
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
     behind = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
     tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
@@ -176,7 +175,7 @@ def inspect(
     if compare and as_json:
         raise ValueError("--as-json lists one checkpoint: leave it out, or --compare.")
     if compare:
-        found = differences(folder, compare, config, _progress())
+        found = differences(folder, compare, config, progress_line())
         print("\n".join(found) if found else "no difference")
         return 1 if found else 0
     held = json.dumps(rows(folder, config), indent=1) if as_json else describe(folder, config)
@@ -192,7 +191,7 @@ def verify(folder: Path, /) -> int:
     """
     from mcore_ckpt.conversion.inspection import check
 
-    step, num_tensors, num_bytes = check(folder, _progress())
+    step, num_tensors, num_bytes = check(folder, progress_line())
     print(f"{step}: {num_tensors} tensors, {size_text(num_bytes)}, every checksum right.")
     return 0
 
@@ -215,7 +214,7 @@ def reshard(
     """
     from mcore_ckpt.conversion.resharding import reshard as rewrite
 
-    print(rewrite(folder, output, num_files=num_files, on_progress=_progress()))
+    print(rewrite(folder, output, num_files=num_files, on_progress=progress_line()))
     return 0
 
 
@@ -228,7 +227,7 @@ def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
     """
     from mcore_ckpt.conversion.resharding import average as mean
 
-    print(mean(folders, output, on_progress=_progress()))
+    print(mean(folders, output, on_progress=progress_line()))
     return 0
 
 
@@ -274,7 +273,7 @@ def upcycle(
         router_std=init_method_std,
         seed=seed,
     )
-    print(make(folder, output, options, on_progress=_progress()))
+    print(make(folder, output, options, on_progress=progress_line()))
     return 0
 
 
@@ -343,42 +342,6 @@ def _is_standard_output(path: Path) -> bool:
         return False
     is_same = (file.st_dev, file.st_ino) == (standard.st_dev, standard.st_ino)
     return is_same and stat.S_ISREG(file.st_mode)
-
-
-def _progress(stream: TextIO | None = None) -> Callable[[int, int, str], None] | None:
-    """Draw a line of progress, on a terminal only."""
-    stream = stream or sys.stderr
-    if not stream.isatty():
-        return None
-    shown = -1
-
-    def show(done: int, total: int, name: str) -> None:
-        nonlocal shown
-        percent = 100 * done // max(1, total)
-        if percent != shown:
-            shown = percent
-            end = "\n" if done == total else ""
-            stream.write(f"\r{percent:3d} % of {size_text(total)}  {name:60.60}{end}")
-            stream.flush()
-
-    return show
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM what SIGINT is, so that a half-written output goes away with it too."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread hears signals
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
