@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 _EXPORTS: dict[str, str] = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.engine",
+    "ExportReport": "export.exporting",
     "Generation": "writing",
     "InferenceConfig": "config",
     "LoadedModel": "loading",
@@ -22,6 +23,7 @@ _EXPORTS: dict[str, str] = {
     "TokenRules": "writing",
     "build_engine": "engine.building",
     "cache_bytes": "cache",
+    "export_model": "export.exporting",
     "filtered": "sampling",
     "generate": "generation",
     "generate_text": "generation",

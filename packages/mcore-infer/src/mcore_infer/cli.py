@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from mcore_infer.commands.chatting import chat
 from mcore_infer.commands.evaluating import evaluate
+from mcore_infer.commands.exporting import export
 from mcore_infer.commands.generating import generate
 from mcore_parallel.command_line import parse
 from mcore_parallel.entry_point import run_program
@@ -16,7 +17,8 @@ examples:
   mcore-infer generate --load runs/tiny --prompt "In the beginning"
   mcore-infer generate --load runs/tiny --prompt "Once" --num-tokens 50 --top-k 40 --seed 7
   mcore-infer chat --load Llama-3.2-1B-Instruct
-  mcore-infer evaluate --load runs/tiny --input chapter.txt"""
+  mcore-infer evaluate --load runs/tiny --input chapter.txt
+  mcore-infer export --load runs/tiny --output for-trtllm --format trtllm"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,4 +49,5 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "generate": ("write on after a prompt", generate),
     "chat": ("a conversation in the terminal", chat),
     "evaluate": ("loss, perplexity and bits per byte of a text file", evaluate),
+    "export": ("a folder for TensorRT-LLM", export),
 }

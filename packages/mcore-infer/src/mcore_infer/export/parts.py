@@ -1,0 +1,96 @@
+"""Tensors for a rank of another engine, put together from ranges of logical tensors.
+
+A ``Part`` is a range of rows and columns of one logical tensor. Parts that follow each other
+in memory make a tensor: the queries, keys and values of a rank, or experts on a new first
+dimension. Bytes come by groups of rows, so no tensor is ever held whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.mapping.row_streams import Rows, row_groups
+from mcore_ckpt.storage.files import DTYPES, Item
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a logical tensor."""
+
+    name: str
+    """Logical name."""
+    rows: tuple[int, int]
+    """First and one-past-last row; rows beyond the tensor are zeros."""
+    columns: tuple[int, int] | None = None
+    """First and one-past-last column; None: all, or the tensor has one dimension."""
+    shift: float = 0.0
+    """Added to each number, in float32."""
+
+
+class Noted:
+    """Rows that remember of which tensors some were read."""
+
+    def __init__(self, under: Rows) -> None:
+        """Read from ``under``."""
+        self._under, self.entries = under, under.entries
+        self.read: set[str] = set()
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self._under.dtype(name)
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows, and note the tensor."""
+        self.read.add(name)
+        return self._under.rows(name, begin, stop)
+
+
+def whole(rows: Rows, name: str, shift: float = 0.0) -> Part:
+    """Return the part that is all of a tensor."""
+    return Part(name, (0, rows.entries[name].shape[0]), shift=shift)
+
+
+def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the range of ``size`` that a rank has; ``num_ranks`` divides ``size``."""
+    share = size // num_ranks
+    return rank * share, (rank + 1) * share
+
+
+def item_of(
+    name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[Part], rows: Rows
+) -> Item:
+    """Make a tensor to write out of parts that follow each other.
+
+    Args:
+        name: key in the file.
+        dtype: safetensors' name; numbers are cast to it.
+        shape: of the tensor.
+        parts: in the order of memory.
+        rows: reads the logical tensors.
+    """
+    return Item(name, dtype, shape, partial(_slabs, tuple(parts), rows, DTYPES[dtype]))
+
+
+def _slabs(parts: Sequence[Part], rows: Rows, dtype: torch.dtype) -> Iterator[Tensor]:
+    for part in parts:
+        entry = rows.entries[part.name]
+        begin, stop = part.rows
+        for low, high in row_groups((stop - begin, *entry.shape[1:])):
+            held = _rows_or_zeros(rows, part.name, begin + low, begin + high)
+            if part.columns is not None:
+                held = held[:, slice(*part.columns)]
+            if part.shift:
+                held = held.float() + part.shift
+            yield held.to(dtype).contiguous()
+
+
+def _rows_or_zeros(rows: Rows, name: str, begin: int, stop: int) -> Tensor:
+    end = rows.entries[name].shape[0]
+    held = rows.rows(name, min(begin, end), min(stop, end))
+    if stop <= end:
+        return held
+    missing = stop - max(begin, end)
+    return torch.cat((held, held.new_zeros((missing, *held.shape[1:]))))

@@ -1,0 +1,105 @@
+"""The checkpoint of TensorRT-LLM's engine flow: config.json and one file a rank.
+
+Releases 1.0 to 1.2 of TensorRT-LLM build engines from it; later ones, vLLM and SGLang load
+Hugging Face folders only.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.conversion.targets import model_type_of
+from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.storage.files import Item, write_file
+from mcore_ckpt.storage.index import DTYPE_BYTES
+from mcore_ckpt.storage.paths import write_durably
+from mcore_infer.export.parts import Noted
+from mcore_infer.export.trtllm_model import (
+    DTYPE_WORDS,
+    RankGrid,
+    build_config,
+    check_grid,
+    check_model,
+    notes_on,
+    shares_vocabulary,
+    sizes_of,
+)
+from mcore_infer.export.trtllm_tensors import Linears, PlainLinears, Rank
+
+PLAIN: Mapping[str, Any] = {
+    "quant_algo": None,
+    "kv_cache_quant_algo": None,
+    "group_size": 128,
+    "smoothquant_val": 0.5,
+    "clamp_val": None,
+    "has_zero_point": False,
+    "pre_quant_scale": False,
+    "exclude_modules": None,
+}
+"""The entry ``quantization`` of a checkpoint that is not quantized."""
+
+Watch = Callable[[Sequence[Item]], list[Item]]
+"""Wraps items, so that what passes can be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written."""
+
+    word: str
+    """The engine's class of the model."""
+    notes: list[str]
+    """What the folder does not say and a user must."""
+
+
+def write_trtllm(folder: Path, source: OpenCheckpoint, grid: RankGrid, watch: Watch) -> Written:
+    """Write a checkpoint for ``grid.tp * grid.pp`` ranks.
+
+    Args:
+        folder: an empty folder.
+        source: the model, opened.
+        grid: how many ranks will load it.
+        watch: called once with all tensors of all ranks.
+
+    Raises:
+        ValueError: if the format has no layout for the model or its dtype, or the ranks do not
+            fit.
+    """
+    model_type = model_type_of(source)
+    check_model(model_type, source.description)
+    sizes = sizes_of(source.description)
+    check_grid(sizes, grid)
+    dtype = _dtype_of(source)
+    rows = Noted(source.ours)
+    linears: Linears = PlainLinears(rows, dtype)
+    config = build_config(model_type, source.description, dtype, grid, PLAIN)
+    splits = shares_vocabulary(model_type, grid)
+    ranks = [
+        Rank(sizes, grid, number, rows, dtype, linears, splits).items()
+        for number in range(grid.tp * grid.pp)
+    ]
+    watched = iter(watch([item for items in ranks for item in items]))
+    for number, items in enumerate(ranks):
+        mine = [next(watched) for _ in items]
+        mine.sort(key=lambda item: -DTYPE_BYTES[item.dtype])  # wide ones first stay aligned
+        write_file(folder / f"rank{number}.safetensors", mine)
+    left = sorted(rows.entries.keys() - rows.read)
+    assert not left, f"{len(left)} tensors went to no rank: {', '.join(left[:5])}"
+    write_durably(folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+    return Written(config["architecture"], notes_on(source.description))
+
+
+def _dtype_of(source: OpenCheckpoint) -> str:
+    """Return the dtype of the model's embedding.
+
+    Raises:
+        ValueError: for one that the format has not.
+    """
+    dtype = source.ours.dtype("embedding.weight")
+    if dtype not in DTYPE_WORDS:
+        raise ValueError(
+            f"--format trtllm has no weights in {dtype}: give --dtype bf16, fp16 or fp32."
+        )
+    return dtype

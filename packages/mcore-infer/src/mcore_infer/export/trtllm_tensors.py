@@ -1,0 +1,212 @@
+"""Which tensors a rank of a TensorRT-LLM checkpoint holds, and what they are made of.
+
+Names and orders are the engine's: queries, keys and values of a rank in one matrix, in this
+order; of a gated layer ``fc`` is the activated half and ``gate`` the other; experts hold the
+other half first. Layers count from 0 on each stage. A router stays whole and in float32.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.storage.files import Item
+from mcore_infer.export.parts import Part, item_of, shard, whole
+from mcore_infer.export.trtllm_model import RankGrid, Sizes
+
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_layernorm",
+    "attention.q_norm": "attention.q_layernorm",
+    "attention.k_norm": "attention.k_layernorm",
+}
+_SANDWICH = {
+    **_NORMS,
+    "attention_post_norm": "post_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_ROUTER_DTYPE = "F32"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank has of one logical matrix."""
+
+    stem: str
+    """Logical name without ``.weight``."""
+    rows: tuple[int, int]
+    """First and one-past-last output."""
+    columns: tuple[int, int] | None = None
+    """First and one-past-last input; None: all."""
+
+
+@runtime_checkable
+class Linears(Protocol):
+    """How the matrices of a checkpoint are stored: plain, or quantized with their scales."""
+
+    def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
+        """List the tensors of a linear ``name`` whose outputs are those of the shares."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinears:
+    """Matrices in the checkpoint's own dtype."""
+
+    rows: Rows
+    """Reads logical tensors."""
+    dtype: str
+    """Safetensors' name to write."""
+
+    def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
+        """List the one tensor ``name.weight``."""
+        parts = [Part(f"{one.stem}.weight", one.rows, one.columns) for one in shares]
+        shape = (outputs_of(shares), inputs_of(shares[0], self.rows))
+        return [item_of(f"{name}.weight", self.dtype, shape, parts, self.rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One file of a checkpoint, while its tensors are listed."""
+
+    sizes: Sizes
+    """Of the whole model."""
+    grid: RankGrid
+    """All ranks."""
+    number: int
+    """This one: its stage times the tensor ranks, plus its tensor rank."""
+    rows: Rows
+    """Reads logical tensors."""
+    dtype: str
+    """Safetensors' name of the dtype of plain tensors."""
+    linears: Linears
+    """Writes matrices."""
+    splits_vocabulary: bool
+    """Whether the embedding is split over tensor ranks."""
+
+    def items(self) -> list[Item]:
+        """List the tensors of this rank's file."""
+        stage, last = self.number // self.grid.tp, self.grid.pp - 1
+        layers = shard(self.sizes.num_layers, stage, self.grid.pp)
+        found = list(self._embedding()) if stage == 0 else []
+        for local, layer in enumerate(range(*layers)):
+            found += self._layer(f"transformer.layers.{local}", f"blocks.{layer}")
+        return found + (list(self._head()) if stage == last else [])
+
+    @property
+    def _tp_rank(self) -> int:
+        return self.number % self.grid.tp
+
+    def _mine(self, size: int) -> tuple[int, int]:
+        return shard(size, self._tp_rank, self.grid.tp)
+
+    def _embedding(self) -> Iterator[Item]:
+        vocab, hidden = self.sizes.vocab_size, self.sizes.hidden_size
+        rows = (
+            self._mine(_padded(vocab, self.grid.tp)) if self.splits_vocabulary else (0, vocab)
+        )
+        shape = (rows[1] - rows[0], hidden)
+        parts = [Part("embedding.weight", rows)]
+        yield item_of("transformer.vocab_embedding.weight", self.dtype, shape, parts, self.rows)
+        if "position_embedding.weight" in self.rows.entries:
+            yield self._copy(
+                "transformer.position_embedding.weight", "position_embedding.weight"
+            )
+
+    def _head(self) -> Iterator[Item]:
+        yield from self._norm("transformer.ln_f", "final_norm")
+        tied = "head.weight" not in self.rows.entries
+        name = "embedding.weight" if tied else "head.weight"
+        rows = self._mine(_padded(self.sizes.vocab_size, self.grid.tp))
+        shape = (rows[1] - rows[0], self.sizes.hidden_size)
+        yield item_of("lm_head.weight", self.dtype, shape, [Part(name, rows)], self.rows)
+
+    def _layer(self, theirs: str, ours: str) -> Iterator[Item]:
+        sandwich = f"{ours}.mlp_post_norm.weight" in self.rows.entries
+        for mine, there in (_SANDWICH if sandwich else _NORMS).items():
+            if f"{ours}.{mine}.weight" in self.rows.entries:
+                yield from self._norm(f"{theirs}.{there}", f"{ours}.{mine}")
+        yield from self._attention(f"{theirs}.attention", f"{ours}.attention")
+        if self.sizes.num_experts:
+            yield from self._experts(f"{theirs}.mlp", f"{ours}.moe")
+        else:
+            yield from self._mlp(f"{theirs}.mlp", f"{ours}.mlp")
+
+    def _attention(self, theirs: str, ours: str) -> Iterator[Item]:
+        sizes, tp = self.sizes, self.grid.tp
+        queries = self._mine(sizes.num_heads * sizes.head_dim)
+        if sizes.num_kv_heads >= tp:
+            keys = self._mine(sizes.num_kv_heads * sizes.head_dim)
+        else:  # several ranks hold the same head
+            head = self._tp_rank * sizes.num_kv_heads // tp
+            keys = (head * sizes.head_dim, (head + 1) * sizes.head_dim)
+        shares = [
+            Share(f"{ours}.qkv.{part}", rows)
+            for part, rows in (("q", queries), ("k", keys), ("v", keys))
+        ]
+        yield from self._by_outputs(f"{theirs}.qkv", shares)
+        yield from self._by_inputs(f"{theirs}.dense", f"{ours}.proj", queries)
+
+    def _mlp(self, theirs: str, ours: str) -> Iterator[Item]:
+        width = self._mine(self.sizes.ffn_size)
+        halves = {"fc": "fc1.gate", "gate": "fc1.up"} if self.sizes.is_gated else {"fc": "fc1"}
+        for there, mine in halves.items():
+            yield from self._by_outputs(f"{theirs}.{there}", [Share(f"{ours}.{mine}", width)])
+        yield from self._by_inputs(f"{theirs}.proj", f"{ours}.fc2", width)
+
+    def _experts(self, theirs: str, ours: str) -> Iterator[Item]:
+        width, sizes = self._mine(self.sizes.ffn_size), self.sizes
+        first, second = [], []
+        for expert in range(sizes.num_experts):
+            stem = f"{ours}.experts.{expert}"
+            first += [Part(f"{stem}.fc1.{half}.weight", width) for half in ("up", "gate")]
+            second.append(Part(f"{stem}.fc2.weight", (0, sizes.hidden_size), width))
+        share, experts = width[1] - width[0], sizes.num_experts
+        shape = (experts, sizes.hidden_size)
+        router = [whole(self.rows, f"{ours}.router.weight")]
+        yield item_of(f"{theirs}.router.weight", _ROUTER_DTYPE, shape, router, self.rows)
+        shape = (experts, 2 * share, sizes.hidden_size)
+        yield item_of(f"{theirs}.fc.weight", self.dtype, shape, first, self.rows)
+        shape = (experts, sizes.hidden_size, share)
+        yield item_of(f"{theirs}.proj.weight", self.dtype, shape, second, self.rows)
+
+    def _norm(self, theirs: str, ours: str) -> Iterator[Item]:
+        yield self._copy(f"{theirs}.weight", f"{ours}.weight", self.sizes.shift)
+        if f"{ours}.bias" in self.rows.entries:
+            yield self._copy(f"{theirs}.bias", f"{ours}.bias")
+
+    def _by_outputs(self, theirs: str, shares: Sequence[Share]) -> Iterator[Item]:
+        """List a linear whose outputs are split, and its bias, split alike."""
+        yield from self.linears.items(theirs, shares)
+        if f"{shares[0].stem}.bias" in self.rows.entries:
+            parts = [Part(f"{one.stem}.bias", one.rows) for one in shares]
+            shape = (outputs_of(shares),)
+            yield item_of(f"{theirs}.bias", self.dtype, shape, parts, self.rows)
+
+    def _by_inputs(self, theirs: str, ours: str, columns: tuple[int, int]) -> Iterator[Item]:
+        """List a linear whose inputs are split; its bias is whole, the engine adds it once."""
+        yield from self.linears.items(
+            theirs, [Share(ours, (0, self.sizes.hidden_size), columns)]
+        )
+        if f"{ours}.bias" in self.rows.entries:
+            yield self._copy(f"{theirs}.bias", f"{ours}.bias")
+
+    def _copy(self, theirs: str, ours: str, shift: float = 0.0) -> Item:
+        shape = self.rows.entries[ours].shape
+        return item_of(theirs, self.dtype, shape, [whole(self.rows, ours, shift)], self.rows)
+
+
+def outputs_of(shares: Sequence[Share]) -> int:
+    """Count the outputs of shares that follow each other."""
+    return sum(one.rows[1] - one.rows[0] for one in shares)
+
+
+def inputs_of(share: Share, rows: Rows) -> int:
+    """Count the inputs of a share."""
+    columns = share.columns or (0, rows.entries[f"{share.stem}.weight"].shape[1])
+    return columns[1] - columns[0]
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
