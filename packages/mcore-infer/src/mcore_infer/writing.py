@@ -123,6 +123,11 @@ class Writing:
         return self.sampling.has_penalties or self.rules != TokenRules()
 
     @property
+    def needs_last_token(self) -> bool:
+        """Whether the choice of a token depends on the ones before, but for the model's."""
+        return self.changes_scores or bool(self.sampling.top_p_decay)
+
+    @property
     def cut(self) -> SamplingConfig:
         """Temperature and cut-off of the next token, everything else left at its default."""
         decay = self.sampling.top_p_decay

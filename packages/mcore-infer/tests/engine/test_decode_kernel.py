@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_infer import Engine, EngineConfig, SamplingConfig
-from mcore_infer.engine.paged import reference_decode
+from mcore_infer.engine.paged import reference_decode, write_to_pages
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.mesh import ParallelContext
@@ -22,13 +22,30 @@ def test_the_kernel_of_decoding_computes_what_its_reference_does(dtype, N, G, H,
     lengths = torch.tensor([1, 2, 63, 64, 65, 300, 511], device="cuda")
     tables = torch.randperm(7 * 16, device="cuda").view(7, 16)
     q = torch.randn(7, N, H, device="cuda", dtype=dtype)
+    k, v = torch.randn(7, 2 * G, H, device="cuda", dtype=dtype).split(G, dim=1)
     keys, values = torch.randn(2, 7 * 16, 32, G, H, device="cuda", dtype=dtype)
-    got = paged_decode(q, keys, values, tables, lengths, window=window)
-    want = reference_decode(
-        *(t.double() for t in (q, keys, values)), tables, lengths, window=window
-    )
+    places = tables[range(7), (lengths - 1) // 32] * 32 + (lengths - 1) % 32
+    memories = keys.clone(), values.clone()
+    write_to_pages(memories, (k, v), places)
+    got = paged_decode(q, k, v, keys, values, tables, lengths, window=window)
+    torch.testing.assert_close((keys, values), memories, rtol=0, atol=0)
+    wide = (t.double() for t in (q, *memories))
+    want = reference_decode(*wide, tables, lengths, window=window)
     error = (got.double() - want).abs().max() / want.abs().max()
     assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize(("features", "channels"), [(40, 72), (6144, 4096), (4096, 14336)])
+def test_the_gemm_of_a_few_rows_multiplies(rows, features, channels):
+    from mcore_infer.engine.few_rows import few_rows_linear
+
+    torch.manual_seed(0)
+    x = torch.randn(rows, 1, channels, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(features, channels, device="cuda", dtype=torch.bfloat16)
+    want = x.double() @ weight.double().t()
+    error = (few_rows_linear(x, weight).double() - want).abs().max() / want.abs().max()
+    assert error < 4e-3  # half a unit in the last place of bfloat16
 
 
 def test_recorded_steps_write_what_unrecorded_ones_do():
@@ -42,7 +59,7 @@ def test_recorded_steps_write_what_unrecorded_ones_do():
     texts = []
     for is_recorded in (True, False):
         engine = Engine(model, limits)
-        engine.decoder.is_recorded = is_recorded
+        engine.decoder.is_recorded = engine.runs_ahead = is_recorded
         for i in range(7):
             engine.add(list(range(i, 30 + 5 * i)), sampling)
         done = dict(e for e in engine.run() if isinstance(e, tuple))

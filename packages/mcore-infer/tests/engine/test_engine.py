@@ -98,6 +98,7 @@ def test_requests_write_together_what_each_would_alone(model, config):
     engine = Engine(model, config)
     expected = alone(model)
     assert_same(written(engine), expected)
+    engine.runs_ahead = True
     assert_same(written(engine), expected)  # from pages of the first round
     pool = engine.scheduler.pool
     assert pool.num_free == pool.num_pages
@@ -189,10 +190,14 @@ def test_a_rule_bans_a_token_or_forces_it_and_leaves_the_others(model):
     assert results[numbers[3]].ids == first
 
 
-def test_ends_and_stop_sequences_end_one_request(model):
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_ends_and_stop_sequences_end_one_request(model, runs_ahead):
     whole = alone(model)
     eod, stop = whole[0].ids[3], [list(whole[1].ids[4:6])]
-    results = written(Engine(model, CONFIGS["all at once"]), eod=eod, stop=stop)
+    engine = Engine(model, CONFIGS["one at a time" if runs_ahead else "all at once"])
+    engine.runs_ahead = runs_ahead
+    results = written(engine, eod=eod, stop=stop)
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
     for i, result in enumerate(results):
         (expected,) = generate(
             model, [PROMPTS[i]], SAMPLINGS[i], seed=3 + i, eod=eod, stop=stop
@@ -202,6 +207,7 @@ def test_ends_and_stop_sequences_end_one_request(model):
 
 def test_an_aborted_request_leaves_the_others_and_gives_its_pages_back(model):
     engine = Engine(model, CONFIGS["prompts in chunks"])
+    engine.runs_ahead = True
     gone = engine.add([7] * 20, SAMPLINGS[1])
     for _ in range(3):
         engine.step()

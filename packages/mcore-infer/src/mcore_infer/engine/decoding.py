@@ -16,12 +16,36 @@ from mcore_infer.engine.scheduler import Step
 from mcore_models.protocol import LanguageModel
 from mcore_moe.layer import MoELayer
 from mcore_parallel.collectives import all_gather
+from mcore_parallel.optional_kernels import works
+from mcore_parallel.precision.gemm import Operands, PlainGemm
+from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+MOST_ROWS = 16
+"""Of a step whose GEMMs the kernel multiplies; with more torch is as fast."""
 
 
 def decode_sizes(max_requests: int) -> list[int]:
     """Return the numbers of rows: 1, 2, 4, then every eighth, up to the limit."""
     sizes = [1, 2, 4, *range(8, max_requests, 8 if max_requests <= 64 else 16)]
     return [*(s for s in sizes if s < max_requests), max_requests]
+
+
+class FewRowsGemm(PlainGemm):
+    """Multiplies few rows by a kernel that reads the weight as fast as memory gives it."""
+
+    def forward(
+        self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
+    ) -> tuple[Float[Tensor, "S *B F"], Operands]:
+        """Return y and the input itself."""
+        num_rows = x.numel() // x.shape[-1]
+        if bias is None and num_rows <= MOST_ROWS and not torch.is_grad_enabled():
+            is_narrow = x.dtype in (torch.bfloat16, torch.float16)
+            if x.is_cuda and is_narrow and weight.dtype == x.dtype:
+                from mcore_infer.engine.few_rows import FEW_ROWS_KERNEL, few_rows_linear
+
+                if works(FEW_ROWS_KERNEL, x.device, x.dtype):
+                    return few_rows_linear(x, weight), (x,)
+        return super().forward(x, weight, bias)
 
 
 class Decoder:
@@ -49,20 +73,26 @@ class Decoder:
         # Experts read the sizes of their inputs on the host.
         has_experts = any(isinstance(module, MoELayer) for module in model.modules())
         self.is_recorded = device.type == "cuda" and not has_experts
-        self._inputs = {
-            size: DecodeTensors.allocate(size, table_pages, device) for size in self.sizes
-        }
+        for module in model.modules():
+            is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            if is_linear and type(module.gemm) is PlainGemm:
+                module.gemm = FewRowsGemm()
+        self._inputs = {size: DecodeTensors(size, table_pages, device) for size in self.sizes}
         self._replays: dict[int, Callable[[], Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.is_recorded else None
 
-    def logits(self, step: Step) -> Float[Tensor, "R V"]:
+    def logits(self, step: Step, tokens: Tensor | None = None) -> Float[Tensor, "R V"]:
         """Score the token after each chunk's one; the next call overwrites the result.
 
         Communicates as the model does.
+
+        Args:
+            step: of one token each.
+            tokens: of the chunks, ``[R]``, where the host does not know them yet.
         """
         size = next(s for s in self.sizes if s >= len(step.chunks))
         inputs = self._inputs[size]
-        inputs.fill(step, self.cache.page_tokens, self.cache.num_pages)
+        inputs.fill(step, self.cache.page_tokens, self.cache.num_pages, tokens)
         if size not in self._replays:
             self._replays[size] = self._recorded(inputs)
         return self._replays[size]()[: len(step.chunks)]

@@ -6,7 +6,7 @@ on its neighbours, nor on how its prompt was cut, nor on pages that it shares or
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +45,23 @@ class EngineConfig(SchedulerConfig):
     """Tokens in a page."""
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A step that was started and whose tokens the host has not read."""
+
+    step: Step
+    requests: list[int]
+    """That get a token, by row."""
+    chosen: Tensor | None = None
+    """The tokens, ``[R]``, on the device."""
+    found: Tensor | None = None
+    """Tokens, and log probabilities where any are wanted, on their way to the host."""
+    landing: torch.cuda.Event | None = None
+    """When they are there."""
+    top: dict[int, Top] = field(default_factory=dict)
+    """The likeliest tokens, by request."""
+
+
 class Engine:
     """Runs requests against one model.
 
@@ -56,6 +73,8 @@ class Engine:
         scheduler: what is waiting and running.
         cache: keys and values.
         decoder: runs the steps in which every request writes.
+        runs_ahead: whether a step may start before the tokens of the one before are read; on
+            a GPU the host's work then takes no time of its own.
     """
 
     def __init__(self, model: LanguageModel, config: EngineConfig) -> None:
@@ -91,6 +110,8 @@ class Engine:
         self._scores: dict[int, ScoreRequest] = {}
         self._prompt_scores: dict[int, PromptScores] = {}
         self._num_requests = 0
+        self._flight: _Flight | None = None  # a step started before its predecessor was read
+        self.runs_ahead = self.device.type == "cuda"
 
     def add(
         self,
@@ -173,8 +194,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._writings)
+        """Whether any request is waiting or running, or a step of them is."""
+        return bool(self._writings) or self._flight is not None
 
     @torch.no_grad()
     def step(self) -> list[NewToken | tuple[int, Generation]]:
@@ -186,20 +207,14 @@ class Engine:
             Tokens that nothing will take back (``row`` is the request), and each request that
             ended, with all that it wrote.
         """
-        step = self.scheduler.plan()
-        if step is None:
+        flight = self._flight or self._launch(self.scheduler.plan())
+        self._flight = None
+        if flight is None:
             return []
-        logits = self._logits(step)
-        wanting = [chunk.request for chunk in step.chunks if chunk.wants_token]
-        if not wanting:
-            self.scheduler.complete(step, {})
-            return []
-        # One rank decides: kernels that round differently must not part the ranks' texts.
-        tp = self.model.tp
-        chosen = choose(logits, [self._writings[request] for request in wanting])
-        chosen = all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
-        new = self._with_scores(wanting, chosen, logits)
-        self.scheduler.complete(step, {token.row: token.id for token in new})
+        if self.runs_ahead:
+            self._flight = self._launch(self._plan_ahead(flight), flight.chosen)
+        new = self._landed(flight)
+        self.scheduler.complete(flight.step, {token.row: token.id for token in new})
         return list(self._take(new))
 
     def run(self) -> Iterator[NewToken | tuple[int, Generation]]:
@@ -207,10 +222,50 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    def _logits(self, step: Step) -> Tensor:
+    def _launch(self, step: Step | None, tokens: Tensor | None = None) -> "_Flight | None":
+        """Start a step; ``tokens`` are those that the step before it chooses."""
+        if step is None:
+            return None
+        logits = self._logits(step, tokens)
+        requests = [chunk.request for chunk in step.chunks if chunk.wants_token]
+        if not requests:
+            return _Flight(step, [])
+        # One rank decides: kernels that round differently must not part the ranks' texts.
+        tp = self.model.tp
+        chosen = choose(logits, [self._writings[request] for request in requests])
+        chosen = all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
+        wanted = [self._scores[request] for request in requests]
+        # All at once: the host waits for the device one time a step.
+        found = chosen[None].double()
+        if any(scores.log_probs for scores in wanted):
+            found = torch.cat([found, log_probs_of(logits, chosen)[None].double()])
+        flight = _Flight(step, requests, chosen, found.to("cpu", non_blocking=True))
+        if found.is_cuda:
+            flight.landing = torch.cuda.Event()
+            flight.landing.record()
+        if most := max(scores.num_top for scores in wanted):
+            rows = [i for i, scores in enumerate(wanted) if scores.num_top]
+            for row, best in zip(rows, top_log_probs(logits[rows], most), strict=True):
+                flight.top[requests[row]] = best[: wanted[row].num_top]
+        return flight
+
+    def _plan_ahead(self, flight: "_Flight") -> Step | None:
+        """Plan the step after one in flight, where no text can end or needs its last token."""
+        step = flight.step
+        if not flight.requests or any(chunk.tokens[1:] for chunk in step.chunks):
+            return None
+        for request in flight.requests:
+            writing = self._writings.get(request)
+            if writing is None or len(writing.tokens) + 1 >= writing.num_tokens:
+                return None
+            if writing.needs_last_token or self._scores[request].num_top:
+                return None
+        return self.scheduler.plan_ahead(step)
+
+    def _logits(self, step: Step, tokens: Tensor | None) -> Tensor:
         """Run the model; score the tokens that chunks want, ``[R, V]``."""
         if all(chunk.wants_token and len(chunk.tokens) == 1 for chunk in step.chunks):
-            return self.decoder.logits(step)
+            return self.decoder.logits(step, tokens)
         inputs = step_tensors(step, self.config.page_tokens, self.device)
         self.cache.step = inputs
         hidden, _ = self.model(inputs.tokens, inputs.positions, self.cache)
@@ -220,28 +275,23 @@ class Engine:
                 self._prompt_scores[chunk.request].add(self.model, chunk.begin, own)
         return whole_logits(self.model, hidden[inputs.last])
 
-    def _with_scores(
-        self, requests: Sequence[int], chosen: Tensor, logits: Tensor
-    ) -> list[NewToken]:
-        """Bring the chosen tokens to the host, with the log probabilities that are wanted."""
-        wanted = [self._scores[request] for request in requests]
-        log_probs: Sequence[float | None] = [None] * len(requests)
-        if any(scores.log_probs for scores in wanted):
-            # Both at once: the host waits for the device one time a step.
-            both = torch.stack([chosen.double(), log_probs_of(logits, chosen).double()])
-            ids, log_probs = both.tolist()
-        else:
-            ids = chosen.tolist()
-        top: list[Top] = [()] * len(requests)
-        if most := max(scores.num_top for scores in wanted):
-            rows = [i for i, scores in enumerate(wanted) if scores.num_top]
-            for row, found in zip(rows, top_log_probs(logits[rows], most), strict=True):
-                top[row] = found[: wanted[row].num_top]
+    def _landed(self, flight: "_Flight") -> list[NewToken]:
+        """Wait for a step's tokens; return those of requests that go on."""
+        if flight.found is None:
+            return []
+        if flight.landing is not None:
+            flight.landing.synchronize()
+        ids, *rest = flight.found.tolist()
+        log_probs = rest[0] if rest else ids
         return [
-            NewToken(request, int(token), log_prob if scores.log_probs else None, its_top)
-            for request, token, log_prob, its_top, scores in zip(
-                requests, ids, log_probs, top, wanted, strict=True
+            NewToken(
+                request,
+                int(token),
+                log_prob if self._scores[request].log_probs else None,
+                flight.top.get(request, ()),
             )
+            for request, token, log_prob in zip(flight.requests, ids, log_probs, strict=True)
+            if request in self._writings
         ]
 
     def _take(self, new: Sequence[NewToken]) -> Iterator[NewToken | tuple[int, Generation]]:

@@ -1,8 +1,9 @@
 """Triton kernel of decoding: one query a request attends to keys and values in pages.
 
-The keys of a request are cut into splits that are read at the same time, each with its own
-maximum and sum; a second kernel joins them (flash decoding, Dao et al. 2023). The grid does
-not depend on lengths, so a CUDA graph can hold it. Imported only where tensors are on a GPU.
+It writes the new key and value to their place first. The keys of a request are cut into splits
+that are read at the same time, each with its own maximum and sum; a second kernel joins them
+(flash decoding, Dao et al. 2023). The grid does not depend on lengths, so a CUDA graph can hold
+it. Imported only where tensors are on a GPU.
 """
 
 from typing import Any, no_type_check
@@ -35,6 +36,8 @@ def _keys_of_split(length, window, split, KEYS: tl.constexpr, SPLITS: tl.constex
 @no_type_check
 def _attend(
     q,
+    new_keys,
+    new_values,
     keys,
     values,
     tables,
@@ -44,6 +47,8 @@ def _attend(
     scale,
     window,
     table_size,
+    new_key_stride,
+    new_value_stride,
     N: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
@@ -60,6 +65,17 @@ def _attend(
     begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
     row = tl.arange(0, HEADS)
     lane = tl.arange(0, LANES)
+    last = length - 1
+    if (begin <= last) & (last < end):
+        page = tl.load(tables + request * table_size + last // Z)
+        at = ((page.to(tl.int64) * Z + last % Z) * G + group) * H + lane
+        key = tl.load(new_keys + request * new_key_stride + group * H + lane, mask=lane < H)
+        value = tl.load(
+            new_values + request * new_value_stride + group * H + lane, mask=lane < H
+        )
+        tl.store(keys + at, key, mask=lane < H)
+        tl.store(values + at, value, mask=lane < H)
+    tl.debug_barrier()  # the loop below reads them
     head = group * (N // G) + row
     inside = (row[:, None] < N // G) & (lane[None, :] < H)
     query = q + (request * N + head[:, None]) * H + lane[None, :]
@@ -113,6 +129,8 @@ def _join(parts, sums, out, H: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.con
 
 def paged_decode(
     q: Float[Tensor, "R N H"],
+    k: Float[Tensor, "R G H"],
+    v: Float[Tensor, "R G H"],
     keys: Float[Tensor, "P Z G H"],
     values: Float[Tensor, "P Z G H"],
     tables: Int[Tensor, "R M"],
@@ -121,16 +139,18 @@ def paged_decode(
     window: int = -1,
     scale: float | None = None,
 ) -> Float[Tensor, "R N H"]:
-    """Let one query of each request attend to its keys, the last of which is its own.
+    """Write a new key and value of each request; let its one query attend to all it has.
 
     Waits for nothing and takes shapes alone, so a CUDA graph may hold it.
 
     Args:
         q: queries; R requests.
-        keys: in pages of Z tokens.
-        values: in the same pages.
+        k: the last key of each request.
+        v: the last value of each request.
+        keys: in pages of Z tokens; changed.
+        values: in the same pages; changed.
         tables: pages of each request, in order; at least those of its keys that are seen.
-        lengths: keys of each request, at least one.
+        lengths: keys of each request, the new one included.
         window: earlier keys that a query sees besides its own; -1: all.
         scale: of the scores; None: 1/sqrt(H).
     """
@@ -142,8 +162,11 @@ def paged_decode(
     parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
     sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
     _attend[(R, G, splits)](
         q.contiguous(),
+        k,
+        v,
         keys,
         values,
         tables,
@@ -153,6 +176,8 @@ def paged_decode(
         H**-0.5 if scale is None else scale,
         window,
         tables.shape[1],
+        k.stride(0),
+        v.stride(0),
         N=N,
         G=G,
         H=H,
@@ -171,17 +196,22 @@ def paged_decode(
 def _trial(
     device: torch.device, dtype: torch.dtype, head_dim: int, group: int
 ) -> list[tuple[Tensor, Tensor]]:
-    from mcore_infer.engine.paged import reference_decode
+    from mcore_infer.engine.paged import reference_decode, write_to_pages
 
     q = wave(3, 2 * group, head_dim, device=device, dtype=dtype)
+    k, v = wave(2, 3, 2, head_dim, device=device, dtype=dtype)
     keys, values = wave(2, 9, 32, 2, head_dim, device=device, dtype=dtype)
     tables = torch.tensor([[8, 1, 5], [2, 0, 0], [3, 7, 4]], device=device)
     lengths = torch.tensor([70, 1, 96], device=device)
+    places = torch.tensor([5 * 32 + 5, 2 * 32, 4 * 32 + 31], device=device)
     pairs = []
     for window in (-1, 40):
-        arguments: Any = (q, keys, values, tables, lengths)
-        got = paged_decode(*arguments, window=window)
-        pairs.append((got, reference_decode(*arguments, window=window)))
+        own_keys, own_values = keys.clone(), values.clone()
+        new: Any = (q, k, v, own_keys, own_values, tables, lengths)
+        got = paged_decode(*new, window=window)
+        write_to_pages((keys, values), (k, v), places)
+        want = reference_decode(q, keys, values, tables, lengths, window=window)
+        pairs += [(got, want), (own_keys, keys.clone()), (own_values, values.clone())]
     return pairs
 
 

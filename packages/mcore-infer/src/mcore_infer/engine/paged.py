@@ -5,7 +5,7 @@ writes their keys and values to the places that the scheduler gave, then every c
 to its own request's pages.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,53 +72,88 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
     )
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeTensors:
     """A step of one token each, padded to a fixed number of rows; memory that is kept.
 
     Rows without a request write to the padding page and read it.
+
+    Attributes:
+        tokens: ``[1, R]``.
+        positions: ``[R]``.
+        places: ``[R]``, see ``StepTensors``.
+        lengths: keys of each request, the new one included, ``[R]``.
+        tables: pages of each request, in order, ``[R, M]``.
     """
 
-    tokens: Int[Tensor, "1 R"]
-    positions: Int[Tensor, " R"]
-    places: Int[Tensor, " R"]
-    """See ``StepTensors``."""
-    tables: Int[Tensor, "R M"]
-    """Pages of each request, in order."""
-    lengths: Int[Tensor, " R"]
-    """Keys of each request, the new one included."""
+    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
+        """Allocate rows without requests; fill them with ``fill``.
 
-    @classmethod
-    def allocate(cls, num_rows: int, num_pages: int, device: torch.device) -> "DecodeTensors":
-        """Return rows without requests; fill them with ``fill``."""
-        rows = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
-        tables = torch.zeros(num_rows, num_pages, dtype=torch.int64, device=device)
-        return cls(rows[0][None], rows[1], rows[2], tables, rows[3])
+        Args:
+            num_rows: R.
+            num_pages: M, most pages of a request.
+            device: where the model is.
+        """
+        # A step may be laid out while the one before is on its way to the device.
+        self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(2)]
+        self._device = self._mirrors[0].memory.to(device)
+        rows, self.tables = _rows_and_tables(self._device, num_rows, num_pages)
+        self.tokens, self.positions, self.places, self.lengths = rows[0][None], *rows[1:]
+
+    def fill(
+        self, step: Step, page_tokens: int, padding_page: int, tokens: Tensor | None = None
+    ) -> None:
+        """Copy a step in, in one transfer that the host does not wait for.
+
+        The step before the last must be over: its tokens are known.
+
+        Args:
+            step: of one token each.
+            page_tokens: tokens in a page.
+            padding_page: page of rows without a request.
+            tokens: of the chunks, ``[R]``, where the host does not know them yet.
+        """
+        self._mirrors.reverse()
+        self._mirrors[0].fill(step, page_tokens, padding_page)
+        self._device.copy_(self._mirrors[0].memory, non_blocking=True)
+        if tokens is not None:
+            self.tokens[0, : len(tokens)] = tokens
+
+
+class _Mirror:
+    """A step in the host's memory, laid out as on the device."""
+
+    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
+        self.memory = torch.zeros(
+            num_rows * (4 + num_pages), dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        rows, tables = _rows_and_tables(self.memory, num_rows, num_pages)
+        self.rows, self.tables = rows.numpy(), tables.numpy()
+        self.pages: list[tuple[int, ...]] = [()] * num_rows  # as in the tables
 
     def fill(self, step: Step, page_tokens: int, padding_page: int) -> None:
-        """Copy a step in, without waiting for the device."""
-        num_rows, num_pages = self.tables.shape
-        padding = num_rows - len(step.chunks)
+        """Lay a step out; of the tables only what changed."""
+        num_used = len(step.chunks)
         begins = [chunk.begin for chunk in step.chunks]
-        places = [
+        self.rows[0, :num_used] = [chunk.tokens[0] for chunk in step.chunks]
+        self.rows[1, :num_used] = begins
+        self.rows[2, :num_used] = [
             chunk.pages[-1] * page_tokens + chunk.begin % page_tokens for chunk in step.chunks
         ]
-        tables = [[*c.pages, *([0] * (num_pages - len(c.pages)))] for c in step.chunks]
-        rows = [
-            [chunk.tokens[0] for chunk in step.chunks] + [0] * padding,
-            begins + [0] * padding,
-            places + [padding_page * page_tokens] * padding,
-            [begin + 1 for begin in begins] + [1] * padding,
-        ]
-        tables += [[padding_page] * num_pages] * padding
-        device = self.tables.device
-        for memory, row in zip(
-            (self.tokens[0], self.positions, self.places, self.lengths),
-            _on(rows, device),
-            strict=True,
-        ):
-            memory.copy_(row)
-        self.tables.copy_(_on(tables, device).clamp_(min=0))  # -1: out of every window
+        self.rows[3, :num_used] = [begin + 1 for begin in begins]
+        self.rows[:, num_used:] = [[0], [0], [padding_page * page_tokens], [1]]
+        held = [chunk.pages for chunk in step.chunks]
+        for row, pages in enumerate([*held, *[(padding_page,)] * (len(self.pages) - num_used)]):
+            if self.pages[row] != pages:
+                self.pages[row] = pages
+                # -1: out of every window.
+                self.tables[row, : len(pages)] = [max(0, page) for page in pages]
+
+
+def _rows_and_tables(
+    memory: Tensor, num_rows: int, num_pages: int
+) -> tuple[Int[Tensor, "4 R"], Int[Tensor, "R M"]]:
+    rows, tables = memory.split([4 * num_rows, num_rows * num_pages])
+    return rows.view(4, num_rows), tables.view(num_rows, num_pages)
 
 
 class PagedCache:
@@ -186,16 +221,21 @@ class _PagedLayer:
         size = (self.cache.num_pages + 1, self.cache.page_tokens)
         if self.keys is None:
             self.keys = k.new_zeros(*size, *k.shape[2:])
-        self.keys.flatten(0, 1)[step.places] = k[:, 0]
-        if v is not None:
-            if self.values is None:
-                self.values = v.new_zeros(*size, *v.shape[2:])
-            self.values.flatten(0, 1)[step.places] = v[:, 0]
+        if v is not None and self.values is None:
+            self.values = v.new_zeros(*size, *v.shape[2:])
         values = self.keys[..., :value_dim] if self.values is None else self.values
         if isinstance(step, DecodeTensors):
-            decode = self._decoder(q, k, values, scores)
+            decode = self._kernel(q, k, v, scores)
+            if decode is not None and v is not None:
+                new, pages = (k[:, 0], v[:, 0]), (self.keys, values)
+                where = (step.tables, step.lengths)
+                return decode(q[:, 0], *new, *pages, *where, window=window, **scores)[:, None]
+        news, memories = ((k,), (self.keys,)) if v is None else ((k, v), (self.keys, values))
+        write_to_pages(memories, [new[:, 0] for new in news], step.places)
+        if isinstance(step, DecodeTensors):
+            self.cache.waits_for_device = True
             where = (self.keys, values, step.tables, step.lengths)
-            return decode(q[:, 0], *where, window=window, **scores).unsqueeze(1)
+            return reference_decode(q[:, 0], *where, window=window, **scores).unsqueeze(1)
         mixed = []
         for chunk in step.chunks:
             own = q[chunk.begin : chunk.end]
@@ -203,19 +243,18 @@ class _PagedLayer:
             mixed.append(attend(own, *seen, window=window, backend=backend, **scores))
         return torch.cat(mixed)
 
-    def _decoder(
-        self, q: Tensor, k: Tensor, values: Tensor, scores: Mapping[str, Any]
-    ) -> Callable[..., Tensor]:
-        """Return the fast way to decode where it works, else the reference."""
-        has_kernel = q.is_cuda and q.dtype != torch.float64 and values.shape[-1] == q.shape[-1]
-        if has_kernel and not scores.keys() - {"scale"}:
-            from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
+    def _kernel(
+        self, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
+    ) -> Callable[..., Tensor] | None:
+        """Return the kernel of decoding where it works; it writes to the pages itself."""
+        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - {"scale"}:
+            return None
+        if not q.is_cuda or q.dtype == torch.float64:
+            return None
+        from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
 
-            kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2]
-            if works(DECODE_KERNEL, q.device, *kind):
-                return paged_decode
-        self.cache.waits_for_device = True
-        return reference_decode
+        kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2]
+        return paged_decode if works(DECODE_KERNEL, q.device, *kind) else None
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Float[Tensor, "Z 1 G H"]:
         """Gather what a chunk sees. Pages before every window may be another request's."""
@@ -223,6 +262,16 @@ class _PagedLayer:
         first_page = 0 if window < 0 else max(0, chunk.first - window) // size
         end = chunk.first + chunk.end - chunk.begin - first_page * size
         return memory[chunk.pages[first_page:]].flatten(0, 1)[:end].unsqueeze(1)
+
+
+def write_to_pages(
+    memories: Sequence[Float[Tensor, "P Z G _"]],
+    news: Sequence[Float[Tensor, "T G _"]],
+    places: Int[Tensor, " T"],
+) -> None:
+    """Write new keys and values to their places: page times tokens of a page, plus offset."""
+    for memory, new in zip(memories, news, strict=True):
+        memory.flatten(0, 1)[places] = new
 
 
 def reference_decode(
@@ -237,7 +286,7 @@ def reference_decode(
 ) -> Float[Tensor, "R N J"]:
     """Let one query of each request attend to its keys, one request after the other.
 
-    The reference of ``kernels.paged_decode``, with its arguments and any others of
+    With ``write_to_pages`` the reference of ``kernels.paged_decode``; takes any arguments of
     ``attend``; waits for the device.
     """
     size, rows = keys.shape[1], []

@@ -60,7 +60,8 @@ class Chunk:
     begin: int
     """Position of the first token."""
     tokens: tuple[int, ...]
-    """To be computed; their keys and values go behind those of earlier tokens."""
+    """To be computed; their keys and values go behind those of earlier tokens. ``(-1,)``: the
+    one that a step in flight chooses."""
     pages: tuple[int, ...]
     """Of the whole request up to the last of these tokens; those out of every window are
     ``-1``."""
@@ -221,6 +222,31 @@ class Scheduler:
             self._requests[chunk.request].num_in_flight = len(chunk.tokens)
         return Step(tuple(chunks.values()), tuple(preempted))
 
+    def plan_ahead(self, step: Step) -> Step | None:
+        """Choose what follows a step of one token a request, before its tokens are known.
+
+        Returns:
+            A step of the same requests, each with the token that ``step`` chooses, to be
+            completed after it; None where anything else would come first.
+        """
+        requests = [self._requests[chunk.request] for chunk in step.chunks]
+        if len(requests) != len(self._running) or (self._waiting and self._slots):
+            return None
+        if any(r.is_over or r.num_left or r.num_in_flight != 1 for r in requests):
+            return None
+        needed = [self._num_pages(r.num_computed + 2) - len(r.pages) for r in requests]
+        if sum(needed) > self.pool.num_free:
+            return None
+        chunks = []
+        for request, count in zip(requests, needed, strict=True):
+            request.pages += [self.pool.take() for _ in range(count)]
+            request.num_in_flight += 1
+            begin, pages = request.num_computed + 1, tuple(request.pages)
+            chunks.append(
+                Chunk(request.id, request.slot, begin, (-1,), pages, wants_token=True)
+            )
+        return Step(tuple(chunks), ())
+
     def complete(self, step: Step, new_tokens: Mapping[int, int]) -> None:
         """Take the results of a step.
 
@@ -231,10 +257,11 @@ class Scheduler:
         """
         for chunk in step.chunks:
             request = self._requests[chunk.request]
-            request.num_computed += request.num_in_flight
-            request.num_in_flight = 0
+            request.num_computed += len(chunk.tokens)
+            request.num_in_flight -= len(chunk.tokens)
             if request.is_over:
-                self._drop(request)
+                if not request.num_in_flight:
+                    self._drop(request)
                 continue
             if chunk.wants_token:
                 request.tokens.append(new_tokens[chunk.request])
