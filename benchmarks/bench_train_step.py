@@ -1,18 +1,21 @@
-"""Time and profile the training step of any ``mcore-train gpt`` run, on random tokens.
+"""Time and profile the training step of any ``mcore-train`` run, on random tokens.
 
     torchrun --nproc-per-node 2 benchmarks/bench_train_step.py --name llama-8b-8-layers \
         -- --recipe recipes/model/llama-3-8b.toml --num-layers 8 --bf16 --mock-data ...
 
-Everything after ``--`` is flags of ``mcore-train gpt``. Rank 0 prints one JSON line and
+Everything after ``--`` is flags of ``mcore-train gpt``, or of the command that ``--program``
+names, whose batches then are those of ``--mock-data``. Rank 0 prints one JSON line and
 writes it to ``--output``: median step with p10 and p90, tokens/s/GPU, model TFLOP/s, peak
 memory, and the split of a profiled step by kind of kernel.
 """
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import islice
 
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
@@ -23,6 +26,9 @@ from mcore_models.kernels import flash4_attention
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run, assemble
+from mcore_train.batches import train_batches
+from mcore_train.cli import MAMBA_FLAGS
+from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
@@ -33,10 +39,16 @@ def main() -> None:
     """Run the benchmark that the command line asks for."""
     own, _, flags = _partition(sys.argv[1:])
     options = _options(own)
-    plan = resolve(parse(flags), launcher.read_environment().world_size)
+    command = FAMILY_COMMANDS[options.program]
+    beginning = MAMBA_FLAGS if options.program == "mamba" else ()
+    config = parse(flags, f"mcore-train {options.program}", command.run, beginning)
+    plan = resolve(config, launcher.read_environment().world_size, family=command.family)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)
-        batches = [random_batches(run) for _ in range(4)]
+        if command.family.dataset == "gpt":
+            batches = [random_batches(run) for _ in range(4)]
+        else:
+            batches = list(islice(train_batches(run), 4))
 
         def step(i: int) -> None:
             train_step(run, batches[i % 4], 1e-5, 0.01)
@@ -57,6 +69,7 @@ def _partition(argv: list[str]) -> tuple[list[str], str, list[str]]:
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--name", required=True)
+    parser.add_argument("--program", choices=FAMILY_COMMANDS, default="gpt")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
@@ -108,11 +121,17 @@ def report(
     """Print the result as one JSON line and keep it if a folder is given."""
     plan = run.plan
     tokens_per_s = plan.tokens_per_step / statistics.median(times) * 1e3 / plan.world_size
-    flops = flops_per_token(
-        plan.config.model,
-        seq_length=plan.config.batch.seq_length,
-        padded_vocab_size=plan.padded_vocab_size,
-        moe=plan.config.experts,
+    model = plan.config.model
+    has_formula = options.program in ("gpt", "mamba")
+    flops = (
+        flops_per_token(
+            model,
+            seq_length=plan.config.batch.seq_length,
+            padded_vocab_size=plan.padded_vocab_size,
+            moe=plan.config.experts,
+        )
+        if has_formula
+        else math.nan
     )
     row = {
         "name": options.name,
@@ -125,7 +144,7 @@ def report(
         "micro_batches": plan.num_microbatches,
         **quantiles(times, "step_ms", 2),
         "tokens_per_s_per_gpu": round(tokens_per_s, 1),
-        "tflops_per_gpu": round(tokens_per_s * flops / 1e12, 1),
+        **({"tflops_per_gpu": round(tokens_per_s * flops / 1e12, 1)} if has_formula else {}),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "split_ms": split,
     }

@@ -21,7 +21,8 @@ from mcore_parallel.precision.gemm import Operands, PlainGemm
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 MOST_ROWS = 16
-"""Of a step whose GEMMs the kernel multiplies; with more torch is as fast."""
+"""Of a step whose GEMMs the kernel multiplies, the least of tensor cores; with more torch is
+as fast."""
 
 
 def decode_sizes(max_requests: int) -> list[int]:

@@ -13,10 +13,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_infer.engine.decoding import MOST_ROWS
 from mcore_parallel.optional_kernels import OptionalKernel, wave
-
-MOST_ROWS = 16
-"""Rows of x, the least that tensor cores multiply."""
 
 
 @triton.jit

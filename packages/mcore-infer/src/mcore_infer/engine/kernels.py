@@ -34,6 +34,34 @@ def _keys_of_split(length, window, split, KEYS: tl.constexpr, SPLITS: tl.constex
 
 @triton.jit
 @no_type_check
+def _place(table, position, Z: tl.constexpr):
+    # Of a request's token in the memory of all pages.
+    return tl.load(table + position // Z).to(tl.int64) * Z + position % Z
+
+
+@triton.jit
+@no_type_check
+def _copy_row(source, target, H: tl.constexpr, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    tl.store(target + lane, tl.load(source + lane, mask=lane < H), mask=lane < H)
+
+
+@triton.jit
+@no_type_check
+def _mix(score, value, top, total, mixed, PRECISION: tl.constexpr):
+    # Add keys to the running maximum, the sum of weights and the weighted values.
+    new_top = tl.maximum(top, tl.max(score, 1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
+    weight = tl.exp(score - safe[:, None])
+    shrink = tl.exp(top - safe)
+    total = total * shrink + tl.sum(weight, 1)
+    weight = weight.to(value.dtype)
+    mixed = tl.dot(weight, value, mixed * shrink[:, None], input_precision=PRECISION)
+    return new_top, total, mixed
+
+
+@triton.jit
+@no_type_check
 def _attend(
     q,
     new_keys,
@@ -63,47 +91,32 @@ def _attend(
     request, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
-    row = tl.arange(0, HEADS)
-    lane = tl.arange(0, LANES)
-    last = length - 1
-    if (begin <= last) & (last < end):
-        page = tl.load(tables + request * table_size + last // Z)
-        at = ((page.to(tl.int64) * Z + last % Z) * G + group) * H + lane
-        key = tl.load(new_keys + request * new_key_stride + group * H + lane, mask=lane < H)
-        value = tl.load(
-            new_values + request * new_value_stride + group * H + lane, mask=lane < H
-        )
-        tl.store(keys + at, key, mask=lane < H)
-        tl.store(values + at, value, mask=lane < H)
+    row, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
+    if (begin < length) & (length <= end):
+        at = (_place(tables + request * table_size, length - 1, Z) * G + group) * H
+        _copy_row(new_keys + request * new_key_stride + group * H, keys + at, H, LANES)
+        _copy_row(new_values + request * new_value_stride + group * H, values + at, H, LANES)
     tl.debug_barrier()  # the loop below reads them
     head = group * (N // G) + row
     inside = (row[:, None] < N // G) & (lane[None, :] < H)
-    query = q + (request * N + head[:, None]) * H + lane[None, :]
-    query = tl.load(query, mask=inside, other=0.0)
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
+    at = (request * N + head[:, None]) * H + lane[None, :]
+    query = tl.load(q + at, mask=inside, other=0.0)
+    top, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, LANES], tl.float32)
     for start in range(begin, end, KEYS):
         place = start + tl.arange(0, KEYS)
         is_key = place < end
-        page = tl.load(tables + request * table_size + place // Z, mask=is_key, other=0)
-        at = ((page.to(tl.int64) * Z + place % Z) * G + group) * H
+        known = tl.minimum(place, end - 1)
+        at = (_place(tables + request * table_size, known, Z) * G + group) * H
         seen = is_key[:, None] & (lane[None, :] < H)
         key = tl.load(keys + at[:, None] + lane[None, :], mask=seen, other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         is_seen = is_key & ((window < 0) | (place >= length - 1 - window))
         score = tl.where(is_seen[None, :], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
-        weight = tl.exp(score - safe[:, None])
-        shrink = tl.exp(top - safe)
-        total = total * shrink + tl.sum(weight, 1)
         value = tl.load(values + at[:, None] + lane[None, :], mask=seen, other=0.0)
         # Pages out of the window may be another request's: even a NaN there must weigh nothing.
         value = tl.where(is_seen[:, None], value, 0.0)
-        weight = weight.to(value.dtype)
-        mixed = tl.dot(weight, value, mixed * shrink[:, None], input_precision=PRECISION)
-        top = new_top
+        top, total, mixed = _mix(score, value, top, total, mixed, PRECISION)
     at_part = (request * N + head) * SPLITS + split
     some = tl.where(total > 0.0, total, 1.0)
     tl.store(parts + at_part[:, None] * H + lane[None, :], mixed / some[:, None], mask=inside)
