@@ -38,6 +38,7 @@ _EXPORTS: dict[str, str] = {
     "save_torch": "save_load.torch_models",
     "step_folder": "storage.paths",
     "torch_model_shards": "save_load.torch_models",
+    "transfer_weights": "save_load.weight_transfer",
     "upcycle": "conversion.upcycling",
 }
 

@@ -1,0 +1,161 @@
+"""Weights from one layout to another without files: from training to serving, in memory.
+
+Both layouts live on the ranks of one world. Ranks exchange what they hold and want as boxes of
+logical tensors; from the same lists each computes the same moves, and bytes travel in rounds of
+bounded size. What stays on its rank is copied there.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from torch import Tensor
+
+from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.saving import box_of, claims_of
+from mcore_ckpt.save_load.tensor_exchange import ROUND_BYTES, Move, exchange, travel_device
+from mcore_ckpt.storage.boxes import Box, cover_problems, intersect, shifted
+from mcore_ckpt.storage.files import DTYPES, narrowed
+from mcore_ckpt.storage.index import DTYPE_BYTES
+from mcore_ckpt.storage.shard_plans import Claim, Write, listed, name_problems
+from mcore_parallel.mesh import Axis
+from mcore_parallel.sharding import Shard
+
+Claims = Mapping[str, Claim]
+
+
+def transfer_weights(
+    source: Mapping[str, Shard],
+    target: Mapping[str, Shard],
+    *,
+    world: Axis,
+    round_bytes: int = ROUND_BYTES,
+) -> None:
+    """Fill the pieces of one layout from those of another.
+
+    Communicates over ``world``: all its ranks call it, each with what it holds and wants;
+    either may be empty on a rank. Dtypes that differ are cast by the receiver.
+
+    Args:
+        source: logical name to pieces, which are read.
+        target: logical name to pieces, which are written in place; the same names over all
+            ranks as in ``source``, in the same shapes.
+        world: ranks of both layouts.
+        round_bytes: bounds what is on the way.
+
+    Raises:
+        ValueError: on all ranks, before anything travels: if names or shapes differ, or the
+            source does not hold all of a tensor.
+    """
+    with agreed(world):
+        mine = [claims_of(source), claims_of(target)]
+    texts = [{name: claim.to_json() for name, claim in one.items()} for one in mine]
+    held: list[Claims] = []
+    wanted: list[Claims] = []
+    for answer in gather_json(texts, world):
+        for found, one in zip((held, wanted), answer, strict=True):
+            found.append({name: Claim.from_json(claim) for name, claim in one.items()})
+    moves = plan_transfer(held, wanted)
+    dtypes = {name: claim.dtype for one in held for name, claim in one.items()}
+
+    def give(one: Write) -> Tensor:
+        return _views(source[one.name], one.box)[0]
+
+    def take(one: Write, data: Tensor) -> None:
+        came = data.view(DTYPES[dtypes[one.name]]).view(one.box[1])
+        for view in _views(target[one.name], one.box):
+            view.copy_(came)
+
+    pieces = (
+        piece.data for one in (source, target) for s in one.values() for piece in s.pieces
+    )
+    exchange(
+        moves,
+        give,
+        take,
+        world=world,
+        device=travel_device(pieces, world),
+        round_bytes=round_bytes,
+    )
+
+
+def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move[Write]]:
+    """List who sends what to whom; equal on all ranks. Pure.
+
+    A box comes from its own rank if that holds it, else from the holder that sends least.
+
+    Args:
+        held: what each rank has, in rank order.
+        wanted: what each rank needs.
+
+    Raises:
+        ValueError: if names or shapes differ between the two, or owners' boxes leave holes.
+    """
+    boxes = _cover(held)
+    shapes = {name: claim.shape for one in held for name, claim in one.items()}
+    dtypes = {name: claim.dtype for one in held for name, claim in one.items()}
+    names = {name for one in wanted for name in one}
+    missing, unused = name_problems(names, list(boxes))
+    problems = [f"not held by any rank: {text}" for text in missing]
+    problems += [f"wanted by no rank: {name}" for name in unused]
+    problems += [
+        f"{name}: {list(shapes[name])} is held and {list(claim.shape)} is wanted"
+        for one in wanted
+        for name, claim in one.items()
+        if name in shapes and claim.shape != shapes[name]
+    ]
+    if problems:
+        raise ValueError("cannot transfer weights: " + listed(list(dict.fromkeys(problems))))
+    moves: list[Move[Write]] = []
+    sent = [0] * len(held)
+    for name, holders in boxes.items():
+        size = DTYPE_BYTES[dtypes[name]]
+        for rank, one in enumerate(wanted):
+            claim = one.get(name)
+            for box in dict.fromkeys(claim.boxes) if claim else ():
+                for there, ranks in holders.items():
+                    part = intersect(box, there)
+                    if part is None:
+                        continue
+                    giver = rank if rank in ranks else min(ranks, key=lambda r: (sent[r], r))
+                    num_bytes = prod(part[1]) * size
+                    sent[giver] += num_bytes if giver != rank else 0
+                    moves.append(Move(giver, rank, num_bytes, Write(name, part)))
+    return moves
+
+
+def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
+    """Find who holds each owner's box of each tensor.
+
+    Raises:
+        ValueError: if they do not cover a tensor exactly.
+    """
+    boxes: dict[str, dict[Box, list[int]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in held:
+        for name, claim in one.items():
+            shapes[name] = claim.shape
+            mine = boxes.setdefault(name, {})
+            if claim.owner:
+                mine |= {box: mine.get(box, []) for box in claim.boxes}
+    for rank, one in enumerate(held):
+        for name, claim in one.items():
+            for box in dict.fromkeys(claim.boxes):
+                if box in boxes[name]:
+                    boxes[name][box].append(rank)
+    problems = [
+        f"{name}: {text}"
+        for name, mine in boxes.items()
+        for text in cover_problems(shapes[name], list(mine))
+    ]
+    if problems:
+        raise ValueError("cannot transfer weights: " + listed(problems))
+    return boxes
+
+
+def _views(shard: Shard, box: Box) -> list[Tensor]:
+    """Return the memory of a box in each piece that holds all of it."""
+    found = []
+    for piece in shard.pieces:
+        if intersect(box, box_of(piece)) == box:
+            found.append(narrowed(piece.data.detach(), shifted(box, piece.offsets)))
+    return found
