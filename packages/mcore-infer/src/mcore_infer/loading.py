@@ -72,24 +72,7 @@ def load_model(
             "checkpoint that mcore-train or mcore-ckpt convert wrote."
         )
     description = ModelDescription.from_dict(index.extra["model"], families)
-    built = families[description.family].build(
-        description.config,
-        ctx,
-        vocab_size=description.vocab_size,
-        moe=description.moe,
-        device="meta",  # weights are read, not drawn
-        dtype=dtype or _dtype_for(ctx.device, index),
-    )
-    if not isinstance(built, LanguageModel):
-        raise ValueError(
-            f"{folder} holds a model of the family {description.family}, which predicts no "
-            "next token: it can neither generate nor be scored on a text."
-        )
-    model = built
-    model.to_empty(device=ctx.device)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()  # what no logical tensor covers is padding, which is zero
+    model = empty_model(description, ctx, dtype or _dtype_for(ctx.device, index), families)
     shards = {f"model.{name}": s for name, s in named_shards(model, ctx.data_axes()).items()}
     load(
         folder,
@@ -101,6 +84,43 @@ def load_model(
     )
     model.eval()
     return LoadedModel(model, description, _tokenizer_of(folder), folder)
+
+
+def empty_model(
+    description: ModelDescription,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+    families: Mapping[str, Family] = FAMILIES,
+) -> LanguageModel:
+    """Build a model whose weights are zero, to be filled; no communication.
+
+    Args:
+        description: which model.
+        ctx: the rank grid, without pipeline and context parallelism.
+        dtype: to compute in.
+        families: of models that there may be.
+
+    Raises:
+        ValueError: if the model predicts no next token.
+    """
+    model = families[description.family].build(
+        description.config,
+        ctx,
+        vocab_size=description.vocab_size,
+        moe=description.moe,
+        device="meta",  # weights are read, not drawn
+        dtype=dtype,
+    )
+    if not isinstance(model, LanguageModel):
+        raise ValueError(
+            f"a model of the family {description.family} predicts no next token: it can "
+            "neither generate nor be scored on a text."
+        )
+    model.to_empty(device=ctx.device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()  # what no logical tensor covers is padding, which is zero
+    return model
 
 
 def check_context(ctx: ParallelContext) -> None:

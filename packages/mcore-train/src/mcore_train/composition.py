@@ -32,6 +32,7 @@ from mcore_train.config import (
     LogConfig,
     OptimizerConfig,
     RunConfig,
+    SampleConfig,
     SaveConfig,
     ScheduleConfig,
     VerifyConfig,
@@ -62,6 +63,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     fim: FIMConfig = field(default_factory=FIMConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
+    samples: SampleConfig = field(default_factory=SampleConfig)
     saving: SaveConfig = field(default_factory=SaveConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     local_saving: LocalConfig = field(default_factory=LocalConfig)

@@ -189,6 +189,31 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    """Texts that the model writes while it trains."""
+
+    sample_interval: int = 0
+    """Steps between texts; 0: none. Weights go to a serving layout in memory, without files."""
+    sample_prompts: tuple[str, ...] = ("",)
+    """Beginnings of the texts; an empty one begins a document."""
+    sample_num_tokens: int = 64
+    """Tokens to write after each prompt, at most."""
+    sample_temperature: float = 0.8
+    """Scores are divided by it; below 1 the likely gets likelier."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        _check_at_least(self, 0, "sample_interval")
+        _check_at_least(self, 1, "sample_num_tokens")
+        if not self.sample_temperature > 0:
+            raise ValueError(f"--sample-temperature {self.sample_temperature} must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SaveConfig:
     """Where and when checkpoints are written."""
 

@@ -25,6 +25,7 @@ from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.step import StepResult, train_step
+from mcore_train.texts import TextWriter
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,13 @@ def train(
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     copies = WeightCopies(run.data_parallel, run.iteration)
     recorder = run.recorder or nullcontext()
-    with recorder, checkpoints, StopRequest(run.ctx) as stop, collector:
+    with (
+        recorder,
+        checkpoints,
+        StopRequest(run.ctx) as stop,
+        collector,
+        _texts(run, interval) as write_due_texts,
+    ):
         while run.iteration < last:
             result = one_step(run, batches, checkpoints.hold)
             interval.add(result)
@@ -87,6 +94,7 @@ def train(
             if _divides(config.evaluation.eval_interval, run.iteration):
                 with interval.paused():
                     validate(run, reporter)
+            write_due_texts()
             if _divides(config.saving.save_interval, run.iteration):
                 # In the background it is part of the step: nothing waits for the device.
                 with nullcontext() if checkpoints.is_async else interval.paused():
@@ -124,6 +132,24 @@ def validate(run: Run, reporter: Reporter) -> Score:
         _report_score(run, reporter, f"valid {name}".strip(), score)
         total = Score(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
     return total
+
+
+@contextmanager
+def _texts(run: Run, interval: "Interval") -> Iterator[Callable[[], None]]:
+    """Give what writes the texts that are due, outside of the time of the steps."""
+    every = run.plan.config.samples.sample_interval
+    writer = TextWriter(run) if every else None
+
+    def write_due() -> None:
+        if writer is not None and _divides(every, run.iteration):
+            with interval.paused():
+                writer.write()
+
+    try:
+        yield write_due
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def _report_score(run: Run, reporter: Reporter, kind: str, score: Score) -> None:

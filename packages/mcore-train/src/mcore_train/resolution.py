@@ -24,6 +24,7 @@ from mcore_train.options.option_conflicts import (
     endless_numbers,
     find_option_conflicts,
     find_sample_conflicts,
+    find_text_conflicts,
     misplaced_predictions,
 )
 
@@ -138,6 +139,7 @@ def resolve(
         *_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
         *find_sample_conflicts(config, family.dataset),
         *find_option_conflicts(config),
+        *find_text_conflicts(config.samples, family.dataset, tokenizer_vocab_size),
     ]
     pp = config.parallelism.pipeline_model_parallel_size
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)

@@ -60,6 +60,12 @@ def test_a_layout_that_fits_is_kept_and_everything_else_shrinks():
     assert plan.num_microbatches == 2
 
 
+def test_a_run_that_writes_texts_has_a_small_run_that_writes_none():
+    flags = LLAMA | {"sample_interval": 5, "tokenizer_type": "ByteTokenizer"}
+    plan = resolve(compose(flags), 1, tokenizer_vocab_size=257)
+    assert build_small_run(plan, 8).config.samples.sample_interval == 0
+
+
 def test_fewer_groups_than_tensor_ranks_stay_fewer():
     flags = {"tensor_model_parallel_size": 8, "num_query_groups": 2}
     small, _ = small_run_of(LLAMA | flags, 8)

@@ -33,7 +33,7 @@ from mcore_train.checkpoints.resuming import (
     take_snapshot,
 )
 from mcore_train.guards.nan_guard import NonFiniteError
-from mcore_train.reporting.log import METRICS, TENSORBOARD, Reporter
+from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter
 
 log = logging.getLogger(__name__)
 
@@ -237,5 +237,6 @@ def clear_run_folder(save: str, ctx: ParallelContext) -> None:
         with FolderLock(save):
             remove_steps(save)
             if not is_store(as_path(save)):
-                (as_path(save) / METRICS).unlink(missing_ok=True)
+                for name in (METRICS, SAMPLES):
+                    (as_path(save) / name).unlink(missing_ok=True)
                 shutil.rmtree(as_path(save) / TENSORBOARD, ignore_errors=True)

@@ -23,6 +23,7 @@ from mcore_train.config import (
     LoadConfig,
     LogConfig,
     OptimizerConfig,
+    SampleConfig,
     SaveConfig,
     ScheduleConfig,
 )
@@ -100,6 +101,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
             full_validation=config.data.full_validation,
         ),
         evaluation=_shrink_evaluation(config.evaluation),
+        samples=SampleConfig(),
         saving=SaveConfig(),
         loading=LoadConfig(),
         logging=LogConfig(),

@@ -11,7 +11,7 @@ from mcore_parallel.config import AdamConfig, SGDConfig
 from mcore_parallel.logical_tensors import expert_size
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig, flat
-from mcore_train.config import flag
+from mcore_train.config import SampleConfig, flag
 
 
 def endless_numbers(config: TrainConfig) -> list[str]:
@@ -196,3 +196,24 @@ def _determinism_conflicts(config: TrainConfig) -> Iterator[str]:
             "--deterministic-mode cannot use --attention-backend fused, whose backward adds in "
             "any order: leave it out, or use flash4, flash or unfused."
         )
+
+
+def find_text_conflicts(
+    samples: SampleConfig, dataset: str, tokenizer_vocab_size: int
+) -> Iterator[str]:
+    """Name what keeps a run from writing texts.
+
+    Args:
+        samples: the options.
+        dataset: kind of samples that the family trains on.
+        tokenizer_vocab_size: tokens of the tokenizer; 0 where there is none.
+    """
+    if not samples.sample_interval:
+        for name in ("sample_prompts", "sample_num_tokens", "sample_temperature"):
+            if getattr(samples, name) != getattr(SampleConfig(), name):
+                yield f"{flag(name)} has no effect without --sample-interval: leave it out."
+        return
+    if dataset != "gpt":
+        yield "--sample-interval needs a model that predicts next tokens: leave it out."
+    elif not tokenizer_vocab_size:
+        yield "--sample-interval writes text: give --tokenizer-model."

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 
 ROOT = "mcore_train"
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"
-"""Names in the folder of ``--save``."""
+"""Names in the folder of ``--save``; samples are lines of iteration, prompt and text."""
 
 
 class LineHandler(logging.StreamHandler):

@@ -1,0 +1,98 @@
+"""Texts that a run writes while it trains, by weights that never touch a file."""
+
+import json
+
+import pytest
+import torch
+
+from mcore_infer.config import SamplingConfig
+from mcore_infer.generation import generate_text
+from mcore_infer.loading import load_model
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.assembly import assemble
+from mcore_train.composition import compose
+from mcore_train.loop import train
+from mcore_train.reporting.log import Reporter
+from mcore_train.resolution import plan_of
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "seq_length": 8,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "train_iters": 4,
+    "lr": 1e-2,
+    "mock_data": True,
+    "mock_vocab_size": 200,
+    "tokenizer_type": "ByteTokenizer",
+    "num_workers": 0,
+    "log_interval": 1,
+}
+SAMPLES = {
+    "sample_interval": 2,
+    "sample_prompts": ("In the", ""),
+    "sample_num_tokens": 12,
+    "sample_temperature": 0.7,
+}
+
+
+def losses(changes):
+    config = compose({**TINY, **changes})
+    world = torch.distributed.get_world_size()
+    plan = plan_of(config, world)
+    run = assemble(plan, ParallelContext.build(config.parallelism))
+    found = []
+    train(run, Reporter(None), on_report=lambda report: found.append(report.loss))
+    run.ctx.destroy()
+    return found
+
+
+def trained(folder, layout):
+    plain = losses(layout)
+    saved = {"save": str(folder), "save_interval": 2}
+    assert losses(layout | SAMPLES | saved) == plain
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_model_parallel_size": 2},
+        {"num_experts": 2, "expert_model_parallel_size": 2, "moe_ffn_hidden_size": 8},
+    ],
+    ids=["pp2", "ep2"],
+)
+def test_a_text_is_that_of_the_checkpoint_of_its_step_and_training_does_not_notice(
+    layout, tmp_path
+):
+    run_ranks(trained, 2, tmp_path / "run", layout)
+    text = (tmp_path / "run/samples.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(line["iteration"], line["prompt"]) for line in lines] == [
+        (step, prompt) for step in (2, 4) for prompt in SAMPLES["sample_prompts"]
+    ]
+    sampling = SamplingConfig(num_tokens=12, temperature=0.7)
+    for step in (2, 4):
+        loaded = load_model(tmp_path / "run", ParallelContext.single(), step=step)
+        texts = generate_text(loaded.model, loaded.tokenizer, ("In the", ""), sampling, 1234)
+        assert texts == [line["text"] for line in lines if line["iteration"] == step]
+    assert len({line["text"] for line in lines}) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample_prompts": ("So",)}, "--sample-prompts has no effect without"),
+        (
+            {"sample_interval": 5, "tokenizer_type": "HuggingFaceTokenizer"},
+            "--sample-interval writes text: give --tokenizer-model",
+        ),
+        ({"sample_interval": -1}, "--sample-interval"),
+        ({"sample_interval": 1, "sample_temperature": 0.0}, "--sample-temperature"),
+    ],
+)
+def test_options_of_texts_that_cannot_be_met_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(compose({**TINY, **changes}), 1)
