@@ -137,6 +137,8 @@ def convert(
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
     behind = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
     tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
+    if report.quantization:
+        tokens += f" Dequantized on reading: {report.quantization}."
     if report.not_carried:
         tokens += f" Not taken along: {', '.join(report.not_carried)}."
     print(

@@ -68,6 +68,8 @@ class Report:
     logits_differ_by: float | None = None
     """Largest difference of our model's logits from transformers', relative to the largest of
     them; None: not compared."""
+    quantization: str = ""
+    """How the source stores its matrices, which were dequantized; empty: as they are."""
     not_carried: tuple[str, ...] = ()
     """Files beside the source's weights that did not go along."""
 
@@ -197,6 +199,7 @@ def convert(
             found.left_behind,
             any(name in TOKENIZER_FILES for name in found.tokenizer),
             worst[0] if worst else None,
+            found.quantization,
             found.not_carried,
         )
 

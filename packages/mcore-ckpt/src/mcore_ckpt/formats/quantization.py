@@ -26,6 +26,7 @@ from mcore_ckpt.formats.quantized_layouts import (
 )
 from mcore_ckpt.mapping.low_bits import decode, stored, unpack
 from mcore_ckpt.mapping.mxfp4 import UnpackedMxfp4
+from mcore_ckpt.mapping.packed_words import ByInputs, ByOutputs, PackedRows, Scheme
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.views import Dequantized
 from mcore_ckpt.storage.files import DTYPES
@@ -59,11 +60,105 @@ def take_quantization(
     if how.get("quant_method") == "mxfp4":
         del config["quantization_config"]
         return UnpackedMxfp4
+    packed = packed_schemes(how)
+    if packed:
+        del config["quantization_config"]
+        return partial(PackedRows, schemes=packed, kept=(".k_scale", ".v_scale"))
     block = how.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and how.get("quant_method") == "fp8":
         del config["quantization_config"]
         return partial(Dequantized, block=(block[0], block[1]))
     return _as_it_is
+
+
+def quantization_name(config: dict[str, Any], folder: Path) -> str:
+    """Name the quantization that a folder says, for people; empty: none.
+
+    Args:
+        config: its config.json, before ``take_quantization``.
+        folder: with hf_quant_config.json, if there is one.
+    """
+    how = config.get("quantization_config")
+    said = _unified(how if isinstance(how, dict) else None, folder)
+    if said is not None:
+        return read_plan(said).layout.algo
+    if not isinstance(how, dict):
+        return ""
+    words = (how.get("quant_method"), how.get("checkpoint_format") or how.get("format"))
+    return " ".join(dict.fromkeys(str(word) for word in words if word))
+
+
+def packed_schemes(how: dict[str, Any]) -> tuple[Scheme, ...]:
+    """Read the ways in which a ``quantization_config`` packs matrices; empty: in none of ours.
+
+    Raises:
+        ValueError: for GPTQ, AWQ or compressed-tensors with settings that are not read here.
+    """
+    method = how.get("quant_method")
+    if method == "gptq":
+        bits, form = how.get("bits"), how.get("checkpoint_format", "gptq")
+        if bits not in (4, 8) or form not in ("gptq", "gptq_v2"):
+            raise ValueError(
+                f"quantization_config says GPTQ with bits {bits} and checkpoint_format "
+                f"{form!r}: read are 4 and 8 bits, gptq and gptq_v2."
+            )
+        offset = 1 if form == "gptq" else 0
+        return (ByInputs(bits=bits, group_size=how.get("group_size", -1), zero_offset=offset),)
+    if method == "awq":
+        bits, version = how.get("bits", how.get("w_bit")), how.get("version", "gemm")
+        if bits != 4 or str(version).lower() != "gemm":
+            raise ValueError(
+                f"quantization_config says AWQ with bits {bits} and version {version!r}: read "
+                "is 4 bits, gemm."
+            )
+        size = how.get("group_size", how.get("q_group_size", 128))
+        return (ByInputs(bits=4, group_size=size, packs_outputs=True),)
+    if method != "compressed-tensors":
+        return ()
+    groups = (how.get("config_groups") or {}).values()
+    found = tuple(dict.fromkeys(_compressed(how, group) for group in groups))
+    if len({one.mark for one in found}) < len(found):
+        raise ValueError(
+            "quantization_config of compressed-tensors stores modules in several ways under "
+            "one name, which is not read here."
+        )
+    return found
+
+
+def _compressed(how: dict[str, Any], group: dict[str, Any]) -> ByOutputs:
+    weights = group.get("weights") or {}
+    form = group.get("format") or how.get("format")
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    size = weights.get("group_size") or 0
+    blocks = {
+        "tensor": (0, 0),
+        "channel": (1, 0),
+        "group": (1, size),
+        "tensor_group": (1, size),
+        "block": tuple(weights.get("block_structure") or (128, 128)),
+    }
+    forms = {
+        "float-quantized": (8,),
+        "int-quantized": (8,),
+        "naive-quantized": (8,),
+        "pack-quantized": (4, 8),
+        "nvfp4-pack-quantized": (4,),
+    }
+    if (
+        not isinstance(bits, int)
+        or bits not in forms.get(str(form), ())
+        or (strategy not in blocks)
+    ):
+        raise ValueError(
+            f"quantization_config says compressed-tensors in the format {form!r} with {bits} "
+            f"bits by {strategy!r}: read are {', '.join(forms)} of 8 or 4 bits, by "
+            f"{', '.join(blocks)}."
+        )
+    symmetric = bool(weights.get("symmetric", True))
+    if not symmetric and form != "pack-quantized":
+        raise ValueError(f"{form} of compressed-tensors with zero points is not read here.")
+    tall, across = blocks[strategy]
+    return ByOutputs(form=str(form), bits=bits, block=(tall, across), symmetric=symmetric)
 
 
 def _unified(how: dict[str, Any] | None, folder: Path | None) -> dict[str, Any] | None:
@@ -137,6 +232,11 @@ class WidenedRows:
                 self._check_left(name, entry)
                 self.entries[name] = entry
         self._check_cache()
+
+    @property
+    def stored(self) -> Rows:
+        """The folder's own tensors: codes and scales as they stand."""
+        return self._under
 
     def _quantized(self, module: str, entry: TensorEntry) -> TensorEntry:
         layout, entries = self.plan.layout, self._under.entries

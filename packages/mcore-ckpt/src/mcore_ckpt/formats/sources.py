@@ -19,7 +19,7 @@ from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_file
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.legacy import is_legacy, read_legacy_folder
 from mcore_ckpt.formats.megatron.optimizer import read_megatron
-from mcore_ckpt.formats.quantization import take_quantization
+from mcore_ckpt.formats.quantization import quantization_name, take_quantization
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import read_torch_file
 from mcore_ckpt.mapping.optimizer_state import OptimizerState, read_native
@@ -94,6 +94,8 @@ class OpenCheckpoint:
     """Files beside its weights that are not converted."""
     state: OptimizerState | None = None
     """The optimizer's, if it was asked for."""
+    quantization: str = ""
+    """How the folder stores its matrices, which are widened on the way; empty: as they are."""
     took_config: bool = False
     """Whether the model is the one that ``ReadOptions.config`` names: the input did not say."""
 
@@ -122,6 +124,7 @@ def opened(
 def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
     config = dict(folder.config)
+    quantization = quantization_name(config, folder.path)
     dequantized = take_quantization(config, folder.path)
     model_type = config.get("model_type", "")
     description, tensors = stored_model(config, folder.tensors)
@@ -134,6 +137,7 @@ def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
         theirs = dequantized(Source(reader, tensors))
         small: dict[str, Any] = {"tokenizer": tokenizer, "generation": generation}
         small["not_carried"] = not_carried(folder.path)
+        small["quantization"] = quantization
         yield _link(table, theirs, description, asked, hf=hf, **small)
 
 

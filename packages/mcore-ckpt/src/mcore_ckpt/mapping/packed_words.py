@@ -1,0 +1,285 @@
+"""Matrices of small numbers packed into 32-bit words, as GPTQ, AWQ and compressed-tensors do.
+
+A scheme says which tensors stand for ``M.weight`` and widens rows of it to float32. Codes are
+unsigned; a zero point is what stands for 0. ``PackedRows`` shows a folder with all such
+matrices wide.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_ckpt.mapping.low_bits import decode, unpack
+from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.storage.index import TensorEntry
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place within a word of columns 0 to 7, in AutoAWQ's kernels' order."""
+
+
+@runtime_checkable
+class Scheme(Protocol):
+    """One way to store a matrix ``[F, D]`` in several tensors."""
+
+    @property
+    def mark(self) -> str:
+        """Name within a module that says that it is stored so."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names within a module that belong to the matrix, ``mark`` too."""
+        ...
+
+    def shape(self, under: Rows, module: str) -> tuple[int, int]:
+        """Return ``[F, D]``.
+
+        Raises:
+            ValueError: if a tensor is missing or has another shape than the scheme says.
+        """
+        ...
+
+    def rows(self, under: Rows, module: str, begin: int, stop: int) -> Float[Tensor, "rows D"]:
+        """Read rows, float32."""
+        ...
+
+
+class PackedRows:
+    """A folder whose packed matrices are shown as wide ``M.weight``; their parts disappear."""
+
+    def __init__(
+        self, under: Rows, schemes: Sequence[Scheme], kept: Sequence[str] = ()
+    ) -> None:
+        """Match the tensors of each module with the first scheme whose mark it has.
+
+        Args:
+            under: the folder.
+            schemes: that its config names.
+            kept: ends of names that are no weights and disappear as well.
+
+        Raises:
+            ValueError: if a matrix has not the tensors or shapes that its scheme says, or none
+                is packed.
+        """
+        self._under = under
+        self._found: dict[str, Scheme] = {}
+        hidden: set[str] = {n for n in under.entries if n.endswith(tuple(kept))}
+        for name in under.entries:
+            module, _, kind = name.rpartition(".")
+            for scheme in schemes:
+                if kind == scheme.mark and f"{module}.weight" not in self._found:
+                    self._found[f"{module}.weight"] = scheme
+                    hidden |= {f"{module}.{one}" for one in scheme.names}
+        if not self._found:
+            marks = ", ".join(dict.fromkeys(scheme.mark for scheme in schemes))
+            raise ValueError(
+                f"quantization_config says packed weights ({marks}): none is there."
+            )
+        self.entries: dict[str, TensorEntry] = {
+            name: entry for name, entry in under.entries.items() if name not in hidden
+        }
+        for name, scheme in self._found.items():
+            shape = scheme.shape(under, name.removesuffix(".weight"))
+            self.entries[name] = TensorEntry(shape, "F32", ())
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self._under.dtype(name) if name not in self._found else "F32"
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows; packed ones are widened."""
+        scheme = self._found.get(name)
+        if scheme is None:
+            return self._under.rows(name, begin, stop)
+        return scheme.rows(self._under, name.removesuffix(".weight"), begin, stop)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByInputs:
+    """GPTQ's and AWQ's: ``qweight``, ``qzeros`` and ``scales`` with inputs as rows.
+
+    GPTQ packs eight inputs a word and may say the group of each input in ``g_idx``; AWQ packs
+    eight outputs in an order of its own. Reads a whole matrix for any of its rows.
+
+    Reference:
+        Frantar et al. 2022, GPTQ. arXiv:2210.17323. Lin et al. 2023, AWQ. arXiv:2306.00978.
+    """
+
+    bits: int
+    """Of a code: 4 or 8; AWQ 4."""
+    group_size: int
+    """Inputs that share a scale; -1: all."""
+    packs_outputs: bool = False
+    """AWQ's words of outputs, else GPTQ's of inputs."""
+    zero_offset: int = 0
+    """Added to stored zero points: 1 in GPTQ's first format, 0 in its second and in AWQ."""
+    mark: str = field(default="qweight", init=False)
+    """As in ``Scheme``."""
+    names: Sequence[str] = field(default=("qweight", "qzeros", "scales", "g_idx"), init=False)
+    """As in ``Scheme``."""
+
+    def shape(self, under: Rows, module: str) -> tuple[int, int]:
+        """Return ``[F, D]``; see ``Scheme``."""
+        per_word = 32 // self.bits
+        first, second = _entry(under, module, "qweight", "I32").shape
+        inputs = first if self.packs_outputs else first * per_word
+        outputs = second * per_word if self.packs_outputs else second
+        groups = -(-inputs // (self.group_size if self.group_size > 0 else inputs))
+        _expect(under, module, "scales", "", (groups, outputs))
+        _expect(under, module, "qzeros", "I32", (groups, outputs // per_word))
+        if not self.packs_outputs:
+            _expect(under, module, "g_idx", "I32", (inputs,), optional=True)
+        return outputs, inputs
+
+    def rows(self, under: Rows, module: str, begin: int, stop: int) -> Float[Tensor, "rows D"]:
+        """Read rows ``begin`` to ``stop``; see ``Scheme``."""
+        _, inputs = self.shape(under, module)
+        words, zeros, scales = (
+            _whole(under, f"{module}.{n}") for n in ("qweight", "qzeros", "scales")
+        )
+        if self.packs_outputs:
+            codes = _codes(words, 4)[:, :, list(_AWQ_ORDER)].flatten(1)
+            zero = _codes(zeros, 4)[:, :, list(_AWQ_ORDER)].flatten(1)
+        else:
+            codes = _codes(words, self.bits).transpose(1, 2).flatten(0, 1)  # [D, F]
+            zero = _codes(zeros, self.bits).flatten(1)
+        zero = zero + self.zero_offset
+        group = torch.arange(inputs) // (self.group_size if self.group_size > 0 else inputs)
+        if f"{module}.g_idx" in under.entries:
+            group = _whole(under, f"{module}.g_idx").long()
+        part = slice(begin, stop)
+        wide = (codes[:, part] - zero[group][:, part]) * scales.float()[group][:, part]
+        return wide.t().contiguous()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByOutputs:
+    """compressed-tensors': codes with outputs as rows, packed or not, and ``weight_scale``.
+
+    A scale for the tensor ``[1]``, each output ``[F, 1]``, each group ``[F, D/g]``, or each
+    block; of four-bit floats a second one for the tensor, which divides.
+    """
+
+    form: str
+    """``format`` of the config."""
+    bits: int
+    """Of a code."""
+    block: tuple[int, int]
+    """Rows and columns that share a scale; 0: all of them."""
+    symmetric: bool = True
+    """Whether 0 is the middle code, else ``weight_zero_point`` says it."""
+
+    @property
+    def mark(self) -> str:
+        """As in ``Scheme``."""
+        return "weight_packed" if "pack" in self.form else "weight_scale"
+
+    @property
+    def names(self) -> Sequence[str]:
+        """As in ``Scheme``."""
+        codes = "weight_packed" if "pack" in self.form else "weight"
+        more = ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+        return codes, "weight_scale", *more, "input_scale", "input_global_scale"
+
+    def shape(self, under: Rows, module: str) -> tuple[int, int]:
+        """Return ``[F, D]``; see ``Scheme``."""
+        if f"{module}.weight_g_idx" in under.entries:
+            raise ValueError(
+                f"{module} was quantized in the order of activations: not read here."
+            )
+        if self.form == "pack-quantized":
+            rows, columns = map(int, _whole(under, f"{module}.weight_shape").tolist())
+            words = -(-columns * self.bits // 32)
+            _expect(under, module, "weight_packed", "I32", (rows, words))
+            if not self.symmetric:
+                tall = -(-rows * self.bits // 32)
+                _expect(
+                    under,
+                    module,
+                    "weight_zero_point",
+                    "I32",
+                    (tall, self._grid(rows, columns)[1]),
+                )
+        elif self.form == "nvfp4-pack-quantized":
+            rows, half = _entry(under, module, "weight_packed", "U8").shape
+            columns = 2 * half
+            _expect(under, module, "weight_global_scale", "", (1,))
+        else:
+            rows, columns = _entry(under, module, "weight", "").shape
+        _expect(under, module, "weight_scale", "", self._scale_shape(rows, columns))
+        return rows, columns
+
+    def _grid(self, rows: int, columns: int) -> tuple[int, int]:
+        tall, across = self.block
+        return -(-rows // (tall or rows)), -(-columns // (across or columns))
+
+    def _scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (1,) if self.block == (0, 0) else self._grid(rows, columns)
+
+    def rows(self, under: Rows, module: str, begin: int, stop: int) -> Float[Tensor, "rows D"]:
+        """Read rows ``begin`` to ``stop``; see ``Scheme``."""
+        rows, columns = self.shape(under, module)
+        tall, across = self.block[0] or rows, self.block[1] or columns
+        scale = _whole(under, f"{module}.weight_scale").float().view(self._grid(rows, columns))
+
+        def spread(grid: Tensor) -> Tensor:
+            low, high = begin // tall, -(-stop // tall)
+            wide = grid[low:high].repeat_interleave(tall, 0)[begin - low * tall :][
+                : stop - begin
+            ]
+            return wide.repeat_interleave(across, 1)[:, :columns]
+
+        if self.form == "nvfp4-pack-quantized":
+            packed = under.rows(f"{module}.weight_packed", begin, stop)
+            scale = scale / _whole(under, f"{module}.weight_global_scale").float()
+            return decode(unpack(packed, "e2m1"), "e2m1") * spread(scale)
+        if self.form != "pack-quantized":
+            return under.rows(f"{module}.weight", begin, stop).float() * spread(scale)
+        words = under.rows(f"{module}.weight_packed", begin, stop)
+        codes = _codes(words, self.bits).flatten(1)[:, :columns]
+        zero: Tensor | int = 1 << (self.bits - 1)
+        if not self.symmetric:
+            packed = _codes(_whole(under, f"{module}.weight_zero_point"), self.bits)
+            zero = spread(packed.transpose(1, 2).flatten(0, 1)[:rows])
+        return (codes - zero) * spread(scale)
+
+
+def _codes(words: Int[Tensor, "a b"], bits: int) -> Int[Tensor, "a b n"]:
+    """Take words apart, low bits first; codes are unsigned."""
+    places = bits * torch.arange(32 // bits, dtype=torch.int32)
+    return (words[..., None] >> places) & ((1 << bits) - 1)
+
+
+def _whole(under: Rows, name: str) -> Tensor:
+    return under.rows(name, 0, under.entries[name].shape[0])
+
+
+def _entry(under: Rows, module: str, name: str, dtype: str) -> TensorEntry:
+    found = under.entries.get(f"{module}.{name}")
+    if found is None or len(found.shape) != 2 or (dtype and found.dtype != dtype):
+        held = "absent" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise ValueError(
+            f"{module}.{name} must be a matrix{f' of {dtype}' * bool(dtype)}: it is {held}."
+        )
+    return found
+
+
+def _expect(
+    under: Rows,
+    module: str,
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    optional: bool = False,
+) -> None:
+    found = under.entries.get(f"{module}.{name}")
+    if found is None and optional:
+        return
+    if found is None or found.shape != shape or (dtype and found.dtype != dtype):
+        held = "absent" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise ValueError(f"{module}.{name} must be of shape {list(shape)}, and is {held}.")
