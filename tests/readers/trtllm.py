@@ -21,6 +21,7 @@ class Ranks:
     def __init__(self, folder):
         folder = Path(folder)
         self.config = json.loads((folder / "config.json").read_text())
+        self.inputs = {}
         mapping = self.config["mapping"]
         self.tp, self.pp = mapping["tp_size"], mapping["pp_size"]
         assert mapping["world_size"] == self.tp * self.pp
@@ -47,6 +48,42 @@ class Ranks:
 
     def joined(self, stage, name, dim):
         return torch.cat(self.all(stage, name), dim)
+
+    def wide(self, stage, name):
+        """Return each rank's matrix of a linear, codes times their scales."""
+        how = self.config["quantization"]["quant_algo"]
+        excluded = self.config["quantization"]["exclude_modules"] or []
+        return [
+            rank.pop(f"{name}.weight")
+            if how in (None, "W8A16") or name in excluded
+            else self._dequantized(rank, name, how)
+            for rank in self.held[stage]
+        ]
+
+    def _dequantized(self, rank, name, how):
+        codes = rank.pop(f"{name}.weight")
+        if how == "FP8_PER_CHANNEL_PER_TOKEN":
+            assert codes.dtype == torch.float8_e4m3fn
+            return codes.float() * rank.pop(f"{name}.per_channel_scale")[:, None]
+        scale = rank.pop(f"{name}.weights_scaling_factor")
+        assert scale.dtype == torch.float32
+        if how in ("FP8", "W8A8_SQ_PER_CHANNEL"):
+            inputs = rank.pop(f"{name}.activation_scaling_factor")
+            assert inputs.shape == (1,)
+            self.inputs.setdefault(name, set()).add(inputs.item())
+        if how == "FP8":
+            assert codes.dtype == torch.float8_e4m3fn
+            assert scale.shape == (1,)
+            return codes.float() * scale
+        assert codes.dtype == torch.int8
+        before = rank.pop(f"{name}.prequant_scaling_factor")
+        if how == "W8A8_SQ_PER_CHANNEL":
+            return codes.float() * scale[:, None] * before
+        assert how == "W4A16_AWQ"
+        low, high = (codes << 4) >> 4, codes >> 4  # of signed bytes, so that signs spread
+        four = torch.stack((low, high), 1).reshape(2 * len(codes), -1)
+        group = self.config["quantization"]["group_size"]
+        return four.float() * scale.repeat_interleave(group, 1) * before
 
     def finish(self):
         left = [sorted(rank) for stage in self.held for rank in stage]
@@ -79,6 +116,7 @@ def logical(folder):
         stage, local = divmod(layer, per_stage)
         _layer(ranks, stage, f"transformer.layers.{local}.", wide, f"{layer}.")
     ranks.finish()
+    config["inputs"] = ranks.inputs
     return config, wide
 
 
@@ -93,10 +131,13 @@ def _layer(ranks, stage, there, wide, here):
     sizes = [nq // ranks.tp * d, max(1, nkv // ranks.tp) * d, max(1, nkv // ranks.tp) * d]
     repeats = max(1, ranks.tp // nkv)
     for kind in ("weight", "bias"):
-        name = f"{there}attention.qkv.{kind}"
-        if not ranks.has(stage, name):
+        name = f"{there}attention.qkv"
+        if not ranks.has(stage, f"{name}.{kind}"):
             continue
-        parts = [one.split(sizes) for one in ranks.all(stage, name)]
+        fused = (
+            ranks.wide(stage, name) if kind == "weight" else ranks.all(stage, f"{name}.bias")
+        )
+        parts = [one.split(sizes) for one in fused]
         for number, part in enumerate("qkv"):
             mine = [one[number] for one in parts]
             if part != "q":
@@ -104,7 +145,11 @@ def _layer(ranks, stage, there, wide, here):
                     assert torch.equal(one, mine[n // repeats * repeats])
                 mine = mine[::repeats]
             wide[f"{here}{part}.{kind}"] = torch.cat(mine)
-    wide[f"{here}dense.weight"] = ranks.joined(stage, f"{there}attention.dense.weight", 1)
+    wide[f"{here}dense.weight"] = torch.cat(ranks.wide(stage, f"{there}attention.dense"), 1)
+    if config["quantization"]["kv_cache_quant_algo"]:
+        scale = ranks.same(stage, f"{there}attention.kv_cache_scaling_factor")
+        assert scale.shape == (1,)
+        ranks.inputs[f"{here}kv"] = {scale.item()}
     if ranks.has(stage, f"{there}attention.dense.bias"):
         wide[f"{here}dense.bias"] = ranks.same(stage, f"{there}attention.dense.bias")
     mlp = f"{there}mlp."
@@ -117,10 +162,11 @@ def _layer(ranks, stage, there, wide, here):
         wide[f"{here}down"] = ranks.joined(stage, f"{mlp}proj.weight", 2)
         return
     for name in ("fc", "gate"):
-        for kind in ("weight", "bias"):
-            if ranks.has(stage, f"{mlp}{name}.{kind}"):
-                wide[f"{here}{name}.{kind}"] = ranks.joined(stage, f"{mlp}{name}.{kind}", 0)
-    wide[f"{here}proj.weight"] = ranks.joined(stage, f"{mlp}proj.weight", 1)
+        if ranks.has(stage, f"{mlp}{name}.weight"):
+            wide[f"{here}{name}.weight"] = torch.cat(ranks.wide(stage, f"{mlp}{name}"))
+        if ranks.has(stage, f"{mlp}{name}.bias"):
+            wide[f"{here}{name}.bias"] = ranks.joined(stage, f"{mlp}{name}.bias", 0)
+    wide[f"{here}proj.weight"] = torch.cat(ranks.wide(stage, f"{mlp}proj"), 1)
     if ranks.has(stage, f"{mlp}proj.bias"):
         wide[f"{here}proj.bias"] = ranks.same(stage, f"{mlp}proj.bias")
 

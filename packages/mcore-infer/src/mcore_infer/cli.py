@@ -49,5 +49,5 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "generate": ("write on after a prompt", generate),
     "chat": ("a conversation in the terminal", chat),
     "evaluate": ("loss, perplexity and bits per byte of a text file", evaluate),
-    "export": ("a folder for TensorRT-LLM", export),
+    "export": ("a folder for TensorRT-LLM or vLLM", export),
 }

@@ -10,22 +10,26 @@ from mcore_ckpt.terminal import ended_by_sigterm, progress_line
 def export(
     load: Path,
     output: Path,
-    format: Literal["trtllm"],
+    format: Literal["trtllm", "hf-quant", "compressed-tensors"],
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     dtype: Literal["", "fp32", "fp16", "bf16"] = "",
+    max_shard_size: str = "5GB",
 ) -> int:
     """Write a trained model as a folder that another engine loads.
 
     Args:
-        load: Run folder (its latest step), step folder, or Hugging Face folder.
+        load: Run folder (its latest step), step folder, Hugging Face folder, or one that
+            quantize wrote.
         output: Folder to make.
-        format: trtllm: the checkpoint that TensorRT-LLM 1.0 to 1.2 build engines from.
-        tensor_parallel_size: Ranks of the engine that split each matrix.
-        pipeline_parallel_size: Pipeline stages of the engine.
-        dtype: To cast weights to; empty: as they are.
+        format: trtllm: the checkpoint that TensorRT-LLM 1.0 to 1.2 build engines from;
+            hf-quant, compressed-tensors: a Hugging Face folder of quantized weights.
+        tensor_parallel_size: Ranks of the engine that split each matrix, of trtllm.
+        pipeline_parallel_size: Pipeline stages of the engine, of trtllm.
+        dtype: To cast plain weights of trtllm to; empty: as they are.
+        max_shard_size: Most bytes of a file of a Hugging Face folder, with MB or GB.
     """
-    from mcore_ckpt.storage.sizes import size_text
+    from mcore_ckpt.storage.sizes import parse_size, size_text
     from mcore_infer.export.exporting import export_model
 
     with ended_by_sigterm():
@@ -36,6 +40,7 @@ def export(
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             dtype=dtype,
+            max_shard_bytes=parse_size(max_shard_size),
             on_progress=progress_line(),
         )
     size = size_text(report.num_bytes)

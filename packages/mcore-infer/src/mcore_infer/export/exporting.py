@@ -8,17 +8,20 @@ from typing import Literal
 
 from mcore_ckpt.conversion.conversion import DTYPE_WORDS
 from mcore_ckpt.conversion.inspection import format_of
-from mcore_ckpt.formats.sources import ReadOptions, opened
+from mcore_ckpt.formats.quantization import WidenedRows
+from mcore_ckpt.formats.sources import OpenCheckpoint, opened
 from mcore_ckpt.mapping.row_streams import Progress, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.outputs import appearing, check_place, check_room
+from mcore_infer.export.compressed_tensors import write_compressed_tensors
+from mcore_infer.export.hf_quant import write_hf_quant
 from mcore_infer.export.trtllm import write_trtllm
 from mcore_infer.export.trtllm_model import RankGrid
 
-Format = Literal["trtllm"]
+Format = Literal["trtllm", "hf-quant", "compressed-tensors"]
 """Words for folders to write."""
 
-FORMATS: tuple[Format, ...] = ("trtllm",)
+FORMATS: tuple[Format, ...] = ("trtllm", "hf-quant", "compressed-tensors")
 """All of them."""
 
 
@@ -29,7 +32,7 @@ class ExportReport:
     output: Path
     """The folder."""
     word: str
-    """The engine's class of the model."""
+    """The engine's class of the model; of a Hugging Face folder, how it is quantized."""
     num_tensors: int
     """Tensors in all files."""
     num_bytes: int
@@ -46,6 +49,7 @@ def export_model(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     dtype: str = "",
+    max_shard_bytes: int = 5_000_000_000,
     on_progress: Progress | None = None,
 ) -> ExportReport:
     """Write a model for another engine. No communication; one process does it.
@@ -54,26 +58,26 @@ def export_model(
     name when it is complete.
 
     Args:
-        load: run folder, step folder, or Hugging Face folder.
+        load: run folder, step folder, Hugging Face folder, or one that ``quantize`` wrote.
         output: folder to make.
-        format: ``trtllm``, the checkpoint that TensorRT-LLM 1.0 to 1.2 build engines from.
+        format: ``trtllm``, the checkpoint that TensorRT-LLM 1.0 to 1.2 build engines from;
+            ``hf-quant`` and ``compressed-tensors``, Hugging Face folders of quantized weights.
         tensor_parallel_size: ranks that split each matrix, of ``trtllm``.
         pipeline_parallel_size: pipeline stages, of ``trtllm``.
-        dtype: to cast weights to: fp32, fp16, bf16; empty: as they are.
+        dtype: to cast plain weights of ``trtllm`` to: fp32, fp16, bf16; empty: as they are.
+        max_shard_bytes: most bytes of tensors in one file, of the others.
         on_progress: called for each slab written.
 
     Raises:
-        ValueError: if the format cannot say the model or the ranks do not fit it.
+        ValueError: if the format cannot say the model, the ranks do not fit it, or an option
+            has no effect on the format.
         CheckpointError: if files are damaged, the output is in the way, or the disk is full.
     """
     load, output = Path(load), Path(output)
-    if dtype and dtype not in DTYPE_WORDS:
-        raise ValueError(f"--dtype {dtype} is not known: use {', '.join(DTYPE_WORDS)}.")
-    if format not in FORMATS:
-        raise ValueError(f"--format {format} is not known: use {', '.join(FORMATS)}.")
+    grid = RankGrid(tensor_parallel_size, pipeline_parallel_size)
+    _check(format, grid, dtype)
     form, folder = format_of(load)
     check_place(output, load)
-    grid = RankGrid(tensor_parallel_size, pipeline_parallel_size)
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
@@ -81,12 +85,41 @@ def export_model(
         check_room(output, sum(item.num_bytes for item in items))
         return with_progress([read_ahead(item, reading) for item in items], on_progress)
 
-    asked = ReadOptions(DTYPE_WORDS.get(dtype, ""))
+    notes: list[str] = []
     with (
-        opened(form, folder, asked) as source,
+        opened(form, folder) as source,
         ThreadPoolExecutor(1) as reading,
         appearing(output) as unfinished,
     ):
-        written = write_trtllm(unfinished, source, grid, watch)
+        if format == "trtllm":
+            made = write_trtllm(unfinished, source, grid, DTYPE_WORDS.get(dtype, ""), watch)
+            word, notes = made.word, [*made.notes, *_notes(source)]
+        elif format == "hf-quant":
+            word = write_hf_quant(unfinished, source, max_shard_bytes, watch)
+        else:
+            word = write_compressed_tensors(unfinished, source, max_shard_bytes, watch)
     total = sum(item.num_bytes for item in watched)
-    return ExportReport(output, written.word, len(watched), total, written.notes)
+    return ExportReport(output, word, len(watched), total, notes)
+
+
+def _notes(source: OpenCheckpoint) -> list[str]:
+    if not source.quantization or isinstance(source.theirs, WidenedRows):
+        return []
+    return [f"the source's weights were dequantized on reading: {source.quantization}."]
+
+
+def _check(format: str, grid: RankGrid, dtype: str) -> None:
+    """Refuse words that are not known and options without effect.
+
+    Raises:
+        ValueError: with the flag.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"--format {format} is not known: use {', '.join(FORMATS)}.")
+    if dtype and dtype not in DTYPE_WORDS:
+        raise ValueError(f"--dtype {dtype} is not known: use {', '.join(DTYPE_WORDS)}.")
+    if format != "trtllm" and (grid != RankGrid() or dtype):
+        raise ValueError(
+            f"--format {format} is split by the engine that loads it and keeps its weights as "
+            "they are: leave out --tensor-parallel-size, --pipeline-parallel-size and --dtype."
+        )

@@ -28,6 +28,8 @@ class Part:
     """First and one-past-last column; None: all, or the tensor has one dimension."""
     shift: float = 0.0
     """Added to each number, in float32."""
+    factor: float = 1.0
+    """Multiplies each number, in float32."""
 
 
 class Noted:
@@ -82,9 +84,20 @@ def _slabs(parts: Sequence[Part], rows: Rows, dtype: torch.dtype) -> Iterator[Te
             held = _rows_or_zeros(rows, part.name, begin + low, begin + high)
             if part.columns is not None:
                 held = held[:, slice(*part.columns)]
-            if part.shift:
-                held = held.float() + part.shift
-            yield held.to(dtype).contiguous()
+            if part.shift or part.factor != 1.0:
+                held = held.float() * part.factor + part.shift
+            yield _cast(part.name, held.contiguous(), dtype)
+
+
+def _cast(name: str, held: Tensor, dtype: torch.dtype) -> Tensor:
+    if held.dtype == torch.uint8 and dtype == torch.int8:
+        return held.view(dtype)  # packed codes are bytes, whatever a format calls them
+    cast = held.to(dtype)
+    if dtype == torch.float16 and (cast.isinf() & ~held.isinf()).any():
+        raise ValueError(
+            f"{name} has numbers beyond 65504, where fp16 ends: give --dtype bf16 or fp32."
+        )
+    return cast
 
 
 def _rows_or_zeros(rows: Rows, name: str, begin: int, stop: int) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.targets import model_type_of
+from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.sources import OpenCheckpoint
 from mcore_ckpt.storage.files import Item, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES
@@ -26,6 +27,7 @@ from mcore_infer.export.trtllm_model import (
     shares_vocabulary,
     sizes_of,
 )
+from mcore_infer.export.trtllm_quantized import linears_of, quantization_of
 from mcore_infer.export.trtllm_tensors import Linears, PlainLinears, Rank
 
 PLAIN: Mapping[str, Any] = {
@@ -54,13 +56,16 @@ class Written:
     """What the folder does not say and a user must."""
 
 
-def write_trtllm(folder: Path, source: OpenCheckpoint, grid: RankGrid, watch: Watch) -> Written:
+def write_trtllm(
+    folder: Path, source: OpenCheckpoint, grid: RankGrid, dtype: str, watch: Watch
+) -> Written:
     """Write a checkpoint for ``grid.tp * grid.pp`` ranks.
 
     Args:
         folder: an empty folder.
         source: the model, opened.
         grid: how many ranks will load it.
+        dtype: safetensors' name to cast what is not quantized to; empty: the embedding's.
         watch: called once with all tensors of all ranks.
 
     Raises:
@@ -71,10 +76,19 @@ def write_trtllm(folder: Path, source: OpenCheckpoint, grid: RankGrid, watch: Wa
     check_model(model_type, source.description)
     sizes = sizes_of(source.description)
     check_grid(sizes, grid)
-    dtype = _dtype_of(source)
+    dtype = dtype or source.ours.dtype("embedding.weight")
+    if dtype not in DTYPE_WORDS:
+        raise ValueError(
+            f"--format trtllm has no weights in {dtype}: give --dtype bf16, fp16 or fp32."
+        )
     rows = Noted(source.ours)
-    linears: Linears = PlainLinears(rows, dtype)
-    config = build_config(model_type, source.description, dtype, grid, PLAIN)
+    plain = PlainLinears(rows, dtype)
+    linears: Linears = plain
+    quantization = PLAIN
+    if isinstance(source.theirs, WidenedRows):
+        linears = linears_of(plain, source.theirs, source.links)
+        quantization = quantization_of(linears, grid, sizes)
+    config = build_config(model_type, source.description, dtype, grid, quantization)
     splits = shares_vocabulary(model_type, grid)
     ranks = [
         Rank(sizes, grid, number, rows, dtype, linears, splits).items()
@@ -89,17 +103,3 @@ def write_trtllm(folder: Path, source: OpenCheckpoint, grid: RankGrid, watch: Wa
     assert not left, f"{len(left)} tensors went to no rank: {', '.join(left[:5])}"
     write_durably(folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
     return Written(config["architecture"], notes_on(source.description))
-
-
-def _dtype_of(source: OpenCheckpoint) -> str:
-    """Return the dtype of the model's embedding.
-
-    Raises:
-        ValueError: for one that the format has not.
-    """
-    dtype = source.ours.dtype("embedding.weight")
-    if dtype not in DTYPE_WORDS:
-        raise ValueError(
-            f"--format trtllm has no weights in {dtype}: give --dtype bf16, fp16 or fp32."
-        )
-    return dtype

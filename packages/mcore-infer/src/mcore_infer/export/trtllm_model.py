@@ -38,9 +38,11 @@ ARCHITECTURES = {
 }
 """TensorRT-LLM's class of each family that its checkpoints have a layout for."""
 
-_INSTEAD = (
-    "Use --format hf-quant: TensorRT-LLM (1.0 and later), vLLM and SGLang load that folder."
+INSTEAD = (
+    "Use a Hugging Face folder instead (mcore-ckpt convert or mcore-infer quantize write one): "
+    "TensorRT-LLM from 1.0 on, vLLM and SGLang load it."
 )
+"""What to do where the format has no layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +108,21 @@ def check_model(model_type: str, description: Mapping[str, Any]) -> None:
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"--format trtllm has no layout for {model_type} here: it writes "
-            f"{', '.join(ARCHITECTURES)}. {_INSTEAD}"
+            f"{', '.join(ARCHITECTURES)}. {INSTEAD}"
         )
     family_of(model_type).to_theirs(dict(description))
     kind = setting(description, "rope_type")
     if kind != "rope":
-        raise ValueError(f"--format trtllm cannot say --rope-type {kind}. {_INSTEAD}")
+        raise ValueError(f"--format trtllm cannot say --rope-type {kind}. {INSTEAD}")
     if expert_setting(description, "num_experts") and not all(expert_layers(description)):
         raise ValueError(
             "--format trtllm has experts in every layer or in none, not --moe-layer-freq "
-            f"{expert_setting(description, 'moe_layer_freq')}. {_INSTEAD}"
+            f"{expert_setting(description, 'moe_layer_freq')}. {INSTEAD}"
         )
     config = settings(description)
     if model_type in ("qwen3", "qwen3_moe", "nemotron") and has_attention_bias(config):
         raise ValueError(
-            f"--format trtllm cannot say --add-attention-bias of {model_type}. {_INSTEAD}"
+            f"--format trtllm cannot say --add-attention-bias of {model_type}. {INSTEAD}"
         )
 
 
@@ -263,7 +265,7 @@ def _gemma_fields(model_type: str, description: Mapping[str, Any]) -> dict[str, 
     if model_type == "gemma2":
         return fields | {"attn_logit_softcapping": theirs["attn_logit_softcapping"]}
     if theirs.get("attn_logit_softcapping"):
-        raise ValueError(f"--format trtllm caps no attention logits of Gemma 3. {_INSTEAD}")
+        raise ValueError(f"--format trtllm caps no attention logits of Gemma 3. {INSTEAD}")
     return fields | {
         "_sliding_window_pattern": _window_pattern(theirs["layer_types"]),
         "rope_local_base_freq": setting(description, "rotary_base_local"),
@@ -282,6 +284,6 @@ def _window_pattern(layer_types: Sequence[str]) -> int:
     if full != list(range(every, len(layer_types) + 1, every)):
         raise ValueError(
             "--format trtllm says windows by every how many-th layer has none, and the layers "
-            f"without one are {full} here. {_INSTEAD}"
+            f"without one are {full} here. {INSTEAD}"
         )
     return every

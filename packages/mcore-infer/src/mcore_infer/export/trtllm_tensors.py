@@ -49,6 +49,15 @@ class Linears(Protocol):
         """List the tensors of a linear ``name`` whose outputs are those of the shares."""
         ...
 
+    def cache_items(self, name: str, stem: str) -> list[Item]:
+        """List the scales of the key/value cache of an attention layer ``name``.
+
+        Args:
+            name: the engine's.
+            stem: the logical name of its projections, without ``.k``.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PlainLinears:
@@ -64,6 +73,11 @@ class PlainLinears:
         parts = [Part(f"{one.stem}.weight", one.rows, one.columns) for one in shares]
         shape = (outputs_of(shares), inputs_of(shares[0], self.rows))
         return [item_of(f"{name}.weight", self.dtype, shape, parts, self.rows)]
+
+    def cache_items(self, name: str, stem: str) -> list[Item]:
+        """List none: a plain model keeps its keys and values as they are."""
+        del name, stem
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +161,7 @@ class Rank:
         ]
         yield from self._by_outputs(f"{theirs}.qkv", shares)
         yield from self._by_inputs(f"{theirs}.dense", f"{ours}.proj", queries)
+        yield from self.linears.cache_items(theirs, f"{ours}.qkv")
 
     def _mlp(self, theirs: str, ours: str) -> Iterator[Item]:
         width = self._mine(self.sizes.ffn_size)

@@ -1,0 +1,249 @@
+"""Quantized folders in the form of compressed-tensors, which vLLM and transformers load.
+
+One way to store a matrix is one ``format`` of its config: codes of eight bits as they are, or
+packed into words of 32 bits along the inputs, with a scale for the tensor, each output, or each
+group. Scales that NVFP4 divides by are stored as what multiplies.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.conversion.targets import Watch
+from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.quantization import WidenedRows
+from mcore_ckpt.formats.quantized_layouts import (
+    INPUT_SCALE,
+    SCALES,
+    WEIGHT_SCALE,
+    WEIGHT_SCALE_2,
+    QuantLayout,
+)
+from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.mapping.low_bits import unpack
+from mcore_ckpt.mapping.row_streams import Rows, row_groups, slabs
+from mcore_ckpt.storage.files import Item
+from mcore_infer.export.folding import folded_scales
+from mcore_infer.export.hf_quant import hf_config, quantized, write_tokenizer
+
+_VERSION = "0.12.0"
+"""First release of compressed-tensors that knows every format here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How compressed-tensors says a layout of ours."""
+
+    format: str
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None = None
+
+
+def _numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": None,
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        **more,
+    }
+
+
+def _form_of(layout: QuantLayout) -> _Form:
+    """Return the form of a layout.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    by_token = {"dynamic": True, "observer": None}
+    groups = {"group_size": layout.group[1]}
+    forms = {
+        "FP8": _Form(
+            "float-quantized", _numbers(8, "float", "tensor"), _numbers(8, "float", "tensor")
+        ),
+        "FP8_PER_CHANNEL_PER_TOKEN": _Form(
+            "float-quantized",
+            _numbers(8, "float", "channel"),
+            _numbers(8, "float", "token", **by_token),
+        ),
+        "FP8_BLOCK_SCALES": _Form(
+            "float-quantized",
+            _numbers(8, "float", "block", block_structure=[128, 128]),
+            _numbers(8, "float", "group", group_size=128, **by_token),
+        ),
+        "W8A16": _Form("pack-quantized", _numbers(8, "int", "channel")),
+        "W8A8_SQ_PER_CHANNEL": _Form(
+            "int-quantized", _numbers(8, "int", "channel"), _numbers(8, "int", "tensor")
+        ),
+        "W4A16_AWQ": _Form("pack-quantized", _numbers(4, "int", "group", **groups)),
+        "W4A16_GPTQ": _Form("pack-quantized", _numbers(4, "int", "group", **groups)),
+        "NVFP4": _Form(
+            "nvfp4-pack-quantized",
+            _numbers(4, "float", "tensor_group", **groups),
+            _numbers(4, "float", "tensor_group", **groups, dynamic="local"),
+        ),
+    }
+    if layout.algo not in forms:
+        raise ValueError(
+            f"--format compressed-tensors does not say {layout.algo} here: it says "
+            f"{', '.join(forms)}. Use --format hf-quant."
+        )
+    return forms[layout.algo]
+
+
+def write_compressed_tensors(
+    folder: Path, source: OpenCheckpoint, max_shard_bytes: int, watch: Watch
+) -> str:
+    """Write a folder of compressed-tensors; return its format.
+
+    Args:
+        folder: an empty folder.
+        source: a quantized folder, opened.
+        max_shard_bytes: most bytes of tensors in one file.
+        watch: called once with all tensors.
+
+    Raises:
+        ValueError: if the source is not quantized, its layout has no form there, or its inputs
+            want scales that cannot be folded.
+    """
+    widened = quantized(source, "compressed-tensors")
+    form = _form_of(widened.plan.layout)
+    shift = float(source.description["config"].get("apply_layernorm_1p", False))
+    stored = _Folded(widened.stored, folded_scales(widened, source.description), shift)
+    items: list[Item] = []
+    left = ["lm_head"]
+    for name, entry in stored.entries.items():
+        module, _, kind = name.rpartition(".")
+        if kind in SCALES:
+            continue
+        if kind in ("k_scale", "v_scale"):
+            attention = module.rpartition(".")[0]
+            items.append(_scale(f"{attention}.{kind}", stored, name, (1,)))
+        elif widened.is_quantized(name) and kind == "weight":
+            items += _module_items(module, widened, stored, form)
+        else:
+            items.append(_copy(name, stored))
+            is_linear = kind == "weight" and len(entry.shape) == 2 and "embed" not in name
+            left += [module] if is_linear and module not in left else []
+    config = hf_config(source)
+    config["quantization_config"] = _config(form, left, kv_cache=widened.plan.kv_cache)
+    write_hf_folder(folder, config, watch(items), max_shard_bytes)
+    write_tokenizer(folder, source)
+    return form.format
+
+
+def _config(form: _Form, ignore: list[str], *, kv_cache: bool) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": dict(form.weights),
+        "input_activations": None if form.inputs is None else dict(form.inputs),
+        "output_activations": None,
+        "format": form.format,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form.format,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+        "kv_cache_scheme": _numbers(8, "float", "tensor") if kv_cache else None,
+        "version": _VERSION,
+    }
+
+
+def _module_items(module: str, widened: WidenedRows, stored: Rows, form: _Form) -> list[Item]:
+    """List the tensors of one quantized matrix."""
+    shape = widened.entries[f"{module}.weight"].shape
+    code, name = widened.plan.layout.code, f"{module}.weight"
+    scale = f"{module}.{WEIGHT_SCALE}"
+    if form.format == "nvfp4-pack-quantized":
+        items = [_copy(name, stored, f"{module}.weight_packed"), _copy(scale, stored)]
+        for ours, theirs in ((WEIGHT_SCALE_2, "weight"), (INPUT_SCALE, "input")):
+            there = f"{module}.{theirs}_global_scale"
+            items.append(_scale(there, stored, f"{module}.{ours}", (1,), inverse=True))
+        return items
+    scales = {"tensor": (1,), "channel": (shape[0], 1)}.get(form.weights["strategy"])
+    if form.format == "pack-quantized":
+        per_word = 32 // form.weights["num_bits"]
+        width = -(-shape[1] // per_word)
+        pack = partial(_words, stored, name, shape, code)
+        items = [
+            Item(f"{module}.weight_packed", "I32", (shape[0], width), pack),
+            Item(f"{module}.weight_shape", "I64", (2,), partial(_shape, shape)),
+        ]
+    else:
+        items = [_copy(name, stored)]
+    items.append(_scale(scale, stored, scale, scales or stored.entries[scale].shape))
+    if f"{module}.{INPUT_SCALE}" in stored.entries:
+        inputs = f"{module}.{INPUT_SCALE}"
+        items.append(_scale(inputs, stored, inputs, (1,)))
+    return items
+
+
+def _copy(name: str, stored: Rows, new: str = "") -> Item:
+    shape = stored.entries[name].shape
+    return Item(new or name, stored.dtype(name), shape, partial(slabs, stored, name))
+
+
+def _scale(
+    name: str, stored: Rows, old: str, shape: tuple[int, ...], *, inverse: bool = False
+) -> Item:
+    """List a scale in another shape of as many numbers, float32."""
+    return Item(name, "F32", shape, partial(_reshaped, stored, old, inverse))
+
+
+def _reshaped(stored: Rows, name: str, inverse: bool) -> Iterator[Tensor]:
+    for slab in slabs(stored, name):
+        wide = slab.float().contiguous()
+        yield wide.reciprocal() if inverse else wide
+
+
+def _shape(shape: tuple[int, ...]) -> Iterator[Tensor]:
+    yield torch.tensor(shape, dtype=torch.int64)
+
+
+def _words(stored: Rows, name: str, shape: tuple[int, ...], code: Any) -> Iterator[Tensor]:
+    """Pack codes along the inputs, the first in the low bits, as unsigned numbers."""
+    tall = 2 if code == "int4" else 1
+    bits = 4 if code == "int4" else 8
+    per_word, offset = 32 // bits, 1 << (bits - 1)
+    for begin, stop in row_groups((shape[0] // tall, tall * shape[1])):
+        codes = unpack(stored.rows(name, begin, stop), code).to(torch.int64) + offset
+        codes = torch.nn.functional.pad(codes, (0, -shape[1] % per_word))
+        places = bits * torch.arange(per_word)
+        words = (codes.unflatten(1, (-1, per_word)) << places).sum(-1)
+        yield words.to(torch.uint32).view(torch.int32)
+
+
+class _Folded:
+    """A folder's tensors, some with a factor for each row; gains may be stored less one."""
+
+    def __init__(self, under: Rows, factors: Mapping[str, Tensor], shift: float) -> None:
+        self._under, self._factors, self._shift = under, factors, shift
+        self.entries = under.entries
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self._under.dtype(name)
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows, times their factors."""
+        held = self._under.rows(name, begin, stop)
+        if name not in self._factors:
+            return held
+        factor = self._factors[name][begin:stop]
+        if held.dim() == 1 and not name.endswith(WEIGHT_SCALE):
+            return ((held.float() + self._shift) * factor - self._shift).to(held.dtype)
+        return (held.float() * factor.view(-1, *[1] * (held.dim() - 1))).to(held.dtype)

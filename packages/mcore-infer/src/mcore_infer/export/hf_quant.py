@@ -1,0 +1,95 @@
+"""The unified Hugging Face folder of quantized weights, which TensorRT-LLM and vLLM load.
+
+``mcore-infer quantize`` writes one; this writes it again from one: in shards of another size,
+with both of its configs, after every tensor was found to be what they say.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.conversion.targets import Watch, model_type_of
+from mcore_ckpt.families import family_of
+from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.quantization import WidenedRows
+from mcore_ckpt.formats.quantized_layouts import QUANT_CONFIG
+from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.mapping.row_streams import slabs
+from mcore_ckpt.storage.files import Item
+from mcore_ckpt.storage.paths import write_durably
+
+_DTYPE_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
+    """Return the tensors of a quantized source.
+
+    Raises:
+        ValueError: if it is not quantized.
+    """
+    if not isinstance(source.theirs, WidenedRows):
+        raise ValueError(
+            f"--format {form} wants quantized weights: mcore-infer quantize makes them. Others "
+            "go as they are: mcore-ckpt convert mcore-to-hf writes their folder."
+        )
+    return source.theirs
+
+
+def producer() -> dict[str, str]:
+    """Return who writes a folder, for its config."""
+    try:
+        return {"name": "mcore-infer", "version": version("mcore-infer")}
+    except PackageNotFoundError:
+        return {"name": "mcore-infer", "version": "0+source"}
+
+
+def write_hf_quant(
+    folder: Path, source: OpenCheckpoint, max_shard_bytes: int, watch: Watch
+) -> str:
+    """Write the unified folder; return its algorithm.
+
+    Args:
+        folder: an empty folder.
+        source: a quantized folder, opened.
+        max_shard_bytes: most bytes of tensors in one file.
+        watch: called once with all tensors.
+
+    Raises:
+        ValueError: if the source is not quantized.
+    """
+    widened = quantized(source, "hf-quant")
+    stored, plan = widened.stored, widened.plan
+    items = [
+        Item(name, stored.dtype(name), entry.shape, partial(slabs, stored, name))
+        for name, entry in stored.entries.items()
+    ]
+    config = hf_config(source)
+    config["quantization_config"] = plan.quantization_config(producer())
+    write_hf_folder(folder, config, watch(items), max_shard_bytes)
+    said = json.dumps(plan.hf_quant_config(producer()), indent=2).encode() + b"\n"
+    write_durably(folder / QUANT_CONFIG, said)
+    write_tokenizer(folder, source)
+    return plan.layout.algo
+
+
+def hf_config(source: OpenCheckpoint) -> dict[str, Any]:
+    """Return the config.json of a model, without its quantization."""
+    family = family_of(model_type_of(source))
+    carried: Mapping[str, Any] = source.hf.get("config", {})
+    word = _DTYPE_WORDS.get(source.ours.dtype("embedding.weight"), "float32")
+    return {
+        **carried,
+        **family.to_theirs(source.description),
+        "dtype": word,
+        "torch_dtype": word,
+    }
+
+
+def write_tokenizer(folder: Path, source: OpenCheckpoint) -> None:
+    """Write the tokenizer and the generation config that go along."""
+    for name, content in {**source.tokenizer, **source.generation}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_durably(folder / name, content)

@@ -1,0 +1,280 @@
+"""Quantized matrices as TensorRT-LLM's engine flow stores them.
+
+What a fused matrix has one scale for, its parts share: the largest. Scales of outputs follow a
+split of outputs, those of inputs and groups a split of inputs, scalars go to every rank.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.formats.quantization import WidenedRows
+from mcore_ckpt.formats.quantized_layouts import (
+    INPUT_SCALE,
+    KV_SCALES,
+    PRE_QUANT_SCALE,
+    WEIGHT_SCALE,
+)
+from mcore_ckpt.mapping.rules import Link
+from mcore_ckpt.storage.files import Item
+from mcore_infer.export.parts import Noted, Part, item_of
+from mcore_infer.export.trtllm_model import INSTEAD, RankGrid, Sizes
+from mcore_infer.export.trtllm_tensors import PlainLinears, Share, inputs_of, outputs_of
+
+_ALWAYS = ("lm_head", "*router", "*vocab_embedding", "*position_embedding")
+_WEIGHT = ".weight"
+_IN_LAYER = re.compile(r"blocks\.(\d+)\.(.+)")
+_NAMES = {
+    **dict.fromkeys((f"attention.qkv.{part}" for part in "qkv"), "attention.qkv"),
+    "attention.proj": "attention.dense",
+    "mlp.fc1": "mlp.fc",
+    "mlp.fc1.gate": "mlp.fc",
+    "mlp.fc1.up": "mlp.gate",
+    "mlp.fc2": "mlp.proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinears:
+    """Matrices of codes with their scales; those that the source left alone stay plain."""
+
+    plain: PlainLinears
+    """Writes what is not quantized, and what the engine quantizes itself."""
+    widened: WidenedRows
+    """The source's tensors, by their own names."""
+    modules: Mapping[str, str]
+    """Of each logical matrix, without ``.weight``, the source's name of it."""
+    noted: Noted
+    """Hears which logical tensors went out as codes."""
+
+    def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
+        """List the codes and scales of a linear.
+
+        Raises:
+            ValueError: if a part of a fused matrix is quantized and another is not, or the
+                ranks cut a group of inputs.
+        """
+        is_rounded = [self.is_rounded(one.stem) for one in shares]
+        if not any(is_rounded) or self.widened.plan.layout.algo == "W8A16":
+            return self.plain.items(name, shares)
+        if not all(is_rounded):
+            names = [one.stem for one, is_one in zip(shares, is_rounded, strict=True) if is_one]
+            raise ValueError(
+                f"{name} is one matrix for --format trtllm, and the source quantized only "
+                f"{', '.join(names)} of it. {INSTEAD}"
+            )
+        self.noted.read.update(one.stem + _WEIGHT for one in shares)
+        return _WRITERS[self.widened.plan.layout.algo](self, name, shares)
+
+    def cache_items(self, name: str, stem: str) -> list[Item]:
+        """List the one scale of keys and values: the larger of the two."""
+        if not self.widened.plan.kv_cache:
+            return []
+        names = [
+            f"{self.modules[f'{stem}.{part}']}.{kind.partition('.')[2]}"
+            for part, kind in zip("kv", KV_SCALES, strict=True)
+        ]
+        top = max(self._number(one) for one in names)
+        return [_number_item(f"{name}.kv_cache_scaling_factor", top)]
+
+    def is_rounded(self, stem: str) -> bool:
+        """Whether a logical matrix is one of codes."""
+        return self.widened.is_quantized(self.modules[stem] + _WEIGHT)
+
+    def number(self, stem: str, kind: str) -> float:
+        """Read a scale that is one number."""
+        return self._number(f"{self.modules[stem]}.{kind}")
+
+    def _number(self, name: str) -> float:
+        return self.widened.stored.rows(name, 0, 1).float().item()
+
+    def codes(
+        self, name: str, dtype: str, shares: Sequence[Share], factors: Sequence[float] = ()
+    ) -> Item:
+        """List the codes; two outputs share a byte where the layout packs them."""
+        tall = 2 if self.widened.plan.layout.code == "int4" else 1
+        for one in shares:
+            if one.rows[0] % tall or one.rows[1] % tall:
+                raise ValueError(
+                    f"{name}: two outputs share a byte, and the ranks cut between them (rows "
+                    f"{one.rows}): use a smaller --tensor-parallel-size."
+                )
+        parts = [
+            Part(
+                self.modules[one.stem] + _WEIGHT,
+                (one.rows[0] // tall, one.rows[1] // tall),
+                one.columns,
+                factor=factor,
+            )
+            for one, factor in zip(shares, factors or [1.0] * len(shares), strict=True)
+        ]
+        shape = (outputs_of(shares) // tall, inputs_of(shares[0], self.plain.rows))
+        return item_of(name + _WEIGHT, dtype, shape, parts, self.widened.stored)
+
+    def output_scales(self, name: str, shares: Sequence[Share]) -> Item:
+        """List one scale an output."""
+        parts = [Part(f"{self.modules[s.stem]}.{WEIGHT_SCALE}", s.rows) for s in shares]
+        return item_of(name, "F32", (outputs_of(shares),), parts, self.widened.stored)
+
+    def group_scales(self, name: str, shares: Sequence[Share]) -> Item:
+        """List one scale an output and group of inputs."""
+        size = self.widened.plan.layout.group[1]
+        inputs = self.plain.rows.entries[shares[0].stem + _WEIGHT].shape[1]
+        first, last = shares[0].columns or (0, inputs)
+        if first % size or last % size:
+            raise ValueError(
+                f"{name}: {size} inputs share a scale, and the ranks cut between them (columns "
+                f"{first} to {last}): use a smaller --tensor-parallel-size, or quantize with a "
+                "smaller group."
+            )
+        groups = (first // size, last // size)
+        parts = [
+            Part(f"{self.modules[one.stem]}.{WEIGHT_SCALE}", one.rows, groups) for one in shares
+        ]
+        shape = (outputs_of(shares), groups[1] - groups[0])
+        return item_of(name, "F32", shape, parts, self.widened.stored)
+
+    def input_scales(self, name: str, shares: Sequence[Share]) -> Item:
+        """List what multiplies each input first; ones where it is folded into a norm.
+
+        Raises:
+            ValueError: if parts of a fused matrix differ in it: they have one input.
+        """
+        stored = self.widened.stored
+        names = [f"{self.modules[one.stem]}.{PRE_QUANT_SCALE}" for one in shares]
+        width = inputs_of(shares[0], self.plain.rows)
+        if not any(one in stored.entries for one in names):
+            return Item(name, "F32", (width,), partial(_ones, width))
+        inputs = stored.entries[names[0]].shape[0] if names[0] in stored.entries else 0
+        held = [stored.rows(n, 0, inputs) for n in names if n in stored.entries]
+        if len(held) < len(names) or any(not torch.equal(held[0], one) for one in held):
+            raise ValueError(
+                f"{name}: {', '.join(names)} must be equal for --format trtllm, which fuses "
+                f"them into one matrix. {INSTEAD}"
+            )
+        rows = shares[0].columns or (0, inputs)
+        return item_of(name, "F32", (width,), [Part(names[0], rows)], stored)
+
+
+def linears_of(
+    plain: PlainLinears, widened: WidenedRows, links: Sequence[Link]
+) -> QuantizedLinears:
+    """Look at a quantized source as the linears of a checkpoint.
+
+    Raises:
+        ValueError: if the format has no layout for its algorithm.
+    """
+    algo = widened.plan.layout.algo
+    if algo not in (*_WRITERS, "W8A16"):
+        raise ValueError(
+            f"--format trtllm has no layout for {algo}: it writes W8A16 and "
+            f"{', '.join(_WRITERS)}. {INSTEAD}"
+        )
+    modules = {
+        link.ours[0].removesuffix(_WEIGHT): link.theirs.removesuffix(_WEIGHT)
+        for link in links
+        if link.theirs.endswith(_WEIGHT) and link.is_plain and len(link.ours) == 1
+    }
+    assert isinstance(plain.rows, Noted)
+    return QuantizedLinears(plain, widened, modules, plain.rows)
+
+
+def quantization_of(linears: QuantizedLinears, grid: RankGrid, sizes: Sizes) -> dict[str, Any]:
+    """Build the entry ``quantization`` of config.json.
+
+    Raises:
+        ValueError: if experts are quantized, for which the format has no layout here, or stages
+            differ in what is not: names count layers from 0 on each.
+    """
+    plan, stage = linears.widened.plan, sizes.num_layers // grid.pp
+    excluded: list[set[str]] = [set() for _ in range(grid.pp)]
+    for stem in linears.modules:
+        match = _IN_LAYER.match(stem)
+        if match is None:
+            continue
+        layer, inside = int(match[1]), match[2]
+        if inside in _NAMES and not linears.is_rounded(stem):
+            excluded[layer // stage].add(f"transformer.layers.{layer % stage}.{_NAMES[inside]}")
+        elif ".experts." in inside and linears.is_rounded(stem) and plan.layout.algo != "W8A16":
+            raise ValueError(f"--format trtllm has no quantized experts here. {INSTEAD}")
+    if any(one != excluded[0] for one in excluded):
+        raise ValueError(
+            "--format trtllm names layers from 0 on each stage, and the source leaves other "
+            f"layers unquantized on some of --pipeline-parallel-size {grid.pp} stages than on "
+            "the others: use 1."
+        )
+    layout = plan.layout
+    is_int4 = layout.code == "int4"
+    return {
+        # Groups without a scale of the inputs are AWQ's layout, with ones.
+        "quant_algo": "W4A16_AWQ" if is_int4 else layout.algo,
+        "kv_cache_quant_algo": "FP8" if plan.kv_cache else None,
+        "group_size": layout.group[1] if is_int4 else 128,
+        "smoothquant_val": 0.5,
+        "clamp_val": None,
+        "has_zero_point": False,
+        "pre_quant_scale": is_int4 or bool(layout.pre_quant_scale),
+        "exclude_modules": [*_ALWAYS, *sorted(excluded[0])],
+    }
+
+
+def _fp8(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[Item]:
+    scales = [linears.number(one.stem, WEIGHT_SCALE) for one in shares]
+    top = max(scales)
+    inputs = max(linears.number(one.stem, INPUT_SCALE) for one in shares)
+    return [
+        linears.codes(name, "F8_E4M3", shares, [scale / top for scale in scales]),
+        _number_item(f"{name}.weights_scaling_factor", top),
+        _number_item(f"{name}.activation_scaling_factor", inputs),
+    ]
+
+
+def _fp8_rows(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[Item]:
+    return [
+        linears.codes(name, "F8_E4M3", shares),
+        linears.output_scales(f"{name}.per_channel_scale", shares),
+    ]
+
+
+def _int4_groups(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[Item]:
+    return [
+        linears.codes(name, "I8", shares),
+        linears.group_scales(f"{name}.weights_scaling_factor", shares),
+        linears.input_scales(f"{name}.prequant_scaling_factor", shares),
+    ]
+
+
+def _smooth_int8(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[Item]:
+    inputs = max(linears.number(one.stem, INPUT_SCALE) for one in shares)
+    return [
+        linears.codes(name, "I8", shares),
+        linears.output_scales(f"{name}.weights_scaling_factor", shares),
+        _number_item(f"{name}.activation_scaling_factor", inputs),
+        linears.input_scales(f"{name}.prequant_scaling_factor", shares),
+    ]
+
+
+_WRITERS: Mapping[str, Callable[[QuantizedLinears, str, Sequence[Share]], list[Item]]] = {
+    "FP8": _fp8,
+    "FP8_PER_CHANNEL_PER_TOKEN": _fp8_rows,
+    "W4A16_AWQ": _int4_groups,
+    "W4A16_GPTQ": _int4_groups,
+    "W8A8_SQ_PER_CHANNEL": _smooth_int8,
+}
+
+
+def _number_item(name: str, value: float) -> Item:
+    return Item(name, "F32", (1,), partial(_number, value))
+
+
+def _number(value: float) -> Iterator[Tensor]:
+    yield torch.tensor([value], dtype=torch.float32)
+
+
+def _ones(size: int) -> Iterator[Tensor]:
+    yield torch.ones(size, dtype=torch.float32)
