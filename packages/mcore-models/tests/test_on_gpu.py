@@ -215,6 +215,12 @@ SHAPES = {
         "openai_gelu": True,
         "add_bias_linear": True,
     },
+    "hybrid": {
+        "hybrid_override_pattern": "[M-][G-]",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "mamba_num_groups": 2,
+    },
 }
 
 

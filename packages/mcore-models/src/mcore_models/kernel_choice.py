@@ -6,8 +6,11 @@ import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig, activation, has_plain_scores
 from mcore_models.kernels import flash4_attention as flash4
+from mcore_models.layers.causal_conv import CONV_KERNELS
+from mcore_models.layers.gated_norm import GATED_NORM_KERNELS
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
 from mcore_models.layers.rope import rotary_kernel
+from mcore_models.layers.ssd import SSD_KERNELS, WIDTHS
 from mcore_moe import quack_gemm
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig
@@ -70,6 +73,7 @@ def optional_kernels(
         if dtype == torch.bfloat16 and quack_gemm.fits(device):
             found.append((quack_gemm.QUACK_KERNELS, ()))
     pattern = config.hybrid_override_pattern
+    found += _of_recurrent_layers(config, dtype)
     if pattern and "*" not in pattern:
         return found
     if rotary := rotary_kernel(config):
@@ -80,4 +84,19 @@ def optional_kernels(
         q, v = (torch.empty(1, 1, *shape, device=device, dtype=dtype) for shape in shapes)
         if not flash4.misfit(q, v, config.attention_dropout):
             found.append((flash4.FLASH4_KERNEL, flash4.kind(q, v)))
+    return found
+
+
+def _of_recurrent_layers(
+    config: TransformerConfig, dtype: torch.dtype
+) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
+    letters = set(config.hybrid_override_pattern)
+    found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = []
+    if letters & {"M", "G"}:
+        found.append((CONV_KERNELS, (dtype,)))
+    if "M" in letters:
+        widths = config.mamba_head_dim, config.mamba_state_dim
+        if set(widths) <= set(WIDTHS):
+            found.append((SSD_KERNELS, (dtype, *widths)))
+        found.append((GATED_NORM_KERNELS, (dtype,)))
     return found

@@ -10,11 +10,18 @@ import triton.runtime.interpreter as interpreter
 
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
+from mcore_models.kernels import ssd as kernels_of_ssd
+from mcore_models.kernels.conv import fused_conv_silu
+from mcore_models.kernels.gated_norm import fused_gated_norm
 from mcore_models.kernels.norm import fused_add_and_norm, fused_norm
 from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
 from mcore_models.kernels.rope import fused_rotary_split
+from mcore_models.kernels.ssd import fused_ssd
+from mcore_models.layers.causal_conv import causal_conv
+from mcore_models.layers.gated_norm import GatedNorm
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.rope import rotate
+from mcore_models.layers.ssd import ssd_plain
 from mcore_moe.activations import gated, weighted_gated
 from mcore_moe.grouped_gemm import WEIGHT_GRAD_KERNEL, add_weight_gradient_plain
 from mcore_moe.kernels.gate import fused_gated, fused_weighted_gated
@@ -35,6 +42,7 @@ from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
 from mcore_parallel.kernels.fp8_cast import cast_by, largest
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
+from mcore_parallel.mesh import SINGLE
 from mcore_parallel.optimizers.adamw import adamw_plain
 from mcore_parallel.optional_kernels import failure_of
 from mcore_parallel.precision.fp8_cast import cast_plain
@@ -253,13 +261,62 @@ def check_fine_casts(x, narrow):
             assert differs.float().mean() < 0.1
 
 
+def compare_with_gradients(got, want, leaves):
+    """Compare results and the gradients of leaves, relative to the largest of each tensor."""
+    weights = [torch.randn_like(y) for y in want]
+    grads = [
+        torch.autograd.grad(y, leaves, weights, materialize_grads=True) for y in (got, want)
+    ]
+    for a, b in zip((*got, *grads[0]), (*want, *grads[1]), strict=True):
+        scale = b.abs().max().clamp(min=1)
+        compare([a / scale], [b / scale])
+
+
+def check_state_space():
+    kernels_of_ssd.CHUNK = 16
+    for length, first, packed in ((37, False, False), (37, True, True), (16, True, False)):
+        x = torch.randn(length, 2, 4 * 16 + 5)[..., :64].unflatten(-1, (4, 16))
+        dt, A = torch.rand(length, 2, 4) * 0.5, -torch.rand(4) * 4
+        B, C = torch.randn(2, length, 2, 2, 32)
+        inputs = [t.requires_grad_() for t in (x, dt, A, B, C, torch.randn(4))]
+        state = torch.randn(2, 4, 16, 32, requires_grad=True) if first else None
+        starts = torch.rand(length, 2) < 0.1 if packed else None
+        results = [form(*inputs, starts=starts, state=state) for form in (fused_ssd, ssd_plain)]
+        leaves = [*inputs, *([] if state is None else [state])]
+        compare_with_gradients(*results, leaves)
+
+
+def check_convolution_and_gated_norm():
+    for length, width, packed in ((37, 4, True), (2, 3, False)):
+        x = torch.randn(length, 2, 141)[..., :133].requires_grad_()
+        weight = torch.randn(133, 1, width, requires_grad=True)
+        bias = None if packed else torch.randn(133, requires_grad=True)
+        starts = torch.rand(length, 2) < 0.2 if packed else None
+        got = fused_conv_silu(x, weight, bias, starts=starts)
+        want = torch.nn.functional.silu(causal_conv(x, weight, bias, starts=starts))
+        compare_with_gradients([got], [want], [x, weight, *([] if bias is None else [bias])])
+    norm = GatedNorm(80, 2, epsilon=1e-5, axis=SINGLE, holders=SINGLE)
+    torch.nn.init.normal_(norm.weight)
+    y, z = torch.randn(5, 2, 80), torch.randn(5, 2, 90)[..., :80]
+    leaves = [y.requires_grad_(), z.requires_grad_(), norm.weight]
+    got = fused_gated_norm(*leaves, group_size=40, epsilon=1e-5)
+    compare_with_gradients([got], [norm.plain(y, z)], leaves)
+
+
 def check_trials():
-    config = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=8)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=512,
+        num_attention_heads=8,
+        hybrid_override_pattern="M[*-]",
+        mamba_head_dim=16,
+        mamba_state_dim=16,
+    )
     device = torch.device("cpu")
     wanted = optional_kernels(config, KernelConfig(), device, torch.float32)
     wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (WEIGHT_GRAD_KERNEL, (torch.float32,))]
     failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
-    assert len(failures) == 9
+    assert len(failures) == 12
     assert not any(failures.values()), failures
 
 
@@ -276,6 +333,8 @@ if __name__ == "__main__":
         check_experts_of_tokens,
         check_weight_gradients,
         check_fp8_casts,
+        check_state_space,
+        check_convolution_and_gated_norm,
         check_trials,
     ):
         torch.manual_seed(0)

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.causal_conv import CausalConv, document_starts
+from mcore_models.layers.causal_conv import CausalConv, conv_silu, document_starts
 from mcore_models.layers.delta_rule import gated_delta_rule
 from mcore_models.layers.norm import RMSNorm
-from mcore_models.layers.ssd import causal_conv
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
@@ -161,7 +160,7 @@ class DeltaNet(nn.Module):
 
         parts = self.conv1d.weight.split(self.conv1d.sizes)
         weight = torch.cat([own(part) for part in parts]) if blocks > 1 else self.conv1d.weight
-        found = F.silu(causal_conv(mixed, weight, starts=starts, before=before))
+        found = conv_silu(mixed, weight, starts=starts, before=before)
         q, k, v = found.split([size // blocks for size in self.conv1d.sizes], -1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
         width = self.config.linear_key_head_dim

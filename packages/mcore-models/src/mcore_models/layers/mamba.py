@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.causal_conv import CausalConv, document_starts
-from mcore_models.layers.ssd import causal_conv, ssd
+from mcore_models.layers.causal_conv import CausalConv, conv_silu, document_starts
+from mcore_models.layers.gated_norm import GatedNorm
+from mcore_models.layers.ssd import ssd
 from mcore_models.protocol import RecurrentState
-from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
 from mcore_parallel.logical_tensors import mamba_sizes
-from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.sharding import Layout, sliced
 from mcore_parallel.tensor_parallel.linear import (
@@ -152,7 +152,7 @@ class Mamba(nn.Module):
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
         """Convolve and run the state over whole sequences of some or all heads."""
         share = share or _Share(self, 0, 1)
-        mixed = F.silu(causal_conv(xBC, share.weight, share.bias, starts=starts, before=before))
+        mixed = conv_silu(xBC, share.weight, share.bias, starts=starts, before=before)
         x, B, C = mixed.split(share.sizes, dim=-1)
         wide = torch.promote_types(dt.dtype, torch.float32)
         low, high = self.config.mamba_dt_limit
@@ -236,54 +236,3 @@ class _Share:
         self.dt_bias, self.A_log, self.D = (
             x.chunk(size)[rank] for x in (mixer.dt_bias, mixer.A_log, mixer.D)
         )
-
-
-class GatedNorm(nn.Module):
-    """``norm(y * silu(z)) * weight``: RMSNorm of the gated output, group by group.
-
-    Statistics are float32 or wider, the weight is applied in the input's dtype.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        num_groups: int,
-        *,
-        epsilon: float,
-        axis: Axis,
-        holders: Axis,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Allocate this rank's weights, which begin as the identity.
-
-        Args:
-            size: channels over all ranks.
-            num_groups: equal blocks of them, each normed for itself.
-            epsilon: added to the mean square.
-            axis: ranks that share the channels.
-            holders: ranks that share one group; their sums of squares are all-reduced.
-            device: of the weight.
-            dtype: of the weight.
-        """
-        super().__init__()
-        self.size, self.epsilon, self.axis, self.holders = size, epsilon, axis, holders
-        self.group_size = size // num_groups
-        self.weight = nn.Parameter(torch.ones(size // axis.size, device=device, dtype=dtype))
-
-    def forward(
-        self, y: Float[Tensor, "*B F"], z: Float[Tensor, "*B F"]
-    ) -> Float[Tensor, "*B F"]:
-        """Gate, then norm; all-reduces over ``holders`` in forward and backward."""
-        wide = torch.promote_types(y.dtype, torch.float32)
-        gated = y.to(wide) * F.silu(z.to(wide))
-        blocks = gated.unflatten(-1, (-1, self.group_size // self.holders.size))
-        squares = blocks.square().sum(-1, keepdim=True)
-        # Every holder's output depends on every holder's squares: summed in both passes.
-        squares = copy_to(reduce_from(squares, self.holders), self.holders)
-        normed = blocks * torch.rsqrt(squares / self.group_size + self.epsilon)
-        return self.weight * normed.flatten(-2).to(y.dtype)
-
-    def layouts(self) -> dict[str, Layout]:
-        """Describe the weight, see ``mcore_parallel.sharding``."""
-        return {"weight": sliced("", (self.size,), 0, self.axis)}

@@ -7,7 +7,7 @@ Every head keeps a state of H x K numbers, which decays, takes the token in and 
 Inside a chunk of Q tokens this is attention without softmax, C_t B_s^T weighted by the decay
 from s to t; across chunks only the states at their ends matter. So most of the work is GEMMs,
 and the result does not depend on Q but for rounding. A step of generation is the same maths
-with one token. This is the reference; ``kernels.ssd`` is its fast form.
+with one token. ``ssd_plain`` is the reference; ``kernels.ssd`` is its fast form on a GPU.
 
 N heads of H channels, G groups (each the B and C of N / G neighbouring heads), K numbers of
 state for a channel.
@@ -20,6 +20,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
+
+WIDTHS = (16, 32, 64, 128)
+"""Channels of a head, and numbers of state, that the kernels are made for."""
 
 
 def ssd(
@@ -44,7 +49,7 @@ def ssd(
         C: how it is read.
         D: share of the input that goes past the state.
         chunk_size: tokens of a chunk, Q; memory grows with S x Q, the rest of the work with
-            S / Q.
+            S / Q. Kernels choose their own.
         starts: tokens before which the state is cleared: the first of each packed document.
         state: before the first token; None: zeros.
 
@@ -52,6 +57,59 @@ def ssd(
         The outputs in the dtype of ``x``, and the state after the last token, float32 or
         wider, as all that is computed between.
     """
+    if has_kernel(x, B):
+        from mcore_models.kernels.ssd import fused_ssd
+
+        return fused_ssd(x, dt, A, B, C, D, starts=starts, state=state)
+    return ssd_plain(x, dt, A, B, C, D, chunk_size=chunk_size, starts=starts, state=state)
+
+
+def has_kernel(x: Float[Tensor, "S B N H"], B: Float[Tensor, "S B G K"]) -> bool:
+    """Say whether the kernels are there, and made for these tensors."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and x.shape[-1] in WIDTHS
+        and B.shape[-1] in WIDTHS
+        and not torch.compiler.is_compiling()
+        and works(SSD_KERNELS, x.device, x.dtype, x.shape[-1], B.shape[-1])
+    )
+
+
+def _try_kernels(
+    device: torch.device, dtype: torch.dtype, channels: int, numbers: int
+) -> list[tuple[Tensor, Tensor]]:
+    from mcore_models.kernels.ssd import fused_ssd
+
+    wide = {"device": device, "dtype": torch.float32}
+    inputs = [
+        wave(150, 1, 2, channels, device=device, dtype=dtype),
+        wave(150, 1, 2, **wide).abs() * 0.2,
+        -1 - wave(2, **wide).abs(),
+        wave(150, 1, 1, numbers, device=device, dtype=dtype),
+        wave(150, 1, 1, numbers, device=device, dtype=dtype).flip(0),
+        wave(2, device=device, dtype=dtype),
+    ]
+    got, want = (both_passes(function, *inputs) for function in (fused_ssd, ssd_plain))
+    return list(zip(got, want, strict=True))
+
+
+SSD_KERNELS = OptionalKernel("the state-space form in Triton", ("triton",), _try_kernels)
+
+
+def ssd_plain(
+    x: Float[Tensor, "S B N H"],
+    dt: Float[Tensor, "S B N"],
+    A: Float[Tensor, " N"],
+    B: Float[Tensor, "S B G K"],
+    C: Float[Tensor, "S B G K"],
+    D: Float[Tensor, " N"],
+    *,
+    chunk_size: int = 128,
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N H K"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
+    """Compute ``ssd`` in plain torch; all arguments are as there."""
     length, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
     size = min(chunk_size, length)
     groups = B.shape[2]
@@ -127,41 +185,3 @@ def _carry(
         before.append(state)
         state = share[..., None, None] * state + new
     return torch.stack(before), state
-
-
-def causal_conv(
-    x: Float[Tensor, "S B F"],
-    weight: Float[Tensor, "F 1 W"],
-    bias: Float[Tensor, " F"] | None = None,
-    *,
-    starts: Bool[Tensor, "S B"] | None = None,
-    before: Float[Tensor, "w B F"] | None = None,
-) -> Float[Tensor, "S B F"]:
-    """Mix every channel with its last W tokens; no communication.
-
-    Args:
-        x: inputs.
-        weight: of each channel, the newest token's last.
-        bias: of each channel.
-        starts: first tokens of documents, which see none before.
-        before: the W - 1 inputs before the first; None: zeros.
-    """
-    width, length = weight.shape[-1], x.shape[0]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if before is None:
-        before = x.new_zeros(width - 1, *x.shape[1:])
-    padded = torch.cat([before.to(x.dtype), x])
-    taps = weight[:, 0].to(wide)
-    y = x * taps[:, -1]
-    sees = None if starts is None else torch.ones_like(starts)
-    for lag in range(1, width):
-        earlier = padded[width - 1 - lag : width - 1 - lag + length] * taps[:, -1 - lag]
-        if sees is not None and starts is not None:
-            # A token sees the one ``lag`` before it if no document begins in between.
-            newer = F.pad(starts, (0, 0, lag - 1, 0))[:length]
-            sees = sees & ~newer
-            earlier = earlier * sees[..., None]
-        y = y + earlier
-    if bias is not None:
-        y = y + bias.to(wide)
-    return y.to(x.dtype)

@@ -1,0 +1,198 @@
+"""Triton kernels of the short causal convolution with SiLU behind it, forward and backward.
+
+A program has a tile of tokens and channels; its few earlier tokens come from the cache. The
+plain form is ``layers.causal_conv.causal_conv``. Backward writes the gradient before the
+activation once, in the inputs' dtype, and sums the weights' over each tile; the tiles are
+summed in a fixed order.
+"""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+_TOKENS, _CHANNELS = 32, 128
+"""Of a tile."""
+
+
+@triton.jit
+@no_type_check
+def _tile(length, width, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Tokens, channels and which of them are there."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    return token.to(tl.int64), channel, (token < length)[:, None] & (channel < width)[None, :]
+
+
+@triton.jit
+@no_type_check
+def _before(
+    x, x_token, x_row, docs, token, channel, mine, lag, inside, batch, HAS_DOCS: tl.constexpr
+):  # fmt: skip
+    """Load the tokens ``lag`` before those of a tile; 0 where they are not seen."""
+    earlier = token - lag
+    sees = earlier >= 0
+    row = tl.program_id(2)
+    if HAS_DOCS:
+        there = tl.load(docs + earlier * batch + row, mask=sees, other=-1)
+        sees = sees & (there == mine)
+    at = earlier[:, None] * x_token + row * x_row + channel[None, :]
+    return tl.load(x + at, mask=inside & sees[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _mixed(
+    x, x_token, x_row, weight, bias, docs, token, channel, mine, inside, batch, width,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCS: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Convolve a tile."""
+    result = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for lag in tl.static_range(W):
+        tap = tl.load(weight + channel * W + (W - 1 - lag), mask=channel < width, other=0.0)
+        seen = _before(
+            x, x_token, x_row, docs, token, channel, mine, lag, inside, batch, HAS_DOCS
+        )
+        result += seen * tap.to(tl.float32)[None, :]
+    if HAS_BIAS:
+        shift = tl.load(bias + channel, mask=channel < width, other=0.0)
+        result += shift.to(tl.float32)[None, :]
+    return result
+
+
+@triton.jit
+@no_type_check
+def _forward(
+    x, x_token, x_row, weight, bias, docs, y, length, batch, width,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCS: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    token, channel, inside = _tile(length, width, TOKENS, CHANNELS)
+    mine = tl.zeros([TOKENS], tl.int32)
+    if HAS_DOCS:
+        mine = tl.load(docs + token * batch + tl.program_id(2), mask=token < length, other=0)
+    mixed = _mixed(
+        x, x_token, x_row, weight, bias, docs, token, channel, mine, inside, batch, width,
+        W, HAS_BIAS, HAS_DOCS, TOKENS, CHANNELS,
+    )  # fmt: skip
+    mixed = mixed.to(y.dtype.element_ty).to(tl.float32)  # as without a kernel
+    at = (token[:, None] * batch + tl.program_id(2)) * width + channel[None, :]
+    tl.store(y + at, (mixed * tl.sigmoid(mixed)).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _before_activation(
+    x, x_token, x_row, weight, bias, docs, dy, dmixed, dweight, length, batch, width,
+    W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCS: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient before SiLU, and a tile's part of those of weight and bias."""
+    token, channel, inside = _tile(length, width, TOKENS, CHANNELS)
+    row = tl.program_id(2)
+    mine = tl.zeros([TOKENS], tl.int32)
+    if HAS_DOCS:
+        mine = tl.load(docs + token * batch + row, mask=token < length, other=0)
+    mixed = _mixed(
+        x, x_token, x_row, weight, bias, docs, token, channel, mine, inside, batch, width,
+        W, HAS_BIAS, HAS_DOCS, TOKENS, CHANNELS,
+    )  # fmt: skip
+    mixed = mixed.to(dy.dtype.element_ty).to(tl.float32)
+    at = (token[:, None] * batch + row) * width + channel[None, :]
+    grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(mixed)
+    grad *= share * (1 + mixed * (1 - share))
+    tl.store(dmixed + at, grad.to(dmixed.dtype.element_ty), mask=inside)
+    part = (tl.program_id(0) * batch + row) * (W + 1)
+    for lag in tl.static_range(W):
+        seen = _before(
+            x, x_token, x_row, docs, token, channel, mine, lag, inside, batch, HAS_DOCS
+        )
+        at = (part + W - 1 - lag) * width + channel
+        tl.store(dweight + at, tl.sum(grad * seen, 0), mask=channel < width)
+    at = (part + W) * width + channel
+    tl.store(dweight + at, tl.sum(grad, 0), mask=channel < width)
+
+
+@triton.jit
+@no_type_check
+def _inputs(
+    dmixed, weight, docs, dx, length, batch, width,
+    W: tl.constexpr, HAS_DOCS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Gather what later tokens of the document took of each."""
+    token, channel, inside = _tile(length, width, TOKENS, CHANNELS)
+    row = tl.program_id(2)
+    mine = tl.zeros([TOKENS], tl.int32)
+    if HAS_DOCS:
+        mine = tl.load(docs + token * batch + row, mask=token < length, other=0)
+    result = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for lag in tl.static_range(W):
+        later = token + lag
+        seen = later < length
+        if HAS_DOCS:
+            there = tl.load(docs + later * batch + row, mask=seen, other=-1)
+            seen = seen & (there == mine)
+        tap = tl.load(weight + channel * W + (W - 1 - lag), mask=channel < width, other=0.0)
+        at = (later[:, None] * batch + row) * width + channel[None, :]
+        grad = tl.load(dmixed + at, mask=inside & seen[:, None], other=0.0)
+        result += grad.to(tl.float32) * tap.to(tl.float32)[None, :]
+    at = (token[:, None] * batch + row) * width + channel[None, :]
+    tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, docs: Tensor | None
+    ) -> Tensor:
+        length, batch, width = x.shape
+        y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+        strided = x, x.stride(0), x.stride(1)
+        ctx.constants = {"W": weight.shape[-1], "HAS_DOCS": docs is not None}
+        ctx.constants |= {"TOKENS": _TOKENS, "CHANNELS": _CHANNELS}
+        ctx.grid = triton.cdiv(length, _TOKENS), triton.cdiv(width, _CHANNELS), batch
+        has_bias = bias is not None
+        sizes = length, batch, width
+        _forward[ctx.grid](
+            *strided, weight, bias, docs, y, *sizes, HAS_BIAS=has_bias, **ctx.constants
+        )
+        ctx.save_for_backward(x, weight, bias, docs)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, docs = ctx.saved_tensors
+        length, batch, width = x.shape
+        taps = weight.shape[-1]
+        dy = dy.contiguous()
+        dmixed, dx = torch.empty_like(dy), torch.empty_like(dy)
+        parts = dy.new_empty((ctx.grid[0], batch, taps + 1, width), dtype=torch.float32)
+        strided, sizes = (x, x.stride(0), x.stride(1)), (length, batch, width)
+        has_bias = bias is not None
+        _before_activation[ctx.grid](
+            *strided, weight, bias, docs, dy, dmixed, parts, *sizes,
+            HAS_BIAS=has_bias, **ctx.constants,
+        )  # fmt: skip
+        _inputs[ctx.grid](dmixed, weight, docs, dx, *sizes, **ctx.constants)
+        total = parts.sum((0, 1))
+        dweight = total[:taps].t().reshape(weight.shape).to(weight.dtype)
+        dbias = None if bias is None else total[taps].to(bias.dtype)
+        return dx, dweight, dbias, None
+
+
+def fused_conv_silu(
+    x: Float[Tensor, "S B F"],
+    weight: Float[Tensor, "F 1 W"],
+    bias: Float[Tensor, " F"] | None = None,
+    *,
+    starts: Bool[Tensor, "S B"] | None = None,
+) -> Float[Tensor, "S B F"]:
+    """Compute ``silu(causal_conv(...))``; all arguments are as there."""
+    docs = None if starts is None else starts.cumsum(0, dtype=torch.int32)
+    x = x if x.stride(2) == 1 else x.contiguous()
+    return _Convolution.apply(x, weight.contiguous(), bias, docs)

@@ -1,0 +1,300 @@
+"""Triton kernels of the state-space form, forward and backward, a chunk of tokens at a time.
+
+``layers.ssd`` has the formulas and the reference in plain torch. Only the states at the
+chunks' ends are sequential: one kernel walks over the chunks of a head, keeps the state in
+registers and writes what each chunk begins from; another, backwards, does the same for
+gradients. All else is computed chunk by chunk, all heads of a group after another in one
+program, so that what they share (B, C and the scores C B^T) is loaded and computed once, and
+the gradients of B and C are summed in registers. Nothing of S x Q numbers is ever in memory.
+
+Reference:
+    Dao and Gu 2024, arXiv:2405.21060, section 6.
+"""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mcore_models.kernels.ssd_backward import input_gradients, state_gradients
+from mcore_models.kernels.ssd_chunks import decays, inside_chunk, of_group
+
+CHUNK = 64
+"""Tokens of a chunk."""
+_PROGRAMS = 256
+"""Programs that keep a GPU busy; heads are shared out among as many."""
+_STATES = {"num_warps": 4, "num_stages": 3}
+_OUTPUTS = {"num_warps": 4, "num_stages": 2}
+_GRADIENTS = {"num_warps": 8, "num_stages": 1}
+"""How each kernel is compiled."""
+
+
+@triton.jit
+@no_type_check
+def _states(
+    x, x_token, x_row, dt, A, B, B_token, B_row, docs, first, before, end,
+    length, batch, heads, per_group,
+    CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_DOCS: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk over the chunks of a head: write the state before each, and the last."""
+    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    group = head // per_group
+    channel = tl.arange(0, H)
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = channel[:, None] * K + number[None, :]
+    own = tl.program_id(0).to(tl.int64) * (H * K)
+    state = tl.zeros([H, BLOCK], tl.float32)
+    if HAS_FIRST:
+        state += tl.load(first + own + place).to(tl.float32)
+    for chunk in range(tl.cdiv(length, CHUNK)):
+        at = (chunk * batch * heads + tl.program_id(0)).to(tl.int64) * (H * K) + place
+        tl.store(before + at, state.to(before.dtype.element_ty))
+        step, _, over, _, to_end, _ = decays(
+            dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
+        )
+        token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
+        inside = token < length
+        entering = tl.load(
+            x + token[None, :] * x_token + row * x_row + head * H + channel[:, None],
+            mask=inside[None, :],
+            other=0.0,
+        )
+        written = tl.load(
+            B + token[:, None] * B_token + row * B_row + group * K + number[None, :],
+            mask=inside[:, None],
+            other=0.0,
+        )
+        entering = (entering * (step * to_end)[None, :]).to(written.dtype)
+        state = state * over + tl.dot(entering, written, input_precision=PRECISION)
+    tl.store(end + own + place, state)
+
+
+@triton.jit
+@no_type_check
+def _outputs(
+    x, x_token, x_row, dt, A, B, B_token, B_row, C, C_token, C_row, D, docs, before, y,
+    length, batch, heads, groups,
+    CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr,
+    HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Read a chunk: what its own tokens wrote, and the state before them; some heads."""
+    chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
+    token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
+    inside = (token < length)[:, None]
+    channel, number = tl.arange(0, H), tl.arange(0, K)
+    written = of_group(B, B_token, B_row, token, row, group, length, K)
+    read = of_group(C, C_token, C_row, token, row, group, length, K)
+    scores = tl.dot(read, tl.trans(written), input_precision=PRECISION)
+    first_head = group * (heads // groups) + tl.program_id(2) * HEADS
+    for number_of_head in range(HEADS):
+        head = first_head + number_of_head
+        step, sums, _, from_before, _, mine = decays(
+            dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
+        )
+        weights = scores * inside_chunk(sums, mine, CHUNK, HAS_DOCS) * step[None, :]
+        at = row * x_row + head * H + channel[None, :]
+        entering = tl.load(x + token[:, None] * x_token + at, mask=inside, other=0.0)
+        own = ((chunk * batch + row) * heads + head).to(tl.int64) * H * K
+        state = tl.load(before + own + channel[None, :] * K + number[:, None])  # [K, H]
+        result = tl.dot(read, state, input_precision=PRECISION) * from_before[:, None]
+        result += tl.dot(weights.to(entering.dtype), entering, input_precision=PRECISION)
+        result += entering.to(tl.float32) * tl.load(D + head).to(tl.float32)
+        at = (token[:, None] * batch + row) * heads * H + head * H + channel[None, :]
+        tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        docs: Tensor | None,
+        first: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        call = _Call(x, dt, A, B, C, D, docs, first)
+        before, end = call.states()
+        y = call.outputs(before)
+        ctx.save_for_backward(x, dt, A, B, C, D, docs, first)
+        return y, end
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+        call = _Call(*ctx.saved_tensors)
+        before, _ = call.states()
+        grads = call.gradients(before, dy.contiguous(), dend.contiguous())
+        needed = ctx.needs_input_grad
+        return (*grads[:6], None, grads[6] if needed[7] else None)
+
+
+class _Call:
+    """The arguments that all kernels share."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        docs: Tensor | None,
+        first: Tensor | None,
+    ) -> None:
+        self.x, self.dt, self.A, self.B, self.C, self.D = x, dt, A, B, C, D
+        self.docs, self.first = docs, first
+        self.length, self.batch, self.heads, self.channels = x.shape
+        self.groups, self.numbers = B.shape[2:]
+        self.chunks = -(-self.length // CHUNK)
+        self.constants: dict[str, Any] = {
+            "CHUNK": CHUNK,
+            "H": self.channels,
+            "K": self.numbers,
+            "HAS_DOCS": docs is not None,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        }
+        self.block = min(64, self.numbers)
+        self.tiles = self.numbers // self.block
+
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Return the states before each chunk, in the inputs' dtype, and the last."""
+        shape = (self.batch, self.heads, self.channels, self.numbers)
+        before = self.x.new_empty(self.chunks, *shape)
+        end = self.x.new_empty(shape, dtype=torch.float32)
+        first = self.first
+        _states[(self.batch * self.heads, self.tiles)](
+            *_strided(self.x),
+            self.dt,
+            self.A,
+            *_strided(self.B),
+            self.docs,
+            first,
+            before,
+            end,
+            *(self.length, self.batch, self.heads, self.heads // self.groups),
+            BLOCK=self.block,
+            HAS_FIRST=first is not None,
+            **_STATES,
+            **self.constants,
+        )
+        return before, end
+
+    def outputs(self, before: Tensor) -> Tensor:
+        y = torch.empty(self.x.shape, device=self.x.device, dtype=self.x.dtype)
+        heads = self._heads_of_program()
+        _outputs[self._grid(heads)](
+            *_strided(self.x),
+            self.dt,
+            self.A,
+            *_strided(self.B),
+            *_strided(self.C),
+            self.D,
+            self.docs,
+            before,
+            y,
+            *(self.length, self.batch, self.heads, self.groups),
+            HEADS=heads,
+            **_OUTPUTS,
+            **self.constants,
+        )
+        return y
+
+    def gradients(self, before: Tensor, dy: Tensor, dend: Tensor) -> list[Tensor]:
+        """Return the gradients of x, dt, A, B, C, D and the first state."""
+        new = self.x.new_empty
+        wide: dict[str, Any] = {"dtype": torch.float32}
+        dafter, dfirst = torch.empty_like(before), torch.empty_like(dend)
+        passed = new((self.tiles, self.chunks, self.batch, self.heads), **wide)
+        sizes = self.length, self.batch, self.heads
+        state_gradients[(self.batch * self.heads, self.tiles)](
+            dy,
+            self.dt,
+            self.A,
+            *_strided(self.C),
+            self.docs,
+            before,
+            dend,
+            dafter,
+            dfirst,
+            passed,
+            *(*sizes, self.heads // self.groups),
+            BLOCK=self.block,
+            **_STATES,
+            **self.constants,
+        )
+        heads = self._heads_of_program()
+        grid = self._grid(heads)
+        dx, ddt = new(self.x.shape), new(self.dt.shape, **wide)
+        dA, dD = (new((self.chunks, self.batch, self.heads), **wide) for _ in range(2))
+        dB, dC = (new((grid[2], *self.B.shape), **wide) for _ in range(2))
+        input_gradients[grid](
+            *_strided(self.x),
+            self.dt,
+            self.A,
+            *_strided(self.B),
+            *_strided(self.C),
+            self.D,
+            self.docs,
+            before,
+            dafter,
+            passed,
+            dy,
+            *(dx, ddt, dA, dB, dC, dD),
+            *(*sizes, self.groups, self.tiles),
+            HEADS=heads,
+            **_GRADIENTS,
+            **self.constants,
+        )
+        summed = dA.sum((0, 1)), dB.sum(0).to(self.B.dtype), dC.sum(0).to(self.C.dtype)
+        return [dx, ddt, *summed, dD.sum((0, 1)).to(self.D.dtype), dfirst]
+
+    def _heads_of_program(self) -> int:
+        """Return as many heads of a group as leave enough programs."""
+        per_group, others = self.heads // self.groups, self.chunks * self.batch * self.groups
+        fitting = [n for n in range(1, per_group + 1) if per_group % n == 0]
+        return max(n for n in fitting if n == 1 or others * (per_group // n) >= _PROGRAMS)
+
+    def _grid(self, heads: int) -> tuple[int, int, int]:
+        return self.chunks, self.batch * self.groups, self.heads // self.groups // heads
+
+
+def _strided(x: Tensor) -> tuple[Tensor, int, int]:
+    return x, x.stride(0), x.stride(1)
+
+
+def fused_ssd(
+    x: Float[Tensor, "S B N H"],
+    dt: Float[Tensor, "S B N"],
+    A: Float[Tensor, " N"],
+    B: Float[Tensor, "S B G K"],
+    C: Float[Tensor, "S B G K"],
+    D: Float[Tensor, " N"],
+    *,
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N H K"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
+    """Compute what ``layers.ssd.ssd`` does; all arguments are as there.
+
+    States between chunks, which GEMMs read, are in the dtype of ``x``. Backward computes them
+    again.
+    """
+    x, B, C = (_dense(part) for part in (x, B, C))
+    docs: Int[Tensor, "S B"] | None = None
+    if starts is not None:
+        docs = starts.cumsum(0, dtype=torch.int32)
+    first = None if state is None else state.float().contiguous()
+    return _Scan.apply(x, dt.float().contiguous(), A.float(), B, C, D, docs, first)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Make the last two dimensions contiguous, and tokens wherever they are."""
+    is_dense = x.stride(3) == 1 and x.stride(2) == x.shape[3]
+    return x if is_dense else x.contiguous()

@@ -1,0 +1,106 @@
+"""RMSNorm of an output that was gated first, group by group: the norm of a Mamba-2 layer."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
+from mcore_parallel.sharding import Layout, sliced
+
+WIDEST = 8192
+"""Channels of a group that the kernels are made for: a row is one program's registers."""
+
+
+class GatedNorm(nn.Module):
+    """``norm(y * silu(z)) * weight``: RMSNorm of the gated output, group by group.
+
+    Statistics are float32 or wider, the weight is applied in the input's dtype.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_groups: int,
+        *,
+        epsilon: float,
+        axis: Axis,
+        holders: Axis,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's weights, which begin as the identity.
+
+        Args:
+            size: channels over all ranks.
+            num_groups: equal blocks of them, each normed for itself.
+            epsilon: added to the mean square.
+            axis: ranks that share the channels.
+            holders: ranks that share one group; their sums of squares are all-reduced.
+            device: of the weight.
+            dtype: of the weight.
+        """
+        super().__init__()
+        self.size, self.epsilon, self.axis, self.holders = size, epsilon, axis, holders
+        self.group_size = size // num_groups
+        self.weight = nn.Parameter(torch.ones(size // axis.size, device=device, dtype=dtype))
+
+    def forward(
+        self, y: Float[Tensor, "*B F"], z: Float[Tensor, "*B F"]
+    ) -> Float[Tensor, "*B F"]:
+        """Gate, then norm; all-reduces over ``holders`` in forward and backward."""
+        if self._has_kernel(y):
+            from mcore_models.kernels.gated_norm import fused_gated_norm
+
+            constants = {"group_size": self.group_size, "epsilon": self.epsilon}
+            return fused_gated_norm(y, z, self.weight, **constants)
+        return self.plain(y, z)
+
+    def plain(
+        self, y: Float[Tensor, "*B F"], z: Float[Tensor, "*B F"]
+    ) -> Float[Tensor, "*B F"]:
+        """Compute the same without kernels."""
+        wide = torch.promote_types(y.dtype, torch.float32)
+        gated = y.to(wide) * F.silu(z.to(wide))
+        blocks = gated.unflatten(-1, (-1, self.group_size // self.holders.size))
+        squares = blocks.square().sum(-1, keepdim=True)
+        # Every holder's output depends on every holder's squares: summed in both passes.
+        squares = copy_to(reduce_from(squares, self.holders), self.holders)
+        normed = blocks * torch.rsqrt(squares / self.group_size + self.epsilon)
+        return self.weight * normed.flatten(-2).to(y.dtype)
+
+    def _has_kernel(self, y: Tensor) -> bool:
+        return (
+            self.holders.size == 1
+            and y.is_cuda
+            and y.dtype != torch.float64
+            and self.group_size <= WIDEST
+            and not torch.compiler.is_compiling()
+            and works(GATED_NORM_KERNELS, y.device, y.dtype)
+        )
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the weight, see ``mcore_parallel.sharding``."""
+        return {"weight": sliced("", (self.size,), 0, self.axis)}
+
+
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    norm = GatedNorm(80, 2, epsilon=1e-5, axis=SINGLE, holders=SINGLE, device=device)
+
+    def fused(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        from mcore_models.kernels.gated_norm import fused_gated_norm
+
+        return fused_gated_norm(y, z, weight, group_size=40, epsilon=1e-5)
+
+    def plain(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(norm, {"weight": weight}, (y, z))
+
+    shapes = (9, 2, 80), (9, 2, 80), (80,)
+    inputs = [wave(*shape, device=device, dtype=dtype) for shape in shapes]
+    got, want = (both_passes(function, *inputs) for function in (fused, plain))
+    return list(zip(got, want, strict=True))
+
+
+GATED_NORM_KERNELS = OptionalKernel("a gated norm in Triton", ("triton",), _try_kernels)
