@@ -1,9 +1,10 @@
-"""Time a Mamba-2 mixer in plain torch: the whole layer, and its state-space part alone.
+"""Time a Mamba-2 mixer, and its state-space part alone, also in plain torch.
 
     python benchmarks/bench_mamba.py --hidden-size 2560 --seq-length 2048
 
 Forward and backward of one layer of the geometry of Mamba-2 2.7B. The bound is the layer's two
-linears as bfloat16 GEMMs at the GPU's peak: what a fused kernel would leave.
+linears as bfloat16 GEMMs at the GPU's peak. --chunk-size is that of plain torch: kernels have
+their own.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.config import TransformerConfig
 from mcore_models.layers.mamba import Mamba
-from mcore_models.layers.ssd import ssd
+from mcore_models.layers.ssd import ssd, ssd_plain
 from mcore_parallel.mesh import ParallelContext
 
 PEAK_TFLOPS = 989.0
@@ -57,10 +58,14 @@ def main() -> None:
     ]
     inputs = [tensor.requires_grad_() for tensor in inputs]
     layer_ms = time_steps(lambda _: mixer(x).sum().backward(), 3, options.repeats)
-    ssd_ms = time_steps(
-        lambda _: ssd(*inputs, chunk_size=options.chunk_size)[0].sum().backward(),
-        3,
-        options.repeats,
+    grad = torch.randn_like(inputs[0])
+    ssd_ms, forward_ms, plain_ms = (
+        time_steps(step, 3, options.repeats)
+        for step in (
+            lambda _: ssd(*inputs)[0].backward(grad),
+            lambda _: ssd(*inputs),
+            lambda _: ssd_plain(*inputs, chunk_size=options.chunk_size)[0].backward(grad),
+        )
     )
     weights = mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel()
     bound_ms = 6 * weights * options.seq_length / PEAK_TFLOPS / 1e9
@@ -76,6 +81,8 @@ def main() -> None:
             "repeats": options.repeats,
             **quantiles(layer_ms, "layer_ms"),
             **quantiles(ssd_ms, "ssd_ms"),
+            **quantiles(forward_ms, "ssd_forward_ms"),
+            **quantiles(plain_ms, "ssd_plain_ms"),
             "linears_at_peak_ms": round(bound_ms, 4),
             "ssd_share": round(statistics.median(ssd_ms) / statistics.median(layer_ms), 3),
         },

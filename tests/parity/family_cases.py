@@ -18,6 +18,14 @@ ODD_MOE = ODD | {"experts_implementation": "eager"}
 # Heads x head dim is not the hidden size; two key/value heads for four queries.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 EVEN = {"num_attention_heads": 2, "num_key_value_heads": 2}
+HYBRID = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 10,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 5,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 4,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -202,6 +210,40 @@ CASES = {
         | {"full_attention_interval": 2, "linear_num_key_heads": 2}
         | {"linear_num_value_heads": 4, "linear_key_head_dim": 4}
         | {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "intermediate_size": 12},
+    ),
+    "bamba": (
+        "Bamba",
+        {**ODD, **HYBRID, "num_attention_heads": 5, "num_key_value_heads": 1}
+        | {"attn_layer_indices": [1]},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {**ODD_MOE, **HYBRID, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4}
+        | {"shared_intermediate_size": 8, "attention_multiplier": 0.3}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "granitemoehybrid, dense, rotated": (
+        "GraniteMoeHybrid",
+        {**ODD, **HYBRID, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
+        | {"shared_intermediate_size": 8, "position_embedding_type": "rope"},
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {**ODD, **HEADS, **HYBRID, "mamba_d_ssm": 40, "head_dim": 6}
+        | {"ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3}
+        | {"ssm_out_multiplier": 0.6, "attention_in_multiplier": 1.4}
+        | {
+            "attention_out_multiplier": 0.9,
+            "key_multiplier": 0.5,
+            "mlp_multipliers": [0.7, 1.6],
+        }
+        | {"embedding_multiplier": 2.0, "lm_head_multiplier": 0.3},
+    ),
+    "falcon_h1 with a norm before the gate": (
+        "FalconH1",
+        {**ODD, **HEADS, **HYBRID, "mamba_d_ssm": 40, "mamba_rms_norm": True},
     ),
 }
 """Class and config of each case."""

@@ -98,7 +98,7 @@ MODELS = {
     "hybrid": (
         {
             "num_layers": 5,
-            "hybrid_override_pattern": "M*|-EM",
+            "hybrid_override_pattern": "M*|-EP",
             "mamba_num_heads": 4,
             "mamba_head_dim": 6,
             "mamba_num_groups": 2,

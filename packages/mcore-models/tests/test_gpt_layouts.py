@@ -74,7 +74,12 @@ MLA = {
 }
 HYBRID = {
     "num_layers": 4,
-    "hybrid_override_pattern": "M*M-",
+    "hybrid_override_pattern": "M*M[P-]",
+    "mamba_multipliers": (0.9, 1.1, 0.8, 1.2, 0.7),
+    "mamba_output_multiplier": 1.3,
+    "attention_output_multiplier": 0.6,
+    "mlp_gate_multiplier": 0.8,
+    "mlp_output_multiplier": 1.4,
     "hidden_size": 16,
     "num_attention_heads": 4,
     "position_embedding_type": "none",

@@ -26,6 +26,13 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 MASKED = {"num_attention_heads": 3, "max_position_embeddings": 19}
+MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 5,
+    "mamba_d_conv": 4,
+}
 CONFIGS = {
     "llama": ROPE | HEAD,
     "mistral": ROPE | HEAD,
@@ -72,6 +79,19 @@ CONFIGS = {
     | {"shared_expert_intermediate_size": 6, "full_attention_interval": 2}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
     | {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3},
+    "bamba": ROPE
+    | {"num_attention_heads": 6, "num_key_value_heads": 2}
+    | MAMBA
+    | {"attn_layer_indices": [1]},
+    "granitemoehybrid": ROPE
+    | {"num_attention_heads": 6, "num_key_value_heads": 2}
+    | MAMBA
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": 3}
+    | {"num_experts_per_tok": 2, "shared_intermediate_size": 10},
+    "falcon_h1": ROPE
+    | {"num_attention_heads": 6, "num_key_value_heads": 2}
+    | MAMBA
+    | {"head_dim": 10, "mamba_d_head": None, "mamba_d_ssm": 36, "mamba_rms_norm": True},
     "t5": {"d_model": 18, "d_kv": 5, "num_heads": 3, "d_ff": 22, "num_layers": 2}
     | {"vocab_size": 37, "relative_attention_num_buckets": 32},
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
@@ -79,7 +99,7 @@ CONFIGS = {
 }
 COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers"} | {
     *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
-    "full_attention_interval",
+    *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
 }
 """Say which weights there are: the check of names sees them."""
 
@@ -88,6 +108,7 @@ SHAPELESS = {
     ("qwen3_moe", "num_experts_per_tok"),
     ("qwen3_next", "num_experts_per_tok"),
     ("qwen3_next", "intermediate_size"),
+    ("granitemoehybrid", "num_experts_per_tok"),
     ("gpt_oss", "num_experts_per_tok"),
     ("glm4_moe", "num_experts_per_tok"),
     ("deepseek_v2", "num_experts_per_tok"),

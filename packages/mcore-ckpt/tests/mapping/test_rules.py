@@ -128,10 +128,13 @@ def test_each_family_refuses_flags_that_it_cannot_say():
         message = "cannot say a model of the family 'gpt'"
         if name.startswith("deepseek"):
             message = "cannot say --multi-latent-attention False"
-        if name in ("mamba2", "nemotron_h", "qwen3_next"):
+        if name in PATTERNS:
             message = "cannot say .*--hybrid-override-pattern"
         with pytest.raises(ValueError, match=message):
             family_of(name).to_theirs(described | {"moe": {}})
+
+
+PATTERNS = {*("mamba2", "nemotron_h", "qwen3_next", "bamba", "granitemoehybrid", "falcon_h1")}
 
 
 def test_predictors_of_deepseek_v3_stand_after_the_last_layer_and_share_the_embedding():

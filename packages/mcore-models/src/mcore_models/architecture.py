@@ -64,8 +64,9 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
     }
     yield f"{config.normalization} {where} each part{together[config.parallel_residual]}"
     for mixer in mixers:
-        if mixer == "attention":
-            yield f"attention  {', '.join(_attention(model, layer))}"
+        if mixer in ("attention", "mamba_attention"):
+            beside = "Mamba-2 beside " * (mixer != "attention")
+            yield f"{beside}attention  {', '.join(_attention(model, layer))}"
         elif mixer == "mlp":
             gate = "gated " if is_gated(config) else ""
             yield f"mlp  {ffn_size(config):,} wide, {gate}{activation(config)}"

@@ -107,10 +107,10 @@ def model_flops(
             *zip(mixers, range(config.num_layers), strict=True),
             *[(mixers[-1], config.num_layers - 1)] * config.mtp_num_layers,
         )
-        if "attention" in names or "mla" in names
+        if {"attention", "mla", "mamba_attention"} & {*names}
     )
     # Each number of a Mamba state is written once by a token, and read once.
-    num_states = sum("mamba" in names for names in mixers)
+    num_states = sum(bool({"mamba", "mamba_attention"} & {*names}) for names in mixers)
     states = num_states and num_states * mamba_sizes(config).inner * config.mamba_state_dim
     # Each number of a delta net's state is read by key, written and read by query.
     num_nets = sum("delta_net" in names for names in mixers)
@@ -282,7 +282,7 @@ def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
     gate = N * head_dim(config) * config.attention_output_gate
-    return {
+    widths = {
         "attention": (N + G) * channels + 2 * gate,
         # Values are a view of what the projection up gave, keys' unrotated channels in it.
         "mla": (N + G) * channels + N * config.qk_head_dim,
@@ -296,3 +296,4 @@ def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
         + 10 * delta.values,
     }
+    return widths | {"mamba_attention": widths["mamba"] + widths["attention"]}

@@ -5,7 +5,7 @@ only.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mcore_parallel.layer_patterns import pattern_layers
 
@@ -16,8 +16,9 @@ class HybridConfig:
 
     hybrid_override_pattern: str = ""
     """One letter a layer instead of attention and feed-forward in each: M Mamba-2, G gated
-    delta net, * attention, - feed-forward, E experts; letters in brackets are one layer of
-    several, [G-]; | between pipeline stages. Empty: a transformer."""
+    delta net, * attention, P Mamba-2 and attention side by side, - feed-forward, E experts;
+    letters in brackets are one layer of several, [G-]; | between pipeline stages. Empty: a
+    transformer."""
 
     mamba_state_dim: int = 128
     """Numbers of state for each channel of a Mamba head."""
@@ -39,6 +40,18 @@ class HybridConfig:
 
     mamba_proj_bias: bool = False
     """Biases of a Mamba layer's two linears."""
+
+    mamba_norm: Literal["gated", "before_gate", "none"] = "gated"
+    """Norm a Mamba layer's output after it is gated (gated), before, or not at all."""
+
+    mamba_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Factors on a Mamba layer's gate, input, B, C and step sizes, as they are projected."""
+
+    mamba_output_multiplier: float = 1.0
+    """Factor on what Mamba adds in a layer of P."""
+
+    attention_output_multiplier: float = 1.0
+    """Factor on what attention adds in a layer of P."""
 
     mamba_chunk_size: int = 128
     """Tokens that a Mamba layer computes together; changes time and memory, not results."""
@@ -90,7 +103,7 @@ class HybridConfig:
                 "they are made of: leave it out."
             )
         letters = set("".join(layers))
-        if "M" in letters:
+        if letters & {"M", "P"}:
             _check_mamba(config)
         if "G" in letters:
             _check_delta(self)

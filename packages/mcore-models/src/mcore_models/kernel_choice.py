@@ -74,7 +74,7 @@ def optional_kernels(
             found.append((quack_gemm.QUACK_KERNELS, ()))
     pattern = config.hybrid_override_pattern
     found += _of_recurrent_layers(config, dtype)
-    if pattern and "*" not in pattern:
+    if pattern and not set(pattern) & {"*", "P"}:
         return found
     if rotary := rotary_kernel(config):
         found.append((rotary, (dtype, H)))
@@ -92,11 +92,12 @@ def _of_recurrent_layers(
 ) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
     letters = set(config.hybrid_override_pattern)
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = []
-    if letters & {"M", "G"}:
+    if letters & {"M", "P", "G"}:
         found.append((CONV_KERNELS, (dtype,)))
-    if "M" in letters:
+    if letters & {"M", "P"}:
         widths = config.mamba_head_dim, config.mamba_state_dim
         if set(widths) <= set(WIDTHS):
             found.append((SSD_KERNELS, (dtype, *widths)))
-        found.append((GATED_NORM_KERNELS, (dtype,)))
+        if config.mamba_norm == "gated":
+            found.append((GATED_NORM_KERNELS, (dtype,)))
     return found

@@ -46,10 +46,10 @@ def layout_problems(
     if problems:
         return problems
     used = {name for names in layer_mixers(config, moe) for name in names}
-    if used & {"attention", "mla"}:
+    if used & {"attention", "mla", "mamba_attention"}:
         problems += _head_problems(config, parallel)
         problems += _context_problems(config, parallel)
-    if "mamba" in used:
+    if used & {"mamba", "mamba_attention"}:
         problems += _mamba_problems(config, parallel)
     if "delta_net" in used:
         problems += _delta_problems(config, parallel)

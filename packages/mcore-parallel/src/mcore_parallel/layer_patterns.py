@@ -13,6 +13,7 @@ PATTERN_MIXERS: Mapping[str, str] = {
     "-": "mlp",
     "E": "moe",
     "G": "delta_net",
+    "P": "mamba_attention",
 }
 """What each letter of ``--hybrid-override-pattern`` stands for."""
 

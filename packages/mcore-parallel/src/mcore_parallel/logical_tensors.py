@@ -295,7 +295,8 @@ def _mamba(config: Any, _: Any) -> dict[str, Shape]:
         if config.mamba_conv_bias:
             shapes[f"mamba.conv1d.{name}.bias"] = (rows[name],)
     shapes |= {f"mamba.{name}": (sizes.heads,) for name in ("dt_bias", "A_log", "D")}
-    shapes["mamba.norm.weight"] = (sizes.inner,)
+    if config.mamba_norm != "none":
+        shapes["mamba.norm.weight"] = (sizes.inner,)
     return shapes | _linear("mamba.out_proj", D, sizes.inner, bias)
 
 
@@ -314,6 +315,11 @@ def _delta_net(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | {"delta_net.out_proj.weight": (D, sizes.values)}
 
 
+def _mamba_attention(config: Any, moe: Any) -> dict[str, Shape]:
+    inside = _mamba(config, moe) | _attention(config, moe)
+    return {f"mamba_attention.{name}": shape for name, shape in inside.items()}
+
+
 MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "attention": _attention,
     "mla": _latent_attention,
@@ -321,6 +327,7 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "moe": _experts,
     "mamba": _mamba,
     "delta_net": _delta_net,
+    "mamba_attention": _mamba_attention,
 }
 """Tensors of each mixer below its block, from the settings of layers and experts."""
 
@@ -331,5 +338,6 @@ MIXER_NORMS: Mapping[str, str] = {
     "moe": "mlp_norm",
     "mamba": "mamba_norm",
     "delta_net": "delta_net_norm",
+    "mamba_attention": "attention_norm",
 }
 """Name of the norm before each mixer."""

@@ -51,6 +51,9 @@ _FLOORS = {
     "megatron-bert": "encoders",
     "nemotron_h": "recurrent",
     "qwen3_next": "recurrent",
+    "bamba": "recurrent",
+    "granitemoehybrid": "recurrent",
+    "falcon_h1": "recurrent",
 }
 """``model_type`` of each family and the folder of its module, named alike with ``_``."""
 

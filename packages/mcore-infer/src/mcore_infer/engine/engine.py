@@ -314,7 +314,7 @@ def engine_refusal(config: TransformerConfig) -> str:
             f"--rope-type {config.rope_type} turns by the length of a text, and an engine "
             "computes texts of several lengths together"
         )
-    if set(config.hybrid_override_pattern) & set("MG"):
+    if set(config.hybrid_override_pattern) & set("MGP"):
         return (
             "an engine's pages hold keys and values, not the state of recurrent layers (Mamba, "
             "gated delta net)"

@@ -17,6 +17,8 @@ WIDEST = 8192
 class GatedNorm(nn.Module):
     """``norm(y * silu(z)) * weight``: RMSNorm of the gated output, group by group.
 
+    Or ``norm(y) * weight * silu(z)``, as ``--mamba-norm`` says.
+
     Statistics are float32 or wider, the weight is applied in the input's dtype.
     """
 
@@ -26,6 +28,7 @@ class GatedNorm(nn.Module):
         num_groups: int,
         *,
         epsilon: float,
+        gates_first: bool = True,
         axis: Axis,
         holders: Axis,
         device: torch.device | str | None = None,
@@ -37,6 +40,7 @@ class GatedNorm(nn.Module):
             size: channels over all ranks.
             num_groups: equal blocks of them, each normed for itself.
             epsilon: added to the mean square.
+            gates_first: whether the output is gated before it is normed, or after.
             axis: ranks that share the channels.
             holders: ranks that share one group; their sums of squares are all-reduced.
             device: of the weight.
@@ -44,7 +48,7 @@ class GatedNorm(nn.Module):
         """
         super().__init__()
         self.size, self.epsilon, self.axis, self.holders = size, epsilon, axis, holders
-        self.group_size = size // num_groups
+        self.group_size, self.gates_first = size // num_groups, gates_first
         self.weight = nn.Parameter(torch.ones(size // axis.size, device=device, dtype=dtype))
 
     def forward(
@@ -63,17 +67,21 @@ class GatedNorm(nn.Module):
     ) -> Float[Tensor, "*B F"]:
         """Compute the same without kernels."""
         wide = torch.promote_types(y.dtype, torch.float32)
-        gated = y.to(wide) * F.silu(z.to(wide))
+        gate = F.silu(z.to(wide))
+        gated = y.to(wide) * gate if self.gates_first else y.to(wide)
         blocks = gated.unflatten(-1, (-1, self.group_size // self.holders.size))
         squares = blocks.square().sum(-1, keepdim=True)
         # Every holder's output depends on every holder's squares: summed in both passes.
         squares = copy_to(reduce_from(squares, self.holders), self.holders)
         normed = blocks * torch.rsqrt(squares / self.group_size + self.epsilon)
-        return self.weight * normed.flatten(-2).to(y.dtype)
+        if self.gates_first:
+            return self.weight * normed.flatten(-2).to(y.dtype)
+        return (self.weight * normed.flatten(-2) * gate).to(y.dtype)
 
     def _has_kernel(self, y: Tensor) -> bool:
         return (
-            self.holders.size == 1
+            self.gates_first
+            and self.holders.size == 1
             and y.is_cuda
             and y.dtype != torch.float64
             and self.group_size <= WIDEST

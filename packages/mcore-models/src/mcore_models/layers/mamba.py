@@ -45,7 +45,7 @@ class Mamba(nn.Module):
         in_proj: D to this rank's z, x, B, C and dt, in this order.
         conv1d: over this rank's x, B and C.
         dt_bias, A_log, D: of each head on this rank.
-        norm: of the gated output, by groups.
+        norm: of the gated output, by groups, or None.
         out_proj: channels to D.
     """
 
@@ -100,14 +100,17 @@ class Mamba(nn.Module):
         self.dt_bias = nn.Parameter(torch.zeros(heads, **placed))
         self.A_log = nn.Parameter(torch.zeros(heads, **placed))
         self.D = nn.Parameter(torch.ones(heads, **placed))
-        self.norm = GatedNorm(
-            sizes.inner,
-            sizes.groups,
-            epsilon=config.norm_epsilon,
-            axis=tp,
-            holders=holders,
-            **placed,
-        )
+        self.norm = None
+        if config.mamba_norm != "none":
+            self.norm = GatedNorm(
+                sizes.inner,
+                sizes.groups,
+                epsilon=config.norm_epsilon,
+                gates_first=config.mamba_norm == "gated",
+                axis=tp,
+                holders=holders,
+                **placed,
+            )
         self.out_proj = RowParallelLinear(
             sizes.inner, config.hidden_size, gemm=gemms.row, **linear
         )
@@ -124,7 +127,7 @@ class Mamba(nn.Module):
             x: this rank's tokens.
             inputs: their documents, and what is remembered of earlier ones.
         """
-        projected = self.in_proj(x)
+        projected = self._scaled(self.in_proj(x))
         inner, _, _, _, heads = self.in_proj.output_sizes
         z, xBC, dt = projected.split((inner, projected.shape[-1] - inner - heads, heads), -1)
         if inputs.state is not None:
@@ -133,7 +136,16 @@ class Mamba(nn.Module):
             y = self._scan(xBC, dt, starts=document_starts(inputs.documents, x.device))[0]
         else:
             y = self._over_context(xBC, dt, inputs.documents)
-        return self.out_proj(self.norm(y.flatten(-2), z))
+        y = y.flatten(-2)
+        return self.out_proj(y * F.silu(z) if self.norm is None else self.norm(y, z))
+
+    def _scaled(self, projected: Tensor) -> Tensor:
+        """Multiply z, x, B, C and dt by their factors."""
+        factors = self.config.mamba_multipliers
+        if set(factors) == {1.0}:
+            return projected
+        parts = projected.split(self.in_proj.output_sizes, -1)
+        return torch.cat([part * f for part, f in zip(parts, factors, strict=True)], -1)
 
     def layouts(self) -> dict[str, Layout]:
         """Describe the vectors of one number a head, see ``mcore_parallel.sharding``."""

@@ -16,6 +16,7 @@ from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.delta_net import DeltaNet
 from mcore_models.layers.mamba import Mamba
+from mcore_models.layers.mamba_attention import MambaAttention
 from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
 from mcore_moe.config import MoEConfig
@@ -98,6 +99,7 @@ def _build_mlp(setup: LayerSetup) -> MLP:
         axis=setup.ctx.tp,
         recompute_activation="mlp_act" in setup.recomputed,
         gemms=setup.gemms,
+        multipliers=(setup.config.mlp_gate_multiplier, setup.config.mlp_output_multiplier),
         **_feed_forward(setup),
     )
 
@@ -117,6 +119,10 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
 
 def _build_mamba(setup: LayerSetup) -> Mamba:
     return Mamba(setup.config, setup.ctx, setup.layer, gemms=setup.gemms, **setup.placed)
+
+
+def _build_mamba_attention(setup: LayerSetup) -> MambaAttention:
+    return MambaAttention(setup.config, _build_mamba(setup), _build_attention(setup))
 
 
 def _build_delta_net(setup: LayerSetup) -> DeltaNet:
@@ -142,7 +148,9 @@ def _run_attention(
     return attention(x, inputs)
 
 
-def _run_recurrent(mixer: Mamba | DeltaNet, inputs: BlockInputs, x: Tensor) -> Tensor:
+def _run_recurrent(
+    mixer: Mamba | DeltaNet | MambaAttention, inputs: BlockInputs, x: Tensor
+) -> Tensor:
     return mixer(x, inputs)
 
 
@@ -162,5 +170,6 @@ MIXERS: Mapping[str, Mixer] = {
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
     "mamba": Mixer(build=_build_mamba, run=_run_recurrent),
     "delta_net": Mixer(build=_build_delta_net, run=_run_recurrent),
+    "mamba_attention": Mixer(build=_build_mamba_attention, run=_run_recurrent),
 }
 """Mixers by name, which is also the name of the module in its block."""

@@ -42,6 +42,7 @@ class MLP(nn.Module):
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
+        multipliers: tuple[float, float] = (1.0, 1.0),
         recompute_activation: bool = False,
         gemms: LinearGemms = PLAIN_GEMMS,
         device: torch.device | str | None = None,
@@ -60,6 +61,7 @@ class MLP(nn.Module):
             axis: ranks that share the width.
             sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
+            multipliers: of gates before they are activated, and of the output.
             recompute_activation: forget what goes into fc2, make it again in backward.
             gemms: what multiplies.
             device: of the parameters.
@@ -72,6 +74,7 @@ class MLP(nn.Module):
         self.gated, self.activation = gated, activation
         self.clamp, self.offset = clamp, offset
         self.recompute_activation = recompute_activation
+        self.gate_multiplier, self.output_multiplier = multipliers
         F_ = ffn_hidden_size
         placed: dict[str, Any] = {
             "bias": bias,
@@ -87,10 +90,15 @@ class MLP(nn.Module):
         """Transform every token; communicates as the two linears do."""
         hidden = self.fc1(x)
         if self.recompute_activation and self.training:
-            return recompute_between(self._activate, self.fc2, hidden)
-        return self.fc2(self._activate(hidden))
+            y = recompute_between(self._activate, self.fc2, hidden)
+        else:
+            y = self.fc2(self._activate(hidden))
+        return y if self.output_multiplier == 1.0 else y * self.output_multiplier
 
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:
+            if self.gate_multiplier != 1.0:
+                gate, up = hidden.chunk(2, -1)
+                hidden = torch.cat([gate * self.gate_multiplier, up], -1)
             return gated(hidden, self.activation, self.clamp, self.offset)
         return activation_function(self.activation)(hidden)

@@ -107,7 +107,10 @@ def _pattern_flags(args: list[str]) -> list[str]:
     if not layers:
         return []
     found = ["--num-layers", str(len(layers))]
-    if "*" not in pattern:  # a head count without effect, which the config wants all the same
+    if not set(pattern) & {
+        "*",
+        "P",
+    }:  # a head count without effect, which the config wants all the same
         found += ["--num-attention-heads", "1"]
     stages = pattern.split("|")
     if len(stages) > 1 and _last_value(args, "--pipeline-model-parallel-size") not in ("", "1"):

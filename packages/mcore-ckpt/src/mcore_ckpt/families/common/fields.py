@@ -66,6 +66,14 @@ _SWITCHES = {
 }
 _TABLES = {"rope_parameters", "rope_scaling", "quantization_config"}
 
+HYBRID_VARIANTS: dict[str, Any] = {
+    "mamba_norm": "gated",
+    "mamba_multipliers": (1.0, 1.0, 1.0, 1.0, 1.0),
+    "mamba_output_multiplier": 1.0,
+    "attention_output_multiplier": 1.0,
+}
+"""Defaults of what few hybrids' Mamba layers have."""
+
 HYBRID: dict[str, Any] = {
     "hybrid_override_pattern": "",
     "mamba_state_dim": 128,
@@ -109,6 +117,7 @@ ROPE_VARIANTS: dict[str, Any] = {
 
 VARIANTS: dict[str, Any] = {
     **HYBRID,
+    **HYBRID_VARIANTS,
     **DELTA_NET,
     **ROPE_VARIANTS,
     "norm_placement": "pre",
@@ -129,6 +138,8 @@ VARIANTS: dict[str, Any] = {
     "geglu": False,
     "activation_func_clamp_value": 0.0,
     "glu_linear_offset": 0.0,
+    "mlp_gate_multiplier": 1.0,
+    "mlp_output_multiplier": 1.0,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,

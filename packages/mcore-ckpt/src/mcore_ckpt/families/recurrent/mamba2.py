@@ -143,7 +143,8 @@ def mamba_rules(
         parts = tuple(f"{ours}conv1d.{name}.{kind}" for name in ("x", "B", "C"))
         rows = (inner, states, states)
         rules.append(Rule(parts, f"{there}conv1d.{kind}", sizes=rows, layers=layers))
-    for name in ("dt_bias", "A_log", "D", "norm.weight"):
+    vectors = ("dt_bias", "A_log", "D", *["norm.weight"] * (config.mamba_norm != "none"))
+    for name in vectors:
         rules.append(Rule(f"{ours}{name}", f"{there}{name}", layers=layers))
     return rules
 
