@@ -82,6 +82,16 @@ DENSE = {
     "dp2": LayoutCase(2, 2),
     "cp2": LayoutCase(2, flags={"context_parallel_size": 2}),
     "zero_dp2": LayoutCase(2, 2, {"use_distributed_optimizer": True}),
+    "zero3_dp3": LayoutCase(3, 2, {"use_torch_fsdp2": True}),
+    "zero2_tp2_sp": LayoutCase(
+        4,
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "data_parallel_sharding_strategy": "optim_grads",
+        },
+    ),
     "tp2_pp2": LayoutCase(
         4, flags={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     ),
@@ -106,6 +116,18 @@ SPARSE = {
             "expert_model_parallel_size": 2,
             "tensor_model_parallel_size": 2,
             "expert_tensor_parallel_size": 1,
+            "sequence_parallel": True,
+        },
+    ),
+    "zero3_dp2": LayoutCase(2, 2, {**EXPERTS, "use_torch_fsdp2": True}),
+    "zero3_ep2_tp2": LayoutCase(
+        4,
+        2,
+        {
+            **EXPERTS,
+            "use_torch_fsdp2": True,
+            "expert_model_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
         },
     ),
@@ -153,6 +175,7 @@ FP8 = {
     ),
     # The first step has no history, so micro-batches must be those of one rank.
     "delayed_dp3": LayoutCase(3, flags={**_DELAYED, "use_distributed_optimizer": True}),
+    "zero3_dp3": LayoutCase(3, flags={**_FP8, "use_torch_fsdp2": True}),
     "rowwise": LayoutCase(flags=_ROWWISE),
     "rowwise_tp2_cp2": LayoutCase(
         4,

@@ -41,6 +41,17 @@ CASES = {
         },
         rows="ragged",
     ),
+    "pp2 dp2 zero2, recomputed by twos": Brief(
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads",
+            "recompute_granularity": "full",
+            "recompute_num_layers": 2,
+        },
+        num_layers=4,
+        micro_batch_size=2,
+    ),
     "cp2 pp2 lengths vary, one by one": Brief(
         4,
         cp(2, pipeline_model_parallel_size=2, batch_p2p_communication=False),

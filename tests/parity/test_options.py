@@ -60,6 +60,10 @@ CASES = {
     "window_and_ring_cp2": (2, CP2 | {"window_size": (5, 0), "window_attn_skip_freq": "2"}),
     "cut_vectors_dp2": (2, CUT_VECTORS),
     "experts_instances_dp4": (4, EXPERTS | INSTANCES),
+    "experts_hybrid_zero3_dp4": (
+        4,
+        EXPERTS | {"use_torch_fsdp2": True, "num_distributed_optimizer_instances": 2},
+    ),
     "split_experts_instances_dp4": (4, EXPERTS | SPLIT | INSTANCES),
 }
 

@@ -1,16 +1,26 @@
-"""An optimizer and a GEMM precision from outside: one class each, and layouts hold."""
+"""An optimizer, a GEMM precision and a data-parallel engine from outside: layouts hold."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
 import torch
-from parity.case import NUM_STEPS, LayoutCase, build_case, train_one
+from parity.case import NUM_STEPS, ROWS, LayoutCase, build_case, plan_of, train_one
 
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from mcore_parallel.data_parallel.engines import ENGINES
+from mcore_parallel.data_parallel.gradient_sync import Copy, GradientSync, OwnedRange
+from mcore_parallel.data_parallel.grads import sum_views
+from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.gemm import PlainGemm
+from mcore_parallel.sharding import named_parameters, shards_of
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.batches import train_batches
+from mcore_train.checkpoints.resuming import save_run
+from mcore_train.config import SaveConfig
+from mcore_train.layout_check.trial import build_run, fingerprint, load_folder
 
 LAYOUTS = (
     {
@@ -87,4 +97,97 @@ def test_a_toy_optimizer_and_a_toy_precision_train_alike_under_layouts():
     assert usual[0] == pytest.approx(expected[0], rel=1e-2)
     for found in run_ranks(losses_of_layouts, 4, check_shapes=False):
         for losses in found:
+            assert losses == pytest.approx(expected, rel=1e-10)
+
+
+class Plain:
+    """A parameter whose gradient autograd keeps."""
+
+    def __init__(self, named, data):
+        self.named, self.data, self.members = named, data, (named,)
+        self.dtype = named.parameter.dtype
+        named.parameter.grad = torch.zeros_like(named.parameter)
+
+    def owned_ranges(self):
+        return [OwnedRange(self.named, 0, self.named.parameter.numel(), 0)]
+
+    def own_weights(self):
+        return self.named.parameter.detach().view(-1)
+
+    def own_main(self):
+        return None
+
+    def own_grads(self):
+        return self.named.parameter.grad.view(-1)
+
+    def copies(self):
+        yield Copy(self.named.name, self.data, self.own_weights(), True)
+
+
+class SumsAtTheEnd(GradientSync):
+    """Every parameter is a unit, and its gradient one all-reduce in ``finish``."""
+
+    units, is_finished = (), False
+
+    def __init__(self, chunks, ctx, config):
+        self.ctx, self.config = ctx, config
+        named = [each for chunk in chunks for each in named_parameters(chunk)]
+        self.units = [Plain(each, ctx.data_axes()[each.layout.data]) for each in named[::-1]]
+
+    def zero_grad(self):
+        self.is_finished = False
+        for unit in self.units:
+            unit.own_grads().zero_()
+
+    def finish(self):
+        grads = [(unit.named.layout, unit.named.parameter.grad) for unit in self.units]
+        parts = [(part, grad) for layout, grad in grads for part in layout.parts]
+        sum_views([(part.partial, part.view(grad)) for part, grad in parts])
+        sum_views([(layout.tied, grad) for layout, grad in grads])
+        sum_views([(unit.data, unit.own_grads()) for unit in self.units])
+        check_replicas(self.units, self.ctx)
+        self.is_finished = True
+
+    def weight_shards(self):
+        weights = [(unit.named, unit.named.parameter.detach()) for unit in self.units]
+        return shards_of(weights, self.ctx.data_axes())
+
+    def check_weights(self):
+        check_weights(self.units, self.ctx)
+
+
+def train_with(engines, world_size, flags, folder):
+    """Train, save after two steps, load that with other weights in memory, and train on."""
+    plan = plan_of(LayoutCase(world_size, 2 if world_size > 1 else 4, flags))
+    ctx = ParallelContext.build(plan.config.parallelism)
+    run = build_run(plan, ctx, ROWS, dtype=torch.float64, engines=engines)
+    batches = train_batches(run)
+    losses = [train_one(run, next(batches)) for _ in range(2)]
+    save_run(replaced(run, save=folder))
+    run.data_parallel.check_weights()
+    saved = fingerprint(run)
+    train_one(run, next(batches))
+    load_folder(run, folder)
+    assert fingerprint(run) == saved
+    batches = train_batches(run)
+    return [*losses, *(train_one(run, next(batches)) for _ in range(NUM_STEPS - 2))]
+
+
+def replaced(run, *, save):
+    config = replace(run.plan.config, saving=SaveConfig(save=str(save)))
+    run.plan = replace(run.plan, config=config)
+    return run
+
+
+def test_a_toy_data_parallel_engine_trains_and_saves_like_ours(tmp_path):
+    engines = {**ENGINES, "no_shard": SumsAtTheEnd}
+    expected = train_with(ENGINES, 1, {}, tmp_path / "ours")
+    layouts = (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+    )
+    for place, flags in enumerate(layouts):
+        folder = tmp_path / str(place)
+        ranks = run_ranks(train_with, 4, engines, 4, flags, folder, check_shapes=False)
+        for losses in ranks:
             assert losses == pytest.approx(expected, rel=1e-10)

@@ -20,8 +20,9 @@ from mcore_models.presets import load_preset
 from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
-from mcore_parallel.config import AdamConfig, DataParallelConfig, PipelineConfig
+from mcore_parallel.config import DataParallelConfig, PipelineConfig
 from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes, tensor_shapes
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.tensor_parallel.embedding import padded_vocab
 
 # Obtained by running Megatron's own counter (Aug 2026), one sequence.

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.launch.launcher import initialize, launch_local, shut_down
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
 from mcore_parallel.pipeline_parallel.schedule import interleaved, one_f_one_b
 from mcore_parallel.pipeline_parallel.stages import split_layers, stages_of_rank

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from mcore_parallel.config import AdamConfig, DataParallelConfig
+from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import adamw_plain
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,

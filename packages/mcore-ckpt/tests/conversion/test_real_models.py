@@ -9,10 +9,11 @@ import torch
 
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save
-from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.pipeline_parallel.stages import split_layers
 from mcore_parallel.sharding import named_shards
 from mcore_parallel.testing.ranks import run_ranks

@@ -30,12 +30,8 @@ from mcore_parallel.command_line import (
     parse,
     read_words,
 )
-from mcore_parallel.config import (
-    AdamConfig,
-    DataParallelConfig,
-    ParallelConfig,
-    PipelineConfig,
-)
+from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.rank_grid import build_grids
 
 GPU_GIB = {
@@ -75,7 +71,7 @@ USUAL = (
     *("ffn_hidden_size", "max_position_embeddings", "num_experts", "moe_router_topk"),
     *("moe_ffn_hidden_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "recompute_granularity"),
-    *("use_distributed_optimizer",),
+    *("use_distributed_optimizer", "data_parallel_sharding_strategy"),
 )
 """What count --help shows."""
 

@@ -12,12 +12,7 @@ from math import prod
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
 from mcore_moe.config import MoEConfig
-from mcore_parallel.config import (
-    AdamConfig,
-    DataParallelConfig,
-    ParallelConfig,
-    PipelineConfig,
-)
+from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_parallel.logical_tensors import (
     delta_sizes,
     expert_size,
@@ -30,6 +25,7 @@ from mcore_parallel.logical_tensors import (
     tensor_shapes,
     value_dim,
 )
+from mcore_parallel.optimizers.config import AdamConfig
 
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
@@ -169,8 +165,7 @@ def rank_bytes(
         num_microbatches: of a rank in a step; 0: enough to fill the pipeline.
         moe: of its experts.
         recomputing: what backward computes again.
-        data_parallel: whether data ranks share the optimizer's state (ZeRO-1), and how wide
-            gradients are.
+        data_parallel: what data ranks share (ZeRO-1, 2 or 3), and how wide gradients are.
         adam: how wide its moments are.
         pipeline: stages on each rank.
         weight_bytes: of a parameter or activation: 2 for bf16, 4 for float32.
@@ -183,23 +178,35 @@ def rank_bytes(
     ends = max(counts["embedding"], counts["head"])
     if pp == 1:
         ends = counts["embedding"] + counts["head"]
-    dense = (ends + counts["layers"] // pp) // tp
+    ends, layers = ends // tp, counts["layers"] // pp // tp
+    dense = ends + layers
     # Bytes of state for each parameter: moments, and main weights in float32 under 16 bits.
     moments = (adam.exp_avg_dtype, adam.exp_avg_sq_dtype)
     state = sum(2 if kind == "bf16" else 4 for kind in moments) + 4 * (weight_bytes == 2)
     dense_ranks, data_ranks = 1, 1
-    if data_parallel.use_distributed_optimizer:
+    if data_parallel.sharding != "no_shard":
         instances = parallel.num_distributed_optimizer_instances
         dense_ranks = world_size // (tp * pp) // instances
         data_ranks = world_size // (expert_ranks * pp) // instances
     gradient_bytes = weight_bytes if data_parallel.grad_reduce_in_bf16 else 4
+    weights, gradients = dense + experts, dense + experts
+    own = dense // dense_ranks + experts // data_ranks
     kept = _kept_elements(
         config, vocab_size, parallel, seq_length * micro_batch_size, moe, recomputing
     )
+    own_bytes = 0
+    if data_parallel.is_fully_sharded:
+        # Gathered: all layers, or the one that computes and the next; the ends always. Their
+        # gradients are whole until they are summed. Rows are main weights, counted as state.
+        layer = (layers + experts) // max(1, -(-config.num_layers // pp))
+        is_whole = data_parallel.sharding == "optim_grads"
+        weights = ends + (layers + experts if is_whole else 2 * layer)
+        gradients = counts["head"] // tp + layer
+        own_bytes, state = 4 * own, state + 4 * (weight_bytes == 4)
     return RankBytes(
-        weights=weight_bytes * (dense + experts),
-        gradients=gradient_bytes * (dense + experts),
-        optimizer=state * (dense // dense_ranks + experts // data_ranks),
+        weights=weight_bytes * weights,
+        gradients=own_bytes + gradient_bytes * gradients,
+        optimizer=state * own,
         activations=weight_bytes * int(kept * _passes_held(pp, pipeline, num_microbatches)),
     )
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 _EXPORTS: dict[str, str] = {
     "Action": "pipeline_parallel.schedule",
-    "AdamConfig": "config",
+    "AdamConfig": "optimizers.config",
     "Axis": "mesh",
     "Block": "context_parallel.block_attention",
     "BlockAttention": "context_parallel.block_attention",
@@ -19,6 +19,8 @@ _EXPORTS: dict[str, str] = {
     "Documents": "context_parallel.packed_sequences",
     "Fp8Config": "config",
     "DisagreementError": "launch.call_checks",
+    "FullyShardedDataParallel": "data_parallel.fully_sharded",
+    "GradientSync": "data_parallel.gradient_sync",
     "Layout": "sharding",
     "Output": "tensor_parallel.linear",
     "PLAIN_BLOCKS": "context_parallel.block_attention",

@@ -99,12 +99,26 @@ class ParallelConfig:
             )
 
 
+ShardingStrategy = Literal["", "no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""Megatron's words for what data ranks shard."""
+FULLY_SHARDED = ("optim_grads", "optim_grads_params")
+"""Those of torch's ``fully_shard``."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallelConfig:
     """How gradients travel between data-parallel ranks, and who owns the optimizer state."""
 
+    data_parallel_sharding_strategy: ShardingStrategy = ""
+    """What data ranks shard: no_shard; optim, the optimizer (ZeRO-1); optim_grads, gradients
+    and main weights too (ZeRO-2); optim_grads_params, weights as well, gathered layer by layer
+    (ZeRO-3, FSDP). Empty: what the next two say, else no_shard."""
+
     use_distributed_optimizer: bool = False
     """Shard the optimizer over the data ranks (ZeRO-1): each updates a slice of the weights."""
+
+    use_torch_fsdp2: bool = False
+    """Shard weights, gradients and optimizer over the data ranks by torch's fully_shard."""
 
     overlap_grad_reduce: bool = False
     """Start reducing a bucket of gradients while backward still computes the others."""
@@ -140,11 +154,48 @@ class DataParallelConfig:
                 "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict: "
                 "leave one out."
             )
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
+        if self.overlap_param_gather and self.sharding == "no_shard":
             raise ValueError(
                 "--overlap-param-gather needs --use-distributed-optimizer: without it no "
                 "weights are gathered."
             )
+        self._check_sharding()
+
+    @property
+    def sharding(self) -> ShardingStrategy:
+        """What data ranks shard, one of ``ShardingStrategy`` but the empty one."""
+        if self.data_parallel_sharding_strategy:
+            return self.data_parallel_sharding_strategy
+        if self.use_torch_fsdp2:
+            return "optim_grads_params"
+        return "optim" if self.use_distributed_optimizer else "no_shard"
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether gradients are sharded, by torch's ``fully_shard``."""
+        return self.sharding in FULLY_SHARDED
+
+    def _check_sharding(self) -> None:
+        strategy = f"--data-parallel-sharding-strategy {self.data_parallel_sharding_strategy}"
+        if self.use_distributed_optimizer and self.sharding == "no_shard":
+            raise ValueError(
+                f"--use-distributed-optimizer shards the optimizer and {strategy} does not: "
+                "leave one out."
+            )
+        if not self.is_fully_sharded:
+            if self.use_torch_fsdp2:
+                raise ValueError(
+                    f"--use-torch-fsdp2 shards gradients and {strategy} does not: leave one "
+                    "out, or use optim_grads or optim_grads_params."
+                )
+            return
+        for name in ("ddp_bucket_size", "ddp_pad_buckets_for_high_nccl_busbw"):
+            if getattr(self, name):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(
+                    f"{flag} has no effect where torch's fully_shard moves a layer at a time "
+                    "(--data-parallel-sharding-strategy, --use-torch-fsdp2): leave it out."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,57 +266,6 @@ class Fp8Config:
                 "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 have no effect "
                 "without --first-last-layers-bf16."
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamConfig:
-    """AdamW: decoupled weight decay, bias correction (Loshchilov and Hutter 2019)."""
-
-    adam_beta1: float = 0.9
-    """Decay of the mean of gradients, 0 to below 1."""
-
-    adam_beta2: float = 0.999
-    """Decay of the mean of squared gradients, 0 to below 1."""
-
-    adam_eps: float = 1e-8
-    """Added to the root of the mean square; above 0."""
-
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format in which the mean of gradients is kept: fp32 or bf16. Computed in fp32."""
-
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format in which the mean of squared gradients is kept: fp32 or bf16. bf16 holds steps of
-    no less than 0.4 %, so it needs an --adam-beta2 of about 0.95."""
-
-    def __post_init__(self) -> None:
-        """Check each number on its own.
-
-        Raises:
-            ValueError: if a number is out of its range.
-        """
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be at least 0, below 1.")
-        if self.adam_eps <= 0.0:
-            raise ValueError(f"--adam-eps {self.adam_eps} must be above 0.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SGDConfig:
-    """Stochastic gradient descent with momentum."""
-
-    sgd_momentum: float = 0.9
-    """Share of the last update in the next, 0 to below 1."""
-
-    def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            ValueError: if the momentum is out of it.
-        """
-        if not 0.0 <= self.sgd_momentum < 1.0:
-            raise ValueError(f"--sgd-momentum {self.sgd_momentum} must be at least 0, below 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

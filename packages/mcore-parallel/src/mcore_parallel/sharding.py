@@ -279,32 +279,44 @@ def flat_shards(
     """
     shards: dict[str, Shard] = {}
     for named, start, stop, flat in ranges:
-        local_shape = tuple(named.parameter.shape)
-        boxes = list(flat_boxes(local_shape, start, stop))
         for part in named.layout.parts:
-            for box in boxes:
-                # The elements of this part inside the box, in coordinates of the parameter.
-                cut = _intersect(*box, part.local_offsets, part.lengths)
-                if cut is None:
-                    continue
-                offsets, lengths = cut
-                # ``flat`` holds the elements [start, stop) of the flattened parameter, so the
-                # cut is a view of it with the parameter's own strides.
-                first = _flat_index(local_shape, offsets) - start
-                view = flat.as_strided(
-                    lengths, _strides(local_shape), flat.storage_offset() + first
-                )
-                # From the parameter to the logical tensor: relative to the part's box, without
-                # the leading dimensions (of length 1) that the logical tensor lacks.
-                drop = len(part.lengths) - len(part.shape)
-                inside = [o - b for o, b in zip(offsets, part.local_offsets, strict=True)]
-                piece = Piece(
-                    tuple(o + i for o, i in zip(part.offsets, inside[drop:], strict=True)),
-                    lengths[drop:],
-                    view.reshape(lengths[drop:]) if drop else view,
-                )
+            for piece in flat_pieces(named, part, start, stop, flat):
                 _add(shards, named, part, piece, data)
     return shards
+
+
+def flat_pieces(
+    named: NamedParameter, part: Part, start: int, stop: int, flat: Tensor
+) -> Iterator[Piece]:
+    """Cut a flat range of a parameter into the boxes of one of its logical tensors.
+
+    Args:
+        named: the parameter.
+        part: one of its parts.
+        start: first element of the range in the flattened local tensor.
+        stop: one past its last element.
+        flat: the 1-D memory that holds the range; pieces are views of it.
+    """
+    local_shape = tuple(named.parameter.shape)
+    for box in flat_boxes(local_shape, start, stop):
+        # The elements of this part inside the box, in coordinates of the parameter.
+        cut = _intersect(*box, part.local_offsets, part.lengths)
+        if cut is None:
+            continue
+        offsets, lengths = cut
+        # ``flat`` holds the elements [start, stop) of the flattened parameter, so the cut is a
+        # view of it with the parameter's own strides.
+        first = _flat_index(local_shape, offsets) - start
+        view = flat.as_strided(lengths, _strides(local_shape), flat.storage_offset() + first)
+        # From the parameter to the logical tensor: relative to the part's box, without the
+        # leading dimensions (of length 1) that the logical tensor lacks.
+        drop = len(part.lengths) - len(part.shape)
+        inside = [o - b for o, b in zip(offsets, part.local_offsets, strict=True)]
+        yield Piece(
+            tuple(o + i for o, i in zip(part.offsets, inside[drop:], strict=True)),
+            lengths[drop:],
+            view.reshape(lengths[drop:]) if drop else view,
+        )
 
 
 def _add(

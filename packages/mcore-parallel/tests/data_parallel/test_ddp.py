@@ -23,12 +23,13 @@ from mcore_parallel.collectives import (
     own_slice,
     reduce_scatter_to,
 )
-from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import Layout, Part, named_shards, replicated, sliced, whole
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
 from mcore_parallel.testing.ranks import gather_logical, run_ranks

@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import named_shards, whole
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
 

@@ -6,11 +6,12 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_parallel.collectives import own_slice
-from mcore_parallel.config import AdamConfig, DataParallelConfig, ParallelConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import replicated
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ from mcore_data.tracing.data_plan import Stretch, describe_sources
 from mcore_data.tracing.tracing import prefixes
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.protocol import TrainableModel
-from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from mcore_parallel.data_parallel.engines import ENGINES, Engine
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import agree_on_kernels
 from mcore_parallel.pipeline_parallel.schedule import (
@@ -31,7 +33,12 @@ from mcore_parallel.pipeline_parallel.schedule import (
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.delayed_scaling import DelayedScales
-from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, layer_gemms
+from mcore_parallel.precision.fp8 import (
+    LinearGemms,
+    WeightCasts,
+    delayed_scales,
+    layer_gemms,
+)
 from mcore_parallel.rng import RngStreams
 from mcore_train.composition import BertTrainConfig, T5TrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
@@ -68,7 +75,8 @@ class Run:
     ctx: ParallelContext
     chunks: list[TrainableModel]
     """Model chunks of this rank, in forward order; one without interleaving."""
-    data_parallel: DataParallel
+    data_parallel: GradientSync
+    """Who owns weights and gradients: the engine of --data-parallel-sharding-strategy."""
     optimizer: DistributedOptimizer
     streams: RngStreams
     datasets: Datasets
@@ -115,6 +123,12 @@ class Run:
         forwards = partial(forward_only, vpp=len(self.chunks))
         return self._built("evaluate", forwards, num_microbatches)
 
+    def keeping_casts(self) -> AbstractContextManager[None]:
+        """Keep casts of weights inside, where a weight's address tells it from others."""
+        return (
+            self.weight_casts.keeping() if self.data_parallel.keeps_weights else nullcontext()
+        )
+
     def _built(
         self, kind: str, build: Callable[[int, int], Schedule], num_microbatches: int
     ) -> Sequence[Action]:
@@ -131,6 +145,8 @@ def assemble(
     *,
     datasets: Datasets | None = None,
     dtype: torch.dtype | None = None,
+    prepare: Callable[[TrainableModel], None] | None = None,
+    engines: Mapping[str, Engine] = ENGINES,
 ) -> Run:
     """Build the parts of a run on this rank; all ranks call it with equal plans.
 
@@ -139,6 +155,8 @@ def assemble(
         ctx: the layout's groups.
         datasets: to train on; left out, those that the plan's flags name.
         dtype: of parameters; left out, the plan's.
+        prepare: called with each model chunk before an engine takes its parameters over.
+        engines: by what they shard, see ``DataParallelConfig.sharding``.
 
     Raises:
         ValueError: if data or tokenizer do not fit the flags.
@@ -159,28 +177,16 @@ def assemble(
     weight_casts, fp8_scales = WeightCasts(), delayed_scales(config.fp8, ctx)
     num_layers = plan.family.num_layers(config.model)
     gemms = layer_gemms(config.fp8, ctx, num_layers, weight_casts, fp8_scales)
-    chunks = [
-        plan.family.build(
-            config.model,
-            ctx,
-            vocab_size=plan.vocab_size,
-            moe=config.experts,
-            stage=stage,
-            seed=config.run.seed,
-            recomputing=config.recomputation,
-            kernels=config.kernels,
-            gemms=gemms,
-            streams=streams,
-            device=ctx.device,
-            dtype=dtype,
-        )
-        for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
-    ]
+    chunks = _build_chunks(plan, ctx, gemms, streams, dtype)
+    if prepare is not None:
+        for chunk in chunks:
+            prepare(chunk)
     weight_queue = None
     if config.pipeline.pipeline_schedule == "zb-h1":
         weight_queue = WeightQueue()
         weight_queue.serve(*chunks)
-    data_parallel = DataParallel(chunks, ctx, config.data_parallelism)
+    engine = engines[config.data_parallelism.sharding]
+    data_parallel = engine(chunks, ctx, config.data_parallelism)
     recorder = None
     if config.run.cuda_graph_impl == "full_iteration" and ctx.device.type == "cuda":
         warmup_steps = config.run.cuda_graph_warmup_steps
@@ -203,6 +209,34 @@ def assemble(
         weight_queue=weight_queue,
         recorder=recorder,
     )
+
+
+def _build_chunks(
+    plan: Plan,
+    ctx: ParallelContext,
+    gemms: Sequence[LinearGemms],
+    streams: RngStreams,
+    dtype: torch.dtype,
+) -> list[TrainableModel]:
+    """Build this rank's model chunks, in forward order."""
+    config = plan.config
+    return [
+        plan.family.build(
+            config.model,
+            ctx,
+            vocab_size=plan.vocab_size,
+            moe=config.experts,
+            stage=stage,
+            seed=config.run.seed,
+            recomputing=config.recomputation,
+            kernels=config.kernels,
+            gemms=gemms,
+            streams=streams,
+            device=ctx.device,
+            dtype=dtype,
+        )
+        for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
+    ]
 
 
 def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:

@@ -17,13 +17,12 @@ from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import BERT_FAMILY, GPT_FAMILY, T5_FAMILY, Family
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
-    AdamConfig,
     DataParallelConfig,
     Fp8Config,
     ParallelConfig,
     PipelineConfig,
-    SGDConfig,
 )
+from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_train.config import (
     BatchConfig,
     EvalConfig,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
-from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.rng import RngStreams
 from mcore_train.losses import StepLosses
 
@@ -41,7 +41,7 @@ class BackwardRecorder:
     """
 
     def __init__(
-        self, data_parallel: DataParallel, streams: RngStreams, num_warmup_steps: int
+        self, data_parallel: GradientSync, streams: RngStreams, num_warmup_steps: int
     ) -> None:
         """Begin without a graph.
 

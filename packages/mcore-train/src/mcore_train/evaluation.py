@@ -60,7 +60,7 @@ def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int
     totals = torch.zeros(len(names), 2, dtype=torch.float64, device=run.ctx.device)
     for chunk in run.chunks:
         chunk.eval()
-    with torch.no_grad(), run.weight_casts.keeping():
+    with torch.no_grad(), run.keeping_casts():
         for begin in range(0, num_batches, run.plan.num_microbatches):
             group = [
                 place_for(run, next(iterator))

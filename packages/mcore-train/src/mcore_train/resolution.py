@@ -203,7 +203,7 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             "out, or raise the tensor-parallel size."
         )
     instances = parallel.num_distributed_optimizer_instances
-    if instances > 1 and not config.data_parallelism.use_distributed_optimizer:
+    if instances > 1 and config.data_parallelism.sharding == "no_shard":
         yield (
             f"--num-distributed-optimizer-instances {instances} has no effect without "
             "--use-distributed-optimizer: every data rank holds a whole optimizer then."

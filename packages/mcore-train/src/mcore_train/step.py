@@ -121,7 +121,7 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
     losses = StepLosses(run.ctx.device, last.loss_coefficients)
     noting = nullcontext() if run.fp8_scales is None else run.fp8_scales.noting()
-    with run.data_parallel.no_sync(), run.weight_casts.keeping(), noting:
+    with run.data_parallel.no_sync(), run.keeping_casts(), noting:
         run_schedule(
             run.actions_of(len(batches)),
             stage_functions(run, batches, num_valid, losses),

@@ -7,7 +7,7 @@ collectives. The parameter buffer has the offsets of the gradient buffer, so the
 optimizer gathers updated weights straight into the parameters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -17,6 +17,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.data_parallel.gradient_sync import Copy, OwnedRange
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
@@ -95,23 +96,6 @@ class Slot:
         return self.start + self.named.parameter.numel()
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedRange:
-    """What of one parameter lies in this rank's range of a bucket."""
-
-    named: NamedParameter
-    first: int
-    """First element of the flattened parameter."""
-    stop: int
-    """One past the last element of the flattened parameter."""
-    offset: int
-    """Where it begins in the rank's range of the bucket."""
-
-    def view(self, owned: Shaped[Tensor, " n"]) -> Shaped[Tensor, " m"]:
-        """Return its memory in a flat tensor over the rank's range."""
-        return owned[self.offset : self.offset + self.stop - self.first]
-
-
 class Bucket:
     """Weights and main gradients that travel together.
 
@@ -121,6 +105,7 @@ class Bucket:
         grads: all main gradients, flat, ``[size]``; each slot's ``main`` is a view.
         shard: ranks that each own one range of the bucket; one rank owns it whole.
         replica: ranks that own the same range; gradients are summed over both axes.
+        data: both, the ranks that hold equal weights.
         kind: whose data ranks share it, ``dense`` or ``expert``.
         is_late: whether its gradients need sums over other axes before the data sum.
     """
@@ -132,12 +117,13 @@ class Bucket:
         grad_dtype: torch.dtype,
         shard: Axis,
         replica: Axis,
+        data: Axis,
     ) -> None:
         """Move the parameters into the bucket; their ``data`` is replaced by views of it."""
         first = slots[0].named.parameter
         self.slots = tuple(slots)
         self.size = size
-        self.shard, self.replica = shard, replica
+        self.shard, self.replica, self.data = shard, replica, data
         self.kind = slots[0].named.layout.data
         self.is_late = _lateness(slots[0].named) != ""
         self.ranges = shard_ranges(size, shard.size)
@@ -160,6 +146,37 @@ class Bucket:
         """Return this rank's range of ``params``, ``grads`` or a tensor like them."""
         start, stop = self.ranges[self.shard.rank]
         return flat[start:stop]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.params.dtype
+
+    @property
+    def members(self) -> list[NamedParameter]:
+        """Parameters in memory order."""
+        return [slot.named for slot in self.slots]
+
+    def own_weights(self) -> Shaped[Tensor, " n"]:
+        """Return this rank's range of the weights."""
+        return self.owned(self.params)
+
+    def own_main(self) -> None:
+        """Main weights are the optimizer's."""
+        return
+
+    def own_grads(self) -> Shaped[Tensor, " n"]:
+        """Return this rank's range of the main gradients."""
+        return self.owned(self.grads)
+
+    def copies(self) -> Iterator[Copy]:
+        """List every weight, which all data ranks hold whole, and its parts that others do."""
+        for slot in reversed(self.slots):
+            named, weight = slot.named, slot.named.parameter.detach()
+            yield Copy(named.name, self.data, weight, True)
+            yield Copy(named.name, named.layout.tied, weight, True)
+            for part in named.layout.parts:
+                yield Copy(named.name, part.replicas, part.view(weight), False)
 
     def owned_ranges(self) -> list[OwnedRange]:
         """List what of each parameter this rank owns, in memory order."""
@@ -254,7 +271,7 @@ def build_buckets(
                 Slot(members[i][2], members[i][1], start)
                 for i, start in zip(plan.members, plan.starts, strict=True)
             ]
-            bucket = Bucket(slots, plan.size, grad_dtype, shard, replica)
+            bucket = Bucket(slots, plan.size, grad_dtype, shard, replica, data)
             last = max(members[i][0] for i in plan.members)
             built.append(((bucket.is_late, last), bucket))
     return [bucket for _, bucket in sorted(built, key=lambda entry: entry[0])]
@@ -269,7 +286,7 @@ def _lateness(named: NamedParameter) -> str:
 def _owners(
     ctx: ParallelContext, kind: str, data: Axis, config: DataParallelConfig
 ) -> tuple[Axis, Axis]:
-    if not config.use_distributed_optimizer:
+    if config.sharding == "no_shard":
         return SINGLE, data
     if kind == "expert":
         return ctx.expert_optimizer_shard, ctx.expert_optimizer_replica

@@ -11,7 +11,7 @@ expert without tokens) holds the later ones there until ``finish``, so that no t
 ever meet in different collectives.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import ref
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.buckets import Bucket, Slot, build_buckets
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.grads import sum_partial_gradients, sum_tied_gradients
 from mcore_parallel.data_parallel.param_gather import ParameterGathering
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
@@ -28,14 +29,17 @@ from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import (
     NamedParameter,
     Shard,
-    flat_shards,
     named_parameters,
+    shards_of,
     undeclared_parameters,
 )
 
 
-class DataParallel:
-    """Main gradients of model chunks, summed over the data ranks.
+class DataParallel(GradientSync):
+    """Main gradients of model chunks in buckets, summed over the data ranks.
+
+    The engine of replicated weights: the optimizer is whole on every data rank, or sharded over
+    them (ZeRO-1).
 
     Parameters move into contiguous buffers: views of them taken earlier (``named_shards``,
     a torch optimizer's state) no longer follow.
@@ -47,7 +51,12 @@ class DataParallel:
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], ctx: ParallelContext, config: DataParallelConfig
+        self,
+        chunks: Sequence[nn.Module],
+        ctx: ParallelContext,
+        config: DataParallelConfig,
+        *,
+        only: Collection[nn.Parameter] | None = None,
     ) -> None:
         """Take over the gradients of all trainable parameters.
 
@@ -55,16 +64,24 @@ class DataParallel:
             chunks: model chunks of this rank, in forward order; one without interleaving.
             ctx: the rank grid; no communication here.
             config: sharding, overlap, bucket size, dtype.
+            only: parameters to take; None: all.
 
         Raises:
             ValueError: if nothing is trainable, a parameter already has a gradient or a main
                 gradient, or, with tensor ranks, a module does not say how they share its
                 parameters.
         """
-        _check_declared(chunks, ctx.tp)
+        check_declared(chunks, ctx.tp)
         self.ctx = ctx
         self.config = config
-        self.buckets = build_buckets(_trainable(chunks), ctx, config)
+        found = [
+            (index, named)
+            for index, chunk in enumerate(chunks)
+            for named in named_parameters(chunk)
+            if only is None or named.parameter in only
+        ]
+        self._named = [named for _, named in found]
+        self.buckets = build_buckets(_trainable(found), ctx, config)
         self._is_syncing = [True] * len(chunks)
         self._is_syncing_weights = [True] * len(chunks)
         self._is_finished = self._is_checked = False
@@ -84,6 +101,11 @@ class DataParallel:
         self._zeroed = [s.main for s in slots if s.main is not None and not s.overwrites]
         self._queues = {slot.queue for slot in slots if slot.queue is not None}
         self._restart()
+
+    @property
+    def units(self) -> list[Bucket]:
+        """The buckets."""
+        return self.buckets
 
     @property
     def is_finished(self) -> bool:
@@ -192,11 +214,6 @@ class DataParallel:
             if work is not None:
                 work.wait()
 
-    def gather_params(self) -> None:
-        """Gather weights whose owners have changed them; see ``gathering``."""
-        for _ in self.gathering():
-            pass
-
     def wait_params(self) -> None:
         """Wait for gathers on their way: before a save, a comparison, an export."""
         if self._gathering is not None:
@@ -213,34 +230,10 @@ class DataParallel:
         self.wait_params()
         check_weights(self.buckets, self.ctx)
 
-    def grad_shards(self) -> dict[str, Shard]:
-        """Describe the gradients that this rank validly holds after ``finish``.
-
-        Whole ones, or this rank's slices with the distributed optimizer; views, by logical
-        name, with the ranks that hold the same.
-        """
-        return self.owned_shards({b: b.owned(b.grads) for b in self.buckets})
-
-    def owned_shards(self, flats: Mapping[Bucket, Tensor]) -> dict[str, Shard]:
-        """Describe tensors that lie like this rank's ranges of the buckets.
-
-        Args:
-            flats: a flat tensor for some buckets, as long as the bucket's owned range.
-        """
-        ranges = [
-            (owned.named, owned.first, owned.stop, owned.view(flat))
-            for bucket, flat in flats.items()
-            for owned in bucket.owned_ranges()
-        ]
-        return flat_shards(ranges, self._replica_axes())
-
-    def _replica_axes(self) -> dict[str, Axis]:
-        if not self.config.use_distributed_optimizer:
-            return self.ctx.data_axes()
-        return {
-            "dense": self.ctx.optimizer_replica,
-            "expert": self.ctx.expert_optimizer_replica,
-        }
+    def weight_shards(self) -> dict[str, Shard]:
+        """Describe the parameters, frozen ones too; every data rank holds them whole."""
+        weights = [(named, named.parameter.detach()) for named in self._named]
+        return shards_of(weights, self.ctx.data_axes())
 
     def remove_hooks(self) -> None:
         """Give the parameters back: backward fills ``.grad`` again."""
@@ -334,7 +327,12 @@ class _GradientHook:
         return owner, bucket
 
 
-def _check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
+def check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
+    """Refuse parameters of which nothing says how tensor ranks share them.
+
+    Raises:
+        ValueError: with the first of them.
+    """
     names = [name for chunk in chunks for name in undeclared_parameters(chunk)]
     if tp.size > 1 and names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -346,13 +344,8 @@ def _check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
         )
 
 
-def _trainable(chunks: Sequence[nn.Module]) -> list[tuple[int, NamedParameter]]:
-    found = [
-        (index, named)
-        for index, chunk in enumerate(chunks)
-        for named in named_parameters(chunk)
-        if named.parameter.requires_grad
-    ]
+def _trainable(walked: list[tuple[int, NamedParameter]]) -> list[tuple[int, NamedParameter]]:
+    found = [entry for entry in walked if entry[1].parameter.requires_grad]
     if not found:
         raise ValueError("no parameter of the model requires a gradient")
     seen: set[nn.Parameter] = set()

@@ -1,9 +1,9 @@
-"""An update rule over the buckets of ``DataParallel``: sharded over data ranks, or whole.
+"""An update rule over the units of a ``GradientSync``: sharded over data ranks, or whole.
 
-One implementation: this rank updates its own range of every bucket, which is a slice with
-``use_distributed_optimizer`` (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054) and
-all of it otherwise. 16-bit weights have float32 main weights; float32 and float64 weights
-are their own. After the update the ranges are gathered straight into the parameters.
+One implementation: this rank updates what it owns of every unit, which is a slice where the
+engine shards (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054) and all of it otherwise. 16-bit
+weights have float32 main weights; float32 and float64 weights are their own. After the update
+the engine gathers the weights, or its modules do where they need them.
 
 A flat range has no shapes, so what depends on them (weight decay, which rank counts in the
 norm, what a checkpoint holds) comes from the parameters' layouts.
@@ -16,11 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.config import AdamConfig
-from mcore_parallel.data_parallel.buckets import Bucket
-from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views
 from mcore_parallel.optimizers.adamw import AdamW
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.optimizers.update_rule import MomentDtype, UpdateRule
 from mcore_parallel.sharding import NamedParameter, Shard
 
@@ -41,7 +40,7 @@ def has_weight_decay(named: NamedParameter) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What is kept for this rank's range of one bucket, flat and in memory order."""
+    """What is kept for what this rank owns of one unit, flat and in memory order."""
 
     main: Tensor
     moments: dict[str, Tensor]
@@ -69,7 +68,7 @@ class DistributedOptimizer:
         num_steps: updates made; set it when state is loaded.
     """
 
-    def __init__(self, data_parallel: DataParallel, rule: UpdateRule) -> None:
+    def __init__(self, data_parallel: GradientSync, rule: UpdateRule) -> None:
         """Allocate main weights and moments of this rank's ranges; no communication.
 
         Args:
@@ -79,9 +78,9 @@ class DistributedOptimizer:
         self.data_parallel = data_parallel
         self.rule = rule
         self.num_steps = 0
-        self._states = {bucket: _new_state(bucket, rule) for bucket in data_parallel.buckets}
+        self._states = {unit: _new_state(unit, rule) for unit in data_parallel.units}
         self._norm_views = owned_views(data_parallel.grad_shards().values())
-        self._runs = {bucket: _runs(bucket, state) for bucket, state in self._states.items()}
+        self._runs = {unit: _runs(unit, state) for unit, state in self._states.items()}
         self._is_checked = False
 
     def grad_norm(self) -> Float[Tensor, ""]:
@@ -113,8 +112,8 @@ class DistributedOptimizer:
             self._is_checked = True
         self.num_steps += 1
 
-        for bucket in self.data_parallel.gathering():
-            for run in self._runs[bucket]:
+        for unit in self.data_parallel.gathering():
+            for run in self._runs[unit]:
                 self.rule.update(
                     run.main,
                     run.grad,
@@ -136,9 +135,9 @@ class DistributedOptimizer:
         shards = {}
         for kind in ("main", *self.rule.moments):
             flats = {
-                bucket: state.main if kind == "main" else state.moments[kind]
-                for bucket, state in self._states.items()
-                if kind != "main" or _has_main(bucket)
+                unit: state.main if kind == "main" else state.moments[kind]
+                for unit, state in self._states.items()
+                if kind != "main" or _has_main(unit)
             }
             described = self.data_parallel.owned_shards(flats)
             shards.update({f"{kind}.{name}": shard for name, shard in described.items()})
@@ -152,23 +151,22 @@ class DistributedOptimizer:
                 Otherwise the parameters take theirs from the main weights.
         """
         if from_parameters:
-            for bucket, state in self._states.items():
-                if _has_main(bucket):
-                    state.main.copy_(bucket.owned(bucket.params))
-            return
-
-        for bucket in self.data_parallel.gathering():
-            if _has_main(bucket):
-                bucket.owned(bucket.params).copy_(self._states[bucket].main)
+            for unit, state in self._states.items():
+                if _has_main(unit):
+                    state.main.copy_(unit.own_weights())
+        else:
+            for unit in self.data_parallel.gathering():
+                if _has_main(unit):
+                    unit.own_weights().copy_(self._states[unit].main)
         self.data_parallel.wait_params()
 
     def _check_main_weights(self) -> None:
         """Compare rounded main weights with the weights, which the update would overwrite."""
         ctx = self.data_parallel.ctx
         differs = torch.zeros((), device=ctx.device)
-        for bucket, state in self._states.items():
-            if _has_main(bucket):
-                own = bucket.owned(bucket.params)
+        for unit, state in self._states.items():
+            if _has_main(unit) and unit.own_main() is None:
+                own = unit.own_weights()
                 for main, weights in zip(state.main.split(_RUN), own.split(_RUN), strict=True):
                     rounded = main.to(weights.dtype).view(torch.uint8)
                     differs += (rounded != weights.view(torch.uint8)).any()
@@ -187,7 +185,7 @@ class DistributedOptimizer:
 class ShardedAdamW(DistributedOptimizer):
     """The distributed optimizer with AdamW."""
 
-    def __init__(self, data_parallel: DataParallel, config: AdamConfig) -> None:
+    def __init__(self, data_parallel: GradientSync, config: AdamConfig) -> None:
         """Allocate the state; see ``DistributedOptimizer``.
 
         Args:
@@ -197,17 +195,19 @@ class ShardedAdamW(DistributedOptimizer):
         super().__init__(data_parallel, AdamW(config))
 
 
-def _main_dtype(bucket: Bucket) -> torch.dtype:
-    return torch.promote_types(bucket.params.dtype, torch.float32)
+def _main_dtype(unit: OwnedUnit) -> torch.dtype:
+    return torch.promote_types(unit.dtype, torch.float32)
 
 
-def _has_main(bucket: Bucket) -> bool:
-    return _main_dtype(bucket) != bucket.params.dtype
+def _has_main(unit: OwnedUnit) -> bool:
+    return _main_dtype(unit) != unit.dtype
 
 
-def _new_state(bucket: Bucket, rule: UpdateRule) -> _State:
-    own = bucket.owned(bucket.params)
-    main = own.to(_main_dtype(bucket)) if _has_main(bucket) else own
+def _new_state(unit: OwnedUnit, rule: UpdateRule) -> _State:
+    main = unit.own_main()
+    if main is None:
+        own = unit.own_weights()
+        main = own.to(_main_dtype(unit)) if _has_main(unit) else own
     moments = {
         name: torch.zeros_like(main, dtype=_moment_dtype(kept, main))
         for name, kept in rule.moments.items()
@@ -219,16 +219,17 @@ def _moment_dtype(kept: MomentDtype, main: Tensor) -> torch.dtype:
     return torch.bfloat16 if kept == "bf16" else main.dtype
 
 
-def _runs(bucket: Bucket, state: _State) -> list[_Run]:
+def _runs(unit: OwnedUnit, state: _State) -> list[_Run]:
     """Merge neighbouring parameters with equal decay into as few runs as possible."""
     ends: list[tuple[int, int, bool]] = []
-    for owned in bucket.owned_ranges():
+    for owned in unit.owned_ranges():
         decays = has_weight_decay(owned.named)
         begin, end = owned.offset, owned.offset + owned.stop - owned.first
         if ends and ends[-1][2] == decays:
             begin = ends.pop()[0]
         ends.append((begin, end, decays))
-    grads, parameters = bucket.owned(bucket.grads), bucket.owned(bucket.params)
+    grads = unit.own_grads()
+    parameters = state.main if unit.own_main() is not None else unit.own_weights()
     return [
         _Run(
             main=state.main[begin:end],

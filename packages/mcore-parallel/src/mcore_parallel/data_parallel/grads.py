@@ -37,6 +37,15 @@ def sum_partial_gradients(gradients: Sequence[Gradient]) -> None:
     )
 
 
+def sum_views(views: Sequence[tuple[Axis, Tensor]]) -> None:
+    """All-reduce views of gradients in place, each over its axis.
+
+    Args:
+        views: of this rank; equal shapes on all ranks of an axis, in one order.
+    """
+    _sum_coalesced([(axis, view) for axis, view in views if axis.size > 1])
+
+
 def sum_tied_gradients(gradients: Sequence[Gradient]) -> None:
     """All-reduce, in place, the gradients of parameters that several stages hold.
 

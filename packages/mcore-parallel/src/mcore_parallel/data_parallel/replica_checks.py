@@ -9,7 +9,7 @@ compares weights again, which differ once a GPU has computed wrongly.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 import torch
@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.collectives import all_gather, all_reduce
-from mcore_parallel.data_parallel.buckets import Bucket, OwnedRange
+from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit
 from mcore_parallel.digests import digest
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter, Part
@@ -32,14 +32,14 @@ FLOOR = 1e-3
 """Of the largest sum of all parameters, below which differences are noise."""
 
 
-def check_replicas(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
+def check_replicas(units: Sequence[OwnedUnit], ctx: ParallelContext) -> None:
     """Compare what ranks hold in common; all ranks call it, with summed gradients.
 
     A few small collectives over each axis with replicas, and one over the world; the host
     waits for them.
 
     Args:
-        buckets: of this rank, before the first update.
+        units: of this rank, before the first update.
         ctx: the rank grid.
 
     Raises:
@@ -50,10 +50,10 @@ def check_replicas(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
         *(
             f"{copies} began with different weights{who}. Seed torch alike on all of them "
             "before the model is made, or load the same weights."
-            for copies, who in _unequal_weights(buckets, ctx, _all_holders)
+            for copies, who in _unequal_weights(units, only_equal=False)
         ),
-        *_unequal_gradients(buckets),
-        *_names_of_two_stages(buckets, ctx.pp),
+        *_unequal_gradients(units),
+        *_names_of_two_stages(units, ctx.pp),
     ]
     if _any_rank(bool(faults), ctx):
         raise ValueError(
@@ -61,7 +61,7 @@ def check_replicas(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
         )
 
 
-def check_weights(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
+def check_weights(units: Sequence[OwnedUnit], ctx: ParallelContext) -> None:
     """Compare the replicas of weights that every update keeps equal to the last bit.
 
     These are the replicas of data ranks and tied weights: their gradients are summed once, so
@@ -71,7 +71,7 @@ def check_weights(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
     the host waits; each rank reads its weights once.
 
     Args:
-        buckets: of this rank, with no gather of weights in flight.
+        units: of this rank, with no gather of weights in flight.
         ctx: the rank grid.
 
     Raises:
@@ -81,7 +81,7 @@ def check_weights(buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
     faults = [
         f"{copies} do not have the same weights any more{who}: a processor, its memory or a "
         "link works wrongly, or something beside the optimizer changed them."
-        for copies, who in _unequal_weights(buckets, ctx, _equal_holders)
+        for copies, who in _unequal_weights(units, only_equal=True)
     ]
     if _any_rank(bool(faults), ctx):
         raise UnlikeWeightsError(
@@ -100,32 +100,16 @@ class UnlikeWeightsError(RuntimeError):
     """Replicas of a weight differ although their updates were equal."""
 
 
-_Holders = Iterable[tuple[Axis, Tensor]]
-"""Axes whose ranks hold a box in common, each with the box."""
-
-
-def _equal_holders(named: NamedParameter, ctx: ParallelContext) -> _Holders:
-    weight = named.parameter.detach()
-    return [(ctx.data_axes()[named.layout.data], weight), (named.layout.tied, weight)]
-
-
-def _all_holders(named: NamedParameter, ctx: ParallelContext) -> _Holders:
-    weight = named.parameter.detach()
-    parts = [(part.replicas, part.view(weight)) for part in named.layout.parts]
-    return [*_equal_holders(named, ctx), *parts]
-
-
 def _unequal_weights(
-    buckets: Sequence[Bucket],
-    ctx: ParallelContext,
-    holders: Callable[[NamedParameter, ParallelContext], _Holders],
+    units: Sequence[OwnedUnit], *, only_equal: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the weights whose replicas differ, and the odd ranks if a majority agrees."""
+    """Yield the weights whose copies differ, and the odd ranks if a majority agrees."""
     shared: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}
-    for named in _parameters(buckets):
-        for axis, view in holders(named, ctx):
-            if axis.size > 1:
-                shared.setdefault(axis.name, (axis, []))[1].append((named.name, view))
+    for unit in reversed(units):
+        for copy in unit.copies():
+            if copy.axis.size > 1 and (copy.stays_equal or not only_equal):
+                known = shared.setdefault(copy.axis.name, (copy.axis, []))[1]
+                known.append((copy.name, copy.weights))
     for _, (axis, views) in sorted(shared.items(), key=lambda entry: entry[0]):
         digests = torch.stack([digest(view) for _, view in views])
         columns = all_gather(digests[None], axis).t().tolist()
@@ -138,16 +122,16 @@ def _unequal_weights(
             yield f"{name}: ranks {list(axis.ranks)} of axis {axis.name}, which share it,", who
 
 
-def _unequal_gradients(buckets: Sequence[Bucket]) -> Iterator[str]:
+def _unequal_gradients(units: Sequence[OwnedUnit]) -> Iterator[str]:
     """Yield the parameters declared whole on every replica whose gradients differ."""
     shared: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}
-    for bucket in reversed(buckets):
-        grads = bucket.owned(bucket.grads)
-        owned = {o.named.parameter: o for o in bucket.owned_ranges()}
-        for slot in reversed(bucket.slots):
-            axis = _holders_of_whole_gradients(slot.named.layout.parts)
+    for unit in reversed(units):
+        grads = unit.own_grads()
+        owned = {o.named.parameter: o for o in unit.owned_ranges()}
+        for named in reversed(unit.members):
+            axis = _holders_of_whole_gradients(named.layout.parts)
             if axis is not None:
-                entry = (slot.named.name, _sums(owned.get(slot.named.parameter), grads))
+                entry = (named.name, _sums(owned.get(named.parameter), grads))
                 shared.setdefault(axis.name, (axis, []))[1].append(entry)
     for _, (axis, found) in sorted(shared.items(), key=lambda entry: entry[0]):
         low, high = _range(torch.stack([sums for _, sums in found]), axis)
@@ -173,15 +157,15 @@ def _holders_of_whole_gradients(parts: Sequence[Part]) -> Axis | None:
     return axis if is_whole else None
 
 
-def _names_of_two_stages(buckets: Sequence[Bucket], pp: Axis) -> Iterator[str]:
+def _names_of_two_stages(units: Sequence[OwnedUnit], pp: Axis) -> Iterator[str]:
     """Yield logical tensors of which two stages, or two chunks of one, hold the same box."""
     boxes = [
         (part.name, part.offsets)
-        for named in _parameters(buckets)
+        for named in _parameters(units)
         for part in named.layout.parts
         if named.layout.tied.size == 1
     ]
-    device = buckets[0].params.device
+    device = units[0].own_grads().device
     known = [_number(box) for box in boxes]
     own = torch.tensor(known, dtype=torch.int64, device=device)
     length = all_reduce(torch.tensor(len(known), device=device), pp, "max")
@@ -196,9 +180,9 @@ def _names_of_two_stages(buckets: Sequence[Bucket], pp: Axis) -> Iterator[str]:
             )
 
 
-def _parameters(buckets: Sequence[Bucket]) -> Iterator[NamedParameter]:
-    """Walk buckets in forward order, so that the first fault is that of the first layer."""
-    return (slot.named for bucket in reversed(buckets) for slot in reversed(bucket.slots))
+def _parameters(units: Sequence[OwnedUnit]) -> Iterator[NamedParameter]:
+    """Walk units in forward order, so that the first fault is that of the first layer."""
+    return (named for unit in reversed(units) for named in reversed(unit.members))
 
 
 def _number(box: tuple[str, tuple[int, ...]]) -> int:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from mcore_parallel.config import AdamConfig
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.optimizers.update_rule import MomentDtype
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.config import SGDConfig
+from mcore_parallel.optimizers.config import SGDConfig
 from mcore_parallel.optimizers.update_rule import MomentDtype
 
 

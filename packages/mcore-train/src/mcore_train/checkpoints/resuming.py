@@ -30,7 +30,7 @@ from mcore_data.tracing.data_plan import (
     parse_plan,
 )
 from mcore_models.config import config_to_dict
-from mcore_parallel.sharding import Shard, named_shards
+from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run, num_samples
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, start_of
 from mcore_train.checkpoints.side_state import (
@@ -292,12 +292,9 @@ def _load_options(run: Run) -> dict[str, Any]:
 
 def model_shards(run: Run) -> dict[str, Shard]:
     """Describe this rank's weights, named ``model.<logical>``; waits for gathers."""
+    described = run.data_parallel.weight_shards()
     run.data_parallel.wait_params()
-    shards: dict[str, Shard] = {}
-    for chunk in run.chunks:
-        described = named_shards(chunk, run.ctx.data_axes())
-        shards |= {f"model.{name}": shard for name, shard in described.items()}
-    return shards
+    return {f"model.{name}": shard for name, shard in described.items()}
 
 
 def optimizer_shards(run: Run) -> dict[str, Shard]:

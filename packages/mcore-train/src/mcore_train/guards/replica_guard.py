@@ -6,14 +6,14 @@ is lost. (With a sharded optimizer every update makes the copies equal again, so
 went wrong with them since is seen.)
 """
 
-from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 
 
 class WeightCopies:
     """Compares the copies of a run's weights, and knows when they were equal last."""
 
-    def __init__(self, data_parallel: DataParallel, iteration: int) -> None:
+    def __init__(self, data_parallel: GradientSync, iteration: int) -> None:
         """Begin at a step whose copies are equal; no communication.
 
         Args:

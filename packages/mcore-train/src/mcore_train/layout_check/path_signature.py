@@ -293,13 +293,13 @@ def _experts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     yield "split of an expert", _one(expert_tp)
     yield "ranks that hold the same experts", _one(copies)
-    if plan.config.data_parallelism.use_distributed_optimizer:
+    if plan.config.data_parallelism.sharding != "no_shard":
         yield "shards of an expert's optimizer", _one(copies // instances)
 
 
 def _optimizer(plan: Plan) -> Iterator[tuple[str, str]]:
     config = plan.config
-    if not config.data_parallelism.use_distributed_optimizer:
+    if config.data_parallelism.sharding == "no_shard":
         return
     shards = optimizer_shards(plan)
     yield "shards of the optimizer", _one(shards)
@@ -338,7 +338,7 @@ def expert_data_ranks(plan: Plan) -> int:
 
 def optimizer_shards(plan: Plan) -> int:
     """Count the ranks that share one instance of the optimizer; 1: each has it whole."""
-    if not plan.config.data_parallelism.use_distributed_optimizer:
+    if plan.config.data_parallelism.sharding == "no_shard":
         return 1
     parallel = plan.config.parallelism
     sharing = plan.data_parallel_size * parallel.context_parallel_size
@@ -348,6 +348,8 @@ def optimizer_shards(plan: Plan) -> int:
 def cuts_vectors(plan: Plan) -> bool:
     """Whether borders of optimizer shards can lie in vectors of the residual stream."""
     shards = optimizer_shards(plan)
+    if plan.config.data_parallelism.is_fully_sharded:
+        return shards > 1
     return shards > 1 and plan.config.model.hidden_size > vector_length(shards)
 
 

@@ -285,7 +285,7 @@ def _shrink_recompute(recompute: RecomputeConfig, layers_per_stage: int) -> Reco
 
 def _num_shards(config: TrainConfig, parallel: ParallelConfig, world_size: int) -> int:
     """Count the ranks that share one instance of the optimizer; 1: each rank has it whole."""
-    if not config.data_parallelism.use_distributed_optimizer:
+    if config.data_parallelism.sharding == "no_shard":
         return 1
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     return world_size // model_ranks // parallel.num_distributed_optimizer_instances
@@ -300,6 +300,8 @@ def _shrink_buckets(
     middle one of three. Elsewhere each gets a bucket.
     """
     own = config.data_parallelism
+    if own.is_fully_sharded:
+        return own
     has_many = own.ddp_bucket_size or own.overlap_grad_reduce or own.overlap_param_gather
     size = 2000 if has_many else 0
     if shards > 1 and config.parallelism.sequence_parallel:

@@ -6,7 +6,7 @@ checkpoint gives back. ``mcore-train verify`` and the parity tests compare these
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,10 +18,11 @@ from torch import Tensor
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.sharding import Piece, Shard, named_parameters, named_shards
+from mcore_parallel.sharding import Piece, Shard, named_parameters
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import Datasets, Run, assemble
 from mcore_train.batches import train_batches, valid_batches
@@ -139,18 +140,32 @@ def rows_of(plan: Plan) -> AnyRows:
     return rows
 
 
-def build_run(plan: Plan, ctx: ParallelContext, rows: AnyRows, *, dtype: torch.dtype) -> Run:
+def build_run(
+    plan: Plan,
+    ctx: ParallelContext,
+    rows: AnyRows,
+    *,
+    dtype: torch.dtype,
+    engines: Mapping[str, Engine] = ENGINES,
+) -> Run:
     """Assemble a run on this rank, with nothing at a value that would hide a fault."""
-    run = assemble(plan, ctx, datasets=Datasets(train=rows, valid=rows), dtype=dtype)
-    for chunk in run.chunks:
+
+    def shift_vectors(chunk: TrainableModel) -> None:
         for named in named_parameters(chunk):
             if all(len(part.shape) == 1 for part in named.layout.parts):
                 before = named.parameter.detach().clone()
                 fill_parameter_(named, seed=plan.config.run.seed + 1, std=VECTOR_STD)
                 with torch.no_grad():
                     named.parameter.add_(before)
-    run.optimizer.refresh(from_parameters=True)
-    return run
+
+    return assemble(
+        plan,
+        ctx,
+        datasets=Datasets(train=rows, valid=rows),
+        dtype=dtype,
+        prepare=shift_vectors,
+        engines=engines,
+    )
 
 
 def run_trial(
@@ -254,8 +269,8 @@ def _validation(run: Run) -> dict[str, float]:
 def _cuts_vectors(run: Run) -> bool:
     cuts = [
         owned.stop - owned.first < owned.named.parameter.numel()
-        for bucket in run.data_parallel.buckets
-        for owned in bucket.owned_ranges()
+        for unit in run.data_parallel.units
+        for owned in unit.owned_ranges()
         if all(len(part.shape) == 1 for part in owned.named.layout.parts)
     ]
     return bool(sum_over(torch.tensor(any(cuts)), run.ctx))
@@ -285,10 +300,8 @@ def sum_over(number: Tensor, ctx: ParallelContext) -> float:
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """Gather the whole model, by logical name."""
-    found = {}
+    found = run.data_parallel.weight_shards()
     run.data_parallel.wait_params()
-    for chunk in run.chunks:
-        found |= named_shards(chunk, run.ctx.data_axes())
     return gather_logical(found, run.ctx.world)
 
 

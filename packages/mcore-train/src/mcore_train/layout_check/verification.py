@@ -213,7 +213,9 @@ def alone(plan: Plan) -> Plan:
         pipeline=PipelineConfig(),
         data_parallelism=replace(
             plan.config.data_parallelism,
+            data_parallel_sharding_strategy="",
             use_distributed_optimizer=False,
+            use_torch_fsdp2=False,
             overlap_grad_reduce=False,
             overlap_param_gather=False,
         ),

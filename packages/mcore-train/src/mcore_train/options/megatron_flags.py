@@ -74,6 +74,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--moe-extended-tp": Spelling(note="--expert-tensor-parallel-size says it"),
     "--empty-unused-memory-level": Spelling(num_values=1, note="memory is kept"),
     "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
+    "--use-megatron-fsdp": Spelling(("--use-torch-fsdp2",)),
     "--ckpt-format": Spelling(num_values=1, note="one native format loads under any layout"),
     "--verify-integrity": Spelling(("--load-checksums",)),
     "--ckpt-fully-parallel-save": Spelling(note="every rank writes its share"),
@@ -163,8 +164,9 @@ INSTEAD: dict[str, str] = {
     ),
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
     "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
-    "--*fsdp* --*-sharding-strategy --enable-full-sharding-in-hsdp": (
-        "fully sharded data parallelism is not built yet; use --use-distributed-optimizer."
+    "--*fsdp* --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp": (
+        "use --data-parallel-sharding-strategy, with --num-distributed-optimizer-instances for "
+        "hybrid sharding: torch's fully_shard does the rest."
     ),
     "--encoder-num-layers --decoder-num-layers": "only a t5 has them; use --num-layers.",
     "--decoder-seq-length": "only mcore-train t5 has it; use --seq-length.",

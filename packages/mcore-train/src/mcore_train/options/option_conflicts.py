@@ -7,8 +7,8 @@ like ``resolution``, which adds these lines to its own.
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
-from mcore_parallel.config import AdamConfig, SGDConfig
 from mcore_parallel.logical_tensors import expert_size
+from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import SampleConfig, flag
@@ -53,6 +53,8 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
             "--dataloader-inter-document-masking): use auto."
         )
     yield from _optimizer_conflicts(config)
+    if config.data_parallelism.is_fully_sharded:
+        yield from _sharding_conflicts(config)
     yield from _recompute_conflicts(config)
     yield from _determinism_conflicts(config)
     if config.run.cuda_graph_impl != "none":
@@ -122,6 +124,21 @@ def misplaced_predictions(stages: Sequence[Stage], depths: int) -> Iterator[str]
         yield (
             "--pipeline-model-parallel-layout places layers m apart from the loss, on whose "
             "stage they run: put them before its L."
+        )
+
+
+def _sharding_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What weights that are gathered layer by layer cannot be combined with."""
+    name = f"--data-parallel-sharding-strategy {config.data_parallelism.sharding}"
+    if config.pipeline.pipeline_schedule == "zb-h1":
+        yield (
+            f"{name} sums a layer's gradients in its backward, and --pipeline-schedule zb-h1 "
+            "makes those of weights later: use 1f1b or interleaved, or optim."
+        )
+    if config.run.cuda_graph_impl != "none":
+        yield (
+            f"--cuda-graph-impl {config.run.cuda_graph_impl} cannot record {name}, whose "
+            "weights move in memory: leave out one of the two."
         )
 
 

@@ -1,0 +1,398 @@
+"""Fully sharded data parallelism by torch's ``fully_shard``: ZeRO-2, ZeRO-3 and hybrid.
+
+Each block is one unit of communication, the rest of a chunk another: weights are gathered for a
+unit's forward and backward, gradients reduce-scattered after it. What a rank keeps is its rows
+of every weight, in float32 where the model computes in 16 bits (they are the main weights), and
+gradients alike, into which micro-batches add up. Tensor and expert parallelism are inside: rows
+are those of the rank's own part. With several instances of the optimizer the data ranks of one
+instance share the weights, and gradients are summed over instances once a step.
+
+Some parameters stay in buckets (``DataParallel``): those that one data rank holds alone, such
+as experts that all ranks share out among them, and those of another dtype than the rest.
+
+Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.data_parallel.ddp import DataParallel, check_declared
+from mcore_parallel.data_parallel.gradient_sync import (
+    Copy,
+    GradientSync,
+    OwnedRange,
+    OwnedUnit,
+)
+from mcore_parallel.data_parallel.grads import sum_views
+from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
+from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.sharding import (
+    NamedParameter,
+    Shard,
+    flat_pieces,
+    named_parameters,
+    shards_of,
+)
+
+
+class ShardedParameter:
+    """This rank's rows of one parameter: a unit of the optimizer.
+
+    Attributes:
+        named: name and layout; its ``parameter`` has the shape before sharding and no memory.
+        dtype: of the gathered weight.
+        main: the rows, flat; float32 or wider.
+        grads: their gradients, flat.
+    """
+
+    def __init__(
+        self, named: NamedParameter, parameter: nn.Parameter, shard: Axis, replica: Axis
+    ) -> None:
+        """Take over the gradient of a parameter that ``fully_shard`` has sharded.
+
+        Args:
+            named: of before; the dtype is that of the model.
+            parameter: its shard, a DTensor.
+            shard: ranks that share the rows.
+            replica: ranks that hold the same rows.
+        """
+        assert isinstance(parameter, DTensor)
+        self.named, self.dtype = named, named.parameter.dtype
+        self.parameter, self.replica = parameter, replica
+        local = parameter.to_local().detach()
+        self.main = local.view(-1)
+        self.grads = torch.zeros_like(self.main)
+        self._copy: Tensor | None = None
+        rows, row = named.parameter.shape[0], named.parameter[0].numel()
+        begin = min(shard.rank * -(-rows // shard.size), rows) * row
+        self.range = OwnedRange(named, begin, begin + local.numel(), 0)
+        # torch adds the sums of each backward to a gradient that is there, in place.
+        parameter.grad = DTensor.from_local(
+            self.grads.view(local.shape),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    @property
+    def members(self) -> tuple[NamedParameter]:
+        """The parameter."""
+        return (self.named,)
+
+    def owned_ranges(self) -> list[OwnedRange]:
+        """Return its rows here; none where there are fewer rows than ranks."""
+        return [self.range] if self.main.numel() else []
+
+    def own_weights(self) -> Shaped[Tensor, " n"]:
+        """Return the rows in the model's dtype: a copy, made at the first call."""
+        if self.dtype == self.main.dtype:
+            return self.main
+        if self._copy is None:
+            self._copy = self.main.to(self.dtype)
+        return self._copy
+
+    def own_main(self) -> Shaped[Tensor, " n"]:
+        """Return the rows as they are kept."""
+        return self.main
+
+    def own_grads(self) -> Shaped[Tensor, " n"]:
+        """Return the gradients of the rows."""
+        return self.grads
+
+    def refresh_copy(self) -> None:
+        """Round the rows into the copy, if there is one."""
+        if self._copy is not None:
+            self._copy.copy_(self.main)
+
+    def copies(self) -> Iterator[Copy]:
+        """List the rows, which ranks of other instances and tied stages hold too."""
+        layout = self.named.layout
+        yield Copy(self.named.name, self.replica, self.main, True)
+        yield Copy(self.named.name, layout.tied, self.main, True)
+        for part in layout.parts:
+            for view in self._views(part, self.main):
+                yield Copy(self.named.name, part.replicas, view, False)
+
+    def parts_of_sums(self) -> Iterator[tuple[Axis, Tensor]]:
+        """List the gradients that are parts of a sum over tensor ranks, with their axes."""
+        for part in self.named.layout.parts:
+            if part.partial.size > 1:
+                for view in self._views(part, self.grads):
+                    yield part.partial, view
+
+    def _views(self, part: Any, flat: Tensor) -> list[Tensor]:
+        first, stop = self.range.first, self.range.stop
+        return [piece.data for piece in flat_pieces(self.named, part, first, stop, flat)]
+
+
+class FullyShardedDataParallel(GradientSync):
+    """Weights, gradients and optimizer sharded over the data ranks.
+
+    Parameters become DTensors of this rank's rows; while a unit computes they are whole. Calls
+    of a chunk's methods beside ``forward`` see whole weights only right after ``forward``.
+    """
+
+    keeps_weights = False
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], ctx: ParallelContext, config: DataParallelConfig
+    ) -> None:
+        """Shard the parameters of all chunks in place; no communication.
+
+        Args:
+            chunks: model chunks of this rank, in forward order. Modules of ``chunk.blocks``
+                are units of their own.
+            ctx: the rank grid.
+            config: says whether weights are given back after forward.
+
+        Raises:
+            ValueError: if nothing is trainable, or, with tensor ranks, a module does not say
+                how they share its parameters.
+        """
+        check_declared(chunks, ctx.tp)
+        self.ctx, self.config, self.chunks = ctx, config, list(chunks)
+        found = [list(named_parameters(chunk)) for chunk in chunks]
+        bucketed = _bucketed([named for each in found for named in each], ctx)
+        self._frozen = [n for each in found for n in each if not n.parameter.requires_grad]
+        self._buckets: DataParallel | None = None
+        if bucketed:
+            rest = DataParallelConfig(
+                use_distributed_optimizer=True, grad_reduce_in_bf16=config.grad_reduce_in_bf16
+            )
+            self._buckets = DataParallel(chunks, ctx, rest, only=bucketed)
+        left_out = bucketed | {named.parameter for named in self._frozen}
+        meshes = {kind: _mesh(ctx, kind) for kind in ("dense", "expert")}
+        self._sharded: list[ShardedParameter] = []
+        for chunk, each in zip(chunks, found, strict=True):
+            own = [named for named in each if named.parameter not in left_out]
+            self._shard(chunk, own, left_out, meshes)
+        self._units: list[OwnedUnit] = [*reversed(self._sharded)]
+        if self._buckets is not None:
+            self._units += self._buckets.units
+        self._is_finished = self._is_checked = False
+
+    def _shard(
+        self,
+        chunk: nn.Module,
+        own: Sequence[NamedParameter],
+        left_out: set[nn.Parameter],
+        meshes: dict[str, DeviceMesh | None],
+    ) -> None:
+        """Shard one chunk, innermost modules first."""
+        before = [replace(n, parameter=_without_memory(n.parameter)) for n in own]
+        experts = {_owner(n.name) for n in own if n.layout.data == "expert"}
+        container = dict(chunk.named_children()).get("blocks")
+        blocks = [] if container is None else list(container.children())
+        gives_back = self.config.sharding == "optim_grads_params"
+        for name in sorted(experts):
+            self._wrap(chunk.get_submodule(name), meshes["expert"], left_out, gives_back)
+        for block in blocks:
+            self._wrap(block, meshes["dense"], left_out, gives_back)
+        # Its weights are needed from the embedding to the loss, after forward. A stage in the
+        # middle has none, and is the root of its blocks all the same.
+        if own:
+            mesh = meshes["dense"] or meshes["expert"]
+            self._wrap(chunk, mesh, left_out, gives_back=False, is_root=True)
+        kinds = {
+            "dense": (self.ctx.optimizer_shard, self.ctx.optimizer_replica),
+            "expert": (self.ctx.expert_optimizer_shard, self.ctx.expert_optimizer_replica),
+        }
+        for named in before:
+            parameter = chunk.get_parameter(named.name)
+            self._sharded.append(ShardedParameter(named, parameter, *kinds[named.layout.data]))
+
+    def _wrap(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh | None,
+        left_out: set[nn.Parameter],
+        gives_back: bool,
+        *,
+        is_root: bool = False,
+    ) -> None:
+        """Call ``fully_shard`` on a module whose weights are widened first."""
+        own = [
+            parameter
+            for parameter in module.parameters()
+            if parameter not in left_out and not isinstance(parameter, DTensor)
+        ]
+        if not own and not is_root:
+            return
+        assert mesh is not None
+        dtype = own[0].dtype if own else torch.float32
+        wide = torch.promote_types(dtype, torch.float32)
+        for parameter in own:
+            parameter.data = parameter.data.to(wide)
+        narrow_sums = self.config.grad_reduce_in_bf16 and wide != dtype
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=gives_back,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=None if wide == dtype else dtype,
+                reduce_dtype=dtype if narrow_sums else wide,
+                cast_forward_inputs=False,
+            ),
+            ignored_params=left_out,
+        )
+        assert isinstance(module, FSDPModule)
+        # Losses are divided by global counts, so gradients are summed and never averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    @property
+    def units(self) -> Sequence[OwnedUnit]:
+        """One for each sharded parameter, and the buckets of the others."""
+        return self._units
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether gradients are complete."""
+        return self._is_finished
+
+    def zero_grad(self) -> None:
+        """Make all gradients zero."""
+        grads = [unit.grads for unit in self._sharded if unit.grads.numel()]
+        if grads:
+            torch._foreach_zero_(grads)
+        if self._buckets is not None:
+            self._buckets.zero_grad()
+        self._is_finished = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let chunks keep gathered weights (ZeRO-2), and sum over instances later.
+
+        Gradients of every micro-batch are reduce-scattered all the same: whole ones would
+        not fit.
+        """
+        for chunk in self.chunks:
+            self._set_last(chunk, is_last=False)
+        try:
+            if self._buckets is None:
+                yield
+            else:
+                with self._buckets.no_sync():
+                    yield
+        finally:
+            for chunk in self.chunks:
+                self._set_last(chunk, is_last=True)
+
+    def start_sync(self, chunk: int) -> None:
+        """Sum over instances in the chunk's next backward, and give weights back after it."""
+        self._set_last(self.chunks[chunk], is_last=True)
+        if self._buckets is not None:
+            self._buckets.start_sync(chunk)
+
+    def _set_last(self, chunk: nn.Module, *, is_last: bool) -> None:
+        if not isinstance(chunk, FSDPModule):
+            return  # all of it is in buckets
+        chunk.set_requires_all_reduce(is_last)
+        if self.config.sharding == "optim_grads":
+            chunk.set_reshard_after_backward(is_last)
+
+    def finish(self) -> None:
+        """Sum gradients that tensor ranks and tied stages hold in part or twice.
+
+        Sums over data ranks were made in backward. The first time it also compares what ranks
+        hold in common.
+
+        Raises:
+            ValueError: see ``DataParallel.finish``.
+            RuntimeError: if called again before ``zero_grad``.
+        """
+        if self._is_finished:
+            raise RuntimeError("gradients are summed already: call zero_grad() before backward")
+        if self._buckets is not None:
+            self._buckets.finish()
+        sum_views([view for unit in self._sharded for view in unit.parts_of_sums()])
+        sum_views([(unit.named.layout.tied, unit.grads) for unit in self._sharded])
+        if self._sharded and not self._is_checked:
+            check_replicas([*reversed(self._sharded)], self.ctx)
+            self._is_checked = True
+        self._is_finished = True
+
+    def gathering(self) -> Iterator[OwnedUnit]:
+        """Yield each unit; sharded weights are gathered by the modules that need them."""
+        yield from reversed(self._sharded)
+        if self._buckets is not None:
+            yield from self._buckets.gathering()
+
+    def wait_params(self) -> None:
+        """Round what ``weight_shards`` shows, and drop weights that modules have gathered."""
+        for unit in self._sharded:
+            unit.refresh_copy()
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        if self._buckets is not None:
+            self._buckets.wait_params()
+
+    def weight_shards(self) -> dict[str, Shard]:
+        """Describe this rank's rows; those of 16 bits are copies of the main weights."""
+        shards = self.owned_shards({unit: unit.own_weights() for unit in self._sharded})
+        if self._buckets is not None:
+            shards |= self._buckets.weight_shards()
+        frozen = [(named, named.parameter.detach()) for named in self._frozen]
+        return shards | shards_of(frozen, self.ctx.data_axes())
+
+    def check_weights(self) -> None:
+        """Compare the rows of instances and of tied stages."""
+        check_weights(self.units, self.ctx)
+
+
+def _bucketed(found: Sequence[NamedParameter], ctx: ParallelContext) -> set[nn.Parameter]:
+    """Choose the trainable parameters that cannot be sharded, or are of another dtype."""
+    trainable = [named for named in found if named.parameter.requires_grad]
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient")
+    sizes: Counter[torch.dtype] = Counter()
+    for named in trainable:
+        sizes[named.parameter.dtype] += named.parameter.numel()
+    usual = sizes.most_common(1)[0][0]
+    shards = {"dense": ctx.optimizer_shard, "expert": ctx.expert_optimizer_shard}
+    return {
+        named.parameter
+        for named in trainable
+        if named.parameter.dtype != usual
+        or shards[named.layout.data].size == 1
+        or named.parameter.dim() == 0
+    }
+
+
+def _mesh(ctx: ParallelContext, kind: str) -> DeviceMesh | None:
+    """Make torch's mesh of the context's own groups; None where a rank is alone."""
+    shard, replica = ctx.optimizer_shard, ctx.optimizer_replica
+    if kind == "expert":
+        shard, replica = ctx.expert_optimizer_shard, ctx.expert_optimizer_replica
+    if shard.group is None:
+        return None
+    device = ctx.device.type
+    if replica.group is None:
+        return DeviceMesh.from_group(shard.group, device)
+    ranks = torch.tensor(ctx.data_axes()[kind].ranks).view(replica.size, shard.size)
+    return DeviceMesh.from_group(
+        [replica.group, shard.group], device, ranks, mesh_dim_names=("replica", "shard")
+    )
+
+
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("meta"))
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,194 @@
+"""``GradientSync``: who owns the weights and gradients of model chunks on the data ranks.
+
+An engine wraps the chunks, sums their gradients over ranks, and says in ``units`` what of the
+weights this rank updates. The optimizer, checkpoints and checks of replicas know engines by
+this class alone; ``engines.ENGINES`` has one entry for each.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.sharding import NamedParameter, Shard, flat_shards
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """What of one parameter this rank updates."""
+
+    named: NamedParameter
+    first: int
+    """First element of the flattened parameter."""
+    stop: int
+    """One past the last element of the flattened parameter."""
+    offset: int
+    """Where it begins in what the rank owns of the unit."""
+
+    def view(self, owned: Shaped[Tensor, " n"]) -> Shaped[Tensor, " m"]:
+        """Return its memory in a flat tensor over the rank's part of the unit."""
+        return owned[self.offset : self.offset + self.stop - self.first]
+
+
+class Copy(NamedTuple):
+    """A tensor of weights that other ranks hold too."""
+
+    name: str
+    axis: Axis
+    """Ranks that hold it; may be one rank alone."""
+    weights: Tensor
+    stays_equal: bool
+    """Whether every update keeps the copies equal to the last bit."""
+
+
+@runtime_checkable
+class OwnedUnit(Protocol):
+    """Weights that are updated together; flat tensors of what this rank owns of them.
+
+    Tensors are the same memory in every step. Parameters lie in the order of ``members``, with
+    zeros between them that stay zeros.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights in the model."""
+        ...
+
+    @property
+    def members(self) -> Sequence[NamedParameter]:
+        """Parameters of the unit, also those of which this rank owns nothing."""
+        ...
+
+    def owned_ranges(self) -> list[OwnedRange]:
+        """List what of each parameter this rank owns, in memory order."""
+        ...
+
+    def own_weights(self) -> Shaped[Tensor, " n"]:
+        """Return the weights, in the model's dtype."""
+        ...
+
+    def own_main(self) -> Shaped[Tensor, " n"] | None:
+        """Return main weights that the engine keeps; None: the optimizer makes its own."""
+        ...
+
+    def own_grads(self) -> Shaped[Tensor, " n"]:
+        """Return the gradients, meaningful after ``finish``."""
+        ...
+
+    def copies(self) -> Iterable[Copy]:
+        """List the weights that other ranks hold too, in forward order."""
+        ...
+
+
+class GradientSync(ABC):
+    """A data-parallel engine: one for the chunks of this rank.
+
+    A step: ``zero_grad``; forwards and backwards, of which all but a chunk's last run inside
+    ``no_sync``; ``finish``; then the optimizer updates each unit of ``gathering``.
+
+    Attributes:
+        ctx: the context whose data axes it sums over.
+        config: the switches it was built with.
+        keeps_weights: whether a weight has one place in memory from step to step, so that what
+            is made of it, such as a cast, can be kept by its address.
+    """
+
+    ctx: ParallelContext
+    config: DataParallelConfig
+    keeps_weights: bool = True
+
+    @property
+    @abstractmethod
+    def units(self) -> Sequence[OwnedUnit]:
+        """Units in the order in which backward completes them."""
+
+    @property
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """Whether gradients are complete: ``finish`` ran and nothing was added since."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget all gradients and expect the first micro-batch; no communication."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete all sums; every rank calls it once after the last backward.
+
+        Sums over the ranks that hold parts of a gradient, over tied copies and over data.
+        """
+
+    @abstractmethod
+    def weight_shards(self) -> dict[str, Shard]:
+        """Describe the model's weights on this rank, in the model's dtype, by logical name.
+
+        Views that stay good; current after ``wait_params``. Write to them only to load, and
+        call ``DistributedOptimizer.refresh`` then.
+        """
+
+    @abstractmethod
+    def check_weights(self) -> None:
+        """Compare the weights of ranks that hold the same; every rank calls it between steps.
+
+        Raises:
+            UnlikeWeightsError: on every rank if any differ, with parameter and ranks.
+        """
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only accumulate inside: for every micro-batch but the last."""
+        yield
+
+    def start_sync(self, chunk: int) -> None:  # noqa: B027 - an engine may sum in finish alone
+        """Learn, inside ``no_sync``, that the backward that comes is a chunk's last."""
+
+    def start_weight_sync(self, chunk: int) -> None:  # noqa: B027
+        """Learn that the weight gradients that come are a chunk's last put-off ones."""
+
+    def gathering(self) -> Iterator[OwnedUnit]:
+        """Yield each unit to be updated by its owners, then make its weights known to all."""
+        yield from self.units
+
+    def gather_params(self) -> None:
+        """Make weights known whose owners have changed them; see ``gathering``."""
+        for _ in self.gathering():
+            pass
+
+    def wait_params(self) -> None:  # noqa: B027 - an engine may have nothing on its way
+        """Make ``weight_shards`` current: before a save, a comparison, an export."""
+
+    def remove_hooks(self) -> None:  # noqa: B027 - an engine may have none
+        """Give the parameters back: backward fills ``.grad`` again."""
+
+    def grad_shards(self) -> dict[str, Shard]:
+        """Describe the gradients that this rank validly holds after ``finish``; views."""
+        return self.owned_shards({unit: unit.own_grads() for unit in self.units})
+
+    def owned_shards(self, flats: Mapping[OwnedUnit, Tensor]) -> dict[str, Shard]:
+        """Describe tensors that lie like what this rank owns of the units.
+
+        Args:
+            flats: a flat tensor for some units, as long as what the rank owns.
+        """
+        ranges = [
+            (owned.named, owned.first, owned.stop, owned.view(flat))
+            for unit, flat in flats.items()
+            for owned in unit.owned_ranges()
+        ]
+        return flat_shards(ranges, self.replica_axes())
+
+    def replica_axes(self) -> dict[str, Axis]:
+        """Return the data ranks that own the same ranges, by ``Layout.data`` kind."""
+        if self.config.sharding == "no_shard":
+            return self.ctx.data_axes()
+        return {
+            "dense": self.ctx.optimizer_replica,
+            "expert": self.ctx.expert_optimizer_replica,
+        }

@@ -1,0 +1,170 @@
+"""Weights sharded by torch's ``fully_shard``: formats, loads, and copies of instances."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
+from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.engines import ENGINES
+from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.config import AdamConfig
+from mcore_parallel.testing.ranks import gather_logical, run_ranks
+
+
+class Chunk(nn.Module):
+    """Two blocks of uneven rows between plain layers, and a parameter of another dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 5, dtype=dtype)
+        self.blocks = nn.ModuleDict({str(i): nn.Linear(5, 5, dtype=dtype) for i in range(2)})
+        self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.full((5,), 2.0, dtype=dtype), requires_grad=False)
+
+    def forward(self, x):
+        x = self.first(x) * self.frozen
+        for block in self.blocks.values():
+            x = block(x).tanh()
+        return x * self.scale.to(x.dtype)
+
+
+def train(strategy, dtype, steps=2):
+    is_alone = strategy == "no_shard"
+    ctx = ParallelContext.single() if is_alone else ParallelContext.build(ParallelConfig())
+    config = DataParallelConfig(data_parallel_sharding_strategy=strategy)
+    chunk = Chunk(dtype)
+    engine = ENGINES[config.sharding]([chunk], ctx, config)
+    optimizer = ShardedAdamW(engine, AdamConfig())
+    for step in range(steps):
+        engine.zero_grad()
+        batches = [backward_input(6 * step + i, dtype) for i in range(6)]
+        own = batches[ctx.dp.rank :: ctx.dp.size]
+        with engine.no_sync():
+            for x in own[:-1]:
+                chunk(x).square().sum().backward()
+            engine.start_sync(0)
+            chunk(own[-1]).square().sum().backward()
+        engine.finish()
+        optimizer.step(lr=0.01, weight_decay=0.1)
+    return engine, optimizer, chunk, ctx
+
+
+def backward_input(seed, dtype):
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def whole(shards, ctx):
+    return gather_logical(shards, ctx.world)
+
+
+def check_formats():
+    """In 16 bits: rows and gradients in float32, gathered weights and their copies narrow."""
+    expected, reference, *_ = train("no_shard", torch.bfloat16)
+    for strategy in ("optim_grads", "optim_grads_params"):
+        engine, optimizer, chunk, ctx = train(strategy, torch.bfloat16)
+        engine.wait_params()
+        state = whole(optimizer.named_shards(), ctx)
+        wanted = whole(reference.named_shards(), ParallelContext.single())
+        assert state.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert state[name].dtype == tensor.dtype
+            torch.testing.assert_close(state[name], tensor, rtol=0.02, atol=2e-3)
+        weights = whole(engine.weight_shards(), ctx)
+        for name, shard in expected.weight_shards().items():
+            assert weights[name].dtype == shard.dtype, name
+        for name in weights.keys() - {"scale", "frozen"}:
+            assert (weights[name] == state[f"main.{name}"].bfloat16()).all()
+        assert {s.dtype for n, s in engine.grad_shards().items() if n != "scale"} == {
+            torch.float32
+        }
+        rows = [p.to_local().shape[0] for p in chunk.parameters() if isinstance(p, DTensor)]
+        assert set(rows) == {1 if ctx.dp.rank == 2 else 2}
+        ctx.destroy()
+
+
+def check_loading():
+    """A load into the shards is what the next forward sees, whatever was gathered before."""
+    engine, optimizer, chunk, ctx = train("optim_grads_params", torch.bfloat16)
+    x = backward_input(99, torch.bfloat16)
+    with torch.no_grad():
+        chunk(x)  # leaves the weights of the root gathered
+        for name, shard in engine.weight_shards().items():
+            for piece in shard.pieces if name != "scale" else ():
+                piece.data.zero_()
+        optimizer.refresh(from_parameters=True)
+        assert not chunk(x).any()
+        for name, shard in optimizer.named_shards().items():
+            for piece in shard.pieces:
+                piece.data.fill_(0.5 if name.startswith("main.") else 0.0)
+        optimizer.refresh()
+        assert chunk(x).any()
+    assert all(
+        (tensor == 0.5).all()
+        for name, tensor in whole(engine.weight_shards(), ctx).items()
+        if name not in ("frozen", "scale")
+    )
+    with pytest.raises(RuntimeError, match="summed already"):
+        engine.finish()
+    ctx.destroy()
+
+
+def check_all():
+    check_formats()
+    check_loading()
+
+
+def test_rows_are_main_weights_and_a_load_reaches_what_was_gathered():
+    run_ranks(check_all, 3)
+
+
+def check_hybrid():
+    parallel = ParallelConfig(num_distributed_optimizer_instances=2)
+    ctx = ParallelContext.build(parallel)
+    chunk = Chunk(torch.float32)
+    config = DataParallelConfig(use_torch_fsdp2=True)
+    engine = ENGINES[config.sharding]([chunk], ctx, config)
+    optimizer = ShardedAdamW(engine, AdamConfig())
+    for step in range(2):
+        engine.zero_grad()
+        with engine.no_sync():
+            for place in range(2):
+                if place:
+                    engine.start_sync(0)
+                x = backward_input(8 * step + 2 * ctx.dp.rank + place, torch.float32)
+                chunk(x).square().sum().backward()
+        engine.finish()
+        if step == 0:
+            found = whole(engine.grad_shards(), ctx)
+        optimizer.step(lr=0.01, weight_decay=0.1)
+    engine.check_weights()
+    if ctx.optimizer_replica.rank == 1:
+        engine.units[0].own_main().add_(1e-6)
+    with pytest.raises(UnlikeWeightsError, match=r"blocks\.1|hold unlike copies"):
+        engine.check_weights()
+    alone = Chunk(torch.float32)
+    for seed in range(8):
+        alone(backward_input(seed, torch.float32)).square().sum().backward()
+    for name, parameter in alone.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(found[name], parameter.grad)
+
+
+def test_hybrid_sharding_sums_over_instances_once_and_finds_a_copy_that_came_apart():
+    run_ranks(check_hybrid, 4)
+
+
+def test_contradicting_options_are_refused():
+    for options, message in (
+        ({"use_torch_fsdp2": True, "ddp_bucket_size": 5}, "--ddp-bucket-size has no effect"),
+        ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "optim"}, "leave one"),
+        (
+            {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"},
+            "leave one out",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DataParallelConfig(**options)
