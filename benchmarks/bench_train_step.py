@@ -6,7 +6,7 @@
 Everything after ``--`` is flags of ``mcore-train gpt``, or of the command that ``--program``
 names, whose batches then are those of ``--mock-data``. Rank 0 prints one JSON line and
 writes it to ``--output``: median step with p10 and p90, tokens/s/GPU, model TFLOP/s, peak
-memory, and the split of a profiled step by kind of kernel.
+memory, the planner's figure for it, and the split of a profiled step by kind of kernel.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 from step_profile import device_kernels, heaviest, split_ms
 
+from mcore_models.counting import build_report, parse_count
 from mcore_models.flops import flops_per_token
 from mcore_models.kernels import flash4_attention
 from mcore_models.protocol import MicroBatch
@@ -115,6 +116,12 @@ def profile_steps(step: Callable[[int], object], steps: int) -> tuple[dict, list
     return split_ms(kernels, wall_us, steps), heaviest(kernels, steps)
 
 
+def planned_gib(flags: list[str], world_size: int) -> float:
+    """Return what ``mcore-models count`` says of the fullest rank."""
+    config, _ = parse_count([*flags, "--nproc", str(world_size)])
+    return float(build_report(config)["rank_total_gib"])
+
+
 def report(
     options: argparse.Namespace, flags: list[str], run: Run, times: list[float], split: dict
 ) -> None:
@@ -146,6 +153,7 @@ def report(
         "tokens_per_s_per_gpu": round(tokens_per_s, 1),
         **({"tflops_per_gpu": round(tokens_per_s * flops / 1e12, 1)} if has_formula else {}),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "planned_gib": round(planned_gib(flags, plan.world_size), 2),
         "split_ms": split,
     }
     keep(options, row)
