@@ -30,6 +30,7 @@ EXTRAS = {
             "packages/mcore-train/tests/checkpoints/test_local_checkpoints.py",
         ],
     ),
+    "lm-eval": ("import lm_eval", ["packages/mcore-infer/tests/evaluation/test_harness.py"]),
 }
 # Files of tests run side by side; more processes than this would wait for one another's ranks.
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4")
@@ -66,7 +67,7 @@ def crash(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("group", sorted(EXTRAS), ids=sorted(EXTRAS))
 def extras(session: nox.Session, group: str) -> None:
-    """Run the tests that skip without a service's packages, with these: s3, resiliency."""
+    """Run the tests that skip without a service's packages, with these."""
     imports, tests = EXTRAS[group]
     environment = Path(session.create_tmp()).resolve() / group
     env = {"UV_PROJECT_ENVIRONMENT": str(environment)}

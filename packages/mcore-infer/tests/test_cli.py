@@ -103,9 +103,9 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(run_folder, loaded, tmp_path, mo
     assert 0 < len(answer) < 5 < len(whole)
 
 
-def test_evaluate_prints_bits_per_byte(run_folder, tmp_path, capsys):
+def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("In the beginning was the word.")
-    words = ["evaluate", "--load", str(run_folder), "--input", str(tmp_path / "text.txt")]
+    words = ["eval", "--load", str(run_folder), "--valid-data", str(tmp_path / "text.txt")]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "bits per byte" in out
@@ -130,10 +130,10 @@ def test_evaluate_prints_bits_per_byte(run_folder, tmp_path, capsys):
         (["generate", "--load", "RUN", "--tokenizer", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "NOWHERE"], "NOWHERE is no folder"),
         (["generate", "--load", "RUN", "--ckpt-step", "3"], "Complete steps there: 7"),
-        (["evaluate", "--load", "RUN", "--input", "NOWHERE"], "NOWHERE"),
+        (["eval", "--load", "RUN", "--valid-data", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "RUN", "--temprature", "1"], "--temperature"),
-        (["evaluate", "--load", "RUN", "--input", "RUN"], "is a folder: give text files"),
-        (["write"], "The commands are generate, chat, evaluate"),
+        (["eval", "--load", "RUN", "--valid-data", "RUN"], "is a folder: give text files"),
+        (["write"], "The commands are generate, chat, eval"),
     ],
 )
 def test_bad_input_ends_with_two_and_one_clear_line(run_folder, words, message, capsys):

@@ -17,7 +17,7 @@ examples:
   mcore-infer generate --load runs/tiny --prompt "In the beginning"
   mcore-infer generate --load runs/tiny --prompt "Once" --num-tokens 50 --top-k 40 --seed 7
   mcore-infer chat --load Llama-3.2-1B-Instruct
-  mcore-infer evaluate --load runs/tiny --input chapter.txt
+  mcore-infer eval --load runs/tiny --valid-data chapter.txt
   mcore-infer export --load runs/tiny --output for-trtllm --format trtllm"""
 
 
@@ -48,6 +48,6 @@ def _is_outside(error: RuntimeError) -> bool:
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "generate": ("write on after a prompt", generate),
     "chat": ("a conversation in the terminal", chat),
-    "evaluate": ("loss, perplexity and bits per byte of a text file", evaluate),
+    "eval": ("loss and perplexity of texts; WIKITEXT103 and LAMBADA", evaluate),
     "export": ("a folder for TensorRT-LLM or vLLM", export),
 }

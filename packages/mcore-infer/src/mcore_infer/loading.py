@@ -18,7 +18,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, Family
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.sharding import named_shards
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
@@ -34,6 +34,8 @@ class LoadedModel:
     """None where the checkpoint holds none."""
     folder: Path
     """The step folder that was read."""
+    data: Axis = SINGLE
+    """Ranks that hold the same model and may share work."""
 
 
 def load_model(
@@ -83,7 +85,7 @@ def load_model(
         ignore=("optimizer.", "rng."),
     )
     model.eval()
-    return LoadedModel(model, description, _tokenizer_of(folder), folder)
+    return LoadedModel(model, description, _tokenizer_of(folder), folder, ctx.dp)
 
 
 def empty_model(

@@ -1,52 +1,127 @@
-"""The command ``mcore-infer evaluate``: how well a model predicts text files."""
+"""The command ``mcore-infer eval``: how well a model predicts texts, and zero-shot tasks."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_infer.commands.opening import ModelOptions, opened
+
+if TYPE_CHECKING:
+    from mcore_data.tokenizers.protocol import Tokenizer
+
+_OVERLAP = 32
+"""Targets of a window of WIKITEXT103 where nothing is said."""
 
 
 def evaluate(
     model: ModelOptions,
-    input: tuple[Path, ...],
+    valid_data: tuple[Path, ...],
+    task: Literal["TEXT", "WIKITEXT103", "LAMBADA"] = "TEXT",
     seq_length: int = 0,
     overlapping_eval: int = 0,
+    strict_lambada: bool = False,
     micro_batch_size: int = 8,
 ) -> int:
-    """Print how well a model predicts text files, one document each.
+    """Print how well a model predicts text files, or does on a zero-shot task.
 
     Args:
         model: which one.
-        input: Text files in UTF-8.
+        valid_data: Files in UTF-8: texts, each a document (TEXT); the tokens of WikiText-103
+            (WIKITEXT103); JSON lines with the field text (LAMBADA).
+        task: What is measured: TEXT: loss, perplexity, bits per byte; WIKITEXT103: perplexity
+            per token and per word of the original text; LAMBADA: how many last words are
+            guessed.
         seq_length: Tokens of context; 0: the model's positions, or 1024.
-        overlapping_eval: New tokens of each window; 0: half the context.
+        overlapping_eval: New tokens of each window; 0: half the context (TEXT), 32
+            (WIKITEXT103).
+        strict_lambada: Guess all of the last word, not its last token.
         micro_batch_size: Windows in one forward pass.
     """
-    texts = [_read_text(file) for file in input]
+    if strict_lambada and task != "LAMBADA":
+        raise ValueError(f"--strict-lambada has no effect on --task {task}: leave it out.")
+    if overlapping_eval and task == "LAMBADA":
+        raise ValueError("--overlapping-eval has no effect on --task LAMBADA: leave it out.")
+    if task != "TEXT" and len(valid_data) != 1:
+        raise ValueError(f"--task {task} takes one --valid-data, not {len(valid_data)}.")
+    texts = [read_text(file, "--valid-data") for file in valid_data]
     with opened(model) as (loaded, tokenizer, is_first):
-        from mcore_infer.evaluation import score_texts
-
         limit = loaded.description.config.max_position_embeddings
-        score = score_texts(
-            loaded.model,
-            tokenizer,
-            texts,
-            context_tokens=seq_length or limit or 1024,
-            stride=overlapping_eval,
-            batch=micro_batch_size,
-        )
-        if is_first:
-            print(
-                f"loss {score.loss:.4f} per token | perplexity {score.perplexity:.2f} | "
-                f"bits per byte {score.bits_per_byte:.4f} | {score.num_tokens} tokens | "
-                f"{score.num_bytes} bytes"
+        options = {
+            "context_tokens": seq_length or limit or 1024,
+            "batch": micro_batch_size,
+            "axis": loaded.data,
+        }
+        if task == "TEXT":
+            said = _on_text(loaded.model, tokenizer, texts, overlapping_eval, options)
+        elif task == "WIKITEXT103":
+            overlap = overlapping_eval or min(_OVERLAP, options["context_tokens"])
+            said = _on_wikitext(
+                loaded.model, tokenizer, texts[0], str(valid_data[0]), overlap, options
             )
+        else:
+            said = _on_lambada(loaded.model, tokenizer, texts[0], strict_lambada, options)
+        if is_first:
+            print(said)
     return 0
 
 
-def _read_text(file: Path) -> str:
+def _on_text(
+    model: Any, tokenizer: "Tokenizer", texts: list[str], stride: int, options: dict[str, Any]
+) -> str:
+    from mcore_infer.evaluation.scoring import score_texts
+
+    score = score_texts(model, tokenizer, texts, stride=stride, **options)
+    return (
+        f"loss {score.loss:.4f} per token | perplexity {score.perplexity:.2f} | "
+        f"bits per byte {score.bits_per_byte:.4f} | {score.num_tokens} tokens | "
+        f"{score.num_bytes} bytes"
+    )
+
+
+def _on_wikitext(
+    model: Any,
+    tokenizer: "Tokenizer",
+    text: str,
+    path: str,
+    overlap: int,
+    options: dict[str, Any],
+) -> str:
+    from mcore_infer.evaluation.wikitext import detokenizer_name, score_wikitext
+
+    detokenizer = detokenizer_name(path)
+    score = score_wikitext(
+        model, tokenizer, text, detokenizer=detokenizer, overlap=overlap, **options
+    )
+    return (
+        f"WIKITEXT103 | avg loss {score.loss:.4f} | ppl {score.perplexity:.4f} | adjusted ppl "
+        f"{score.adjusted_perplexity:.4f} | token ratio {score.token_ratio:.6f} | "
+        f"{score.num_tokenized} tokens | {score.num_original} words | "
+        f"detokenizer {detokenizer or 'none'}"
+    )
+
+
+def _on_lambada(
+    model: Any, tokenizer: "Tokenizer", text: str, strict: bool, options: dict[str, Any]
+) -> str:
+    from mcore_infer.evaluation.lambada import read_texts, score_lambada
+
+    score = score_lambada(
+        model, tokenizer, read_texts(text.splitlines()), strict=strict, **options
+    )
+    return (
+        f"LAMBADA{' strict' if strict else ''} | accuracy {score.accuracy:.4f} | "
+        f"{score.num_correct} correct | {score.num_examples} examples"
+    )
+
+
+def read_text(file: Path, flag: str) -> str:
+    """Read a file of text that a flag names.
+
+    Raises:
+        ValueError: if it is a folder or no text.
+    """
     if file.is_dir():
-        raise ValueError(f"--input {file} is a folder: give text files.")
+        raise ValueError(f"{flag} {file} is a folder: give text files.")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--input {file} is no text in UTF-8 ({error.reason}).") from None
+        raise ValueError(f"{flag} {file} is no text in UTF-8 ({error.reason}).") from None

@@ -244,7 +244,7 @@ INSTEAD: dict[str, str] = {
         "this belongs to a trained model; use mcore-infer."
     ),
     "--task --valid-data --strict-lambada --overlapping-eval": (
-        "this belongs to the evaluation of a trained model; use mcore-infer evaluate."
+        "this belongs to the evaluation of a trained model; use mcore-infer eval."
     ),
     "--learning-rate --max-lr": "use --lr.",
     "--batch-size": (

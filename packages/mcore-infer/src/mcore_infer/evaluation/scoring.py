@@ -111,11 +111,31 @@ def score_documents(
     Raises:
         ValueError: if the model is in training mode or the stride is not possible.
     """
-    if model.training:
-        raise ValueError("evaluation needs a model in eval mode: call model.eval() first.")
     lengths = [len(document) for document in documents]
     windows = plan_windows(lengths, context_tokens, stride or max(1, context_tokens // 2))
-    windows.sort(key=lambda w: w.end - w.begin, reverse=True)  # little padding in a batch
+    loss_sum = score_windows(
+        model, documents, windows, begin_token=begin_token, batch=batch, axis=axis
+    )
+    return TextScore(loss_sum, sum(lengths))
+
+
+def score_windows(
+    model: LanguageModel,
+    documents: Sequence[Sequence[int]],
+    windows: Sequence[Window],
+    *,
+    begin_token: int,
+    batch: int = 8,
+    axis: Axis = SINGLE,
+) -> float:
+    """Sum the loss of the targets that windows count; see ``score_documents``.
+
+    Raises:
+        ValueError: if the model is in training mode.
+    """
+    check_eval_mode(model)
+    # By length: little padding in a batch.
+    windows = sorted(windows, key=lambda w: w.end - w.begin, reverse=True)
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Every rank runs as many forwards as the others: experts may talk across them.
@@ -124,7 +144,17 @@ def score_documents(
         group = windows[begin : begin + batch]
         shape = (batch, windows[first].end - windows[first].begin)
         total += _loss_sum(model, documents, group, shape, begin_token)
-    return TextScore(all_reduce(total, axis).item(), sum(lengths))
+    return all_reduce(total, axis).item()
+
+
+def check_eval_mode(model: LanguageModel) -> None:
+    """Refuse a model in training mode.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if model.training:
+        raise ValueError("evaluation needs a model in eval mode: call model.eval() first.")
 
 
 def score_texts(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_infer import TextScore, load_model, score_documents, score_texts
-from mcore_infer.evaluation import plan_windows
+from mcore_infer.evaluation.scoring import plan_windows
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks

@@ -1,0 +1,1 @@
+"""How well a model predicts: texts, and the zero-shot tasks of the field."""

@@ -1,0 +1,116 @@
+"""How likely a model finds continuations, and whether it would have written them itself.
+
+What LAMBADA and every multiple-choice task need: the log probability of the last tokens of a
+row, given those before, and whether each of them is the likeliest.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_infer.evaluation.scoring import check_eval_mode
+from mcore_models.protocol import LanguageModel
+from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
+
+_MOST_TARGETS = 512
+"""Rows of the whole vocabulary that are scored at once."""
+
+
+class Continuation(NamedTuple):
+    """A row of tokens of which the last are judged."""
+
+    ids: Sequence[int]
+    """Context and continuation; the first token is always context."""
+    num_targets: int
+    """Tokens at the end that are the continuation."""
+
+
+class Judgement(NamedTuple):
+    """What a model says of a continuation."""
+
+    log_prob: float
+    """Of all its tokens, in nats."""
+    is_greedy: bool
+    """Whether each is the likeliest token at its place."""
+
+
+def judge(
+    model: LanguageModel,
+    rows: Sequence[Continuation],
+    *,
+    batch: int = 8,
+    axis: Axis = SINGLE,
+) -> list[Judgement]:
+    """Judge continuations, each in its own context.
+
+    Communicates over the model's ``tp``, and sums over ``axis`` at the end.
+
+    Args:
+        model: whole, in eval mode.
+        rows: at least one token of context and one target each.
+        batch: rows in one forward pass.
+        axis: data ranks that share the work; each gets all rows.
+
+    Raises:
+        ValueError: if the model is in training mode, or a row has no context or no target.
+    """
+    check_eval_mode(model)
+    for row in rows:
+        if not 1 <= row.num_targets < len(row.ids):
+            raise ValueError(
+                f"a row of {len(row.ids)} tokens cannot have {row.num_targets} targets: it "
+                "needs one of each, context and target, at least."
+            )
+    device = next(model.parameters()).device
+    found = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
+    # By length: little padding in a batch, and what is too large for memory fails first.
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
+    for first in range(0, len(rows), batch * axis.size):
+        # All ranks run equally many forwards: experts communicate across them.
+        begin = first + batch * axis.rank
+        mine = order[begin : begin + batch]
+        shape = (batch, len(rows[order[first]].ids) - 1)
+        if mine:
+            index = torch.tensor(mine, device=device)
+            found[index] = _judged(model, [rows[i] for i in mine], shape)
+        else:
+            _judged(model, [], shape)
+    totals = all_reduce(found, axis).tolist()
+    return [Judgement(log_prob, is_greedy > 0) for log_prob, is_greedy in totals]
+
+
+def _judged(
+    model: LanguageModel, rows: Sequence[Continuation], shape: tuple[int, int]
+) -> Tensor:
+    """Return log probability and greediness, ``[rows, 2]``; short rows are padded."""
+    device = next(model.parameters()).device
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    places = []  # row, place and token of each target
+    for number, row in enumerate(rows):
+        length = len(row.ids) - 1
+        tokens[number, :length] = torch.tensor(row.ids[:-1])
+        places += [
+            (number, place, row.ids[place + 1])
+            for place in range(length - row.num_targets, length)
+        ]
+    with torch.no_grad():
+        hidden, _ = model(tokens.to(device))
+        log_probs, hits = [], []
+        index = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3)
+        for part in index.split(_MOST_TARGETS):
+            logits = model.logits(hidden[part[:, 1], part[:, 0]].unsqueeze(1))[:, 0]
+            logits = all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            chosen = logits.log_softmax(-1).gather(1, part[:, 2:])[:, 0]
+            log_probs.append(chosen.double())
+            hits.append((logits.argmax(-1) == part[:, 2]).double())
+        out = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
+        out[:, 1] = 1
+        owner = index[:, 0]
+        if places:
+            out[:, 0].index_add_(0, owner, torch.cat(log_probs))
+            out[:, 1].scatter_reduce_(0, owner, torch.cat(hits), "amin")
+    return out

@@ -1,0 +1,251 @@
+r"""lm-evaluation-harness on our models, in the same process.
+
+    python -m mcore_infer.evaluation.harness --model mcore \
+        --model_args load=runs/tiny --tasks hellaswag
+
+The arguments are those of ``lm_eval``, which has no way to find models of other packages by
+itself. Texts become tokens as its own model of Hugging Face's does, so scores can be compared.
+Under torchrun all ranks run it: tensor ranks split the model, data ranks the rows.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
+from importlib import import_module
+from typing import Any, Literal
+
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.config import SamplingConfig
+from mcore_infer.evaluation.continuations import Continuation, judge
+from mcore_models.protocol import LanguageModel
+from mcore_parallel.mesh import SINGLE, Axis
+
+NAME = "mcore"
+"""What ``--model`` calls it."""
+
+
+def adapter_class() -> type:
+    """Return the class that the harness runs; see ``Requests`` for what it takes.
+
+    Raises:
+        ValueError: if the harness is not installed.
+    """
+    try:
+        template: Any = import_module("lm_eval.api.model").TemplateLM
+    except ImportError as error:
+        raise ValueError(
+            f"lm-evaluation-harness is not installed ({error}): pip install "
+            "'mcore-infer[lm-eval]'."
+        ) from None
+    return type("McoreLM", (Requests, template), {})
+
+
+class Requests:
+    """Answers to the harness' requests; ``adapter_class`` makes one of its models of it."""
+
+    cache_hook: Any
+
+    def __init__(
+        self,
+        load: str = "",
+        *,
+        tokenizer: Any = "",
+        model: LanguageModel | None = None,
+        batch_size: int | str = 8,
+        max_length: int = 0,
+        max_gen_toks: int = 256,
+        device: str | None = None,
+        tensor_model_parallel_size: int = 0,
+        data_axis: Axis = SINGLE,
+        **ignored: Any,
+    ) -> None:
+        """Load a model, or take one that is there.
+
+        Args:
+            load: folder, as ``mcore-infer eval --load``.
+            tokenizer: folder or file; with ``model`` the tokenizer itself.
+            model: in eval mode.
+            batch_size: rows in one forward pass; ``auto``: 8.
+            max_length: most tokens that the model sees; 0: its positions, or 2048.
+            max_gen_toks: most tokens to write where a task does not say.
+            device: ``cpu``, ``cuda`` or one of its devices; None: cuda where it is present.
+            tensor_model_parallel_size: as the flag.
+            data_axis: data ranks that share rows, of ``model``.
+            ignored: what the harness gives to all models; None where it must be.
+
+        Raises:
+            ValueError: if there is no model, or for arguments that are not known.
+        """
+        super().__init__()
+        unknown = [k for k, v in ignored.items() if v is not None and k != "max_batch_size"]
+        if unknown:
+            raise ValueError(f"--model_args {', '.join(unknown)}: the model {NAME} has none.")
+        if model is None:
+            if not load:
+                raise ValueError("--model_args load=DIR says which model to evaluate.")
+            model, tokenizer, data_axis = _opened(
+                load, tokenizer, device, tensor_model_parallel_size
+            )
+        self.model, self.tokens, self.data_axis = model, tokenizer, data_axis
+        self.batch_size = 8 if batch_size == "auto" else int(batch_size)
+        self.max_length = max_length or model.config.max_position_embeddings or 2048
+        self.max_gen_toks = int(max_gen_toks)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id that ends a document."""
+        return self.tokens.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Id that stands before a text without context."""
+        return self.tokens.eod if self.tokens.bos is None else self.tokens.bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name for caches of requests."""
+        return str(self.tokens.fingerprint())
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Return the ids of a text, with what the tokenizer adds unless that is there."""
+        bos = self.tokens.bos
+        has_bos = bos is not None and string.startswith(self.tokens.decode([bos]))
+        adds = not has_bos if add_special_tokens is None else add_special_tokens
+        return list(self.tokens.encode(string, add_special_tokens=adds))
+
+    def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        rows = []
+        for _pair, context, target in requests:
+            ids = [*context, *target][-(self.max_length + 1) :]
+            rows.append(Continuation(ids, min(len(target), len(ids) - 1)))
+        found = judge(self.model, rows, batch=self.batch_size, axis=self.data_axis)
+        results = [(one.log_prob, one.is_greedy) for one in found]
+        for (pair, *_rest), result in zip(requests, results, strict=True):
+            if pair is not None:
+                self.cache_hook.add_partial("loglikelihood", pair, result)
+        return results
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Return the log probability of whole texts; every token counts once."""
+        del disable_tqdm
+        utils: Any = import_module("lm_eval.utils")
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            rolling = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for window in rolling:
+                windows.append((None, *utils.make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for owner, (log_prob, _) in zip(
+            owners, self._loglikelihood_tokens(windows), strict=True
+        ):
+            totals[owner] += log_prob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Write on until one of the task's strings, which is cut off."""
+        del disable_tqdm
+        texts = []
+        for request in requests:
+            context, options = request.args
+            texts.append(self._written(context, dict(options)))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
+
+    def _written(self, context: str, options: dict[str, Any]) -> str:
+        from mcore_infer.generation import generate
+
+        until = options.pop("until", None) or []
+        until = [until] if isinstance(until, str) else list(until)
+        limit = int(options.pop("max_gen_toks", self.max_gen_toks))
+        prompt = self.tok_encode(context)[-max(1, self.max_length - limit) :]
+        sampling = _sampling(options, limit)
+        (written,) = generate(
+            self.model,
+            [prompt or [self.prefix_token_id]],
+            sampling,
+            eod=self.tokens.eod,
+            stop=[self.tokens.encode(word, add_special_tokens=False) for word in until],
+        )
+        text = self.tokens.decode(written.ids, skip_special_tokens=True)
+        return _cut(text, until)
+
+
+def _sampling(options: dict[str, Any], num_tokens: int) -> SamplingConfig:
+    """Read a task's ``generation_kwargs``.
+
+    Raises:
+        ValueError: for one that is not known.
+    """
+    draws = options.pop("do_sample", False)
+    temperature = float(options.pop("temperature", 1.0 if draws else 0.0))
+    top_p, top_k = float(options.pop("top_p", 0.0)), int(options.pop("top_k", 0))
+    if options:
+        raise ValueError(f"generation_kwargs {sorted(options)} are not known to {NAME}.")
+    if not draws or temperature == 0.0:
+        return SamplingConfig(num_tokens=num_tokens, top_k=1)
+    return SamplingConfig(
+        num_tokens=num_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=0.0 if top_k or top_p == 1.0 else top_p,
+    )
+
+
+def _cut(text: str, until: Iterable[str]) -> str:
+    """Cut a text before the first of some strings."""
+    ends = [text.find(word) for word in until if word and word in text]
+    return text[: min(ends, default=len(text))]
+
+
+def _opened(
+    load: str, tokenizer: str, device: str | None, tp: int
+) -> tuple[LanguageModel, Tokenizer, Axis]:
+    """Join the world and load a model, until the process ends."""
+    import atexit
+
+    from mcore_infer.commands.opening import ModelOptions, opened
+
+    kinds: dict[str, Literal["cpu", "cuda"]] = {"cpu": "cpu", "cuda": "cuda"}
+    where = kinds[device.partition(":")[0]] if device else "auto"
+    options = ModelOptions(
+        load=load, tokenizer=tokenizer, device=where, tensor_model_parallel_size=tp
+    )
+    context = opened(options)
+    loaded, tokens, _ = context.__enter__()
+    atexit.register(context.__exit__, None, None, None)
+    return loaded.model, tokens, loaded.data
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the harness with the model ``mcore`` known; only the first rank prints.
+
+    Raises:
+        ValueError: if the harness is not installed.
+    """
+    adapter = adapter_class()
+    from mcore_parallel.launch.launcher import read_environment
+
+    import_module("lm_eval.api.registry").register_model(NAME)(adapter)
+    evaluate = import_module("lm_eval.__main__").cli_evaluate
+    if argv is not None:
+        sys.argv[1:] = argv
+    if read_environment().rank == 0:
+        evaluate()
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""LAMBADA: does a model guess the last word of a passage?
+
+Not strict, the last token of the text is the target; strict, the last word, of which all tokens
+must be the likeliest.
+
+Reference:
+    Paperno et al. 2016, The LAMBADA dataset. arXiv:1606.06031.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.evaluation.continuations import Continuation, judge
+from mcore_models.protocol import LanguageModel
+from mcore_parallel.mesh import SINGLE, Axis
+
+
+@dataclass(frozen=True, slots=True)
+class LambadaScore:
+    """How many last words were guessed."""
+
+    num_correct: int
+    num_examples: int
+
+    @property
+    def accuracy(self) -> float:
+        """From 0 to 1."""
+        return self.num_correct / self.num_examples
+
+
+def read_texts(lines: Iterable[str]) -> list[str]:
+    """Read passages from JSON lines with the field ``text``; empty lines are left out.
+
+    Raises:
+        ValueError: with the number of a line that is none, or if there is no passage.
+    """
+    texts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str) or not text.split():
+            raise ValueError(f"line {number} is no JSON object with words in its field 'text'.")
+        texts.append(text)
+    if not texts:
+        raise ValueError('the file holds no passage: it needs lines like {"text": "..."}.')
+    return texts
+
+
+def continuation(
+    tokenizer: Tokenizer, text: str, *, strict: bool, context_tokens: int
+) -> Continuation:
+    """Cut a passage into context and what is to be guessed; too long a context loses its head.
+
+    Raises:
+        ValueError: if it has one word only, or does not fit.
+    """
+    if strict:
+        text = text.rstrip()
+        last = text.rsplit(maxsplit=1)[-1]
+        before = text[: text.rfind(last)].strip()
+        target = tokenizer.encode(f" {last}", add_special_tokens=False)
+        ids, num_targets = [*tokenizer.encode(before), *target], len(target)
+    else:
+        ids, num_targets = tokenizer.encode(text), 1
+    ids = ids[-(context_tokens + 1) :]
+    if not 1 <= num_targets < len(ids):
+        raise ValueError(f"the passage {text[:40]!r} leaves no context for its last word.")
+    return Continuation(ids, num_targets)
+
+
+def score_lambada(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    strict: bool = False,
+    context_tokens: int,
+    batch: int = 8,
+    axis: Axis = SINGLE,
+) -> LambadaScore:
+    """Count the passages whose last word the model guesses.
+
+    Communicates over the model's ``tp``, and sums over ``axis`` at the end.
+
+    Args:
+        model: whole, in eval mode.
+        tokenizer: of the model.
+        texts: passages.
+        strict: whole last words, not last tokens.
+        context_tokens: most tokens that the model sees.
+        batch: passages in one forward pass.
+        axis: data ranks that share the work.
+
+    Raises:
+        ValueError: as ``continuation``.
+    """
+    rows = [
+        continuation(tokenizer, text, strict=strict, context_tokens=context_tokens)
+        for text in texts
+    ]
+    found = judge(model, rows, batch=batch, axis=axis)
+    return LambadaScore(sum(one.is_greedy for one in found), len(found))
