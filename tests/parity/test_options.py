@@ -17,6 +17,12 @@ SIX_HEADS = {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 8}
 # Buckets of one tensor, 128 elements or more: a border of two shards is at 64.
 CUT_VECTORS = {"use_distributed_optimizer": True, "ddp_bucket_size": 1, "hidden_size": 80}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8}
+OFFLOADED = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.4,
+    "cpu_offloading": True,
+    "cpu_offloading_num_layers": 1,
+}
 SPLIT = {"expert_model_parallel_size": 2}
 FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 LATENT = {
@@ -59,6 +65,8 @@ CASES = {
     "six_heads_of_three_groups_a2a_cp2": (2, CP2 | A2A | SIX_HEADS),
     "window_and_ring_cp2": (2, CP2 | {"window_size": (5, 0), "window_attn_skip_freq": "2"}),
     "cut_vectors_dp2": (2, CUT_VECTORS),
+    "offloaded_pp2_zero": (2, PP2 | OFFLOADED | {"use_distributed_optimizer": True}),
+    "offloaded_experts_zero3_dp2": (2, EXPERTS | OFFLOADED | {"use_torch_fsdp2": True}),
     "experts_instances_dp4": (4, EXPERTS | INSTANCES),
     "experts_hybrid_zero3_dp4": (
         4,

@@ -51,3 +51,38 @@ def hand_over(folder):
 def test_bfloat16_state_goes_from_one_sharding_to_another_to_the_last_bit(dense, tmp_path):
     for losses in run_ranks(hand_over, 2, tmp_path, check_shapes=False):
         assert losses == pytest.approx(dense["one"].losses, rel=1.6e-2)
+
+
+def narrow(tmp_path, seed=1234, **flags):
+    flags = {"bf16": True, "use_distributed_optimizer": True, **flags}
+    return replaced(
+        build_case(LayoutCase(1, 4, flags), seed=seed, dtype=torch.bfloat16), save=tmp_path
+    )
+
+
+def test_weights_without_main_weights_learn_and_their_state_goes_both_ways(dense, tmp_path):
+    run = narrow(tmp_path, main_params_dtype="bf16")
+    batches = train_batches(run)
+    losses = [train_one(run, next(batches)) for _ in range(2)]
+    assert not any(name.startswith("main.") for name in run.optimizer.named_shards())
+    save_run(run)
+    rest = [train_one(run, next(batches)) for _ in range(2)]
+    assert losses + rest == pytest.approx(dense["one"].losses, rel=1.6e-2)
+
+    again = narrow(tmp_path, seed=7, main_params_dtype="bf16")
+    load_folder(again, tmp_path)
+    batches = train_batches(again)
+    assert [train_one(again, next(batches)) for _ in range(2)] == rest
+
+    wide = narrow(tmp_path, seed=8)  # makes its main weights of the weights
+    load_folder(wide, tmp_path)
+    batches = train_batches(wide)
+    found = [train_one(wide, next(batches)) for _ in range(2)]
+    assert found[0] == rest[0]
+    assert found == pytest.approx(rest, rel=1e-3)
+    save_run(wide)
+    final = narrow(tmp_path, seed=9, main_params_dtype="bf16")
+    load_folder(final, tmp_path)
+    shards = final.data_parallel.weight_shards()
+    for name, shard in wide.data_parallel.weight_shards().items():
+        assert (shards[name].pieces[0].data == shard.pieces[0].data).all()

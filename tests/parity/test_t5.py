@@ -118,10 +118,15 @@ def verify_t5(small):
 @pytest.mark.parametrize(
     "changes",
     [
-        PUBLISHED | {"context_parallel_size": 2, "sequence_parallel": True},
+        PUBLISHED
+        | {"context_parallel_size": 2, "sequence_parallel": True}
+        | {"use_distributed_optimizer": False, "use_torch_fsdp2": True},
         {"encoder_num_layers": 1, "decoder_num_layers": 3},
     ],
-    ids=["published tp2 sp pp2 cp2", "Megatron's tp2 pp2, a stage of both halves"],
+    ids=[
+        "published tp2 sp pp2 cp2, fully sharded",
+        "Megatron's tp2 pp2, a stage of both halves",
+    ],
 )
 def test_every_axis_computes_what_one_rank_computes(changes):
     world_size = 8 if "context_parallel_size" in changes else 4

@@ -22,8 +22,11 @@ from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
 from mcore_parallel.config import DataParallelConfig, PipelineConfig
 from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes, tensor_shapes
-from mcore_parallel.optimizers.config import AdamConfig
+from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.tensor_parallel.embedding import padded_vocab
+
+_NOTHING = OffloadConfig()
 
 # Obtained by running Megatron's own counter (Aug 2026), one sequence.
 REFERENCE_FLOPS = {
@@ -268,3 +271,36 @@ def test_options_of_training_make_gradients_and_moments_narrower_and_pipelines_f
     for factor, found in held.items():
         expected = float(factor) / 4 * plain.activations
         assert found.activations == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_data_ranks_share_and_what_the_host_keeps_is_counted():
+    model = load_preset("llama-3-8b")
+    size = num_parameters(model.config, model.vocab_size)
+    layer = 218_112_000
+
+    def bytes_of(strategy="optim", offload=_NOTHING, main="fp32", **flags):
+        return rank_bytes(
+            model.config,
+            model.vocab_size,
+            ParallelConfig(),
+            world_size=2,
+            seq_length=8192,
+            data_parallel=DataParallelConfig(data_parallel_sharding_strategy=strategy, **flags),
+            offload=offload,
+            main_weights=MainWeightsConfig(main_params_dtype=main),
+        )
+
+    zero1, zero2, zero3 = map(bytes_of, ("optim", "optim_grads", "optim_grads_params"))
+    assert zero1.optimizer == zero2.optimizer == zero3.optimizer == pytest.approx(6 * size)
+    assert zero1.weights == pytest.approx(zero2.weights) == 2 * size
+    ends = 2 * 128256 * 4096
+    assert zero3.weights == pytest.approx(2 * (ends + 2 * layer), rel=1e-3)
+    assert zero3.total < zero2.total < zero1.total
+    half = bytes_of(
+        offload=OffloadConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    )
+    assert half.host == zero1.optimizer - half.optimizer == pytest.approx(3 * size)
+    away = bytes_of(offload=OffloadConfig(cpu_offloading=True, cpu_offloading_num_layers=17))
+    assert away.host == zero1.activations - away.activations > 0.45 * zero1.activations
+    assert bytes_of(main="bf16").optimizer == pytest.approx(4 * size)
+    assert bytes_of(main_grads_dtype="bf16").gradients == zero1.gradients // 2

@@ -31,7 +31,8 @@ from mcore_parallel.command_line import (
     read_words,
 )
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
-from mcore_parallel.optimizers.config import AdamConfig
+from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.rank_grid import build_grids
 
 GPU_GIB = {
@@ -119,6 +120,8 @@ class CountConfig:
     data_parallelism: DataParallelConfig = field(default_factory=DataParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
+    main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
+    offloading: OffloadConfig = field(default_factory=OffloadConfig)
     recomputing: RecomputeConfig = field(default_factory=RecomputeConfig)
 
 
@@ -229,6 +232,8 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
         recomputing=config.recomputing,
         data_parallel=config.data_parallelism,
         adam=config.adam,
+        main_weights=config.main_weights,
+        offload=config.offloading,
         pipeline=config.pipeline,
         weight_bytes=2 if options.bf16 else 4,
     )

@@ -25,12 +25,15 @@ from mcore_parallel.logical_tensors import (
     tensor_shapes,
     value_dim,
 )
-from mcore_parallel.optimizers.config import AdamConfig
+from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
 _WHOLE_OPTIMIZER = DataParallelConfig()
 _ADAM = AdamConfig()
+_MAIN_WEIGHTS = MainWeightsConfig()
+_NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
 _DELTA_CHUNK = 64  # ``layers.delta_rule.CHUNK``, which needs torch
 
@@ -126,6 +129,8 @@ class RankBytes:
     gradients: int
     optimizer: int
     activations: int
+    host: int = 0
+    """Of these, what is in host memory instead (``OffloadConfig``); not in ``total``."""
 
     @property
     def total(self) -> int:
@@ -146,6 +151,8 @@ def rank_bytes(
     recomputing: RecomputeConfig = _KEEP_ALL,
     data_parallel: DataParallelConfig = _WHOLE_OPTIMIZER,
     adam: AdamConfig = _ADAM,
+    main_weights: MainWeightsConfig = _MAIN_WEIGHTS,
+    offload: OffloadConfig = _NO_OFFLOAD,
     pipeline: PipelineConfig = _EVEN_STAGES,
     weight_bytes: int = 2,
 ) -> RankBytes:
@@ -167,6 +174,8 @@ def rank_bytes(
         recomputing: what backward computes again.
         data_parallel: what data ranks share (ZeRO-1, 2 or 3), and how wide gradients are.
         adam: how wide its moments are.
+        main_weights: whether 16-bit weights are kept in float32 too.
+        offload: what is in host memory.
         pipeline: stages on each rank.
         weight_bytes: of a parameter or activation: 2 for bf16, 4 for float32.
     """
@@ -182,13 +191,14 @@ def rank_bytes(
     dense = ends + layers
     # Bytes of state for each parameter: moments, and main weights in float32 under 16 bits.
     moments = (adam.exp_avg_dtype, adam.exp_avg_sq_dtype)
-    state = sum(2 if kind == "bf16" else 4 for kind in moments) + 4 * (weight_bytes == 2)
+    has_main = weight_bytes == 2 and main_weights.main_params_dtype == "fp32"
+    state = sum(2 if kind == "bf16" else 4 for kind in moments) + 4 * has_main
     dense_ranks, data_ranks = 1, 1
     if data_parallel.sharding != "no_shard":
         instances = parallel.num_distributed_optimizer_instances
         dense_ranks = world_size // (tp * pp) // instances
         data_ranks = world_size // (expert_ranks * pp) // instances
-    gradient_bytes = weight_bytes if data_parallel.grad_reduce_in_bf16 else 4
+    gradient_bytes = weight_bytes if data_parallel.has_narrow_grads else 4
     weights, gradients = dense + experts, dense + experts
     own = dense // dense_ranks + experts // data_ranks
     kept = _kept_elements(
@@ -203,11 +213,21 @@ def rank_bytes(
         weights = ends + (layers + experts if is_whole else 2 * layer)
         gradients = counts["head"] // tp + layer
         own_bytes, state = 4 * own, state + 4 * (weight_bytes == 4)
+        gradient_bytes = 4
+    passes = _passes_held(pp, pipeline, num_microbatches)
+    layers_here = max(1, -(-config.num_layers // pp))
+    # The layer that computes and the one whose copy is on its way stay.
+    away = max(0, offload.cpu_offloading_num_layers - 1) / layers_here
+    gone = int(away * kept * passes) if offload.cpu_offloading else 0
+    share = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
+    rows = 4 * own if data_parallel.is_fully_sharded else 0  # stay for the gathers
+    state_gone = int(share * (state * own - rows))
     return RankBytes(
         weights=weight_bytes * weights,
         gradients=own_bytes + gradient_bytes * gradients,
-        optimizer=state * own,
-        activations=weight_bytes * int(kept * _passes_held(pp, pipeline, num_microbatches)),
+        optimizer=state * own - state_gone,
+        activations=weight_bytes * (int(kept * passes) - gone),
+        host=state_gone + int(share * rows) + weight_bytes * gone,
     )
 
 

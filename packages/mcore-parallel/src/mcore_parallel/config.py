@@ -133,6 +133,10 @@ class DataParallelConfig:
     grad_reduce_in_bf16: bool = False
     """Keep and reduce main gradients in the weights' own 16-bit type, not in float32."""
 
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are kept and summed; bf16 says what --grad-reduce-in-bf16 says.
+    Rows of fully sharded weights keep theirs in fp32."""
+
     accumulate_allreduce_grads_in_fp32: bool = False
     """Keep and reduce main gradients in float32; so it is without --grad-reduce-in-bf16."""
 
@@ -149,10 +153,10 @@ class DataParallelConfig:
             raise ValueError(
                 f"--ddp-bucket-size {self.ddp_bucket_size} must be 0 (derive) or more elements."
             )
-        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+        if self.has_narrow_grads and self.accumulate_allreduce_grads_in_fp32:
             raise ValueError(
-                "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict: "
-                "leave one out."
+                "--grad-reduce-in-bf16 (--main-grads-dtype bf16) and "
+                "--accumulate-allreduce-grads-in-fp32 contradict: leave one out."
             )
         if self.overlap_param_gather and self.sharding == "no_shard":
             raise ValueError(
@@ -169,6 +173,11 @@ class DataParallelConfig:
         if self.use_torch_fsdp2:
             return "optim_grads_params"
         return "optim" if self.use_distributed_optimizer else "no_shard"
+
+    @property
+    def has_narrow_grads(self) -> bool:
+        """Whether gradients are kept and summed in the weights' own 16-bit type."""
+        return self.grad_reduce_in_bf16 or self.main_grads_dtype == "bf16"
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -189,6 +198,11 @@ class DataParallelConfig:
                     "out, or use optim_grads or optim_grads_params."
                 )
             return
+        if self.main_grads_dtype == "bf16":
+            raise ValueError(
+                f"--main-grads-dtype bf16: {self.sharding} keeps gradients of float32 rows in "
+                "float32. Use --grad-reduce-in-bf16, which sums in bf16."
+            )
         for name in ("ddp_bucket_size", "ddp_pad_buckets_for_high_nccl_busbw"):
             if getattr(self, name):
                 flag = "--" + name.replace("_", "-")

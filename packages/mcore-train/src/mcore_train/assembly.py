@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from mcore_models.protocol import TrainableModel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
+from mcore_parallel.launch.launcher import num_cores
+from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels
 from mcore_parallel.pipeline_parallel.schedule import (
     Action,
@@ -40,7 +44,7 @@ from mcore_parallel.precision.fp8 import (
     layer_gemms,
 )
 from mcore_parallel.rng import RngStreams
-from mcore_train.composition import BertTrainConfig, T5TrainConfig
+from mcore_train.composition import BertTrainConfig, T5TrainConfig, TrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import OPTIMIZERS
@@ -187,6 +191,9 @@ def assemble(
         weight_queue.serve(*chunks)
     engine = engines[config.data_parallelism.sharding]
     data_parallel = engine(chunks, ctx, config.data_parallelism)
+    if config.offloading.cpu_offloading:
+        for layers in chain.from_iterable(map(layer_stacks, chunks)):
+            ActivationOffload(layers, config.offloading.cpu_offloading_num_layers, ctx.device)
     recorder = None
     if config.run.cuda_graph_impl == "full_iteration" and ctx.device.type == "cuda":
         warmup_steps = config.run.cuda_graph_warmup_steps
@@ -196,9 +203,7 @@ def assemble(
         ctx=ctx,
         chunks=chunks,
         data_parallel=data_parallel,
-        optimizer=DistributedOptimizer(
-            data_parallel, OPTIMIZERS[config.optimizer.optimizer](config)
-        ),
+        optimizer=_build_optimizer(config, ctx, data_parallel),
         streams=streams,
         datasets=datasets,
         dtype=dtype,
@@ -237,6 +242,21 @@ def _build_chunks(
         )
         for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
     ]
+
+
+def _build_optimizer(
+    config: TrainConfig, ctx: ParallelContext, data_parallel: GradientSync
+) -> DistributedOptimizer:
+    offload, num_threads = config.offloading, 1
+    if ctx.device.type == "cuda":  # this rank's share of the host's cores, by its GPUs
+        num_threads = max(1, num_cores() // min(ctx.world.size, torch.cuda.device_count()))
+    return DistributedOptimizer(
+        data_parallel,
+        OPTIMIZERS[config.optimizer.optimizer](config),
+        host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
+        host_threads=num_threads,
+        has_main=config.main_weights.main_params_dtype == "fp32",
+    )
 
 
 def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:

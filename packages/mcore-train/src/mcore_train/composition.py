@@ -22,7 +22,8 @@ from mcore_parallel.config import (
     ParallelConfig,
     PipelineConfig,
 )
-from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
+from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig, SGDConfig
 from mcore_train.config import (
     BatchConfig,
     EvalConfig,
@@ -50,11 +51,13 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
+    main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     recomputation: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offloading: OffloadConfig = field(default_factory=OffloadConfig)
     parallelism: ParallelConfig = field(default_factory=ParallelConfig)
     data_parallelism: DataParallelConfig = field(default_factory=DataParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)

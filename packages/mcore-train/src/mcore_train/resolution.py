@@ -22,6 +22,7 @@ from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
 from mcore_train.options.option_conflicts import (
     endless_numbers,
+    find_offload_conflicts,
     find_option_conflicts,
     find_sample_conflicts,
     find_text_conflicts,
@@ -144,6 +145,7 @@ def resolve(
     pp = config.parallelism.pipeline_model_parallel_size
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
     lines += _empty_ranks(stages or (), config)
+    lines += find_offload_conflicts(config, stages or ())
     lines += misplaced_predictions(stages or (), config.model.mtp_num_layers)
     batch_size = _global_batch_size(config, world_size)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)

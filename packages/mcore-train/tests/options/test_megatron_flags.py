@@ -29,6 +29,20 @@ def test_the_guides_switch_for_fp8_is_a_format_of_ours():
     assert config.fp8.fp8_format == "hybrid"
 
 
+def test_flags_of_others_for_sharding_and_offload_are_options_of_ours():
+    model = ["--num-layers=2", "--hidden-size=64", "--num-attention-heads=4", "--mock-data"]
+    model += ["--lr=1e-3", "--train-iters=1", "--bf16"]
+    config = parse([*model, "--use-megatron-fsdp", "--cpu-optimizer"])
+    assert config.data_parallelism.sharding == "optim_grads_params"
+    assert config.offloading.optimizer_cpu_offload
+    words = "--use-distributed-optimizer --optimizer-cpu-offload --main-grads-dtype bf16"
+    words += " --use-precision-aware-optimizer --main-params-dtype bf16 --exp-avg-dtype bf16"
+    config = parse([*model, *words.split(), "--overlap-cpu-optimizer-d2h-h2d"])
+    assert config.data_parallelism.sharding == "optim"
+    assert config.data_parallelism.has_narrow_grads
+    assert config.main_weights.main_params_dtype == config.adam.exp_avg_dtype == "bf16"
+
+
 @pytest.mark.parametrize("patterns", INSTEAD)
 def test_flags_that_are_not_here_say_what_stands_instead(patterns):
     for flag in patterns.split():

@@ -264,7 +264,7 @@ def build_buckets(
         )
         shard, replica = _owners(ctx, kind, data, config)
         grad_dtype = (
-            dtype if config.grad_reduce_in_bf16 else torch.promote_types(dtype, torch.float32)
+            dtype if config.has_narrow_grads else torch.promote_types(dtype, torch.float32)
         )
         for plan in plans:
             slots = [

@@ -108,6 +108,11 @@ class DataParallel(GradientSync):
         return self.buckets
 
     @property
+    def update_order(self) -> list[Bucket]:
+        """The buckets as they are gathered."""
+        return self.buckets if self._gathering is None else self._gathering.order
+
+    @property
     def is_finished(self) -> bool:
         """Whether main gradients are complete: ``finish`` ran and nothing was added since."""
         return self._is_finished
@@ -202,12 +207,12 @@ class DataParallel(GradientSync):
         wait in forward; call ``wait_params`` before weights are read in any other way.
         """
         if self._gathering is not None:
-            for bucket in self._gathering.order:
+            for bucket in self.update_order:
                 yield bucket
                 self._gathering.start(bucket)
             return
         works = []
-        for bucket in self.buckets:
+        for bucket in self.update_order:
             yield bucket
             works.append(bucket.gather_params(async_op=True))
         for work in works:

@@ -9,22 +9,28 @@ A flat range has no shapes, so what depends on them (weight decay, which rank co
 norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit
+from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit, clipped
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views
+from mcore_parallel.offloading.host_updates import PIECE, HostPiece, HostUpdates
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
-from mcore_parallel.optimizers.update_rule import MomentDtype, UpdateRule
+from mcore_parallel.optimizers.rounding import round_stochastically_
+from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
 """Elements that are compared at one time, which bounds temporary memory."""
+_CUT_MULTIPLE = 64
+"""Elements to whose multiples the host's share of a unit is rounded up."""
 
 
 def has_weight_decay(named: NamedParameter) -> bool:
@@ -39,16 +45,22 @@ def has_weight_decay(named: NamedParameter) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    """What is kept for what this rank owns of one unit, flat and in memory order."""
+class _Segment:
+    """State for neighbouring elements of what this rank owns of one unit."""
 
+    unit: OwnedUnit
+    begin: int
+    """First of them."""
     main: Tensor
     moments: dict[str, Tensor]
+    weights: Tensor
+    """What becomes ``main`` in its own dtype; ``main`` itself where nothing is kept beside."""
+    on_host: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Views over neighbouring parameters of the range with equal weight decay.
+    """Views over neighbouring parameters of a segment with equal weight decay.
 
     The padding between them is included: its gradient is 0, so it stays 0.
     """
@@ -56,8 +68,18 @@ class _Run:
     main: Tensor
     grad: Tensor
     moments: dict[str, Tensor]
-    parameter: Tensor
+    weights: Tensor
     decays: bool
+    on_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Numbers of one step."""
+
+    num_steps: int
+    lr: float
+    weight_decay: float
 
 
 class DistributedOptimizer:
@@ -68,19 +90,45 @@ class DistributedOptimizer:
         num_steps: updates made; set it when state is loaded.
     """
 
-    def __init__(self, data_parallel: GradientSync, rule: UpdateRule) -> None:
+    def __init__(
+        self,
+        data_parallel: GradientSync,
+        rule: UpdateRule,
+        *,
+        host_share: float = 0.0,
+        host_threads: int = 1,
+        has_main: bool = True,
+    ) -> None:
         """Allocate main weights and moments of this rank's ranges; no communication.
 
         Args:
             data_parallel: holds weights and gradients; decides who owns which range.
             rule: how a range is updated, and which moments it keeps.
+            host_share: of the state that is kept and updated in host memory, the first in the
+                order of updates.
+            host_threads: of the processor for these updates.
+            has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
+                stochastically after an update in float32.
+
+        Raises:
+            ValueError: if ``has_main`` is off for weights that are neither bfloat16 nor wide,
+                or that an engine keeps in float32.
         """
         self.data_parallel = data_parallel
         self.rule = rule
         self.num_steps = 0
-        self._states = {unit: _new_state(unit, rule) for unit in data_parallel.units}
+        self._has_main = has_main
+        if not has_main:
+            _check_rounding(data_parallel.units)
+        self._segments: dict[OwnedUnit, list[_Segment]] = {}
+        for unit, parts in _shared_out(data_parallel.update_order, host_share):
+            self._segments[unit] = [_new_segment(unit, rule, has_main, *part) for part in parts]
         self._norm_views = owned_views(data_parallel.grad_shards().values())
-        self._runs = {unit: _runs(unit, state) for unit, state in self._states.items()}
+        self._runs = {
+            unit: [run for segment in segments for run in _runs(segment)]
+            for unit, segments in self._segments.items()
+        }
+        self._host = HostUpdates(data_parallel.ctx.device, host_threads)
         self._is_checked = False
 
     def grad_norm(self) -> Float[Tensor, ""]:
@@ -112,18 +160,53 @@ class DistributedOptimizer:
             self._is_checked = True
         self.num_steps += 1
 
+        rates = _Rates(self.num_steps, lr, weight_decay)
+        if any(run.on_host for runs in self._runs.values() for run in runs):
+            self._step_with_host(rates, grad_scale)
+            return
         for unit in self.data_parallel.gathering():
             for run in self._runs[unit]:
-                self.rule.update(
-                    run.main,
-                    run.grad,
-                    run.moments,
-                    run.parameter,
-                    num_steps=self.num_steps,
-                    lr=lr,
-                    weight_decay=weight_decay if run.decays else 0.0,
-                    grad_scale=grad_scale,
-                )
+                self._update(run, run.grad, run.weights, rates, grad_scale)
+
+    def _step_with_host(self, rates: _Rates, grad_scale: Float[Tensor, ""] | float) -> None:
+        """Update the host's share unit by unit beside the device's."""
+        on_host = [run for runs in self._runs.values() for run in runs if run.on_host]
+        host_scale = grad_scale.cpu() if isinstance(grad_scale, Tensor) else grad_scale
+
+        def update_on_host(index: int, grad: Tensor, weights: Tensor) -> None:
+            run, scale = on_host[index], host_scale
+            if grad is not run.grad and grad.dtype == run.main.dtype:
+                grad.mul_(scale)  # a copy of ours: no new memory, whose pages cost more
+                scale = 1.0
+            self._update(run, grad, weights, rates, scale)
+
+        pieces = [HostPiece(run.main, run.grad, run.weights) for run in on_host]
+        with self._host.updating(pieces) as host:
+            for unit in self.data_parallel.gathering():
+                for run in self._runs[unit]:
+                    if not run.on_host:
+                        self._update(run, run.grad, run.weights, rates, grad_scale)
+                host.apply(sum(run.on_host for run in self._runs[unit]), update_on_host)
+
+    def _update(
+        self, run: _Run, grad: Tensor, weights: Tensor, rates: _Rates, grad_scale: Any
+    ) -> None:
+        """Update one run by the rule; in bfloat16 in float32, and rounded stochastically."""
+        constants: dict[str, Any] = {
+            "num_steps": rates.num_steps,
+            "lr": rates.lr,
+            "weight_decay": rates.weight_decay if run.decays else 0.0,
+            "grad_scale": grad_scale,
+        }
+        if run.main.dtype != torch.bfloat16:
+            self.rule.update(run.main, grad, run.moments, weights, **constants)
+            return
+        for begin in range(0, run.main.numel(), _RUN):
+            cut = slice(begin, begin + _RUN)
+            wide = run.main[cut].float()
+            moments = {name: moment[cut] for name, moment in run.moments.items()}
+            self.rule.update(wide, grad[cut], moments, wide, **constants)
+            round_stochastically_(run.main[cut], wide, rates.num_steps)
 
     def named_shards(self) -> dict[str, Shard]:
         """Describe main weights and moments by logical name, for a checkpoint.
@@ -134,11 +217,12 @@ class DistributedOptimizer:
         """
         shards = {}
         for kind in ("main", *self.rule.moments):
-            flats = {
-                unit: state.main if kind == "main" else state.moments[kind]
-                for unit, state in self._states.items()
-                if kind != "main" or _has_main(unit)
-            }
+            flats = [
+                (s.unit, s.begin, s.main if kind == "main" else s.moments[kind])
+                for segments in self._segments.values()
+                for s in segments
+                if kind != "main" or self._keeps_main(s.unit)
+            ]
             described = self.data_parallel.owned_shards(flats)
             shards.update({f"{kind}.{name}": shard for name, shard in described.items()})
         return shards
@@ -151,25 +235,36 @@ class DistributedOptimizer:
                 Otherwise the parameters take theirs from the main weights.
         """
         if from_parameters:
-            for unit, state in self._states.items():
-                if _has_main(unit):
-                    state.main.copy_(unit.own_weights())
+            for segment in self._kept_apart():
+                segment.main.copy_(_part(segment.unit.own_weights(), segment))
+                if segment.unit.own_main() is not None:
+                    segment.weights.copy_(segment.main)
         else:
             for unit in self.data_parallel.gathering():
-                if _has_main(unit):
-                    unit.own_weights().copy_(self._states[unit].main)
+                for segment in self._kept_apart(unit):
+                    segment.weights.copy_(segment.main)
+                    if unit.own_main() is not None:
+                        _part(unit.own_weights(), segment).copy_(segment.main)
         self.data_parallel.wait_params()
+
+    def _kept_apart(self, unit: OwnedUnit | None = None) -> list[_Segment]:
+        """List the segments, of one unit or all, whose main weights are no weights."""
+        units = self._segments if unit is None else (unit,)
+        found = [segment for each in units for segment in self._segments[each]]
+        return [s for s in found if s.on_host or self._keeps_main(s.unit)]
+
+    def _keeps_main(self, unit: OwnedUnit) -> bool:
+        return self._has_main and _main_dtype(unit) != unit.dtype
 
     def _check_main_weights(self) -> None:
         """Compare rounded main weights with the weights, which the update would overwrite."""
         ctx = self.data_parallel.ctx
         differs = torch.zeros((), device=ctx.device)
-        for unit, state in self._states.items():
-            if _has_main(unit) and unit.own_main() is None:
-                own = unit.own_weights()
-                for main, weights in zip(state.main.split(_RUN), own.split(_RUN), strict=True):
-                    rounded = main.to(weights.dtype).view(torch.uint8)
-                    differs += (rounded != weights.view(torch.uint8)).any()
+        for segment in self._kept_apart():
+            pairs = zip(segment.main.split(_RUN), segment.weights.split(_RUN), strict=True)
+            for main, weights in pairs:
+                rounded = main.to(weights.device).to(weights.dtype).view(torch.uint8)
+                differs += (rounded != weights.view(torch.uint8)).any()
         if all_reduce(differs, ctx.world, "max").item():
             raise RuntimeError(
                 "weights were loaded or set after the optimizer was made, which holds them in "
@@ -199,44 +294,79 @@ def _main_dtype(unit: OwnedUnit) -> torch.dtype:
     return torch.promote_types(unit.dtype, torch.float32)
 
 
-def _has_main(unit: OwnedUnit) -> bool:
-    return _main_dtype(unit) != unit.dtype
+def _part(flat: Tensor, segment: _Segment) -> Tensor:
+    return flat[segment.begin : segment.begin + segment.main.numel()]
 
 
-def _new_state(unit: OwnedUnit, rule: UpdateRule) -> _State:
-    main = unit.own_main()
-    if main is None:
-        own = unit.own_weights()
-        main = own.to(_main_dtype(unit)) if _has_main(unit) else own
+def _shared_out(
+    units: Sequence[OwnedUnit], host_share: float
+) -> Iterator[tuple[OwnedUnit, list[tuple[int, int, bool]]]]:
+    """Cut each unit into what the host takes, the first elements of all, and the rest."""
+    sizes = [unit.own_grads().numel() for unit in units]
+    left = round(host_share * sum(sizes))
+    for unit, size in zip(units, sizes, strict=True):
+        taken = min(size, -(-left // _CUT_MULTIPLE) * _CUT_MULTIPLE)
+        left = max(0, left - taken)
+        parts = [(0, taken, True), (taken, size, False)]
+        yield unit, [part for part in parts if part[0] < part[1]]
+
+
+def _check_rounding(units: Sequence[OwnedUnit]) -> None:
+    for unit in units:
+        is_wide = _main_dtype(unit) == unit.dtype
+        if not is_wide and (unit.dtype != torch.bfloat16 or unit.own_main() is not None):
+            raise ValueError(
+                "--main-params-dtype bf16 rounds updates into bfloat16 weights: it needs "
+                "--bf16, and weights that are not fully sharded, whose rows are float32."
+            )
+
+
+def _new_segment(
+    unit: OwnedUnit, rule: UpdateRule, has_main: bool, begin: int, stop: int, on_host: bool
+) -> _Segment:
+    own = unit.own_main()
+    weights = unit.own_weights() if own is None else own
+    weights = weights[begin:stop]
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    main = weights if wide == weights.dtype or not has_main else weights.to(wide)
+    if on_host:
+        # Only main weights that travel as they are need to be pinned.
+        travels = main.is_cuda and main.dtype == weights.dtype
+        main = torch.empty_like(main, device="cpu", pin_memory=travels).copy_(main)
     moments = {
-        name: torch.zeros_like(main, dtype=_moment_dtype(kept, main))
+        name: torch.zeros_like(main, dtype=torch.bfloat16 if kept == "bf16" else wide)
         for name, kept in rule.moments.items()
     }
-    return _State(main, moments)
+    return _Segment(unit, begin, main, moments, weights, on_host)
 
 
-def _moment_dtype(kept: MomentDtype, main: Tensor) -> torch.dtype:
-    return torch.bfloat16 if kept == "bf16" else main.dtype
+def _runs(segment: _Segment) -> list[_Run]:
+    """Merge neighbouring parameters with equal decay into as few runs as possible.
 
-
-def _runs(unit: OwnedUnit, state: _State) -> list[_Run]:
-    """Merge neighbouring parameters with equal decay into as few runs as possible."""
+    Runs in host memory are no longer than a piece that travels at once.
+    """
+    stop = segment.begin + segment.main.numel()
     ends: list[tuple[int, int, bool]] = []
-    for owned in unit.owned_ranges():
+    for owned in clipped(segment.unit.owned_ranges(), segment.begin, stop):
         decays = has_weight_decay(owned.named)
         begin, end = owned.offset, owned.offset + owned.stop - owned.first
         if ends and ends[-1][2] == decays:
             begin = ends.pop()[0]
         ends.append((begin, end, decays))
-    grads = unit.own_grads()
-    parameters = state.main if unit.own_main() is not None else unit.own_weights()
-    return [
-        _Run(
-            main=state.main[begin:end],
-            grad=grads[begin:end],
-            moments={name: moment[begin:end] for name, moment in state.moments.items()},
-            parameter=parameters[begin:end],
-            decays=decays,
-        )
-        for begin, end, decays in ends
-    ]
+    grads = _part(segment.unit.own_grads(), segment)
+    found = []
+    for begin, end, decays in ends:
+        length = PIECE if segment.on_host else max(1, end - begin)
+        for first in range(begin, end, length):
+            cut = slice(first, min(end, first + length))
+            found.append(
+                _Run(
+                    main=segment.main[cut],
+                    grad=grads[cut],
+                    moments={n: moment[cut] for n, moment in segment.moments.items()},
+                    weights=segment.weights[cut],
+                    decays=decays,
+                    on_host=segment.on_host,
+                )
+            )
+    return found

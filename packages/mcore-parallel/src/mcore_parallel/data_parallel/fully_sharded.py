@@ -17,125 +17,28 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from itertools import chain
 
 import torch
-from jaxtyping import Shaped
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel, check_declared
-from mcore_parallel.data_parallel.gradient_sync import (
-    Copy,
-    GradientSync,
-    OwnedRange,
-    OwnedUnit,
-)
+from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit
 from mcore_parallel.data_parallel.grads import sum_views
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
-from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.data_parallel.sharded_parameter import ShardedParameter
+from mcore_parallel.layer_stacks import layer_stacks
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import (
     NamedParameter,
     Shard,
-    flat_pieces,
     named_parameters,
     shards_of,
 )
-
-
-class ShardedParameter:
-    """This rank's rows of one parameter: a unit of the optimizer.
-
-    Attributes:
-        named: name and layout; its ``parameter`` has the shape before sharding and no memory.
-        dtype: of the gathered weight.
-        main: the rows, flat; float32 or wider.
-        grads: their gradients, flat.
-    """
-
-    def __init__(
-        self, named: NamedParameter, parameter: nn.Parameter, shard: Axis, replica: Axis
-    ) -> None:
-        """Take over the gradient of a parameter that ``fully_shard`` has sharded.
-
-        Args:
-            named: of before; the dtype is that of the model.
-            parameter: its shard, a DTensor.
-            shard: ranks that share the rows.
-            replica: ranks that hold the same rows.
-        """
-        assert isinstance(parameter, DTensor)
-        self.named, self.dtype = named, named.parameter.dtype
-        self.parameter, self.replica = parameter, replica
-        local = parameter.to_local().detach()
-        self.main = local.view(-1)
-        self.grads = torch.zeros_like(self.main)
-        self._copy: Tensor | None = None
-        rows, row = named.parameter.shape[0], named.parameter[0].numel()
-        begin = min(shard.rank * -(-rows // shard.size), rows) * row
-        self.range = OwnedRange(named, begin, begin + local.numel(), 0)
-        # torch adds the sums of each backward to a gradient that is there, in place.
-        parameter.grad = DTensor.from_local(
-            self.grads.view(local.shape),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-
-    @property
-    def members(self) -> tuple[NamedParameter]:
-        """The parameter."""
-        return (self.named,)
-
-    def owned_ranges(self) -> list[OwnedRange]:
-        """Return its rows here; none where there are fewer rows than ranks."""
-        return [self.range] if self.main.numel() else []
-
-    def own_weights(self) -> Shaped[Tensor, " n"]:
-        """Return the rows in the model's dtype: a copy, made at the first call."""
-        if self.dtype == self.main.dtype:
-            return self.main
-        if self._copy is None:
-            self._copy = self.main.to(self.dtype)
-        return self._copy
-
-    def own_main(self) -> Shaped[Tensor, " n"]:
-        """Return the rows as they are kept."""
-        return self.main
-
-    def own_grads(self) -> Shaped[Tensor, " n"]:
-        """Return the gradients of the rows."""
-        return self.grads
-
-    def refresh_copy(self) -> None:
-        """Round the rows into the copy, if there is one."""
-        if self._copy is not None:
-            self._copy.copy_(self.main)
-
-    def copies(self) -> Iterator[Copy]:
-        """List the rows, which ranks of other instances and tied stages hold too."""
-        layout = self.named.layout
-        yield Copy(self.named.name, self.replica, self.main, True)
-        yield Copy(self.named.name, layout.tied, self.main, True)
-        for part in layout.parts:
-            for view in self._views(part, self.main):
-                yield Copy(self.named.name, part.replicas, view, False)
-
-    def parts_of_sums(self) -> Iterator[tuple[Axis, Tensor]]:
-        """List the gradients that are parts of a sum over tensor ranks, with their axes."""
-        for part in self.named.layout.parts:
-            if part.partial.size > 1:
-                for view in self._views(part, self.grads):
-                    yield part.partial, view
-
-    def _views(self, part: Any, flat: Tensor) -> list[Tensor]:
-        first, stop = self.range.first, self.range.stop
-        return [piece.data for piece in flat_pieces(self.named, part, first, stop, flat)]
 
 
 class FullyShardedDataParallel(GradientSync):
@@ -153,8 +56,8 @@ class FullyShardedDataParallel(GradientSync):
         """Shard the parameters of all chunks in place; no communication.
 
         Args:
-            chunks: model chunks of this rank, in forward order. Modules of ``chunk.blocks``
-                are units of their own.
+            chunks: model chunks of this rank, in forward order. Their layers
+                (``layer_stacks``) are units of their own.
             ctx: the rank grid.
             config: says whether weights are given back after forward.
 
@@ -194,12 +97,10 @@ class FullyShardedDataParallel(GradientSync):
         """Shard one chunk, innermost modules first."""
         before = [replace(n, parameter=_without_memory(n.parameter)) for n in own]
         experts = {_owner(n.name) for n in own if n.layout.data == "expert"}
-        container = dict(chunk.named_children()).get("blocks")
-        blocks = [] if container is None else list(container.children())
         gives_back = self.config.sharding == "optim_grads_params"
         for name in sorted(experts):
             self._wrap(chunk.get_submodule(name), meshes["expert"], left_out, gives_back)
-        for block in blocks:
+        for block in chain.from_iterable(layer_stacks(chunk)):
             self._wrap(block, meshes["dense"], left_out, gives_back)
         # Its weights are needed from the embedding to the loss, after forward. A stage in the
         # middle has none, and is the root of its blocks all the same.
@@ -325,6 +226,12 @@ class FullyShardedDataParallel(GradientSync):
             self._is_checked = True
         self._is_finished = True
 
+    @property
+    def update_order(self) -> Sequence[OwnedUnit]:
+        """The units as ``gathering`` yields them."""
+        order: list[OwnedUnit] = [*reversed(self._sharded)]
+        return order if self._buckets is None else [*order, *self._buckets.update_order]
+
     def gathering(self) -> Iterator[OwnedUnit]:
         """Yield each unit; sharded weights are gathered by the modules that need them."""
         yield from reversed(self._sharded)
@@ -344,7 +251,7 @@ class FullyShardedDataParallel(GradientSync):
 
     def weight_shards(self) -> dict[str, Shard]:
         """Describe this rank's rows; those of 16 bits are copies of the main weights."""
-        shards = self.owned_shards({unit: unit.own_weights() for unit in self._sharded})
+        shards = self.owned_shards([(unit, 0, unit.own_weights()) for unit in self._sharded])
         if self._buckets is not None:
             shards |= self._buckets.weight_shards()
         frozen = [(named, named.parameter.detach()) for named in self._frozen]

@@ -6,7 +6,7 @@ this class alone; ``engines.ENGINES`` has one entry for each.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -87,6 +87,20 @@ class OwnedUnit(Protocol):
         ...
 
 
+FlatPart = tuple[OwnedUnit, int, Tensor]
+"""A unit, and a flat tensor that lies like what this rank owns of it from an element on."""
+
+
+def clipped(ranges: Iterable[OwnedRange], begin: int, stop: int) -> Iterator[OwnedRange]:
+    """Cut ranges to elements [begin, stop) of what the rank owns, counted from ``begin``."""
+    for owned in ranges:
+        first = max(begin, owned.offset)
+        last = min(stop, owned.offset + owned.stop - owned.first)
+        if first < last:
+            moved = owned.first - owned.offset
+            yield OwnedRange(owned.named, first + moved, last + moved, first - begin)
+
+
 class GradientSync(ABC):
     """A data-parallel engine: one for the chunks of this rank.
 
@@ -152,9 +166,14 @@ class GradientSync(ABC):
     def start_weight_sync(self, chunk: int) -> None:  # noqa: B027
         """Learn that the weight gradients that come are a chunk's last put-off ones."""
 
+    @property
+    def update_order(self) -> Sequence[OwnedUnit]:
+        """Units in the order of ``gathering``."""
+        return self.units
+
     def gathering(self) -> Iterator[OwnedUnit]:
         """Yield each unit to be updated by its owners, then make its weights known to all."""
-        yield from self.units
+        yield from self.update_order
 
     def gather_params(self) -> None:
         """Make weights known whose owners have changed them; see ``gathering``."""
@@ -169,18 +188,14 @@ class GradientSync(ABC):
 
     def grad_shards(self) -> dict[str, Shard]:
         """Describe the gradients that this rank validly holds after ``finish``; views."""
-        return self.owned_shards({unit: unit.own_grads() for unit in self.units})
+        return self.owned_shards([(unit, 0, unit.own_grads()) for unit in self.units])
 
-    def owned_shards(self, flats: Mapping[OwnedUnit, Tensor]) -> dict[str, Shard]:
-        """Describe tensors that lie like what this rank owns of the units.
-
-        Args:
-            flats: a flat tensor for some units, as long as what the rank owns.
-        """
+    def owned_shards(self, flats: Iterable[FlatPart]) -> dict[str, Shard]:
+        """Describe tensors that lie like parts of what this rank owns of the units."""
         ranges = [
             (owned.named, owned.first, owned.stop, owned.view(flat))
-            for unit, flat in flats.items()
-            for owned in unit.owned_ranges()
+            for unit, begin, flat in flats
+            for owned in clipped(unit.owned_ranges(), begin, begin + flat.numel())
         ]
         return flat_shards(ranges, self.replica_axes())
 

@@ -53,3 +53,13 @@ class SGDConfig:
         """
         if not 0.0 <= self.sgd_momentum < 1.0:
             raise ValueError(f"--sgd-momentum {self.sgd_momentum} must be at least 0, below 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MainWeightsConfig:
+    """What the optimizer keeps of the weights themselves."""
+
+    main_params_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the main weights of 16-bit weights. bf16: none are kept; an update is computed
+    in fp32 and rounded to bf16 at random, up as often as it is near, so that small updates
+    are not lost. Saves 4 bytes a weight."""

@@ -48,6 +48,8 @@ from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
 
+_MAIN = "optimizer.main."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
@@ -82,8 +84,7 @@ def take_snapshot(
 
 def state_shards(run: Run) -> dict[str, Shard]:
     """Describe weights and, if it is saved, optimizer state: views that stay good."""
-    with_optimizer = run.plan.config.saving.save_optim
-    optimizer = optimizer_shards(run) if with_optimizer else {}
+    optimizer = optimizer_shards(run) if run.plan.config.saving.save_optim else {}
     return model_shards(run) | optimizer | fp8_shards(run)
 
 
@@ -267,10 +268,15 @@ def _load_weights(run: Run, folder: Path) -> None:
 def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
     """Take weights, optimizer and, under the same layout, random streams."""
     with_optimizer = run.plan.config.loading.load_optim and "num_steps" in extra
-    shards = model_shards(run) | (optimizer_shards(run) if with_optimizer else {})
+    state = optimizer_shards(run) if with_optimizer else {}
+    if not any(name.startswith(_MAIN) for name in read_index(folder).tensors):
+        # A run without main weights saved it: they are made of the weights.
+        state = {name: shard for name, shard in state.items() if not name.startswith(_MAIN)}
+    shards = model_shards(run) | state
     rng = rng_shards(run) if _streams_fit(run, extra) else {}
     scales = wanted_fp8_shards(run, extra)
-    parts = {"optimizer.": with_optimizer, "rng.": rng, "fp8.": scales}
+    wants_main = any(name.startswith(_MAIN) for name in state)
+    parts = {"optimizer.": with_optimizer, _MAIN: wants_main, "rng.": rng, "fp8.": scales}
     ignore = tuple(prefix for prefix, is_taken in parts.items() if not is_taken)
     load(folder, shards | rng | scales, ignore=ignore, **_load_options(run))
     take_fp8_histories(run)
@@ -278,7 +284,7 @@ def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
         take_streams(run, rng)
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
-    run.optimizer.refresh(from_parameters=not with_optimizer)
+    run.optimizer.refresh(from_parameters=not wants_main)
 
 
 def _load_options(run: Run) -> dict[str, Any]:

@@ -32,10 +32,12 @@ _PARTS = (
     "data_parallelism",
     "pipeline",
     "recomputation",
+    "offloading",
     "precision",
     "fp8",
     "optimizer",
     "adam",
+    "main_weights",
 )
 """Parts of a config whose switches change what a step computes."""
 _SPELLED_BELOW = {

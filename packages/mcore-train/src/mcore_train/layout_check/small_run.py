@@ -15,6 +15,7 @@ from mcore_models.config import RecomputeConfig, TransformerConfig, is_local, is
 from mcore_models.encoder_config import T5Config, encoder_layers
 from mcore_models.families import Family
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
+from mcore_parallel.offloading.config import OffloadConfig
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
     BatchConfig,
@@ -88,6 +89,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         optimizer=_shrink_optimizer(config.optimizer),
         schedule=ScheduleConfig(),
         recomputation=_shrink_recompute(config.recomputation, num_layers // num_stages),
+        offloading=_shrink_offload(config.offloading, min(map(len, layers))),
         parallelism=parallel,
         data_parallelism=_shrink_buckets(config, model, shards),
         pipeline=_shrink_pipeline(plan, parallel, layers),
@@ -281,6 +283,11 @@ def _shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
 def _shrink_recompute(recompute: RecomputeConfig, layers_per_stage: int) -> RecomputeConfig:
     count = min(recompute.recompute_num_layers, max(1, layers_per_stage))
     return replace(recompute, recompute_num_layers=count)
+
+
+def _shrink_offload(offload: OffloadConfig, least_layers: int) -> OffloadConfig:
+    count = min(offload.cpu_offloading_num_layers, max(0, least_layers - 1))
+    return replace(offload, cpu_offloading=count > 0, cpu_offloading_num_layers=count)
 
 
 def _num_shards(config: TrainConfig, parallel: ParallelConfig, world_size: int) -> int:

@@ -19,6 +19,7 @@ from mcore_models.families import Family
 from mcore_parallel.config import ParallelConfig, PipelineConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.testing.layout_comparison import EXACT
 from mcore_parallel.testing.worker_pool import Pool
 from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified
@@ -220,6 +221,7 @@ def alone(plan: Plan) -> Plan:
             overlap_param_gather=False,
         ),
         recomputation=replace(plan.config.recomputation, distribute_saved_activations=False),
+        offloading=OffloadConfig(),
         batch=replace(plan.config.batch, global_batch_size=plan.global_batch_size),
     )
     return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)

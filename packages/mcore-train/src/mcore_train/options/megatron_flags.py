@@ -74,6 +74,12 @@ SPELLINGS: dict[str, Spelling] = {
     "--moe-extended-tp": Spelling(note="--expert-tensor-parallel-size says it"),
     "--empty-unused-memory-level": Spelling(num_values=1, note="memory is kept"),
     "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
+    "--cpu-optimizer": Spelling(("--optimizer-cpu-offload",)),
+    "--overlap-cpu-optimizer-d2h-h2d": Spelling(note="copies always run under the update"),
+    "--use-torch-optimizer-for-cpu-offload": Spelling(note="torch's kernel is what is used"),
+    "--no-pin-cpu-grads": Spelling(note="two small buffers are pinned, and nothing else"),
+    "--no-pin-cpu-params": Spelling(note="two small buffers are pinned, and nothing else"),
+    "--cpu-offloading-activations": Spelling(note="it is what --cpu-offloading does"),
     "--use-megatron-fsdp": Spelling(("--use-torch-fsdp2",)),
     "--ckpt-format": Spelling(num_values=1, note="one native format loads under any layout"),
     "--verify-integrity": Spelling(("--load-checksums",)),
@@ -150,17 +156,9 @@ INSTEAD: dict[str, str] = {
     "--data-parallel-random-init": (
         "weights are the same under every layout; use --seed for others."
     ),
-    "--main-grads-dtype": "use --grad-reduce-in-bf16 for gradients kept in 16 bits.",
-    "--main-params-dtype": (
-        "main weights are float32; use --exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16 to "
-        "save memory."
-    ),
-    "--*cpu-optimizer* --optimizer-*offload* --*-for-cpu-offload --no-pin-cpu-*": (
-        "the optimizer's state stays on the GPU in this version; use "
-        "--use-distributed-optimizer, or --exp-avg-dtype bf16."
-    ),
-    "--cpu-offloading* --fine-grained-* --*offload*": (
-        "activations stay on the GPU in this version; use --recompute-granularity."
+    "--cpu-offloading-weights": "use --use-torch-fsdp2: weights are gathered layer by layer.",
+    "--fine-grained-* --*offload*": (
+        "use --cpu-offloading with --cpu-offloading-num-layers, or --optimizer-cpu-offload."
     ),
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
     "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",

@@ -53,8 +53,11 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
             "--dataloader-inter-document-masking): use auto."
         )
     yield from _optimizer_conflicts(config)
+    yield from _state_conflicts(config)
     if config.data_parallelism.is_fully_sharded:
         yield from _sharding_conflicts(config)
+    if config.offloading.cpu_offloading:
+        yield from _offload_conflicts(config)
     yield from _recompute_conflicts(config)
     yield from _determinism_conflicts(config)
     if config.run.cuda_graph_impl != "none":
@@ -124,6 +127,45 @@ def misplaced_predictions(stages: Sequence[Stage], depths: int) -> Iterator[str]
         yield (
             "--pipeline-model-parallel-layout places layers m apart from the loss, on whose "
             "stage they run: put them before its L."
+        )
+
+
+def _state_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What formats of main weights and gradients need."""
+    if config.main_weights.main_params_dtype == "bf16":
+        if not config.precision.bf16:
+            yield "--main-params-dtype bf16 has no effect without --bf16."
+        if config.data_parallelism.is_fully_sharded:
+            yield (
+                f"--main-params-dtype bf16: {config.data_parallelism.sharding} keeps rows of "
+                "float32, which are the main weights: leave one out, or use optim."
+            )
+    if config.data_parallelism.main_grads_dtype == "bf16" and not config.precision.bf16:
+        yield "--main-grads-dtype bf16 has no effect without --bf16."
+
+
+def _offload_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What activations in host memory cannot be combined with."""
+    if config.recomputation.recompute_granularity:
+        yield (
+            "--cpu-offloading keeps what --recompute-granularity makes again: leave one out. "
+            "Offload where copies hide under computation, recompute elsewhere."
+        )
+    if config.run.cuda_graph_impl != "none":
+        yield (
+            f"--cuda-graph-impl {config.run.cuda_graph_impl} cannot record --cpu-offloading, "
+            "whose copies the host orders: leave one out."
+        )
+
+
+def find_offload_conflicts(config: TrainConfig, stages: Sequence[Stage]) -> Iterator[str]:
+    """Refuse to offload the last layer of a stage, whose backward comes at once."""
+    number = config.offloading.cpu_offloading_num_layers
+    fewest = min((len(stage.layers) for stage in stages), default=0)
+    if config.offloading.cpu_offloading and number >= fewest > 0:
+        yield (
+            f"--cpu-offloading-num-layers {number} must be less than the {fewest} layers of "
+            "the smallest pipeline stage: the last one's activations are needed at once."
         )
 
 

@@ -1,0 +1,1 @@
+"""Optimizer state and activations in host memory."""

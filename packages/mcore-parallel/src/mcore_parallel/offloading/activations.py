@@ -1,0 +1,236 @@
+"""Activations in host memory between a layer's forward and its backward.
+
+What autograd saves in a layer is copied to pinned host memory on a stream of its own, under the
+layer that comes next; then the device's copy is given up. Backward of a layer fetches the
+tensors of the layer before it, which travel while it computes. Weights stay, and tensors too
+small to pay; a tensor that several operations save travels once. The numbers are the same. On a
+CPU tensors are copied too, so that the same code runs.
+
+Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 5.1.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+LEAST_ELEMENTS = 1 << 20
+"""Elements below which a tensor stays on a GPU."""
+
+
+class ActivationOffload:
+    """Keeps what the first layers of a chunk save in host memory.
+
+    Attributes:
+        host_bytes: of host memory that it has taken.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        num_layers: int,
+        device: torch.device,
+        least_elements: int = 0,
+    ) -> None:
+        """Hook into layers; no communication.
+
+        Args:
+            layers: of a chunk, in forward order.
+            num_layers: of the first ones whose saved tensors leave the device; fewer than all,
+                since backward begins with the last one at once.
+            device: where they compute.
+            least_elements: of a tensor that leaves; 0: ``LEAST_ELEMENTS`` on a GPU, else all.
+
+        Raises:
+            ValueError: if there are no more layers than that.
+        """
+        if num_layers >= len(layers):
+            raise ValueError(
+                f"--cpu-offloading-num-layers {num_layers} must be less than the "
+                f"{len(layers)} layers of a stage: the last one's activations are needed at "
+                "once."
+            )
+        self._on_gpu = device.type == "cuda"
+        self._least = least_elements or (LEAST_ELEMENTS if self._on_gpu else 1)
+        self.host_bytes = 0
+        if self._on_gpu:
+            self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._free: dict[int, list[_Buffer]] = {}
+        self._latest: _SavedLayer | None = None
+        self._open = ExitStack()
+        self._handles = []
+        for place, layer in enumerate(layers[: num_layers + 1]):
+            if place < num_layers:
+                enter = partial(self._enter, is_first=place == 0)
+                self._handles.append(layer.register_forward_pre_hook(enter))
+            leave = partial(self._leave, is_inside=place < num_layers)
+            self._handles.append(layer.register_forward_hook(leave, always_call=True))
+
+    def remove_hooks(self) -> None:
+        """Let activations stay on the device again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, _arguments: tuple, *, is_first: bool) -> None:
+        if not torch.is_grad_enabled():
+            return
+        weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._latest = _SavedLayer(self, None if is_first else self._latest)
+        pack = partial(self._pack, self._latest, weights)
+        self._open.enter_context(saved_tensors_hooks(pack, _SavedTensor.whole))
+
+    def _leave(
+        self, _module: nn.Module, _arguments: tuple, _output: Any, *, is_inside: bool
+    ) -> None:
+        if not torch.is_grad_enabled() or self._latest is None:
+            return
+        self._open.close()
+        self._latest.known.clear()
+        done = self._latest.before if is_inside else self._latest
+        if done is not None:
+            done.give_up()
+
+    def _pack(self, layer: "_SavedLayer", weights: set[int], tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage().data_ptr()
+        if tensor.numel() < self._least or storage in weights:
+            return tensor
+        key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        if key not in layer.known:
+            layer.known[key] = saved = _SavedTensor(layer, tensor, self.send(tensor))
+            layer.saved.append(ref(saved))
+        return layer.known[key]
+
+    def send(self, tensor: Tensor) -> "_Buffer":
+        """Begin to copy a tensor to the host."""
+        size = tensor.numel() * tensor.element_size()
+        free = self._free.setdefault(size, [])
+        if free:
+            buffer = free.pop()
+        else:
+            buffer = _Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu))
+            self.host_bytes += size
+        if not self._on_gpu:
+            buffer.shaped(tensor).copy_(tensor)
+            return buffer
+        if buffer.event is not None:  # what it held before has arrived on the device
+            self._out.wait_event(buffer.event)
+        self._out.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._out):
+            buffer.shaped(tensor).copy_(tensor, non_blocking=True)
+        buffer.event = self._out.record_event()
+        return buffer
+
+    def fetch(self, saved: "_SavedTensor") -> None:
+        """Begin to copy a tensor back to the device."""
+        tensor = torch.empty_strided(
+            saved.shape, saved.strides, dtype=saved.dtype, device=saved.device
+        )
+        source = saved.buffer.shaped(tensor)
+        if self._on_gpu:
+            # The memory may be of operations that are still queued.
+            self._back.wait_stream(torch.cuda.current_stream(saved.device))
+            with torch.cuda.stream(self._back):
+                tensor.copy_(source, non_blocking=True)
+            saved.buffer.event = self._back.record_event()
+        else:
+            tensor.copy_(source)
+        saved.tensor = tensor
+
+    def give_back(self, buffer: "_Buffer") -> None:
+        """Take a buffer back whose tensor nobody needs any more."""
+        self._free[buffer.memory.numel()].append(buffer)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Host memory of one tensor."""
+
+    memory: Tensor
+    event: Any = None
+    """The end of its latest copy."""
+
+    def shaped(self, like: Tensor) -> Tensor:
+        """Return the memory as a tensor like another."""
+        flat = self.memory.view(like.dtype)
+        return flat.as_strided(like.shape, _dense_strides(like))
+
+
+class _SavedLayer:
+    """What one layer saved in one forward."""
+
+    def __init__(self, owner: ActivationOffload, before: "_SavedLayer | None") -> None:
+        self.owner, self.before = owner, before
+        self.known: dict[Any, _SavedTensor] = {}
+        self.saved: list[ReferenceType[_SavedTensor]] = []
+        self.is_fetched = False
+
+    def each(self, apply: Callable[["_SavedTensor"], None]) -> None:
+        """Call a function with every tensor that backward still needs."""
+        for saved in [each() for each in self.saved]:
+            if saved is not None:
+                apply(saved)
+
+    def give_up(self) -> None:
+        """Free the device's copies, which later operations may use once they have left."""
+        self.each(_SavedTensor.leave)
+
+    def fetch(self) -> None:
+        """Begin to copy everything back."""
+        if not self.is_fetched:
+            self.is_fetched = True
+            self.each(_SavedTensor.come_back)
+
+
+class _SavedTensor:
+    """A tensor that autograd holds, on the device or on the host or both."""
+
+    def __init__(self, layer: _SavedLayer, tensor: Tensor, buffer: _Buffer) -> None:
+        self.layer, self.buffer = layer, buffer
+        self.tensor: Tensor | None = tensor
+        self.shape, self.strides = tensor.shape, _dense_strides(tensor)
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    def leave(self) -> None:
+        """Give the device's memory up; the current stream waits for the copy first."""
+        if self.tensor is not None and self.buffer.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.buffer.event)
+        self.tensor = None
+
+    def come_back(self) -> None:
+        """Begin to copy it back, if it has left."""
+        if self.tensor is None:
+            self.layer.owner.fetch(self)
+
+    @staticmethod
+    def whole(packed: Any) -> Tensor:
+        """Return what autograd saved, and begin to fetch what the layer before saved."""
+        if isinstance(packed, Tensor):
+            return packed
+        layer = packed.layer
+        layer.fetch()
+        if layer.before is not None:
+            layer.before.fetch()
+        packed.come_back()
+        if packed.buffer.event is not None:
+            torch.cuda.current_stream(packed.device).wait_event(packed.buffer.event)
+        return packed.tensor
+
+    def __del__(self) -> None:
+        """Return the host's memory, once autograd needs the tensor no more."""
+        self.layer.owner.give_back(self.buffer)
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides, or those of a contiguous one if it leaves gaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
