@@ -56,6 +56,13 @@ def run_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def long_folder(tmp_path_factory):
+    """The same with 512 positions."""
+    config = replace(DESCRIPTION.config, max_position_embeddings=512)
+    return save_random(tmp_path_factory.mktemp("long"), replace(DESCRIPTION, config=config))
+
+
+@pytest.fixture(scope="session")
 def expert_folder(tmp_path_factory):
     """The same with experts that have an expert bias."""
     moe = MoEConfig(

@@ -133,7 +133,7 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
         (["eval", "--load", "RUN", "--valid-data", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "RUN", "--temprature", "1"], "--temperature"),
         (["eval", "--load", "RUN", "--valid-data", "RUN"], "is a folder: give text files"),
-        (["write"], "The commands are generate, chat, eval"),
+        (["write"], "The commands are generate, chat, serve, eval"),
     ],
 )
 def test_bad_input_ends_with_two_and_one_clear_line(run_folder, words, message, capsys):

@@ -8,6 +8,7 @@ from mcore_infer.commands.chatting import chat
 from mcore_infer.commands.evaluating import evaluate
 from mcore_infer.commands.exporting import export
 from mcore_infer.commands.generating import generate
+from mcore_infer.commands.serving import serve
 from mcore_parallel.command_line import parse
 from mcore_parallel.entry_point import run_program
 
@@ -17,6 +18,7 @@ examples:
   mcore-infer generate --load runs/tiny --prompt "In the beginning"
   mcore-infer generate --load runs/tiny --prompt "Once" --num-tokens 50 --top-k 40 --seed 7
   mcore-infer chat --load Llama-3.2-1B-Instruct
+  mcore-infer serve --load runs/tiny --port 5000
   mcore-infer eval --load runs/tiny --valid-data chapter.txt
   mcore-infer export --load runs/tiny --output for-trtllm --format trtllm"""
 
@@ -48,6 +50,7 @@ def _is_outside(error: RuntimeError) -> bool:
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "generate": ("write on after a prompt", generate),
     "chat": ("a conversation in the terminal", chat),
+    "serve": ("text over HTTP: PUT /api and OpenAI's interfaces", serve),
     "eval": ("loss and perplexity of texts; WIKITEXT103 and LAMBADA", evaluate),
     "export": ("a folder for TensorRT-LLM or vLLM", export),
 }

@@ -150,3 +150,55 @@ class InferenceConfig:
             if not least <= getattr(self, name) < float("inf"):
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {getattr(self, name)} must be {least} or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """Where a server listens, who may use it, and how long it waits."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The default serves this machine alone; 0.0.0.0 serves everybody who
+    reaches it, so give an --api-key too."""
+
+    port: int = 5000
+    """Port to listen on; 0: any free one."""
+
+    api_key: str = ""
+    """Bearer token that clients must send; @FILE reads it from a file; empty: none."""
+
+    served_model_name: str = ""
+    """Name of the model in replies; empty: the name of its folder."""
+
+    chat_template: str = ""
+    """File with a Jinja template; empty: the tokenizer's own, or ChatML."""
+
+    max_queued_requests: int = 1024
+    """Texts that run or wait; more are refused with status 503."""
+
+    max_body_mib: float = 4.0
+    """MiB of a request at most."""
+
+    answer_timeout_s: float = 600.0
+    """Seconds for a whole answer, after which it is cut off."""
+
+    client_timeout_s: float = 30.0
+    """Seconds for a client to send its request and to read each event."""
+
+    drain_timeout_s: float = 30.0
+    """Seconds after SIGTERM in which answers that have begun may end."""
+
+    def __post_init__(self) -> None:
+        """Check each value.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"--port {self.port} must be from 0 to 65535.")
+        for name in (
+            *("max_queued_requests", "max_body_mib", "answer_timeout_s"),
+            *("client_timeout_s", "drain_timeout_s"),
+        ):
+            if not 0 < getattr(self, name) < float("inf"):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be above 0.")

@@ -4,6 +4,7 @@ The folder describes its model, so no flags are needed, and any rank grid may lo
 rank reads the rows that it needs.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,17 @@ class LoadedModel:
     """The step folder that was read."""
     data: Axis = SINGLE
     """Ranks that hold the same model and may share work."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens besides the tokenizer's that end a text, of a Hugging Face folder."""
+        file = self.folder / "generation_config.json"
+        if not file.is_file():
+            return ()
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        ids = named if isinstance(named, list) else [named]
+        own = None if self.tokenizer is None else self.tokenizer.eod
+        return tuple(i for i in ids if isinstance(i, int) and i != own)
 
 
 def load_model(

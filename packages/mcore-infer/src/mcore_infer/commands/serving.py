@@ -1,0 +1,149 @@
+"""The command ``mcore-infer serve``: text over HTTP."""
+
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_infer.commands.opening import ModelOptions, opened
+from mcore_infer.config import InferenceConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from mcore_infer.engine.engine import Engine
+    from mcore_infer.server.app import Limits
+    from mcore_infer.server.job import Served
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) -> int:
+    """Serve a model over HTTP: PUT /api as Megatron does, and OpenAI's interfaces below /v1.
+
+    SIGTERM and Ctrl-C end it once the answers that have begun are sent.
+
+    Args:
+        model: which one.
+        engine: limits of what is computed together.
+        server: where it listens, and for whom.
+    """
+    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"mcore-infer serve needs {' and '.join(missing)}: pip install "
+            "'mcore-infer[server]'."
+        )
+    from mcore_parallel.launch.launcher import read_environment
+
+    is_first = read_environment().rank == 0
+    limits = _limits(server)
+    place = _listen(server) if is_first else nullcontext()  # no model is loaded for nothing
+    with place as listening, opened(model) as (loaded, tokenizer, _):
+        from mcore_data.datasets.chat import load_template
+        from mcore_infer.engine.building import build_engine
+        from mcore_infer.server.job import Served
+        from mcore_infer.server.worker import follow
+
+        running = build_engine(loaded.model, engine)
+        if listening is None:
+            with _no_exit_on_signals():
+                follow(running, loaded.model.tp)
+            return 0
+        template = server.chat_template
+        served = Served(
+            name=server.served_model_name or Path(model.load).resolve().name,
+            tokenizer=tokenizer,
+            vocab_size=loaded.model.vocab_size,
+            max_tokens=running.config.max_sequence_tokens,
+            ends=loaded.ends,
+            render=load_template(
+                Path(template).read_text(encoding="utf-8") if template else "", tokenizer
+            ),
+        )
+        with _no_exit_on_signals():
+            return _run(running, served, server, limits, listening)
+
+
+def _run(
+    engine: "Engine",
+    served: "Served",
+    config: ServerConfig,
+    limits: "Limits",
+    listening: socket.socket,
+) -> int:
+    import uvicorn
+
+    from mcore_infer.server.app import Server
+    from mcore_infer.server.front import Front
+    from mcore_infer.server.worker import EngineWorker
+
+    front = Front(EngineWorker(engine, engine.model.tp), config.max_queued_requests)
+    http = uvicorn.Server(
+        uvicorn.Config(
+            Server(served, front, limits).app(),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            lifespan="on",
+            timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+        )
+    )
+
+    def end() -> None:
+        http.should_exit = True
+
+    front.on_failure = end
+    host, port = listening.getsockname()[:2]
+    place = f"[{host}]" if ":" in host else host
+    print(f"serving {served.name} at http://{place}:{port}", flush=True)
+    http.run(sockets=[listening])
+    return int(front.worker.has_failed)
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        return socket.create_server((config.host, config.port), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(
+            f"--host {config.host} --port {config.port} cannot be listened on "
+            f"({error.strerror or error}): choose others."
+        ) from None
+
+
+def _limits(config: ServerConfig) -> "Limits":
+    from mcore_infer.server.answering import Patience
+    from mcore_infer.server.app import Limits
+
+    return Limits(
+        api_key=_api_key(config),
+        max_body_bytes=int(config.max_body_mib * 2**20),
+        hosts=_LOOPBACK if config.host in _LOOPBACK else (),
+        patience=Patience(answer_s=config.answer_timeout_s, client_s=config.client_timeout_s),
+    )
+
+
+def _api_key(config: ServerConfig) -> str:
+    if not config.api_key.startswith("@"):
+        return config.api_key
+    key = Path(config.api_key[1:]).read_text(encoding="utf-8").strip()
+    if not key:
+        raise ValueError(f"--api-key {config.api_key} is an empty file.")
+    return key
+
+
+@contextmanager
+def _no_exit_on_signals() -> Iterator[None]:
+    """Let rank 0's server decide when all ranks end; at its end it raises signals again."""
+    before = {
+        number: signal.signal(number, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,208 @@
+"""``PUT /api``: Megatron's interface, with its fields and their limits.
+
+Each field has an effect or is refused: what a value cannot mean here (``length_penalty``
+without beam search) gets a status of 400, as does everything out of range.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mcore_infer.config import SamplingConfig
+from mcore_infer.server.answer import Answer, Piece
+from mcore_infer.server.fields import Fields, RequestError
+from mcore_infer.server.job import Job, Served, checked, encode, num_tokens_for
+from mcore_infer.server.worker import TextRequest
+from mcore_infer.streaming import TextStream
+from mcore_infer.writing import ScoreRequest, TokenRules
+
+MAX_PROMPTS = 128
+MAX_TOP_K = 1000
+MAX_TEMPERATURE = 100.0
+_GONE = {
+    "max_len": "is no longer used: give tokens_to_generate.",
+    "sentences": "is no longer used: give prompts.",
+    "beam_width": "is no longer used: there is no beam search.",
+}
+
+
+def read_api(body: dict[str, Any], served: Served) -> Job:
+    """Turn a body into a job.
+
+    Raises:
+        RequestError: with status 400, for a wrong or unknown field.
+    """
+    fields = Fields(body)
+    for name, why in _GONE.items():
+        fields.refuse(name, why)
+    prompts = _prompts(fields)
+    num_tokens = fields.integer("tokens_to_generate", 64, 0, 2**31)
+    is_scored = fields.flag("logprobs")
+    if not num_tokens and not is_scored:
+        raise RequestError(400, "tokens_to_generate=0 needs logprobs=true.")
+    num_top = fields.integer("top_n_logprobs", 0, 0, 20)
+    if num_top and not is_scored:
+        raise RequestError(400, "top_n_logprobs needs logprobs=true.")
+    sampling = _sampling(fields)
+    seed = fields.integer("random_seed", secrets.randbelow(2**62), 0, 2**62)
+    eod = fields.integer("stop_token", -1, 0, served.vocab_size - 1)
+    add_bos = fields.flag("add_BOS")
+    stop = ("\n\n",) if fields.flag("stop_on_double_eol") else ()
+    if fields.flag("stop_on_eol"):
+        stop = ("\n",)
+    rules = _rules(served) if fields.flag("prevent_newline_after_colon") else TokenRules()
+    fields.refuse(
+        "length_penalty", "scores beams, and there is no beam search: leave it out.", [1, 1.0]
+    )
+    fields.finish()
+    requests, answers = [], []
+    for i, prompt in enumerate(prompts):
+        ids = _prompt_ids(served, prompt, add_bos)
+        end = served.tokenizer.eod if eod < 0 else eod
+        requests.append(
+            TextRequest(
+                prompt=ids,
+                sampling=sampling,
+                num_tokens=num_tokens_for(served, ids, num_tokens),
+                seed=seed + i,
+                eod=end,
+                stop=[[token] for token in served.ends],
+                rules=rules,
+                scores=ScoreRequest(log_probs=is_scored, num_top=num_top, prompt=is_scored),
+            )
+        )
+        answers.append(Answer(served.tokenizer, eod=end, stop=stop, keeps_stop=True))
+    reply = ApiReply(served, prompts, requests, answers)
+    return Job(
+        requests=requests,
+        answers=answers,
+        reply=reply,
+        needs_result=is_scored,
+        has_plain_errors=True,
+    )
+
+
+class ApiReply:
+    """The whole answer; this interface has no streams."""
+
+    def __init__(
+        self,
+        served: Served,
+        prompts: Sequence[str],
+        requests: Sequence[TextRequest],
+        answers: Sequence[Answer],
+    ) -> None:
+        """Remember what was sent.
+
+        Args:
+            served: whose tokenizer cuts texts into segments.
+            prompts: as they were sent.
+            requests: one for each.
+            answers: one for each.
+        """
+        self.served, self.prompts = served, prompts
+        self.requests, self.answers = requests, answers
+
+    def begin(self) -> Sequence[Any]:
+        """Return nothing."""
+        return ()
+
+    def event(self, index: int, piece: Piece) -> Any:
+        """Return nothing."""
+        del index, piece
+
+    def end(self) -> Sequence[Any]:
+        """Return nothing."""
+        return ()
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        """Return texts, tokens and segments, prompts included, and scores where wanted."""
+        texts = [
+            prompt + "".join(piece.text for piece in of_one)
+            for prompt, of_one in zip(self.prompts, pieces, strict=True)
+        ]
+        tokens = [
+            [*request.prompt, *answer.ids]
+            for request, answer in zip(self.requests, self.answers, strict=True)
+        ]
+        reply: dict[str, Any] = {
+            "text": texts,
+            "tokens": tokens,
+            "segments": [self._segments(ids) for ids in tokens],
+        }
+        scores = self.requests[0].scores
+        if scores.log_probs:
+            reply["logprobs"] = [self._log_probs(answer) for answer in self.answers]
+        if scores.num_top:
+            reply["top_n_logprobs"] = [self._top(answer) for answer in self.answers]
+        return reply
+
+    def _segments(self, ids: Sequence[int]) -> list[str]:
+        stream = TextStream(self.served.tokenizer)
+        found = [stream.add(token) for token in ids]
+        found[-1] += stream.rest()
+        return found
+
+    def _log_probs(self, answer: Answer) -> list[float | None]:
+        assert answer.result is not None
+        written = [token.log_prob for token in answer.written]
+        return [*answer.result.prompt_log_probs, *written]
+
+    def _top(self, answer: Answer) -> list[dict[str, float]]:
+        assert answer.result is not None
+        decode = self.served.tokenizer.decode
+        places = [*answer.result.prompt_top, *(token.top for token in answer.written)]
+        return [{decode([token]): value for token, value in reversed(top)} for top in places]
+
+
+def _prompts(fields: Fields) -> list[str]:
+    prompts = fields.take("prompts")
+    if prompts is None:
+        raise RequestError(400, "prompts argument required", "prompts")
+    if not isinstance(prompts, list):
+        raise RequestError(400, "prompts is not a list of strings", "prompts")
+    if not prompts:
+        raise RequestError(400, "prompts is empty", "prompts")
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(400, f"Maximum number of prompts is {MAX_PROMPTS}", "prompts")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError(400, "prompts is not a list of strings", "prompts")
+    return prompts
+
+
+def _sampling(fields: Fields) -> SamplingConfig:
+    top_p = fields.take("top_p", 0.0)
+    if not isinstance(top_p, float) or not 0 <= top_p <= 1:
+        raise RequestError(400, "top_p must be a float from 0.0 to 1.0", "top_p")
+    config = SamplingConfig(
+        temperature=fields.number("temperature", 1.0, 0, MAX_TEMPERATURE, above=True),
+        top_k=fields.integer("top_k", 0, 0, MAX_TOP_K),
+    )
+    if top_p and config.top_k:
+        raise RequestError(400, "cannot set both top-k and top-p samplings.", "top_p")
+    decay = fields.number("top_p_decay", 0.0, 0, 1)
+    bound = fields.number("top_p_bound", 0.0, 0, 1)
+    return checked(lambda: replace(config, top_p=top_p, top_p_decay=decay, top_p_bound=bound))
+
+
+def _rules(served: Served) -> TokenRules:
+    colon, newline = (
+        served.tokenizer.encode(text, add_special_tokens=False) for text in (":", "\n")
+    )
+    if not colon or not newline:
+        raise RequestError(400, "prevent_newline_after_colon: no token is a colon or newline.")
+    return TokenRules(never_after=(colon[-1], newline[-1]))
+
+
+def _prompt_ids(served: Served, prompt: str, add_bos: bool) -> list[int]:
+    if not prompt and not add_bos:
+        raise RequestError(400, "Empty prompts require add_BOS=true", "prompts")
+    ids = encode(served, prompt, "prompts")
+    if not add_bos:
+        return ids
+    tokenizer = served.tokenizer
+    begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    if begin is None:
+        raise RequestError(400, "add_BOS: no token begins a document.", "add_BOS")
+    return ids if ids[0] == begin else [begin, *ids]

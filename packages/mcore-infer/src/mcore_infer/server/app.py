@@ -1,0 +1,243 @@
+"""The routes of the server, and who may use them."""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mcore_infer.server.answering import Answering, Patience, as_json, openai_error
+from mcore_infer.server.api import read_api
+from mcore_infer.server.chat import read_chat
+from mcore_infer.server.completions import read_completion
+from mcore_infer.server.fields import RequestError, read_body
+from mcore_infer.server.front import Front
+from mcore_infer.server.job import Job, Served
+from mcore_infer.server.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health", "/v1/health", "/")
+"""What needs no key."""
+_LONG_BYTES = 1 << 16
+_PATHS = (*OPEN_PATHS, "/api", "/v1/completions", "/v1/chat/completions", "/v1/models",
+          "/completions", "/chat/completions", "/metrics")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Who may use a server, and how much of it."""
+
+    api_key: str = ""
+    """Bearer token that is needed; empty: none."""
+    max_body_bytes: int = 4 << 20
+    hosts: tuple[str, ...] = ()
+    """Names in the Host header that are served; empty: all. A web page that has its own name
+    point to the loopback address is kept out by it."""
+    patience: Patience = field(default_factory=Patience)
+
+
+class Server:
+    """Everything behind the routes.
+
+    Attributes:
+        served: the model.
+        front: of the engine.
+        limits: who may use it.
+        metrics: what was done.
+    """
+
+    def __init__(self, served: Served, front: Front, limits: Limits) -> None:
+        """Prepare; the engine's thread starts with the application's lifespan.
+
+        Args:
+            served: the model.
+            front: of the engine.
+            limits: who may use it.
+        """
+        self.served, self.front, self.limits = served, front, limits
+        self.metrics = Metrics()
+
+    def app(self) -> ASGIApp:
+        """Return the ASGI application."""
+        writes = {
+            "/api": (read_api, ["PUT", "POST"]),
+            "/v1/completions": (read_completion, ["POST"]),
+            "/completions": (read_completion, ["POST"]),
+            "/v1/chat/completions": (read_chat, ["POST"]),
+            "/chat/completions": (read_chat, ["POST"]),
+        }
+        routes = [
+            Route(path, self._writer(read), methods=methods)
+            for path, (read, methods) in writes.items()
+        ]
+        routes += [
+            Route("/v1/models", self.models),
+            Route("/health", self.health),
+            Route("/v1/health", self.health),
+            Route("/metrics", self.measures),
+            Route("/", self.page),
+        ]
+        app = Starlette(
+            routes=routes,
+            lifespan=self._lifespan,
+            exception_handlers={
+                RequestError: _on_error,
+                404: _on_http_error,
+                405: _on_http_error,
+                Exception: _on_fault,
+            },
+        )
+        return _Gate(app, self)
+
+    @asynccontextmanager
+    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        self.front.start()
+        yield
+        self.front.worker.stop()
+
+    def _writer(self, read: Callable[[dict[str, Any], Served], Job]) -> Callable[..., Any]:
+        async def write(request: Request) -> Any:
+            raw = await self._body(request)
+            if len(raw) > _LONG_BYTES:  # others go on while it is cut into tokens
+                job = await asyncio.to_thread(lambda: read(read_body(raw), self.served))
+            else:
+                job = read(read_body(raw), self.served)
+            return Answering(job, self.front, self.metrics, self.limits.patience)
+
+        return write
+
+    async def _body(self, request: Request) -> bytes:
+        """Read a body of JSON, in time and no longer than allowed."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(415, "the content-type must be application/json.")
+        most, parts, size = self.limits.max_body_bytes, [], 0
+        patience = self.limits.patience.client_s
+        try:
+            async with asyncio.timeout(patience):
+                async for part in request.stream():
+                    parts.append(part)
+                    size += len(part)
+                    if size > most:
+                        raise RequestError(413, f"the body is longer than {most} bytes.")
+        except TimeoutError:
+            raise RequestError(408, f"no body within {patience:g} seconds.") from None
+        return b"".join(parts)
+
+    async def models(self, _request: Request) -> Response:
+        """Return the one model."""
+        model = {
+            "id": self.served.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "mcore",
+            "max_model_len": self.served.max_tokens,
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def health(self, _request: Request) -> Response:
+        """Return whether the engine runs."""
+        is_ready = not self.front.worker.has_failed
+        status = {"status": "ok" if is_ready else "failed", "ready": is_ready}
+        return _json(status, 200 if is_ready else 503)
+
+    async def measures(self, _request: Request) -> Response:
+        """Return what was done, for Prometheus."""
+        scheduler = self.front.worker.requests.engine.scheduler
+        text = self.metrics.text(
+            {
+                "requests_running": ("Requests that hold pages.", scheduler.num_running),
+                "requests_waiting": ("Requests that hold none.", scheduler.num_waiting),
+                "pages_free": ("Pages of the cache to give.", scheduler.pool.num_free),
+                "pages": ("Pages of the cache.", scheduler.pool.num_pages),
+            }
+        )
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def page(self, _request: Request) -> Response:
+        """Return a page to try the model."""
+        return HTMLResponse(files("mcore_infer.server").joinpath("page.html").read_text())
+
+
+class _Gate:
+    """Lets in who may; counts responses."""
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in _PATHS else "other"
+                self.server.metrics.responses[path, message["status"]] += 1
+            await send(message)
+
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = self._refusal(scope["path"], headers)
+        if refusal:
+            response = _json(openai_error(refusal), refusal.status)
+            if refusal.status == 401:
+                response.headers["www-authenticate"] = "Bearer"
+            await response(scope, receive, counted)
+            return
+        try:
+            await self.app(scope, receive, counted)
+        except ClientDisconnect:  # before its request was there
+            self.server.metrics.cancelled += 1
+
+    def _refusal(self, path: str, headers: Mapping[bytes, str]) -> RequestError | None:
+        limits = self.server.limits
+        host = headers.get(b"host", "").lower()
+        name = host.partition("]")[0].lstrip("[") if host[:1] == "[" else host.split(":")[0]
+        if limits.hosts and name not in limits.hosts:
+            return RequestError(
+                403, "this server answers on its own host only: see --host to open it."
+            )
+        given = headers.get(b"authorization", "").removeprefix("Bearer ")
+        is_open = not limits.api_key or path in OPEN_PATHS
+        if is_open or hmac.compare_digest(given.encode(), limits.api_key.encode()):
+            return None
+        return RequestError(401, "the API key is missing or wrong.")
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(as_json(value), status, media_type="application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    # Megatron's interface says what is wrong in a plain string.
+    is_plain = request.url.path == "/api"
+    body = error.message if is_plain else openai_error(error)
+    response = _json(body, error.status)
+    if error.status == 503:
+        response.headers["retry-after"] = "1"
+    return response
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    message = f"no {request.method} {request.url.path[:200]} here."
+    response = _json(openai_error(RequestError(status, message)), status)
+    for name, value in (getattr(error, "headers", None) or {}).items():
+        response.headers[name] = value
+    return response
+
+
+async def _on_fault(_request: Request, error: Exception) -> Response:
+    message = f"the server failed: {type(error).__name__}"
+    return _json(openai_error(RequestError(500, message)), 500)

@@ -1,0 +1,109 @@
+"""The server's side of the engine's thread: groups of requests as asynchronous streams."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from mcore_infer.server.fields import RequestError
+from mcore_infer.server.worker import EngineWorker, Event, TextRequest
+
+
+class Front:
+    """Hands groups to a worker and its events to those who wait for them; one event loop.
+
+    Attributes:
+        worker: runs the engine.
+        on_failure: called when the engine fails.
+        max_queued: most requests that run and wait.
+        num_open: requests of groups that are not closed.
+    """
+
+    def __init__(self, worker: EngineWorker, max_queued: int) -> None:
+        """Prepare; ``start`` starts the engine's thread.
+
+        Args:
+            worker: not yet started.
+            max_queued: most requests that run and wait; more are refused.
+        """
+        self.worker, self.max_queued = worker, max_queued
+        self.on_failure: Callable[[], None] = lambda: None
+        self.num_open = 0
+        self._running: dict[int, Running] = {}
+
+    def start(self) -> None:
+        """Start the engine's thread; events come to the running loop."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: list[Event]) -> None:
+            loop.call_soon_threadsafe(self._deliver, events)
+
+        self.worker.start(deliver)
+
+    def open(self, requests: Sequence[TextRequest]) -> "Running":
+        """Queue a group; its owner closes what is returned.
+
+        Raises:
+            RequestError: if the engine has failed or too much is queued.
+        """
+        if self.worker.has_failed:
+            raise RequestError(500, "the engine has failed: start the server again.")
+        if self.num_open + len(requests) > self.max_queued:
+            raise RequestError(503, "the server is full: try again later.")
+        running = Running(self, self.worker.submit(requests), len(requests))
+        self._running[running.number] = running
+        self.num_open += len(requests)
+        return running
+
+    def close(self, running: "Running") -> None:
+        """Forget a group; what still runs of it is cancelled."""
+        if self._running.pop(running.number, None):
+            self.num_open -= running.size
+            if running.num_left:
+                self.worker.cancel(running.number)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if event.group < 0:  # of all
+                self.on_failure()
+                for running in self._running.values():
+                    running.events.put_nowait(event)
+            elif event.group in self._running:
+                self._running[event.group].events.put_nowait(event)
+
+
+class Running:
+    """A group that the engine runs.
+
+    Attributes:
+        number: of the worker.
+        size: requests of the group.
+        num_left: those that are not over.
+        events: what was delivered and not taken.
+    """
+
+    def __init__(self, front: Front, number: int, size: int) -> None:
+        """Begin with nothing delivered.
+
+        Args:
+            front: that opened it.
+            number: of the worker.
+            size: requests of the group.
+        """
+        self.front, self.number, self.size, self.num_left = front, number, size, size
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def next(self) -> list[Event]:
+        """Wait for events; return all that are there, which are many for a slow reader."""
+        found = [await self.events.get()]
+        while not self.events.empty():
+            found.append(self.events.get_nowait())
+        return found
+
+    def end(self, index: int, *, cancel: bool = False) -> None:
+        """Count one request as over; with ``cancel`` the engine is to leave it."""
+        self.num_left -= 1
+        if cancel:
+            self.front.worker.cancel(self.number, index)
+
+    def close(self) -> None:
+        """Cancel what is not over; may be called again."""
+        self.front.close(self)

@@ -1,0 +1,268 @@
+"""The thread that runs an engine, and the other ranks that follow it.
+
+Clients hand in groups of requests; a group is taken whole or refused whole. Rank 0 broadcasts
+what came and what was cancelled before every step, so that all ranks hold the same requests in
+the same order. What a step wrote is delivered in one call.
+"""
+
+import json
+import logging
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from threading import Thread
+from typing import Any
+
+import torch
+
+from mcore_infer.config import SamplingConfig
+from mcore_infer.engine.engine import Engine
+from mcore_infer.writing import Generation, NewToken, ScoreRequest, TokenRules
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import Axis
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""An idle rank 0 steps so often, so that no rank waits in a collective until its timeout."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRequest:
+    """One text to write: the arguments of ``Engine.add``."""
+
+    prompt: Sequence[int]
+    sampling: SamplingConfig
+    num_tokens: int
+    seed: int
+    eod: int | None = None
+    stop: Sequence[Sequence[int]] = ()
+    rules: TokenRules = field(default_factory=TokenRules)
+    scores: ScoreRequest = field(default_factory=ScoreRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A group could never run; nothing of it was queued."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine failed, and with it every group."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a group."""
+
+    group: int
+    index: int
+    """Of the request in its group."""
+    what: NewToken | Generation | Refused | Failed
+
+
+@dataclass(slots=True)
+class Orders:
+    """What rank 0 tells all ranks before a step."""
+
+    new: list[tuple[int, list[TextRequest]]] = field(default_factory=list)
+    """Groups by number."""
+    cancelled: list[tuple[int, int]] = field(default_factory=list)
+    """Group, and index in it; -1: the whole group."""
+    is_last: bool = False
+
+
+class Requests:
+    """The groups that an engine runs; the same calls on every rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Begin without any.
+
+        Args:
+            engine: that nothing else adds to.
+        """
+        self.engine = engine
+        self._places: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
+        self._groups: dict[int, dict[int, int]] = {}  # group -> index -> engine's number
+
+    @property
+    def groups(self) -> list[int]:
+        """Groups that are not over."""
+        return list(self._groups)
+
+    def step(self, orders: Orders) -> list[Event]:
+        """Follow orders, compute one step and return what happened."""
+        events = [event for number, group in orders.new for event in self._add(number, group)]
+        for group, index in orders.cancelled:
+            self._cancel(group, index)
+        for found in self.engine.step():
+            number, what = (found.row, found) if isinstance(found, NewToken) else found
+            group, index = self._places[number]
+            events.append(Event(group, index, what))
+            if isinstance(what, Generation):
+                self._forget(number)
+        return events
+
+    def _add(self, group: int, requests: Sequence[TextRequest]) -> Iterator[Event]:
+        numbers: list[int] = []
+        for request in requests:
+            try:
+                numbers.append(
+                    self.engine.add(
+                        request.prompt,
+                        request.sampling,
+                        num_tokens=request.num_tokens,
+                        seed=request.seed,
+                        eod=request.eod,
+                        stop=request.stop,
+                        rules=request.rules,
+                        scores=request.scores,
+                    )
+                )
+            except ValueError as error:
+                for number in numbers:
+                    self.engine.abort(number)
+                yield Event(group, 0, Refused(str(error)))
+                return
+        self._groups[group] = dict(enumerate(numbers))
+        self._places |= {number: (group, i) for i, number in enumerate(numbers)}
+
+    def _cancel(self, group: int, index: int) -> None:
+        running = self._groups.get(group, {})
+        for number in [n for i, n in running.items() if index in (-1, i)]:
+            self.engine.abort(number)
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        group, index = self._places.pop(number)
+        del self._groups[group][index]
+        if not self._groups[group]:
+            del self._groups[group]
+
+
+class EngineWorker:
+    """Runs an engine in a thread of its own, on rank 0.
+
+    Attributes:
+        requests: what the engine runs; read by others, changed by the thread alone.
+        has_failed: whether the engine raised, after which nothing runs.
+    """
+
+    def __init__(self, engine: Engine, axis: Axis) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            engine: that nothing else adds to.
+            axis: ranks that hold the same engine; the others call ``follow``.
+        """
+        self.requests, self.axis = Requests(engine), axis
+        self.device = engine.device
+        self.has_failed = False
+        self._inbox: queue.SimpleQueue[Callable[[Orders], Any]] = queue.SimpleQueue()
+        self._num_groups = 0
+        self._thread: Thread | None = None
+
+    def start(self, deliver: Callable[[list[Event]], None]) -> None:
+        """Start the thread.
+
+        Args:
+            deliver: is called in the thread with what a step brought.
+        """
+        self._thread = Thread(target=self._run, args=(deliver,), name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[TextRequest]) -> int:
+        """Queue a group from any one thread; return its number."""
+        self._num_groups += 1
+        number, group = self._num_groups, list(requests)
+        self._inbox.put(lambda orders: orders.new.append((number, group)))
+        return number
+
+    def cancel(self, group: int, index: int = -1) -> None:
+        """End one request of a group, or all; one that is over is none."""
+        self._inbox.put(lambda orders: orders.cancelled.append((group, index)))
+
+    def stop(self) -> None:
+        """End the thread and the other ranks after the step that runs."""
+
+        def end(orders: Orders) -> None:
+            orders.is_last = True
+
+        self._inbox.put(end)
+        if self._thread:
+            self._thread.join()
+
+    def _run(self, deliver: Callable[[list[Event]], None]) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        try:
+            while not (orders := share_orders(self._orders(), self.axis, self.device)).is_last:
+                events = self.requests.step(orders)
+                if events:
+                    deliver(events)
+        except Exception as error:
+            log.exception("the engine failed: every request ends")
+            self.has_failed = True
+            message = f"the engine failed: {type(error).__name__}"
+            deliver([Event(-1, 0, Failed(message))])
+
+    def _orders(self) -> Orders:
+        """Collect what came in; wait for it where there is nothing to do."""
+        orders = Orders()
+        timeout = HEARTBEAT_S if self.axis.size > 1 else None
+        try:
+            if not self.requests.engine.has_work:
+                self._inbox.get(timeout=timeout)(orders)
+            while True:
+                self._inbox.get_nowait()(orders)
+        except queue.Empty:
+            return orders
+
+
+def follow(engine: Engine, axis: Axis) -> None:
+    """Run the same steps as rank 0 until its worker stops; for all other ranks."""
+    requests = Requests(engine)
+    while not (orders := share_orders(Orders(), axis, engine.device)).is_last:
+        requests.step(orders)
+
+
+def share_orders(orders: Orders, axis: Axis, device: torch.device) -> Orders:
+    """Return rank 0's orders on every rank; all-reduces their length, then their text."""
+    if axis.size == 1:
+        return orders
+    text = b""
+    if axis.rank == 0 and orders != Orders():
+        text = json.dumps(asdict(orders)).encode()
+    length = int(all_reduce(torch.tensor(len(text), device=device), axis).item())
+    if not length:
+        return orders
+    written = torch.zeros(length, dtype=torch.uint8, device=device)
+    if text:
+        written = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return _orders_from(json.loads(bytes(all_reduce(written, axis).tolist())))
+
+
+def _orders_from(fields: dict[str, Any]) -> Orders:
+    new = [
+        (number, [_request_from(request) for request in group])
+        for number, group in fields["new"]
+    ]
+    cancelled = [(group, index) for group, index in fields["cancelled"]]
+    return Orders(new, cancelled, fields["is_last"])
+
+
+def _request_from(fields: dict[str, Any]) -> TextRequest:
+    rules, scores, sampling = (fields.pop(name) for name in ("rules", "scores", "sampling"))
+    sampling["stop_words"] = tuple(sampling["stop_words"])
+    bias = tuple((token, value) for token, value in rules["bias"])
+    never_after = rules["never_after"] and tuple(rules["never_after"])
+    return TextRequest(
+        sampling=SamplingConfig(**sampling),
+        rules=TokenRules(bias=bias, never_after=never_after),
+        scores=ScoreRequest(**scores),
+        **fields,
+    )

@@ -1,0 +1,304 @@
+"""Clients that leave, stall, come in crowds, or send what no one should."""
+
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mcore_infer import SamplingConfig, generate_text
+
+ENDLESS = {"prompt": "In the", "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_is_cancelled_and_its_pages_come_back(client, is_stream):
+    engine = client.server.front.worker.requests.engine
+    before = client.server.metrics.cancelled
+    connection = client.begin("/v1/completions", **ENDLESS, stream=is_stream, n=3)
+    if is_stream:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    while not engine.has_work:
+        time.sleep(0.001)
+    connection.close()
+    written = client.server.metrics.written_tokens
+    client.wait_until_idle()
+    assert client.server.metrics.cancelled == before + 1
+    assert client.server.metrics.written_tokens - written < 3 * 400
+
+
+def test_a_client_that_leaves_before_its_body_is_there_is_no_fault(client):
+    connection = socket.create_connection(("127.0.0.1", client.port))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+        b"Content-Type: application/json\r\n\r\n{"
+    )
+    time.sleep(0.05)
+    connection.close()
+    assert client.send("GET", "/health")[0] == 200
+
+
+def test_a_slow_reader_holds_nobody_up(client):
+    slow = client.begin("/v1/completions", **ENDLESS, stream=True, n=2, logprobs=5)
+    try:
+        status, answer = client.post("/v1/completions", prompt="b", max_tokens=5)
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] <= 5
+    finally:
+        slow.close()
+    client.wait_until_idle()
+
+
+def test_two_hundred_clients_each_get_their_own_text(client, long_model):
+    prompts = [f"{i:03}" for i in range(200)]
+    slow_ones = [client.begin("/v1/completions", **ENDLESS, stream=True) for _ in range(5)]
+
+    def ask(prompt):
+        fields = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
+        if int(prompt) % 3:
+            return client.post("/v1/completions", **fields)[1]["choices"][0]["text"]
+        events = client.stream("/v1/completions", **fields)
+        return "".join(event["choices"][0]["text"] for event in events)
+
+    with ThreadPoolExecutor(200) as pool:
+        answers = list(pool.map(ask, prompts))
+        waits = []
+        for _ in range(20):
+            begin = time.monotonic()
+            assert client.send("GET", "/health")[0] == 200
+            waits.append(time.monotonic() - begin)
+    for connection in slow_ones:
+        connection.close()
+    sampling = SamplingConfig(num_tokens=6, top_k=1)
+    assert answers == generate_text(long_model.model, long_model.tokenizer, prompts, sampling)
+    assert max(waits) < 5
+    client.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("POST", "/v1/completions", b"{", {}, 400),
+        ("POST", "/v1/completions", b"\xff", {}, 400),
+        ("POST", "/v1/completions", b"[1]", {}, 400),
+        ("POST", "/v1/completions", b"[" * 100_000, {}, 400),
+        ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', {}, 400),
+        ("POST", "/v1/completions", b'{"prompt": "a", "temperature": NaN}', {}, 400),
+        ("POST", "/v1/completions", b"1" * 5000, {}, 400),
+        ("PUT", "/api", b"{", {}, 400),
+        ("POST", "/v1/completions", b"{}", {"content-type": "text/plain"}, 415),
+        ("GET", "/v1/completions", None, {}, 405),
+        ("GET", "/nowhere", None, {}, 404),
+        ("POST", "/v1/completions", b" " * (4 << 20) + b"{}", {}, 413),
+    ],
+)
+def test_a_request_that_is_none_gets_a_status_and_one_line(
+    client, method, path, body, headers, status
+):
+    found, _, text = client.send(method, path, body, headers)
+    assert found == status
+    answer = json.loads(text)
+    message = answer if path == "/api" else answer["error"]["message"]
+    assert message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/completions", {"prompt": "a" * 600}, "the prompt has 600 tokens, and 512"),
+        ("/v1/completions", {"prompt": []}, "prompt must be"),
+        ("/v1/completions", {}, "prompt must be"),
+        ("/v1/completions", {"prompt": [1, 257]}, "token ids are from 0 to 256"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "needs echo"),
+        ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of must be n"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix is refused"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, "from 0 to 20"),
+        ("/v1/completions", {"prompt": ["a"] * 65, "n": 2}, "130 texts are more than 128"),
+        ("/v1/completions", {"prompt": "a", "top_p": 0}, "top_p"),
+        ("/v1/completions", {"prompt": "a", "top_p": 0.5, "top_k": 3}, "--top-k"),
+        ("/v1/completions", {"prompt": "a", "stop": [""]}, "none empty"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "x is no token id"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, "999 is no token id"),
+        ("/v1/completions", {"prompt": "a", "seed": 10**30}, "seed"),
+        ("/v1/completions", {"prompt": "a", "strem": True}, "did you mean stream?"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream": True, "echo": True, "logprobs": 1},
+            "cannot be streamed",
+        ),
+        ("/v1/chat/completions", {}, "messages must be"),
+        ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "with a role"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "must have content"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "parts of text",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "bad", "content": "a"}]},
+            "template refuses these messages",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "response_format": {"type": "json_object"},
+            },
+            "cannot hold a model to a schema",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
+            "tool_choice must be auto or none",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1},
+            "needs logprobs",
+        ),
+    ],
+)
+def test_a_wrong_field_gets_status_400_and_says_what_is_right(client, path, fields, message):
+    status, answer = client.post(path, **fields)
+    assert status == 400
+    assert message in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_a_key_a_host_and_limits_keep_others_out(small_client):
+    fields = {"prompt": "a", "max_tokens": 2}
+    status, headers, _ = small_client.send("POST", "/v1/completions", fields)
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    key = {"authorization": "Bearer secret"}
+    assert small_client.send("POST", "/v1/completions", fields, key)[0] == 200
+    assert small_client.send("GET", "/metrics")[0] == 401
+    assert small_client.send("GET", "/health")[0] == 200
+    assert small_client.send("GET", "/health", None, {"host": "evil.example"})[0] == 403
+    long = {"prompt": "a" * 5000}
+    assert small_client.send("POST", "/v1/completions", long, key)[0] == 413
+    silent = socket.create_connection(("127.0.0.1", small_client.port), timeout=10)
+    silent.sendall(
+        b"PUT /api HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    )
+    assert b"408" in silent.recv(100)
+    silent.close()
+    many = {**ENDLESS, "n": 20}
+    late, _, text = small_client.send("POST", "/v1/completions", many, key)
+    assert late == 504
+    assert "more than 0.3 seconds" in json.loads(text)["error"]["message"]
+    _, _, text = small_client.send("POST", "/v1/completions", {**many, "stream": True}, key)
+    assert "more than 0.3 seconds" in json.loads(text.split(b"data: ")[-1])["error"]["message"]
+    small_client.server.front.max_queued = 3
+    status, headers, _ = small_client.send("POST", "/v1/completions", many, key)
+    assert (status, headers["retry-after"]) == (503, "1")
+
+
+def test_metrics_health_models_and_the_page_are_there(client):
+    client.post("/v1/completions", prompt="a", max_tokens=3)
+    status, headers, text = client.send("GET", "/metrics")
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = [line for line in text.decode().splitlines() if not line.startswith("#")]
+    values = dict(line.rsplit(" ", 1) for line in lines)
+    assert float(values["mcore_written_tokens_total"]) >= 1
+    assert values["mcore_pages_free"] == values["mcore_pages"]
+    assert int(values['mcore_responses_total{path="/v1/completions",status="200"}']) >= 1
+    counts = [int(v) for k, v in values.items() if k.startswith("mcore_first_token_seconds_b")]
+    assert counts == sorted(counts)
+    assert counts[-1] == int(values["mcore_first_token_seconds_count"])
+    assert json.loads(client.send("GET", "/health")[2]) == {"status": "ok", "ready": True}
+    assert json.loads(client.send("GET", "/v1/models")[2])["data"][0]["max_model_len"] == 512
+    status, headers, page = client.send("GET", "/")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert b"/v1/chat/completions" in page
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+COUNTS = st.integers(-1, 4)
+NAMED = {
+    "prompt": st.text(max_size=9) | st.lists(st.integers(-1, 258), max_size=4),
+    "prompts": st.lists(st.text(max_size=5), max_size=3),
+    "messages": st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "bad"]), "content": st.text()}),
+        max_size=2,
+    ),
+    "max_tokens": COUNTS,
+    "tokens_to_generate": COUNTS,
+    "temperature": st.floats(0, 3) | st.just(0),
+    "top_k": st.integers(-2, 300),
+    "top_p": st.floats(-0.1, 1.1),
+    "min_p": st.floats(0, 1),
+    "n": COUNTS,
+    "seed": st.integers(),
+    "logprobs": COUNTS | st.booleans(),
+    "top_logprobs": COUNTS,
+    "echo": st.booleans(),
+    "stream": st.booleans(),
+    "stop": st.text(max_size=2) | st.lists(st.text(max_size=2), max_size=3),
+    "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.floats(-110, 110)),
+    "repetition_penalty": st.floats(-1, 11),
+    "presence_penalty": st.floats(-3, 3),
+    "stop_on_eol": st.booleans(),
+    "add_BOS": st.booleans(),
+    "tools": st.lists(JSON, max_size=2),
+    "stream_options": JSON,
+    "ignore_eos": st.booleans(),
+}
+
+
+@st.composite
+def bodies(draw):
+    names = draw(st.lists(st.sampled_from(sorted(NAMED)), max_size=6, unique=True))
+    needed = draw(st.sampled_from(["prompt", "prompts", "messages", ""]))
+    body = {name: draw(NAMED[name]) for name in [*names, needed] if name}
+    if draw(st.integers(0, 3)) == 0:
+        body[draw(st.sampled_from(sorted(NAMED)) | st.text(max_size=5))] = draw(JSON)
+    short = "tokens_to_generate" if needed == "prompts" else "max_tokens"
+    return {short: 3, **body}
+
+
+def check_any_body(client, path, body):
+    """Whatever is sent, the status is proper and an error says what is wrong."""
+    status, _, text = client.send("PUT" if path == "/api" else "POST", path, body)
+    assert status in (200, 400), (body, text)
+    if status == 400:
+        answer = json.loads(text)
+        assert answer if path == "/api" else answer["error"]["message"]
+    elif text.startswith(b"data: "):
+        assert text.endswith(b"data: [DONE]\n\n")
+    else:
+        json.loads(text)
+
+
+PATHS = st.sampled_from(["/api", "/v1/completions", "/v1/chat/completions"])
+ANY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+
+@settings(max_examples=200, derandomize=True, **ANY)
+@given(PATHS, bodies())
+def test_any_body_gets_a_proper_answer(client, path, body):
+    check_any_body(client, path, body)
+
+
+def test_nothing_is_left_of_any_body(client):
+    client.wait_until_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=100_000, **ANY)
+@given(PATHS, bodies())
+def test_a_hundred_thousand_bodies_get_proper_answers(client, path, body):
+    check_any_body(client, path, body)
+    assert client.send("GET", "/health")[0] == 200

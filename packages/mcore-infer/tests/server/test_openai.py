@@ -1,0 +1,211 @@
+"""OpenAI's interfaces against the engine alone, whole and as streams."""
+
+import json
+
+import openai
+import pytest
+import torch
+
+from mcore_infer import SamplingConfig, generate, generate_text
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+def expected_text(long_model, prompt, num_tokens=8, **fields):
+    sampling = SamplingConfig(num_tokens=num_tokens, **({"top_k": 1} | fields))
+    return generate_text(long_model.model, long_model.tokenizer, [prompt], sampling)[0]
+
+
+def joined(events, index=0):
+    """The text of a stream, and how it ended."""
+    choices = [c for event in events for c in event["choices"] if c["index"] == index]
+    reasons = [c["finish_reason"] for c in choices]
+    assert reasons[:-1] == [None] * (len(reasons) - 1)
+    texts = [c["text"] if "text" in c else c["delta"].get("content", "") for c in choices]
+    return "".join(texts), reasons[-1]
+
+
+def test_a_completion_is_what_the_model_writes_alone(client, long_model):
+    status, answer = client.post("/v1/completions", prompt="In the", **GREEDY)
+    assert status == 200
+    (choice,) = answer["choices"]
+    text = expected_text(long_model, "In the")
+    assert (choice["text"], choice["finish_reason"]) == (text, "length")
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+    assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
+    ids = list(b"In the")
+    by_ids = client.post("/v1/completions", prompt=ids, **GREEDY)[1]["choices"][0]
+    assert by_ids["text"] == text
+    many = client.post("/v1/completions", prompt=["In the", ids, "b"], echo=True, **GREEDY)[1]
+    texts = [c["text"] for c in many["choices"]]
+    assert texts == ["In the" + text] * 2 + ["b" + expected_text(long_model, "b")]
+    assert many["usage"]["prompt_tokens"] == 13
+
+
+def test_samples_depend_on_their_seed_alone_and_n_are_as_many_single_ones(client):
+    fields = {"prompt": "In the", "max_tokens": 12, "temperature": 0.9, "top_p": 0.95}
+    four = client.post("/v1/completions", n=4, seed=5, **fields)[1]["choices"]
+    texts = [choice["text"] for choice in four]
+    singles = [
+        client.post("/v1/completions", seed=5 + i, **fields)[1]["choices"][0]["text"]
+        for i in range(4)
+    ]
+    assert texts == singles
+    assert len(set(texts)) == 4
+    unseeded = [client.post("/v1/completions", **fields)[1] for _ in range(2)]
+    assert len({a["choices"][0]["text"] for a in unseeded}) == 2
+    events = client.stream("/v1/completions", n=4, seed=5, **fields)
+    assert [joined(events, i)[0] for i in range(4)] == texts
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 3},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.8},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"temperature": 2.5},
+        {"top_p": 0.3},
+        {"logit_bias": {"65": 100}},
+        {"seed": 6},
+        {"max_tokens": 9},
+        {"stop": []},
+        {"echo": True},
+        {"n": 2},
+        {"logprobs": 2},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_every_field_changes_the_answer(client, fields):
+    usual = {"prompt": "In the", "max_tokens": 30, "seed": 5}
+    before = client.post("/v1/completions", **usual)[1]["choices"]
+    if "stop" in fields:
+        fields = {"stop": [before[0]["text"][4:6]]}
+    status, after = client.post("/v1/completions", **{**usual, **fields})
+    assert status == 200
+    assert after["choices"] != before
+
+
+def test_log_probabilities_are_the_models_and_offsets_index_the_text(client, long_model):
+    fields = {"prompt": "In the", "echo": True, "logprobs": 3, "max_tokens": 4, "seed": 1}
+    choice = client.post("/v1/completions", temperature=0.6, **fields)[1]["choices"][0]
+    scores, text = choice["logprobs"], choice["text"]
+    tokens, offsets = scores["tokens"], scores["text_offset"]
+    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    ids = list(text.encode(errors="replace"))
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert text[offset : offset + 1] in (token, "\ufffd") or "\ufffd" in token
+    assert "".join(tokens[:6]) == "In the"
+    hidden, _ = long_model.model(torch.tensor([ids[:6]]))
+    raw = long_model.model.logits(hidden)[:, 0, :257].log_softmax(-1)
+    own = raw[torch.arange(5), ids[1:6]].tolist()
+    assert scores["token_logprobs"][1:6] == pytest.approx(own, abs=1e-9)
+    values = raw[5].topk(3).values.tolist()
+    assert sorted(scores["top_logprobs"][6].values()) == pytest.approx(values[::-1], abs=1e-9)
+    scored = client.post(
+        "/v1/completions", prompt="In the", echo=True, logprobs=3, max_tokens=0
+    )[1]["choices"][0]
+    assert scored["text"] == "In the"
+    assert scored["logprobs"]["token_logprobs"] == scores["token_logprobs"][:6]
+
+
+def test_stop_strings_end_a_text_wherever_tokens_part_and_streams_are_the_same(
+    client, long_model
+):
+    text = expected_text(long_model, "In the", 40, ignore_eod=True)
+    fields = {"prompt": "In the", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    for at in range(0, 36, 5):
+        stop = ["never", text[at : at + 3]]
+        end = min(i for i in (text.find(s) for s in stop) if i >= 0)
+        whole = client.post("/v1/completions", stop=stop, **fields)[1]["choices"][0]
+        assert (whole["text"], whole["finish_reason"]) == (text[:end], "stop")
+        events = client.stream("/v1/completions", stop=stop, **fields)
+        assert joined(events) == (text[:end], "stop")
+
+
+def test_line_breaks_and_marks_of_events_pass_through_a_stream(client):
+    for text in ("\n\n", "\r\n", "data: [DONE]\n\n"):
+        prompt = f"a{text}b"
+        events = client.stream("/v1/completions", prompt=prompt, echo=True, max_tokens=1)
+        assert joined(events)[0].startswith(prompt)
+    bias = {"10": 100}
+    events = client.stream("/v1/completions", prompt="a", logit_bias=bias, max_tokens=5)
+    assert joined(events)[0] == "\n" * 5
+
+
+def test_a_chat_is_rendered_by_the_template_with_its_tools(client, long_model):
+    messages = [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "y"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    path = "/v1/chat/completions"
+    prompt = f"t:{json.dumps(tools)}\ns:x\nu:y\nhappya:"
+    more = {"tools": tools, "chat_template_kwargs": {"mood": "happy"}}
+    status, answer = client.post(path, messages=messages, **more, **GREEDY)
+    assert status == 200
+    message = answer["choices"][0]["message"]
+    text = expected_text(long_model, prompt)
+    assert (message["role"], message["content"]) == ("assistant", text)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    plain = client.post(path, messages=messages, tools=tools, tool_choice="none", **GREEDY)[1]
+    assert plain["usage"]["prompt_tokens"] == len("s:x\nu:y\na:")
+    fields = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 2, "n": 2}
+    whole = client.post(path, **fields)[1]["choices"]
+    events = client.stream(path, stream_options={"include_usage": True}, **fields)
+    assert events[-1]["usage"]["completion_tokens"] == 16
+    for i, choice in enumerate(whole):
+        assert joined(events, i) == (choice["message"]["content"], "length")
+        parts = [
+            c["logprobs"]["content"]
+            for e in events
+            for c in e["choices"]
+            if c["index"] == i and c["logprobs"]
+        ]
+        scores = choice["logprobs"]["content"]
+        assert [token for part in parts for token in part] == scores
+        assert len(scores) == 8
+        assert all(len(token["top_logprobs"]) == 2 for token in scores)
+
+
+def test_the_official_client_works_unchanged(client, long_model):
+    api = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="any")
+    with api:
+        assert [model.id for model in api.models.list()] == ["tiny"]
+        text = expected_text(long_model, "In the")
+        whole = api.completions.create(model="tiny", prompt="In the", **GREEDY)
+        assert whole.choices[0].text == text
+        parts = api.completions.create(model="tiny", prompt="In the", stream=True, **GREEDY)
+        assert "".join(part.choices[0].text for part in parts) == text
+        messages = [{"role": "user", "content": "y"}]
+        chat = api.chat.completions.create(model="tiny", messages=messages, **GREEDY)
+        parts = api.chat.completions.create(
+            model="tiny", messages=messages, stream=True, **GREEDY
+        )
+        streamed = "".join(part.choices[0].delta.content or "" for part in parts)
+        assert streamed == chat.choices[0].message.content
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            api.completions.create(model="tiny", prompt="a" * 600)
+
+
+def test_a_text_ends_at_the_end_of_a_document_which_is_no_text(client, long_model):
+    fields = {"prompt": "In the", "max_tokens": 9, "temperature": 0}
+    biased = client.post("/v1/completions", logit_bias={"256": 100}, logprobs=0, **fields)[1]
+    (choice,) = biased["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    assert choice["logprobs"]["tokens"] == []
+    assert biased["usage"]["completion_tokens"] == 1
+    on = client.post("/v1/completions", logit_bias={"256": 100}, ignore_eos=True, **fields)[1]
+    assert on["choices"][0]["finish_reason"] == "length"
+    assert on["usage"]["completion_tokens"] == 9
+
+
+def test_a_text_longer_than_the_context_is_cut_and_says_so(client, long_model):
+    answer = client.post("/v1/completions", prompt="a" * 500, max_tokens=4000, seed=1)[1]
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+    assert answer["usage"]["completion_tokens"] <= 12
+    sampling = SamplingConfig(num_tokens=12, ignore_eod=True)
+    ids = generate(long_model.model, [[97] * 500], sampling, seed=1)[0].ids
+    assert long_model.tokenizer.decode(list(ids)).startswith(answer["choices"][0]["text"])

@@ -1,0 +1,85 @@
+"""The engine's thread, over ranks, and when it fails."""
+
+import queue
+import time
+
+import torch
+
+from mcore_infer import InferenceConfig, SamplingConfig, build_engine, generate, load_model
+from mcore_infer.server.worker import (
+    EngineWorker,
+    Refused,
+    TextRequest,
+    follow,
+)
+from mcore_infer.writing import Generation, ScoreRequest, TokenRules
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing.ranks import run_ranks
+
+CONFIG = InferenceConfig(inference_max_requests=4, inference_dynamic_batching_block_size=4)
+PLAIN = SamplingConfig(num_tokens=6, temperature=0.9)
+
+
+def request(prompt, **fields):
+    options = {"sampling": PLAIN, "num_tokens": 6, "seed": 3} | fields
+    return TextRequest(prompt=list(prompt), **options)
+
+
+def serve_on_ranks(folder):
+    """What groups get on rank 0 of two; the other follows."""
+    ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
+    engine = build_engine(load_model(folder, ctx).model, CONFIG)
+    axis = engine.model.tp
+    if axis.rank:
+        follow(engine, axis)
+        ctx.destroy()
+        return engine.scheduler.pool.num_free == engine.config.num_pages
+    worker, events, over = EngineWorker(engine, axis), queue.SimpleQueue(), {}
+    worker.start(lambda found: [events.put(event) for event in found])
+    rules = TokenRules(bias=((65, 50.0),), never_after=(65, 66))
+    scores = ScoreRequest(num_top=2, prompt=True)
+    first = worker.submit([request(b"In the"), request(b"b", rules=rules, scores=scores)])
+    gone = worker.submit([request(b"x" * 30, num_tokens=300)])
+    refused = worker.submit([request(b"a"), request([1, 257])])
+    while len(over) < 3:
+        event = events.get(timeout=30)
+        if isinstance(event.what, Generation | Refused):
+            over[event.group, event.index] = event.what
+    worker.cancel(gone)
+    worker.cancel(gone)  # is over: nothing happens
+    time.sleep(0.3)  # idle
+    second = worker.submit([request(b"In the")])
+    while (second, 0) not in over:
+        event = events.get(timeout=30)
+        if isinstance(event.what, Generation):
+            over[event.group, event.index] = event.what
+    worker.stop()
+    ctx.destroy()
+    assert engine.scheduler.pool.num_free == engine.config.num_pages
+    assert worker.requests.groups == []
+    return [over[first, 0], over[first, 1], over[refused, 0], over[second, 0]]
+
+
+def test_ranks_hold_the_same_requests_and_write_what_one_does(long_folder, long_model):
+    results, is_free = run_ranks(serve_on_ranks, 2, long_folder)
+    assert is_free
+    text, biased, refused, again = results
+    assert text == again
+    alone = generate(long_model.model, [list(b"In the")], PLAIN, seed=3)[0]
+    assert text.ids == alone.ids
+    assert biased.ids == (65,) * 6
+    assert len(biased.top) == 6
+    assert "ids 1 to 257 leave the vocabulary" in refused.message
+
+
+def test_a_fault_of_the_engine_answers_every_request_and_shows_in_its_health(
+    failing_client,
+):
+    engine = failing_client.server.front.worker.requests.engine
+    engine.cache.layer(0).keys = torch.zeros(1)
+    status, answer = failing_client.post("/v1/completions", prompt="a", max_tokens=3)
+    assert status == 500
+    assert answer["error"]["message"].startswith("the engine failed: ")
+    assert failing_client.send("GET", "/health")[0] == 503
+    assert failing_client.post("/api", prompts=["a"])[0] == 500
