@@ -14,6 +14,7 @@ Where ``expert_tp`` splits each expert's matrices, its ranks gather each other's
 their results. A rank may have any number of tokens, also none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -186,29 +187,38 @@ def _experts_of_rows(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, "
 
 
 class AllGatherDispatcher:
-    """Gathers all tokens on every rank, which computes those that chose its experts."""
+    """Gathers all tokens on every rank, which computes those that chose its experts.
+
+    Moves k/ep times fewer bytes than all-to-all: the better one for many choices a token and
+    few ranks.
+
+    Attributes:
+        is_even: whether all ranks bring equally many tokens, so that none has to say how many.
+    """
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
         """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
+        self.is_even = False
 
     def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
         """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; keep own rows.
 
-        The host waits for the numbers of tokens of all ranks, and for its number of rows.
+        The host waits for its number of rows, while tokens are gathered, and before that for
+        the numbers of tokens of all ranks, unless ``is_even``.
         """
         ids, config = routing.ids, self.config
         if routing.keep is not None:
             ids = ids.where(routing.keep, config.num_experts)
         sizes = self._sizes(x)
-        x = self._gather(x, sizes)
-        probs, ids = self._gather(routing.probs, sizes), self._gather(ids, sizes)
-
+        ids = self._gather(ids, sizes)
         num_local = config.num_experts // self.ep.size
         own = ids - self.ep.rank * num_local
         keep = (own >= 0) & (own < num_local)
         plan = plan_rows(own.where(keep, 0), num_local, keep)
-        plan = trimmed(plan, int(plan.offsets[-1]))
+        num_rows = _to_host(plan.offsets[-1])
+        x, probs = self._gather(x, sizes), self._gather(routing.probs, sizes)
+        plan = trimmed(plan, num_rows())
         return Dispatched(x, probs, plan, sizes)
 
     def combine(self, y: Float[Tensor, "M D"], handle: list[list[int]]) -> Float[Tensor, "T D"]:
@@ -219,12 +229,28 @@ class AllGatherDispatcher:
 
     def _sizes(self, x: Tensor) -> list[list[int]]:
         """Return the number of tokens of each rank, ``[expert_tp][ep]``."""
+        if self.is_even:
+            return [[x.shape[0]] * self.ep.size] * self.expert_tp.size
         size = torch.tensor([[x.shape[0]]], device=x.device)
         return all_gather(all_gather(size, self.ep, dim=1), self.expert_tp).tolist()
 
     def _gather(self, x: Tensor, sizes: list[list[int]]) -> Tensor:
         x = gather_uneven(x, self.ep, sizes[self.expert_tp.rank])
         return gather_uneven(x, self.expert_tp, [sum(s) for s in sizes])
+
+
+def _to_host(number: Int[Tensor, ""]) -> Callable[[], int]:
+    """Copy a number to the host; the function returned waits for it, for nothing after it."""
+    if not number.is_cuda:
+        return lambda: int(number)
+    on_host, done = number.to("cpu", non_blocking=True), torch.cuda.Event()
+    done.record()
+
+    def wait() -> int:
+        done.synchronize()
+        return int(on_host)
+
+    return wait
 
 
 def gather_uneven(

@@ -191,7 +191,7 @@ class Experts(nn.Module):
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
         if self.probs_on_input:
             return False
-        if not self.grouped or has_bias or not plan.is_complete or not x.shape[0]:
+        if not self.grouped or has_bias or not plan.is_dense or not x.shape[0]:
             return False
         if plan.choices.dtype != torch.int32:  # not by the kernels that sum rows, too
             return False

@@ -26,7 +26,7 @@ def gathered_linear(
     Args:
         x: tokens.
         weight: of all experts of this rank.
-        plan: complete.
+        plan: dense.
     """
     return _Gathered.apply(x, weight, plan.sources, plan.slots, plan.offsets)
 
@@ -39,7 +39,7 @@ def summed_linear(
     Args:
         rows: sorted by expert.
         weight: of all experts of this rank.
-        plan: complete.
+        plan: dense.
     """
     return _Summed.apply(rows, weight, plan.sources, plan.slots, plan.offsets)
 

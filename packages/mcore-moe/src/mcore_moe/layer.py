@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mcore_moe.bounded import run_bounded
 from mcore_moe.config import MoEConfig
-from mcore_moe.dispatching import AllToAllDispatcher, build_dispatcher
+from mcore_moe.dispatching import AllGatherDispatcher, AllToAllDispatcher, build_dispatcher
 from mcore_moe.experts import Experts
 from mcore_moe.latent import latent_projections
 from mcore_moe.over_ranks import check_same
@@ -60,6 +60,7 @@ class MoELayer(nn.Module):
         output_std: float | None = None,
         recompute_activation: bool = False,
         recompute_shared: bool = False,
+        equal_tokens: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,6 +87,8 @@ class MoELayer(nn.Module):
             recompute_activation: forget what goes into the experts' fc2, make it again in
                 backward.
             recompute_shared: compute the shared expert again in backward.
+            equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` bring
+                equally many tokens to every call, so that none has to say how many.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -147,6 +150,7 @@ class MoELayer(nn.Module):
             else None
         )
         self.dispatcher = build_dispatcher(config, ep, expert_tp)
+        self.equal_tokens = equal_tokens
         self.peers = (cp_tp, ep)
         self._is_compared = False
 
@@ -182,6 +186,9 @@ class MoELayer(nn.Module):
         sequences = torch.arange(begin, end, device=x.device) % num_sequences
         own_mask = mask if mask is None else mask[begin:end]
 
+        if isinstance(self.dispatcher, AllGatherDispatcher):
+            is_cut_evenly = not self.splits_tokens or x.shape[0] % self.tp.size == 0
+            self.dispatcher.is_even = self.equal_tokens and self.training and is_cut_evenly
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
         y = self._routed(cast_factor(own), routing)
         if self.splits_tokens:

@@ -31,6 +31,8 @@ class RowPlan:
     of no expert."""
     is_complete: bool
     """Whether rows and choices are known to match one to one: none dropped, none filled."""
+    is_dense: bool = False
+    """Whether every row is known to have a token."""
 
     @property
     def counts(self) -> Int[Tensor, " E"]:
@@ -71,7 +73,9 @@ def plan_rows(
         from mcore_moe.kernels.rows import fused_plan
 
         has_all = keep is None and not capacity
-        return RowPlan(*fused_plan(ids, num_experts, capacity, has_all=has_all), has_all)
+        return RowPlan(
+            *fused_plan(ids, num_experts, capacity, has_all=has_all), has_all, has_all
+        )
     return plan_rows_plain(ids, num_experts, capacity, has_all=keep is None)
 
 
@@ -97,7 +101,7 @@ def plan_rows_plain(
     slots = torch.full_like(flat, order.numel())
     slots[order] = torch.arange(order.numel(), device=ids.device)
     is_complete = order.numel() == num_choices
-    return RowPlan(order, slots.view(ids.shape), offsets_of(counts), is_complete)
+    return RowPlan(order, slots.view(ids.shape), offsets_of(counts), is_complete, True)
 
 
 def _filled(
@@ -128,7 +132,7 @@ def trimmed(plan: RowPlan, num_rows: int) -> RowPlan:
     if num_rows == plan.choices.numel():
         return plan
     slots = plan.slots.clamp(max=num_rows)
-    return RowPlan(plan.choices[:num_rows], slots, plan.offsets, is_complete=False)
+    return RowPlan(plan.choices[:num_rows], slots, plan.offsets, False, True)
 
 
 def within_capacity(

@@ -113,6 +113,7 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
         streams=setup.streams,
         recompute_activation="moe_act" in setup.recomputed,
         recompute_shared="shared_experts" in setup.recomputed,
+        equal_tokens=True,
         **_feed_forward(setup),
     )
 
