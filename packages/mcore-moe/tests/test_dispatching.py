@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 
@@ -25,8 +27,8 @@ CASES = {
 
 
 def routed_tokens(rank, kind):
-    """Tokens, weights and choices of a rank: 4 tokens, none, 6, 1."""
-    number = (4, 0, 6, 1)[rank]
+    """Tokens, weights and choices of a rank: 4 tokens, none, 6, 1; or 4 on each."""
+    number = 4 if kind == "equal" else (4, 0, 6, 1)[rank]
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(number, D, generator=generator, dtype=torch.float64, requires_grad=True)
     scores = torch.rand(number, E, generator=generator, dtype=torch.float64)
@@ -58,6 +60,8 @@ def check_against_local(kind, dispatcher_type, etp):
             continue
         config = MoEConfig(num_experts=E, moe_token_dispatcher_type=dispatcher_type, **fields)
         dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
+        if kind == "equal":
+            dispatcher.is_even = True
         local = build_dispatcher(config, SINGLE, SINGLE)
         result = through(
             config,
@@ -84,8 +88,10 @@ class _summed_over_expert_tp:  # noqa: N801
 
 
 @pytest.mark.parametrize("etp", [1, 2])
-@pytest.mark.parametrize("dispatcher_type", ["alltoall", "allgather"])
-@pytest.mark.parametrize("kind", ["even", "skewed"])
+@pytest.mark.parametrize(
+    ("kind", "dispatcher_type"),
+    [*product(["even", "skewed"], ["alltoall", "allgather"]), ("equal", "allgather")],
+)
 def test_tokens_that_travel_come_back_as_if_they_had_stayed(kind, dispatcher_type, etp):
     run_ranks(check_against_local, 4, kind, dispatcher_type, etp)
 
