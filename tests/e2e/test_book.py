@@ -1,0 +1,123 @@
+"""Every architecture learns the shipped book, to a loss that a wrong gradient would not reach.
+
+`BOOK_CURVES=FOLDER pytest -m slow tests/e2e/test_book.py` writes each curve there.
+"""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.preprocessing.preprocessing import preprocess
+from mcore_train.cli import main
+from mcore_train.quickstart.book import prepare, read_book, token_files
+
+pytestmark = pytest.mark.slow
+
+SMALL = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
+MAMBA = "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-chunk-size 32"
+DELTA = """--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16
+--linear-value-head-dim 16"""
+DEEPSEEK = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8
+--qk-pos-emb-head-dim 8 --v-head-dim 8 --qk-layernorm --num-experts 8
+--moe-layer-freq [0]+[1]*2 --moe-router-topk 2 --moe-ffn-hidden-size 32
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+--moe-shared-expert-intermediate-size 32 --untie-embeddings-and-output-weights
+--mtp-num-layers 1"""
+CASES = {
+    "gpt": ("gpt", SMALL, 4.3),
+    "mamba-2": (
+        "mamba",
+        f"--num-layers 3 --hidden-size 64 --hybrid-override-pattern MMM {MAMBA}",
+        4.3,
+    ),
+    "hybrid": (
+        "mamba",
+        f"{SMALL} --num-layers 6 --hybrid-override-pattern M-M*M- {MAMBA}",
+        4.3,
+    ),
+    "gated delta net": (
+        "mamba",
+        f"{SMALL} --num-layers 6 --hybrid-override-pattern G-G*G- {DELTA}",
+        4.3,
+    ),
+    "latent attention, experts, further tokens": ("gpt", f"{SMALL} {DEEPSEEK}", 4.3),
+    "bert": ("bert", f"{SMALL} --max-position-embeddings 128", 5.0),
+    "t5": ("t5", f"{SMALL} --decoder-seq-length 64 --vocab-extra-ids 40", 5.0),
+}
+"""Command, architecture, and the held-out loss that it reaches."""
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    """Token files of byte pairs, and of WordPiece by sentences, for training and held out."""
+    folder = tmp_path_factory.mktemp("book")
+    texts = read_book(0)
+    prepare(texts, folder, 1024)
+    (folder / "vocab.txt").write_text("\n".join(word_pieces(texts.train)) + "\n")
+    words = TokenizerConfig(
+        tokenizer_type="BertWordPieceLowerCase", vocab_file=str(folder / "vocab.txt")
+    )
+    for part in ("train", "held_out"):
+        preprocess(
+            PreprocessConfig(
+                input=(str(folder / f"{part}.jsonl"),),
+                output_prefix=str(folder / f"{part}_words"),
+                split_sentences=True,
+                sentence_splitter="rules",
+            ),
+            words,
+        )
+    return folder
+
+
+def word_pieces(texts):
+    """The letters, alone and within words, and the most frequent words."""
+    words = Counter(word for text in texts for word in text.lower().split())
+    plain = Counter()
+    for word, count in words.items():
+        plain[word.strip(".,;:!?()'")] += count
+    letters = sorted({letter for word in words for letter in word})
+    found = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *(f"##{x}" for x in letters),
+    ]
+    return [*found, *(w for w, _ in plain.most_common(2000) if len(w) > 1)]
+
+
+def data_flags(command, book):
+    if command in ("bert", "t5"):
+        return f"""--train-data-path {book}/train_words_text_sentence
+        --valid-data-path {book}/held_out_words_text_sentence
+        --tokenizer-type BertWordPieceLowerCase --vocab-file {book}/vocab.txt"""
+    paths = token_files(book)
+    return f"""--train-data-path {paths.train} --valid-data-path {paths.held_out}
+    --tokenizer-model {paths.tokenizer}"""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_learns_the_book(name, book, tmp_path):
+    command, model, bound = CASES[name]
+    run = f"""{data_flags(command, book)} --seq-length 128 --micro-batch-size 16 --lr 5e-3
+    --lr-decay-style cosine --lr-warmup-fraction 0.1 --train-iters 300 --eval-interval 300
+    --eval-iters 4 --log-interval 20 --num-workers 0 --save {tmp_path} --seed 1"""
+    assert main([command, *f"{model} {run}".split()]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    if folder := os.environ.get("BOOK_CURVES"):
+        curve = [[r["iteration"], round(r["loss"], 4)] for r in rows if r["kind"] == "train"]
+        held_out = [r["loss"] for r in rows if r["kind"] == "valid"][-1]
+        result = {"name": name, "curve": curve, "held_out": round(held_out, 4)}
+        (Path(folder) / f"book-{name.split(',')[0].replace(' ', '-')}.json").write_text(
+            json.dumps(result) + "\n"
+        )
+    (last,) = [row for row in rows if row["kind"] == "valid"]
+    assert last["loss"] < bound
