@@ -8,7 +8,7 @@ import sys
 import tomllib
 
 import pytest
-from docs import drawing
+from docs import curves, drawing
 from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render
 from house.rows import is_collected
@@ -133,6 +133,12 @@ def test_the_table_of_defaults_is_as_its_command_writes_it():
 def test_the_drawing_of_the_architecture_is_as_its_command_draws_it():
     command = "run `uv run python tests/docs/drawing.py`"
     assert drawing.PICTURE.read_text() == drawing.render(), command
+
+
+def test_the_curves_are_those_of_the_kept_results():
+    assert curves.PICTURE.read_text() == curves.book_curves(), (
+        "run `uv run python tests/docs/curves.py`"
+    )
 
 
 def test_the_drawing_leaves_out_what_other_arrows_say():
