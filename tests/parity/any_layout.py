@@ -128,7 +128,12 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
         {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
         {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp_act")},
     ),
-    ({}, {"untie_embeddings_and_output_weights": True}),
+    (
+        {},
+        {"untie_embeddings_and_output_weights": True},
+        {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5},
+        {"mtp_num_layers": 1, "untie_embeddings_and_output_weights": True},
+    ),
     (
         {},
         {"num_query_groups": 2},
@@ -247,7 +252,9 @@ def failures_of(cases: list[Draw]) -> list[list[str]] | None:
     found = []
     for number, case in enumerate(cases):
         plan = plan_of(case, world_size)
-        ctx = ParallelContext.build(plan.config.parallelism)
+        ctx = ParallelContext.build(
+            plan.config.parallelism, embedding_stages=plan.embedding_stages
+        )
         trial = run_trial(plan, ctx, rows_of(plan))
         ctx.destroy()
         if rank == 0:

@@ -63,7 +63,7 @@ def train_briefly(case: Brief) -> Trial:
     if case.rows == "packed":
         flags = {**flags, "dataloader_inter_document_masking": True}
     plan = plan_of(LayoutCase(case.world_size, case.micro_batch_size, flags))
-    ctx = ParallelContext.build(plan.config.parallelism)
+    ctx = ParallelContext.build(plan.config.parallelism, embedding_stages=plan.embedding_stages)
     rows = KINDS[case.rows](
         seq_length=ROWS.seq_length,
         vocab_size=ROWS.vocab_size,

@@ -56,6 +56,26 @@ CASES = {
         | FURTHER
         | {"use_distributed_optimizer": True, "untie_embeddings_and_output_weights": True},
     ),
+    "further_tokens_apart_vpp2": (
+        2,
+        PP2
+        | FURTHER
+        | {
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "pipeline_model_parallel_layout": "Ett|ttmm||L",
+            "untie_embeddings_and_output_weights": True,
+        },
+    ),
+    "further_tokens_apart_pp4_zero": (
+        4,
+        FURTHER
+        | {
+            "pipeline_model_parallel_size": 4,
+            "pipeline_model_parallel_layout": "Ett|tt|mm|L",
+            "use_distributed_optimizer": True,
+            "recompute_granularity": "full",
+        },
+    ),
     "latent_experts_further_tokens_tp2": (
         2,
         TP2 | {"sequence_parallel": True} | LATENT | EXPERTS | FURTHER,

@@ -71,13 +71,15 @@ def two_contexts():
     first.destroy()
     third = ParallelContext.build(PP4)
     check_sums(third)
-    return layout, third.embedding_ends.ranks
+    fourth = ParallelContext.build(PP4, embedding_stages=(0, 2, 3))
+    check_sums(fourth)
+    return layout, third.embedding_ends.ranks, fourth.embedding_ends.ranks
 
 
 def test_two_contexts_live_in_one_process_and_each_axis_reaches_its_own_ranks():
     answers = run_ranks(two_contexts, 8)
     dense, expert = build_grids(TP2_CP2_PP2, 8)
-    for rank, (layout, ends) in enumerate(answers):
+    for rank, (layout, ends, placed) in enumerate(answers):
         for name, grid, axes in (
             ("tp", dense, ("tp",)),
             ("cp", dense, ("cp",)),  # strided: {0, 2}, {1, 3}, ...
@@ -92,6 +94,8 @@ def test_two_contexts_live_in_one_process_and_each_axis_reaches_its_own_ranks():
         # Four stages of two ranks: the outer two are the ends, the inner two stand alone.
         is_end = rank // 2 in (0, 3)
         assert ends == ((rank % 2, rank % 2 + 6) if is_end else (rank,))
+        one = rank % 2
+        assert placed == ((rank,) if rank // 2 == 1 else (one, one + 4, one + 6))
 
 
 def blocks_and_instances():

@@ -283,12 +283,15 @@ def _kept_elements(
     tokens = num_tokens // parallel.context_parallel_size
     stream = tp if parallel.sequence_parallel else 1
     widths = _kept_widths(config, moe)
-    names = [name for names in layer_mixers(config, moe) for name in names]
+    mixers = layer_mixers(config, moe)
+    if pp == 1:  # else the last stage has them
+        mixers += mixers[-1:] * config.mtp_num_layers
+    names = [name for names in mixers for name in names]
     latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
     inner = sum(widths[name] // tp + 2 * D // stream for name in names)
     inner += names.count("mla") * 2 * latent // stream
-    layer = tokens * inner // config.num_layers
-    layers = -(-config.num_layers // pp)
+    layer = tokens * inner // len(mixers)
+    layers = -(-len(mixers) // pp)
     kept = layers * layer
     if recomputing.recompute_granularity == "full":
         count = recomputing.recompute_num_layers

@@ -51,13 +51,14 @@ class GPT(MTPLanguageModel):
     """Token ids to next-token scores.
 
     Attributes:
-        embedding: on the first stage, and on the last where the head is tied to it or further
-            tokens are predicted.
+        embedding: on the first stage; also on the last where the head is tied to it, and on
+            that of ``mtp``.
         position_embedding: learned positions, on the first stage.
         blocks: this stage's layers by global number; what wrappers work on.
-        final_norm: on the last stage.
+        final_norm: on the last stage, or on that of ``mtp``.
         head: on the last stage, unless tied.
-        mtp: by number, ``mtp_num_layers`` layers on the last stage that predict further tokens.
+        mtp: ``mtp_num_layers`` layers that predict further tokens, on the last stage or on that
+            where a pipeline layout places them.
         streams: random streams of dropout; their state belongs in a checkpoint.
     """
 
@@ -106,7 +107,8 @@ class GPT(MTPLanguageModel):
                     "one of mcore_parallel.pipeline_parallel.stages.split_layers."
                 )
             stage = Stage(0, range(config.num_layers), has_embedding=True, has_loss=True)
-        self.config, self.vocab_size, self.stage = config, vocab_size, stage
+        self.vocab_size = vocab_size
+        self.begin_stage(config, stage)
         self.tp, self.cp = ctx.tp, ctx.cp
         self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
         # Ranks that each keep a piece of what a recomputed layer begins from.
@@ -119,7 +121,7 @@ class GPT(MTPLanguageModel):
         placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
         self._add_ends_before(ctx, placed)
 
-        def block(layer: int) -> TransformerBlock:
+        def block(layer: int, place: int) -> TransformerBlock:
             return TransformerBlock(
                 config,
                 ctx,
@@ -128,16 +130,17 @@ class GPT(MTPLanguageModel):
                 moe=moe,
                 recomputing=recomputing,
                 kernels=kernels,
-                gemms=gemms[layer] if gemms else PLAIN_GEMMS,
+                gemms=gemms[place] if gemms else PLAIN_GEMMS,
                 **placed,
             )
 
-        self.blocks = nn.ModuleDict({str(layer): block(layer) for layer in stage.layers})
+        self.blocks = nn.ModuleDict({str(layer): block(layer, layer) for layer in stage.layers})
         self._add_ends_after(placed)
-        self.predict_further(config)
-        last, depths = config.num_layers - 1, range(config.mtp_num_layers * stage.has_loss)
-        layers = [PredictionLayer(config, ctx, block(last), **placed) for _ in depths]
-        self.mtp = nn.ModuleList(layers)
+        count = config.num_layers
+        self.mtp = nn.ModuleList(
+            PredictionLayer(config, ctx, block(count - 1, count + depth), **placed)
+            for depth in range(config.mtp_num_layers if stage.has_mtp else 0)
+        )
         initialize_(self, config, seed)
 
     def _add_ends_before(self, ctx: ParallelContext, placed: dict[str, Any]) -> None:
@@ -148,13 +151,19 @@ class GPT(MTPLanguageModel):
             "sequence_parallel": self.sequence_parallel,
             **placed,
         }
-        has_copy = is_tied or config.mtp_num_layers > 0
-        if self.stage.has_embedding or (self.stage.has_loss and has_copy):
+        stage = self.stage
+        has_copy = (stage.has_loss and is_tied) or self.predicts_further
+        if has_copy and not stage.has_embedding and ctx.embedding_ends.size == 1:
+            raise ValueError(
+                f"stage {stage.index} embeds tokens too: name its pipeline rank among the "
+                "embedding_stages of ParallelContext.build."
+            )
+        if stage.has_embedding or has_copy:
             self.embedding = VocabParallelEmbedding(
                 self.vocab_size,
                 config.hidden_size,
                 padded_vocab_size=self.padded_vocab_size,
-                tied=ctx.embedding_ends if has_copy else SINGLE,
+                tied=ctx.embedding_ends if is_tied or config.mtp_num_layers else SINGLE,
                 init_std=0.0,
                 **split,
             )
@@ -166,17 +175,16 @@ class GPT(MTPLanguageModel):
         self.dropout = StreamDropout(config.hidden_dropout, self.streams, stream)
 
     def _add_ends_after(self, placed: dict[str, Any]) -> None:
-        """Make the last norm and the head where this stage has the loss."""
-        if not self.stage.has_loss:
-            return
-        self.final_norm = build_norm(
-            self.config,
-            self.config.hidden_size,
-            replicas=self.tp,
-            partial=self.tp if self.sequence_parallel else SINGLE,
-            **placed,
-        )
-        if self.config.untie_embeddings_and_output_weights:
+        """Make the last norm where the last layer is, the head where the loss is."""
+        if self.is_normed:
+            self.final_norm = build_norm(
+                self.config,
+                self.config.hidden_size,
+                replicas=self.tp,
+                partial=self.tp if self.sequence_parallel else SINGLE,
+                **placed,
+            )
+        if self.stage.has_loss and self.config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
                 self.config.hidden_size,
                 self.vocab_size,
@@ -207,8 +215,8 @@ class GPT(MTPLanguageModel):
                 another. Their ``positions`` go on from one to the next unless given.
 
         Returns:
-            The hidden state, normed on the last stage, and this stage's auxiliary losses
-            (their coefficients included; 0 without experts).
+            The hidden state, normed where ``final_norm`` is, and this stage's auxiliary
+            losses (their coefficients included; 0 without experts).
 
         Raises:
             ValueError: if the sequence is longer than the model's positions, a state is given
@@ -235,7 +243,7 @@ class GPT(MTPLanguageModel):
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
         stream = Residual.begin(x)
         stream = self._run_blocks(list(self.blocks.values()), stream, inputs)
-        if not self.stage.has_loss:
+        if not self.is_normed:
             return stream.total(), stream.aux
         return stream.normed(self.final_norm)[0], stream.aux
 

@@ -27,7 +27,8 @@ from mcore_models.protocol import (
     MicroBatch,
 )
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.pipeline_parallel.runner import Payload
+from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
+from mcore_parallel.pipeline_parallel.stages import Stage
 
 MTP_TOKENS, MTP_LABELS, MTP_MASK = "mtp_tokens", "mtp_labels", "mtp_loss_mask"
 """Entries ``[B, S, K]`` that ``prepare`` adds, one slice for each of K depths."""
@@ -37,16 +38,36 @@ _ENTRIES = MappingProxyType(
 
 
 class MTPLanguageModel(LanguageModel):
-    """A causal model whose last stage predicts ``mtp_num_layers`` further tokens."""
+    """A causal model with ``mtp_num_layers`` layers that predict further tokens.
 
-    def predict_further(self, config: TransformerConfig) -> None:
-        """Declare entries and losses, from ``config``; call it where the model is built."""
+    They run on the stage of the loss; or on one before it, which then has the final norm as
+    well, and sends every depth's hidden state on to the loss.
+    """
+
+    def begin_stage(self, config: TransformerConfig, stage: Stage) -> None:
+        """Declare entries and losses; call it where the model is built.
+
+        Args:
+            config: of the model.
+            stage: that is built.
+        """
+        self.config, self.stage = config, stage
         depths = config.mtp_num_layers
         if depths:
             self.entries = _ENTRIES
             share = config.mtp_loss_scaling_factor / depths
             names = {_name(depth): share for depth in range(depths)}
             self.loss_coefficients = MappingProxyType({LM_LOSS: 1.0, **names})
+
+    @property
+    def predicts_further(self) -> bool:
+        """Whether this stage runs the layers that do."""
+        return self.config.mtp_num_layers > 0 and self.stage.has_mtp
+
+    @property
+    def is_normed(self) -> bool:
+        """Whether this stage has the norm behind the last layer."""
+        return self.stage.has_mtp if self.config.mtp_num_layers else self.stage.has_loss
 
     @abstractmethod
     def further_hidden(
@@ -55,46 +76,59 @@ class MTPLanguageModel(LanguageModel):
         """Return the hidden state of every depth and the auxiliary losses of their layers.
 
         Args:
-            hidden: of ``forward`` on the last stage.
+            hidden: of ``forward``, normed.
             batch: has ``mtp_tokens``.
         """
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """As a language model's; where the loss is also tokens, and the shifted entries."""
+        """As a language model's, and those of each depth where they are used."""
         names = super().read_entries
+        if self.predicts_further:
+            names |= {TOKENS, MTP_TOKENS}
         if self.config.mtp_num_layers and self.stage.has_loss:
-            names |= {TOKENS, MTP_TOKENS, MTP_LABELS, MTP_MASK}
+            names |= {MTP_LABELS, MTP_MASK}
         return names
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Add tokens, labels and masks of every depth, shifted within whole rows."""
-        depths = self.config.mtp_num_layers
-        if not depths or any(name not in batch for name in TEXT):
+        if not self.config.mtp_num_layers:
             return batch
-        tokens, labels, mask = (batch[name] for name in (TOKENS, LABELS, LOSS_MASK))
-        borders = batch.get("cu_seqlens")
-        documents = None if borders is None else Documents.from_cu_seqlens(borders)
-        ways, (num_rows, length) = range(1, depths + 1), tokens.shape
-        valid = [has_token(num_rows, length, by, documents).to(mask.device) for by in ways]
-        masks = [shifted(mask, by) * ok for by, ok in zip(ways, valid, strict=True)]
-        return {
-            **batch,
-            MTP_TOKENS: torch.stack([shifted(tokens, by) for by in ways], -1),
-            MTP_LABELS: torch.stack([shifted(labels, by) for by in ways], -1),
-            MTP_MASK: torch.stack(masks, -1),
-        }
+        found, ways = dict(batch), range(1, self.config.mtp_num_layers + 1)
+        for name, further in ((TOKENS, MTP_TOKENS), (LABELS, MTP_LABELS)):
+            if name in batch:
+                found[further] = torch.stack([shifted(batch[name], by) for by in ways], -1)
+        if LOSS_MASK in batch:
+            mask, borders = batch[LOSS_MASK], batch.get("cu_seqlens")
+            documents = None if borders is None else Documents.from_cu_seqlens(borders)
+            num_rows, length = mask.shape
+            valid = [has_token(num_rows, length, by, documents).to(mask.device) for by in ways]
+            masks = [shifted(mask, by) * ok for by, ok in zip(ways, valid, strict=True)]
+            found[MTP_MASK] = torch.stack(masks, -1)
+        return found
 
     def run_stage(
         self, batch: MicroBatch, received: Payload | None
     ) -> tuple[Payload, Float[Tensor, ""]]:
-        """Run ``forward``; on the last stage also the layers of every depth."""
+        """Run ``forward`` and the layers of every depth; stages behind them pass all on."""
+        if isinstance(received, Mapping):
+            hidden = received[LM_LOSS]
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            return received, torch.zeros((), dtype=wide, device=hidden.device)
         hidden, aux = super().run_stage(batch, received)
-        if not (self.config.mtp_num_layers and self.stage.has_loss):
+        if not self.predicts_further:
             return hidden, aux
         assert isinstance(hidden, Tensor)
         further, more = self.further_hidden(hidden, batch)
         return {LM_LOSS: hidden, **dict(zip(self._names(), further, strict=True))}, aux + more
+
+    def payload_shape(self, batch: MicroBatch, sender: int, num_cuts: int, /) -> PayloadShape:
+        """Shape of a hidden state; of several behind the stage that predicts further."""
+        shape = super().payload_shape(batch, sender, num_cuts)
+        placed = self.stage.mtp_stage
+        if placed < 0 or sender < placed or isinstance(shape, Mapping):
+            return shape
+        return dict.fromkeys(self.loss_coefficients, shape)
 
     def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
         """Return the masks of the next tokens and of those further ahead."""

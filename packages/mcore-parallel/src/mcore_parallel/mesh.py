@@ -8,6 +8,7 @@ and ``None``, torch's name for the whole world, never reaches torch.distributed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -89,8 +90,8 @@ class ParallelContext:
         optimizer_shard, optimizer_replica: ``dp_cp`` cut into instances of the sharded
             optimizer (consecutive blocks), and the ranks at one place of every instance.
         expert_optimizer_shard, expert_optimizer_replica: the same cut of ``expert_dp``.
-        embedding_ends: first and last pipeline stage, which share a tied embedding; an
-            axis of one rank on the stages between.
+        embedding_ends: pipeline ranks that hold copies of one embedding, the first and the
+            last unless ``build`` is given others; an axis of one rank elsewhere.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class ParallelContext:
         device: torch.device | str = "cpu",
         *,
         compare_calls: bool = False,
+        embedding_stages: Sequence[int] = (),
     ) -> ParallelContext:
         """Make every process group of a rank grid over the initialised world.
 
@@ -143,6 +145,8 @@ class ParallelContext:
                 without the GPU.
             compare_calls: let the ranks of each group compare their first calls through the
                 world's store, so that an error names those that disagree (see ``call_checks``).
+            embedding_stages: pipeline ranks of ``embedding_ends``, ascending; empty: the first
+                and the last. Others hold one where multi-token prediction has its own stage.
 
         Raises:
             ValueError: if the degrees do not fit the world, the settings of nccl cannot be
@@ -160,7 +164,7 @@ class ParallelContext:
         world_size = dist.get_world_size() if ready else 1
         global_rank = dist.get_rank() if ready else 0
         dense, expert = build_grids(config, world_size)
-        plan = _group_plan(config, dense, expert)
+        plan = _group_plan(config, dense, expert, tuple(embedding_stages))
         settings = read_communicators(config.nccl_communicator_config_path, plan)
         # Groups of others are placeholders; axes of the same ranks and settings share one.
         made: dict[_Key, Any] = {}
@@ -253,7 +257,7 @@ def _product_name(names: tuple[str, ...]) -> str:
 
 
 def _group_plan(
-    config: ParallelConfig, dense: Grid, expert: Grid
+    config: ParallelConfig, dense: Grid, expert: Grid, embedding_stages: tuple[int, ...] = ()
 ) -> dict[str, list[tuple[int, ...]]]:
     """List the groups of every axis over the whole world, in the one order of creation."""
     plan: dict[str, list[tuple[int, ...]]] = {"world": [tuple(range(dense.world_size))]}
@@ -273,5 +277,9 @@ def _group_plan(
         shard = len(data[0]) // instances
         plan[f"{prefix}optimizer_shard"] = consecutive_blocks(data, shard)
         plan[f"{prefix}optimizer_replica"] = strided_blocks(data, shard)
-    plan["embedding_ends"] = [(g[0], g[-1]) for g in plan["pp"] if len(g) > 1]
+    plan["embedding_ends"] = [
+        tuple(g[stage] for stage in embedding_stages or (0, -1))
+        for g in plan["pp"]
+        if len(g) > 1
+    ]
     return plan

@@ -52,6 +52,8 @@ def test_a_layout_spells_the_stages_out():
     stages = split_layers(61, 16, vpp=2, layout="Et*3|(tt|)*29,m|L")
     assert counts(stages) == [3] + [2] * 29 + [0, 0]
     assert [s.num_mtp_layers for s in stages] == [0] * 30 + [1, 0]
+    assert [s.index for s in stages if s.has_mtp] == [30]
+    assert [s.has_mtp for s in split_layers(4, 2)] == [False, True]
     assert stages[0].has_embedding
     assert stages[-1].has_loss
     assert counts(split_layers(4, 4, layout="E|(t|t)*2L")) == [0, 1, 2, 1]
@@ -83,6 +85,11 @@ def test_the_config_carries_every_way_of_splitting():
         ((4, 2), {"layout": "Ett|tL"}, "holds 3 layers t, but --num-layers is 4"),
         ((4, 2), {"layout": "ttE|ttL"}, "one E first"),
         ((4, 2), {"layout": "Ett|tt"}, "then one L"),
+        (
+            (4, 3),
+            {"layout": "Ett|ttm|mL"},
+            "holds layers m on 2 stages: put all of them on one",
+        ),
         ((4, 2), {"layout": "Ex*2|t*2L"}, "cannot be read at 'x'"),
         ((4, 2), {"layout": "E(tt|ttL"}, r"cannot be read at '\('"),
     ],

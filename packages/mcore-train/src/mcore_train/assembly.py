@@ -179,8 +179,8 @@ def assemble(
         agree_on_kernels(wanted, ctx.device, ctx.world)
     precision = config.precision
     weight_casts, fp8_scales = WeightCasts(), delayed_scales(config.fp8, ctx)
-    num_layers = plan.family.num_layers(config.model)
-    gemms = layer_gemms(config.fp8, ctx, num_layers, weight_casts, fp8_scales)
+    layers = plan.family.num_layers(config.model), config.model.mtp_num_layers
+    gemms = layer_gemms(config.fp8, ctx, layers[0], weight_casts, fp8_scales, layers[1])
     chunks = _build_chunks(plan, ctx, gemms, streams, dtype)
     if prepare is not None:
         for chunk in chunks:

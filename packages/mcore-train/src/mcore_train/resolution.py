@@ -71,6 +71,16 @@ class Plan:
         return self.ramp.size_at(consumed_samples) // micro
 
     @property
+    def embedding_stages(self) -> tuple[int, ...]:
+        """Pipeline ranks that hold the embedding; empty: the first and the last."""
+        pp = self.config.parallelism.pipeline_model_parallel_size
+        model, mtp_stage = self.config.model, self.stages[0].mtp_stage
+        if mtp_stage < 0:
+            return ()
+        is_tied = not model.untie_embeddings_and_output_weights
+        return tuple(sorted({0, mtp_stage % pp} | ({pp - 1} if is_tied else set())))
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one step over all ranks, after --rampup-batch-size."""
         return self.global_batch_size * self.config.batch.seq_length
@@ -146,7 +156,7 @@ def resolve(
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
     lines += _empty_ranks(stages or (), config)
     lines += find_offload_conflicts(config, stages or ())
-    lines += misplaced_predictions(stages or (), config.model.mtp_num_layers)
+    lines += misplaced_predictions(stages or (), config)
     batch_size = _global_batch_size(config, world_size)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
@@ -254,7 +264,9 @@ def _empty_ranks(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
     )
     for rank in range(pp):
         own = stages_of_rank(list(stages), pp, rank)
-        if own and not any(s.layers or s.has_embedding or s.has_loss for s in own):
+        if own and not any(
+            s.layers or s.has_embedding or s.has_loss or s.num_mtp_layers for s in own
+        ):
             yield (
                 f"pipeline rank {rank} of {pp} has no layer, embedding or loss under {split}: "
                 "move a layer there, or lower --pipeline-model-parallel-size."

@@ -78,7 +78,12 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
                 )
             # A graph cannot be recorded on the default stream, nor from what began on it.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        ctx = ParallelContext.build(config.parallelism, device, compare_calls=True)
+        ctx = ParallelContext.build(
+            config.parallelism,
+            device,
+            compare_calls=True,
+            embedding_stages=plan.embedding_stages,
+        )
         stack.callback(ctx.destroy)
         stack.enter_context(Watch.of_world(ctx.world.rank, ctx.world.size, timeout_minutes))
         check_same_options(config, ctx)

@@ -98,6 +98,24 @@ def test_uneven_stages_stay_uneven():
     assert small.config.pipeline.pipeline_model_parallel_layout == "Et|tt|tt|ttL"
 
 
+@pytest.mark.parametrize(
+    ("max_ranks", "layout"), [(16, "Ett|t|m|L"), (8, "Ett|L")], ids=["four stages", "two"]
+)
+def test_multi_token_prediction_stays_before_the_loss_where_stages_suffice(max_ranks, layout):
+    flags = DEEPSEEK | {
+        "mtp_num_layers": 1,
+        "pipeline_model_parallel_layout": "Et*31|t*30|m|L",
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    small, plan = small_run_of(flags, 32, max_ranks)
+    assert small.config.pipeline.pipeline_model_parallel_layout == layout
+    assert [stage.has_mtp for stage in plan.stages].count(True) == 1
+    noted = any("multi-token prediction" in note for note in small.notes)
+    assert noted == ("m" not in layout)
+
+
 def test_experts_keep_groups_choices_and_dense_layers_among_them():
     small, plan = small_run_of(DEEPSEEK, 32)
     experts = small.config.experts

@@ -20,7 +20,14 @@ class Stage:
     has_embedding: bool
     has_loss: bool
     num_mtp_layers: int = 0
-    """Multi-token-prediction layers that follow ``layers`` here."""
+    """Multi-token-prediction layers that a pipeline layout places behind ``layers`` here."""
+    mtp_stage: int = -1
+    """Index of the stage where a layout places them; -1: it places none."""
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether a model's multi-token prediction is here: with the loss unless placed."""
+        return self.has_loss if self.mtp_stage < 0 else self.index == self.mtp_stage
 
 
 def build_stages(config: PipelineConfig, num_layers: int, pp: int) -> list[Stage]:
@@ -152,11 +159,17 @@ def _from_layout(layout: str, num_layers: int, pp: int, vpp: int) -> list[Stage]
         raise ValueError(
             f"{flag} holds {letters.count('t')} layers t, but --num-layers is {num_layers}."
         )
+    mtp_stages = [index for index, part in enumerate(parts) if "m" in part]
+    if len(mtp_stages) > 1:
+        raise ValueError(
+            f"{flag} holds layers m on {len(mtp_stages)} stages: put all of them on one."
+        )
     stages, begin = [], 0
     for index, part in enumerate(parts):
         end = begin + part.count("t")
+        ends = "E" in part, "L" in part
         stages.append(
-            Stage(index, range(begin, end), "E" in part, "L" in part, part.count("m"))
+            Stage(index, range(begin, end), *ends, part.count("m"), *(mtp_stages or (-1,)))
         )
         begin = end
     return stages

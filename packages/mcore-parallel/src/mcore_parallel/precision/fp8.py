@@ -221,8 +221,11 @@ def layer_gemms(
     num_layers: int,
     casts: WeightCasts,
     scales: DelayedScales | None = None,
+    num_mtp_layers: int = 0,
 ) -> list[LinearGemms]:
     """Return the GEMMs of every layer of the model, by global number.
+
+    Those of multi-token prediction follow, each as the last layer's with scales of its own.
 
     Args:
         config: format, recipe, and layers that stay out of it.
@@ -230,17 +233,20 @@ def layer_gemms(
         num_layers: of the model.
         casts: where casts of weights are kept.
         scales: of ``delayed_scales``; None for recipes that remember nothing.
+        num_mtp_layers: layers of multi-token prediction.
 
     Raises:
         ValueError: see ``fp8_gemms``.
     """
     if not config.fp8_format:
-        return [PLAIN_GEMMS] * num_layers
+        return [PLAIN_GEMMS] * (num_layers + num_mtp_layers)
     first = config.num_layers_at_start_in_bf16 if config.first_last_layers_bf16 else 0
     last = config.num_layers_at_end_in_bf16 if config.first_last_layers_bf16 else 0
     found = []
-    for layer in range(num_layers):
-        recipe = None if scales is None else Delayed(scales, f"blocks.{layer}")
+    names = [(layer, f"blocks.{layer}") for layer in range(num_layers)]
+    names += [(num_layers - 1, f"mtp.{depth}.block") for depth in range(num_mtp_layers)]
+    for layer, name in names:
+        recipe = None if scales is None else Delayed(scales, name)
         is_narrow = first <= layer < num_layers - last
         found.append(fp8_gemms(config, ctx, casts, recipe) if is_narrow else PLAIN_GEMMS)
     return found

@@ -59,7 +59,7 @@ class VocabParallelEmbedding(nn.Module):
             padded_vocab_size: rows over all ranks; 0: the next multiple of ``axis.size``.
             axis: ranks that share the rows.
             sequence_parallel: whether to cut the output along dimension 0 over ``axis``.
-            tied: pipeline stages that hold a copy of the table (``ctx.embedding_ends``): under
+            tied: pipeline ranks that hold a copy of the table (``ctx.embedding_ends``): under
                 one name, begun alike; gradients of the copies are summed. The last stage
                 hands its ``weight`` to ``head_loss``.
             init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.

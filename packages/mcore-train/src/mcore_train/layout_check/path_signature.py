@@ -258,6 +258,9 @@ def _layers(plan: Plan) -> Iterator[tuple[str, str]]:
     if len(counts) == 1:
         return
     yield "layers of pipeline stages", "even" if len(set(counts)) == 1 else "uneven"
+    if plan.config.model.mtp_num_layers:
+        is_last = plan.stages[-1].has_mtp
+        yield "multi-token prediction", "with the loss" if is_last else "before the loss"
     yield "pipeline stages without layers", "some" if 0 in counts else "none"
 
 

@@ -6,7 +6,7 @@ micro-batches by stages), switches, precision, recomputation, optimizer. Widths,
 counts shrink until eight ranks train it on two CPU cores in seconds. Pure: no torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from mcore_models.encoder_config import T5Config, encoder_layers
 from mcore_models.families import Family
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
     BatchConfig,
@@ -31,6 +32,7 @@ from mcore_train.config import (
 from mcore_train.layout_check.path_signature import differences, layer_kinds
 from mcore_train.layout_check.small_run_degrees import describe_layout, shrink_layout
 from mcore_train.layout_check.small_run_sizes import (
+    mtp_layers,
     seq_length,
     shrink_experts,
     shrink_model,
@@ -152,7 +154,8 @@ def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[i
         plan.config.pipeline.num_virtual_stages_per_pipeline_rank
     )
     if num_stages != len(stages):
-        stages = stages[: num_stages - 1] + stages[-1:]
+        end = 2 if _keeps_mtp_apart(plan, parallel) else 1
+        stages = stages[: num_stages - end] + _last_stages(stages)[-end:]
     most = max(1, min(2, MOST_LAYERS // num_stages))
     if num_stages == 1:
         most = max(most, len(set(kinds)))
@@ -164,6 +167,20 @@ def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[i
             count = 2 if len(stage.layers) > min(counts) else 1
         kept.append(_choose_layers(plan, list(stage.layers), count, sum(map(len, kept))))
     return num_stages, kept
+
+
+def _keeps_mtp_apart(plan: Plan, parallel: ParallelConfig) -> bool:
+    """Whether multi-token prediction stays on a stage before the loss, then the last but one.
+
+    Of two ranks, the first would hold it on another stage than the embedding.
+    """
+    is_apart = not plan.stages[-1].has_mtp
+    return is_apart and (parallel.pipeline_model_parallel_size > 2 or len(plan.stages) == 2)
+
+
+def _last_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Return the stage of multi-token prediction, where it is another one, and the last."""
+    return (*(stage for stage in stages[:-1] if stage.has_mtp), stages[-1])
 
 
 def _choose_layers(plan: Plan, layers: list[int], count: int, position: int) -> list[int]:
@@ -251,9 +268,11 @@ def _shrink_pipeline(
     """Spell the stages out, so that uneven ones stay uneven."""
     given = plan.config.pipeline
     is_even = len({len(stage) for stage in layers}) == 1
-    spelled = ""
-    if not is_even:
+    is_apart, spelled = _keeps_mtp_apart(plan, parallel), ""
+    if is_apart or not is_even:
         segments = ["t" * len(stage) for stage in layers]
+        if is_apart:
+            segments[-2] += "m" * mtp_layers(plan.config.model)
         segments[0], segments[-1] = "E" + segments[0], segments[-1] + "L"
         spelled = "|".join(segments)
     return replace(

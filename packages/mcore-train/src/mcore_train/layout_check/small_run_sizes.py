@@ -61,7 +61,7 @@ def shrink_model(
         hidden_size=heads * channels + (16 if own_head_dim else 0),
         ffn_hidden_size=(channels if is_fp8 else 12) * parallel.tensor_model_parallel_size,
         max_position_embeddings=length if model.max_position_embeddings else 0,
-        mtp_num_layers=min(model.mtp_num_layers, 2),
+        mtp_num_layers=mtp_layers(model),
         q_lora_rank=channels if model.q_lora_rank else 0,
         kv_lora_rank=channels,
         qk_head_dim=channels,
@@ -80,6 +80,11 @@ def shrink_model(
         make_vocab_size_divisible_by=_vocab_multiple(plan, parallel),
         **_shrink_recurrent(model, parallel, layers, before=plan.config.parallelism),
     )
+
+
+def mtp_layers(model: TransformerConfig) -> int:
+    """Choose how many layers of multi-token prediction a small run has."""
+    return min(model.mtp_num_layers, 2)
 
 
 def _shrink_recurrent(

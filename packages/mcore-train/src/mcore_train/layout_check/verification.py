@@ -190,7 +190,9 @@ def verify_on_rank(small: SmallRun, quiet: bool = False) -> Certificate | None:
     plan = resolve(small.config, small.world_size, family=small.family)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        ctx = ParallelContext.build(small.config.parallelism)
+        ctx = ParallelContext.build(
+            small.config.parallelism, embedding_stages=plan.embedding_stages
+        )
         set_up(ctx.global_rank == 0 and not quiet)
         try:
             return _verify(small, plan, ctx)

@@ -115,18 +115,25 @@ def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
         yield "--sgd-momentum has no effect with --optimizer adam: leave it out."
 
 
-def misplaced_predictions(stages: Sequence[Stage], depths: int) -> Iterator[str]:
-    """Name what is wrong with the layers m of a pipeline layout, for ``depths`` of a model."""
-    placed = [stage.num_mtp_layers for stage in stages]
-    if sum(placed) not in (0, depths):
+def misplaced_predictions(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
+    """Name what is wrong with the layers m of a pipeline layout."""
+    depths, pp = config.model.mtp_num_layers, config.parallelism.pipeline_model_parallel_size
+    placed = sum(stage.num_mtp_layers for stage in stages)
+    if not placed:
+        return
+    if placed != depths:
         yield (
-            f"--pipeline-model-parallel-layout places {sum(placed)} layers m, but "
+            f"--pipeline-model-parallel-layout places {placed} layers m, but "
             f"--mtp-num-layers is {depths}: place as many, or none."
         )
-    elif any(placed[:-1]):
+    stage = next(stage for stage in stages if stage.num_mtp_layers)
+    # They embed tokens, as the first stage does, and a tied head on the last.
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    others = [s for s in stages if s.has_embedding or (s.has_loss and is_tied)]
+    if any(s.index % pp == stage.index % pp for s in others if s is not stage):
         yield (
-            "--pipeline-model-parallel-layout places layers m apart from the loss, on whose "
-            "stage they run: put them before its L."
+            "--pipeline-model-parallel-layout places the layers m on another stage of a rank "
+            "that holds the embedding already: move them to that stage, or to another rank."
         )
 
 

@@ -92,7 +92,7 @@ def _durations(config: ScheduleConfig) -> Callable[[int, Action], float]:
         return lambda _, action: DURATIONS[action.kind]
     stages = build_stages(pipeline, view.layers, view.ranks)
     # A stage of embedding or loss alone is drawn as half a layer.
-    shares = [max(0.5, len(stage.layers)) for stage in stages]
+    shares = [max(0.5, len(stage.layers) + stage.num_mtp_layers) for stage in stages]
     return lambda rank, action: (
         DURATIONS[action.kind] * shares[action.chunk * view.ranks + rank]
     )
