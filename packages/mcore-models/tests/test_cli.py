@@ -30,6 +30,20 @@ def test_list_shows_every_preset_with_its_size(capsys):
     assert "layers 0, 2, 4, ... (21 of them)" in out
     assert "16 heads of 256, 8 key/value heads, window of 4,096, scores capped at 50" in out
     assert "rank_total_gib" in out
+    parts = {
+        "deepseek-v2-lite": (
+            "latent attention  16 heads of 128 + 64 rotated",
+            "15,706,484,224",
+        ),
+        "glm-4.5-air": ("multi-token prediction  1 token further  [2,375,059,584 each]",),
+        "mamba2-130m": ("mamba  24 heads of 64, a state of 128, 1 group",),
+        "bert-base": ("LayerNorm after each part", "lm head  [622,650]", "110,106,428"),
+        "t5-small": ("decoder layers 0-5  [", "attention to the encoder  8 heads of 64"),
+    }
+    for name, wanted in parts.items():
+        code, out, _ = run(capsys, "show", name)
+        assert code == 0
+        assert all(words in out for words in wanted), out
     code, _, err = run(capsys, "show")
     assert code == 2
     assert "mcore-models show needs a preset" in err
@@ -67,9 +81,10 @@ def test_count_takes_a_command_line_of_training_and_says_whether_it_fits(capsys,
     assert json.loads(run(capsys, *sharded, "--gpu", near)[1])["fits"] == "barely"
 
 
-def test_count_takes_flags_alone(capsys):
-    words = "count --num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 10"
-    code, out, _ = run(capsys, *words.split())
+@pytest.mark.parametrize("family", ["", "gpt", "bert", "t5"])
+def test_count_takes_flags_alone(capsys, family):
+    sizes = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 10"
+    code, out, _ = run(capsys, "count", *family.split(), *sizes.split())
     assert code == 0
     assert "active_parameters" in out
 
@@ -78,6 +93,7 @@ def test_count_takes_flags_alone(capsys):
     ("words", "message"),
     [
         ("counts", "unknown command counts: did you mean count?"),
+        ("count t5 --preset bert-base", "is no t5: use mcore-models count bert"),
         ("count --preset nope", "no preset is called nope"),
         ("count --preset tiny --world-size 0", "--world-size and --micro-batch-size must be"),
         ("count --preset tiny --num-layer 3", "did you mean --num-layers?"),

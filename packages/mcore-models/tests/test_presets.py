@@ -7,7 +7,7 @@ import pytest
 
 from mcore_models.config import config_to_dict
 from mcore_models.description import ModelDescription
-from mcore_models.families import GPT_FAMILY
+from mcore_models.families import FAMILIES, GPT_FAMILY
 from mcore_models.flops import num_parameters
 from mcore_models.presets import load_preset, preset_names, presets
 from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads
@@ -127,9 +127,14 @@ def test_every_preset_has_the_published_number_of_parameters():
     known = presets()
     assert {"llama-3-8b", "gpt3-175b", "mixtral-8x7b", "qwen3-30b-a3b", "tiny"} <= set(known)
     rounded = {
-        "glm-4.5-air": 106,
-        "glm-4.5": 355,
         "llama-4-scout": 108.6,
+        "mamba2-370m": 0.37,
+        "mamba2-780m": 0.78,
+        "mamba2-1.3b": 1.34,
+        "mamba2-hybrid-8b": 8.66,
+        "nemotron-h-56b": 56.3,
+        "t5-220m": 0.222,
+        "gpt-462b": 462,
         "gpt3-1.3b": 1.3,
         "gpt3-175b": 175,
         "nemotron-4-15b": 15.6,
@@ -138,8 +143,10 @@ def test_every_preset_has_the_published_number_of_parameters():
     }
     alike = {"llama-3.1-8b": "llama-3-8b", "llama-3.1-70b": "llama-3-70b"}
     for name, preset in known.items():
-        model = ModelDescription.from_flags(preset.flags)
-        count = num_parameters(model.config, model.vocab_size, model.moe)
+        model = preset.model
+        main = replace(model.config, mtp_num_layers=0)
+        shapes_of = FAMILIES[model.family].tensor_shapes
+        count = num_parameters(main, model.vocab_size, model.moe, shapes_of)
         if name in rounded:
             assert count / 1e9 == pytest.approx(rounded[name], rel=0.02)
         else:
@@ -148,6 +155,20 @@ def test_every_preset_has_the_published_number_of_parameters():
         table = json.loads(json.dumps(model.to_dict()))
         assert set(table) == {"family", "vocab_size", "config", "moe"}
         assert ModelDescription.from_dict(table) == model
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("deepseek-v3", 684_489_845_504),
+        ("glm-4.5-air", 110_468_824_832),
+        ("glm-4.5", 358_337_791_296),
+    ],
+)
+def test_published_folders_hold_the_predicting_layer_with_copies_of_both_tables(name, count):
+    model = load_preset(name)
+    copies = 2 * model.vocab_size * model.config.hidden_size
+    assert num_parameters(model.config, model.vocab_size, model.moe) + copies == count
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

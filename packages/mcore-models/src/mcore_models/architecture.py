@@ -3,11 +3,19 @@
 Layers that are alike are shown once, with the numbers of those that are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 
 from mcore_models.config import activation, chunk, is_rotated, window
 from mcore_models.description import ModelDescription
+from mcore_models.encoder_config import (
+    BertConfig,
+    T5Config,
+    decoder_layers,
+    encoder_layers,
+    feed_forward,
+)
+from mcore_models.families import FAMILIES
 from mcore_moe.config import MoEConfig
 from mcore_parallel.logical_tensors import (
     expert_size,
@@ -15,15 +23,15 @@ from mcore_parallel.logical_tensors import (
     head_dim,
     is_gated,
     layer_mixers,
+    mamba_sizes,
     num_kv_heads,
-    tensor_shapes,
 )
 
 
 def tree(model: ModelDescription) -> Iterator[str]:
     """Draw a model, a line a part, with the parameters of each."""
     config = model.config
-    shapes = tensor_shapes(config, model.vocab_size, model.moe)
+    shapes = FAMILIES[model.family].tensor_shapes(config, model.vocab_size, model.moe)
     counts = {name: prod(shape) for name, shape in shapes.items()}
 
     def size(prefix: str) -> str:
@@ -35,12 +43,55 @@ def tree(model: ModelDescription) -> Iterator[str]:
     table = f"{model.vocab_size:,} tokens x {config.hidden_size:,}"
     yield f"embedding  {table}  [{size('embedding.')}]"
     yield f"positions  {places}"
+    if isinstance(config, T5Config):
+        yield from _stacks(config, size)
+    elif isinstance(config, BertConfig):
+        yield from _bert(model, config, size)
+        return
+    else:
+        yield from _layers(model, size)
+        yield f"final norm  {config.normalization}  [{size('final_norm.')}]"
+    untied = config.untie_embeddings_and_output_weights
+    yield f"head  [{size('head.')}]" if untied else "head  tied to the embedding"
+    if further := config.mtp_num_layers:
+        many = "tokens" if further > 1 else "token"
+        yield f"multi-token prediction  {further} {many} further  [{size('mtp.0.')} each]"
+        yield "  two norms and a projection, then a layer as the last, with embedding and head"
+
+
+def _layers(model: ModelDescription, size: Callable[[str], str]) -> Iterator[str]:
     for layers, lines in _kinds(model):
         yield f"{_ranges(layers)}  [{size(f'blocks.{layers[0]}.')} each]"
         yield from (f"  {line}" for line in lines)
-    yield f"final norm  {config.normalization}  [{size('final_norm.')}]"
-    untied = config.untie_embeddings_and_output_weights
-    yield f"head  [{size('head.')}]" if untied else "head  tied to the embedding"
+
+
+def _bert(
+    model: ModelDescription, config: BertConfig, size: Callable[[str], str]
+) -> Iterator[str]:
+    if config.num_tokentypes:
+        yield f"token types  {config.num_tokentypes}  [{size('tokentype_embedding.')}]"
+    where = "after" if config.post_layer_norm else "before"
+    for line in _layers(model, size):
+        yield line.replace(" before each part", f" {where} each part, tokens see all others")
+    for name, prefix in (("pooler", "pooler."), ("lm", "lm_head."), ("binary", "binary_head.")):
+        if name in config.bert_heads:
+            yield f"{name} head  [{size(prefix)}]"
+
+
+def _stacks(config: T5Config, size: Callable[[str], str]) -> Iterator[str]:
+    """Draw encoder and decoder of a T5."""
+    gated, activation = feed_forward(config)
+    heads = f"{config.num_attention_heads} heads of {head_dim(config)}"
+    for stack, depth in (
+        ("encoder", encoder_layers(config)),
+        ("decoder", decoder_layers(config)),
+    ):
+        yield f"{stack} {_ranges(list(range(depth)))}  [{size(f'{stack}.blocks.0.')} each]"
+        yield f"  {config.normalization} before each part"
+        yield f"  attention  {heads}"
+        if stack == "decoder":
+            yield f"  attention to the encoder  {heads}"
+        yield f"  mlp  {ffn_size(config):,} wide, {'gated ' if gated else ''}{activation}"
 
 
 def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]]]:
@@ -76,8 +127,29 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
             yield f"gated delta net  {keys} key and {values} value heads of {widths}"
         elif mixer == "moe":
             yield f"experts  {', '.join(_experts(model, model.moe))}"
+        elif mixer == "mla":
+            yield f"latent attention  {', '.join(_latent(model))}"
+        elif mixer == "mamba":
+            yield f"mamba  {', '.join(_mamba(model))}"
         else:
             yield mixer
+
+
+def _latent(model: ModelDescription) -> Iterator[str]:
+    config = model.config
+    rotated = config.qk_pos_emb_head_dim
+    yield f"{config.num_attention_heads} heads of {config.qk_head_dim} + {rotated} rotated"
+    yield f"values of {config.v_head_dim}"
+    yield f"keys and values from {config.kv_lora_rank:,}"
+    if config.q_lora_rank:
+        yield f"queries from {config.q_lora_rank:,}"
+
+
+def _mamba(model: ModelDescription) -> Iterator[str]:
+    config, sizes = model.config, mamba_sizes(model.config)
+    yield f"{sizes.heads} heads of {config.mamba_head_dim}"
+    yield f"a state of {config.mamba_state_dim}"
+    yield f"{sizes.groups} group{'s' * (sizes.groups > 1)}"
 
 
 def _attention(model: ModelDescription, layer: int) -> Iterator[str]:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mcore_models.architecture import tree
-from mcore_models.counting import CountConfig, build_report, parse_count
-from mcore_models.description import ModelDescription
+from mcore_models.counting import CountConfig, build_report, model_of, parse_count
+from mcore_models.families import FAMILIES
 from mcore_models.flops import num_active_parameters, num_parameters
 from mcore_models.presets import find_preset, presets
 from mcore_parallel.command_line import is_flag, parse
@@ -23,6 +23,7 @@ examples:
   mcore-models show gemma-2-9b --bf16 --world-size 8 --tensor-model-parallel-size 8
   mcore-models count --preset llama-3-8b --bf16 --world-size 8 --use-distributed-optimizer \\
     --gpu h100
+  mcore-models count t5 --preset t5-11b --num-layers 12
   mcore-models count --num-layers 12 --hidden-size 768 --num-attention-heads 12 \\
     --vocab-size 50257"""
 
@@ -51,14 +52,16 @@ def list_presets() -> int:
     """Print every preset with its size and source."""
     known = presets()
     width = max(map(len, known))
-    sizes = f"{'parameters':>15} {'active':>15} {'layers':>6} {'hidden':>6}"
+    sizes = f"{'parameters':>17} {'active':>15} {'layers':>6} {'hidden':>6}"
     print(f"{'preset':<{width}} {sizes}  source")
     for preset in known.values():
-        model = ModelDescription.from_flags(preset.flags)
-        arguments = (model.config, model.vocab_size, model.moe)
+        model = preset.model
+        family = FAMILIES[model.family]
+        arguments = (model.config, model.vocab_size, model.moe, family.tensor_shapes)
+        depth = family.num_layers(model.config)
         print(
-            f"{preset.name:<{width}} {num_parameters(*arguments):>15,} "
-            f"{num_active_parameters(*arguments):>15,} {model.config.num_layers:>6} "
+            f"{preset.name:<{width}} {num_parameters(*arguments):>17,} "
+            f"{num_active_parameters(*arguments):>15,} {depth:>6} "
             f"{model.config.hidden_size:>6}  {preset.source}"
         )
     return 0
@@ -75,11 +78,8 @@ def show(name: str, config: CountConfig, unused: Sequence[str]) -> int:
     Raises:
         ValueError: for options that contradict.
     """
-    model = ModelDescription(
-        config=config.model, vocab_size=config.options.vocab_size, moe=config.experts
-    )
     if not config.options.json:
-        print(f"{name}: {find_preset(name).source}", *tree(model), "", sep="\n")
+        print(f"{name}: {find_preset(name).source}", *tree(model_of(config)), "", sep="\n")
     return count(config, unused)
 
 
@@ -110,7 +110,7 @@ def count(config: CountConfig, unused: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "list": ("the presets, with their sizes and sources", list_presets),
     "show": ("the architecture of a preset, and what it holds and costs: show NAME", show),
-    "count": ("one model: --preset NAME, or the flags of mcore-train gpt", count),
+    "count": ("one model: --preset NAME, or the flags of mcore-train [gpt, bert, t5]", count),
 }
 
 

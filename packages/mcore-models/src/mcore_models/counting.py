@@ -13,14 +13,10 @@ from typing import Any
 
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.description import ModelDescription
-from mcore_models.flops import (
-    flops_per_token,
-    num_active_parameters,
-    num_parameters,
-    rank_bytes,
-)
-from mcore_models.layout_checks import check_layout
-from mcore_models.presets import load_preset
+from mcore_models.encoder_config import BertConfig, T5Config
+from mcore_models.families import FAMILIES
+from mcore_models.flops import num_active_parameters, num_parameters, rank_bytes
+from mcore_models.presets import find_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel.command_line import (
     HELP_FLAGS,
@@ -28,7 +24,6 @@ from mcore_parallel.command_line import (
     is_flag,
     options_of,
     parse,
-    read_words,
 )
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_parallel.offloading.config import OffloadConfig
@@ -125,8 +120,34 @@ class CountConfig:
     recomputing: RecomputeConfig = field(default_factory=RecomputeConfig)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BertCountConfig(CountConfig):
+    """What a BERT of this shape costs, in the flags of mcore-train bert (--recipe FILE too)."""
+
+    model: BertConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class T5CountConfig(CountConfig):
+    """What a T5 of this shape costs, in the flags of mcore-train t5 (--recipe FILE too)."""
+
+    model: T5Config
+
+
+_KINDS: dict[str, type[CountConfig]] = {
+    "gpt": CountConfig,
+    "mamba": CountConfig,
+    "bert": BertCountConfig,
+    "t5": T5CountConfig,
+}
+"""Options by the command of ``mcore-train``."""
+
+
 def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
     """Read flags, laid over recipes, laid over a preset.
+
+    Args:
+        words: after the command; before the flags perhaps what ``mcore-train`` would train.
 
     Returns:
         The options, and the flags of training that count nothing.
@@ -136,15 +157,27 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
         FileNotFoundError: if there is no such recipe.
         SystemExit: after help.
     """
-    program, options = "mcore-models count", options_of(CountConfig)
-    if set(words) & set(HELP_FLAGS):
-        parse(CountConfig, program, words, usual=USUAL)
-    known = {option.flag for option in options}
-    known |= {f"--no-{option.flag[2:]}" for option in options if option.kind is bool}
+    command, program = "", "mcore-models count"
+    if words and words[0] in _KINDS:
+        command, *words = words
+        program = f"{program} {command}"
     groups = list(_groups(words))
     recipes = [file for name, *files in groups if name == "--recipe" for file in files]
+    groups = [*_recipe_groups(recipes), *groups]
+    named = [values[0] for name, *values in groups if name == "--preset" and values]
+    preset = find_preset(named[-1]) if named else None
+    kind = _KINDS[command or (preset.family if preset else "gpt")]
+    if preset and _KINDS[preset.family] is not kind:
+        raise ValueError(
+            f"--preset {preset.name} is no {command}: use mcore-models count {preset.family}."
+        )
+    options = options_of(kind)
+    if set(words) & set(HELP_FLAGS):
+        parse(kind, program, words, usual=USUAL)
+    known = {option.flag for option in options}
+    known |= {f"--no-{option.flag[2:]}" for option in options if option.kind is bool}
     used, unused = [], []
-    for name, *values in (*_recipe_groups(recipes), *groups):
+    for name, *values in groups:
         if name in known:
             used += [name, *values]
         elif near := difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.85):
@@ -152,12 +185,23 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
         elif name != "--recipe":
             unused.append(name)
     defaults: dict[str, Any] = {}
-    if name := read_words(options, used).get("preset", ""):
-        preset = load_preset(name)
-        defaults = {**asdict(preset.config), **asdict(preset.moe)}
-        defaults["vocab_size"] = preset.vocab_size
-    config = parse(CountConfig, program, used, usual=USUAL, defaults=defaults)
+    if preset:
+        model = preset.model
+        defaults = {**asdict(model.config), **asdict(model.moe)}
+        defaults["vocab_size"] = model.vocab_size
+    config = parse(kind, program, used, usual=USUAL, defaults=defaults)
     return config, list(dict.fromkeys(unused))
+
+
+def model_of(config: CountConfig) -> ModelDescription:
+    """Return the model that is counted."""
+    kind = type(config.model)
+    return ModelDescription(
+        config=config.model,
+        vocab_size=config.options.vocab_size,
+        moe=config.experts,
+        family=next(name for name, family in FAMILIES.items() if family.config is kind),
+    )
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:
@@ -203,9 +247,8 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
         ValueError: if the model does not fit the layout, or the GPU is not known.
     """
     options, parallel = config.options, config.parallelism
-    model = ModelDescription(
-        config=config.model, vocab_size=options.vocab_size, moe=config.experts
-    )
+    model = model_of(config)
+    family, arguments = FAMILIES[model.family], (model.config, model.vocab_size, model.moe)
     if model.vocab_size < 1:
         raise ValueError("--vocab-size is needed: the number of token ids.")
     if options.world_size < 1 or options.micro_batch_size < 1:
@@ -213,7 +256,8 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
     gpu_gib = _gpu_gib(options.gpu)
     limit = config.model.max_position_embeddings
     seq_length = options.seq_length or min(4096, limit or 4096)
-    check_layout(model.config, parallel, model.moe, seq_length)
+    if problems := family.layout_problems(model.config, parallel, model.moe, seq_length):
+        raise ValueError("\n".join(problems))
     build_grids(parallel, options.world_size)
     divisor = model.config.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
     padded = -(-model.vocab_size // divisor) * divisor
@@ -236,12 +280,14 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
         offload=config.offloading,
         pipeline=config.pipeline,
         weight_bytes=2 if options.bf16 else 4,
+        shapes_of=family.tensor_shapes,
     )
     report: dict[str, int | float | str] = {
-        "parameters": num_parameters(model.config, model.vocab_size, model.moe),
-        "active_parameters": num_active_parameters(model.config, model.vocab_size, model.moe),
+        "parameters": num_parameters(*arguments, family.tensor_shapes),
+        "active_parameters": num_active_parameters(*arguments, family.tensor_shapes),
         "seq_length_tokens": seq_length,
-        "gflop_per_token": flops_per_token(model.config, padded, seq_length, model.moe) / 1e9,
+        "gflop_per_token": family.flops_per_token(model.config, padded, seq_length, model.moe)
+        / 1e9,
         **{f"rank_{name}_gib": value / 2**30 for name, value in asdict(memory).items()},
         "rank_total_gib": memory.total / 2**30,
     }

@@ -63,8 +63,12 @@ class ModelDescription:
         )
 
     @classmethod
-    def from_flags(cls, table: Mapping[str, Any]) -> "ModelDescription":
+    def from_flags(cls, table: Mapping[str, Any], family: str = "gpt") -> "ModelDescription":
         """Build from a flat table of flags with underscores.
+
+        Args:
+            table: flags of model and experts, and the vocabulary's size.
+            family: of the model, by its name in ``FAMILIES``.
 
         Raises:
             ValueError: for an unknown field.
@@ -74,7 +78,8 @@ class ModelDescription:
         rest = {name: value for name, value in table.items() if name not in names}
         vocab_size = rest.pop("vocab_size", 0)
         return cls(
-            config=config_from_dict(TransformerConfig, rest),
+            config=config_from_dict(FAMILIES[family].config, rest),
             vocab_size=vocab_size,
             moe=config_from_dict(MoEConfig, moe),
+            family=family,
         )

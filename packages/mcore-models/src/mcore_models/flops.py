@@ -6,11 +6,17 @@ or the router. Tokens per second times ``flops_per_token`` over a GPU's peak is 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
+from mcore_models.encoder_config import (
+    T5Config,
+    decoder_layers,
+    encoder_layers,
+    feed_forward,
+)
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
 from mcore_parallel.logical_tensors import (
@@ -28,6 +34,9 @@ from mcore_parallel.logical_tensors import (
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 
+ShapesOf = Callable[..., Mapping[str, tuple[int, ...]]]
+"""Lists the logical tensors of a model from its config, its vocabulary and its experts."""
+
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
 _WHOLE_OPTIMIZER = DataParallelConfig()
@@ -39,17 +48,33 @@ _DELTA_CHUNK = 64  # ``layers.delta_rule.CHUNK``, which needs torch
 
 
 def num_parameters(
-    config: TransformerConfig, vocab_size: int, moe: MoEConfig = _NO_EXPERTS
+    config: TransformerConfig,
+    vocab_size: int,
+    moe: MoEConfig = _NO_EXPERTS,
+    shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
-    """Count the elements of all logical tensors: vocabulary unpadded, tied tables once."""
-    return sum(_counts(config, vocab_size, moe).values())
+    """Count the elements of all logical tensors: vocabulary unpadded, tied tables once.
+
+    Args:
+        config: of the model.
+        vocab_size: true number of tokens.
+        moe: of its experts.
+        shapes_of: lists the tensors, ``Family.tensor_shapes``.
+    """
+    return sum(_counts(shapes_of(config, vocab_size, moe)).values())
 
 
 def num_active_parameters(
-    config: TransformerConfig, vocab_size: int, moe: MoEConfig = _NO_EXPERTS
+    config: TransformerConfig,
+    vocab_size: int,
+    moe: MoEConfig = _NO_EXPERTS,
+    shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
-    """Count the elements that take part in one token: of the experts only the chosen."""
-    counts = _counts(config, vocab_size, moe)
+    """Count the elements that take part in one token: of the experts only the chosen.
+
+    The arguments are those of ``num_parameters``.
+    """
+    counts = _counts(shapes_of(config, vocab_size, moe))
     idle = counts["experts"] // max(1, moe.num_experts)
     return sum(counts.values()) - idle * max(0, moe.num_experts - moe.moe_router_topk)
 
@@ -155,12 +180,14 @@ def rank_bytes(
     offload: OffloadConfig = _NO_OFFLOAD,
     pipeline: PipelineConfig = _EVEN_STAGES,
     weight_bytes: int = 2,
+    shapes_of: ShapesOf = tensor_shapes,
 ) -> RankBytes:
     """Estimate what training with Adam holds on the rank that holds most.
 
     The first pipeline stage, which keeps most micro-batches, is taken to hold the embedding
     and the most layers. The peaks that were measured on GPUs (``benchmarks/results``) are 1 %
-    to 6 % higher: temporary buffers come on top.
+    to 6 % higher: temporary buffers come on top. A T5's decoder is taken to have as many tokens
+    as its encoder.
 
     Args:
         config: of the model.
@@ -178,11 +205,12 @@ def rank_bytes(
         offload: what is in host memory.
         pipeline: stages on each rank.
         weight_bytes: of a parameter or activation: 2 for bf16, 4 for float32.
+        shapes_of: lists the tensors, ``Family.tensor_shapes``.
     """
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     expert_tp = parallel.expert_tensor_parallel_size or tp
     expert_ranks = expert_tp * parallel.expert_model_parallel_size
-    counts = _counts(config, vocab_size, moe)
+    counts = _counts(shapes_of(config, vocab_size, moe))
     experts = counts["experts"] // pp // expert_ranks
     ends = max(counts["embedding"], counts["head"])
     if pp == 1:
@@ -254,10 +282,10 @@ def _doubled_pairs(length: int, seen: int, chunk_tokens: int = 0) -> int:
     return width * (2 * length - width)
 
 
-def _counts(config: TransformerConfig, vocab_size: int, moe: MoEConfig) -> Counter[str]:
+def _counts(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
     """Count the elements by kind: ``embedding``, ``head``, ``experts``, other ``layers``."""
     counts: Counter[str] = Counter()
-    for name, shape in tensor_shapes(config, vocab_size, moe).items():
+    for name, shape in shapes.items():
         kind = "experts" if ".experts." in name else "layers"
         if name.partition(".")[0] in ("embedding", "position_embedding", "head"):
             kind = "head" if name.startswith("head") else "embedding"
@@ -283,7 +311,7 @@ def _kept_elements(
     tokens = num_tokens // parallel.context_parallel_size
     stream = tp if parallel.sequence_parallel else 1
     widths = _kept_widths(config, moe)
-    mixers = layer_mixers(config, moe)
+    mixers = _mixers(config, moe)
     if pp == 1:  # else the last stage has them
         mixers += mixers[-1:] * config.mtp_num_layers
     names = [name for names in mixers for name in names]
@@ -303,11 +331,20 @@ def _kept_elements(
     return kept + min(tokens, 4096) * vocab_size // tp * (pp == 1)
 
 
+def _mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, ...], ...]:
+    """Name the mixers of every layer: of an encoder, then of its decoder, in a T5."""
+    if not isinstance(config, T5Config):
+        return layer_mixers(config, moe)
+    encoder, decoder = ("attention", "mlp"), ("attention", "attention", "mlp")
+    return (encoder,) * encoder_layers(config) + (decoder,) * decoder_layers(config)
+
+
 def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     """Elements that each mixer keeps of a token, over all tensor ranks."""
     N, G = config.num_attention_heads, num_kv_heads(config)
     channels = head_dim(config) + value_dim(config)
-    parts = 3 if is_gated(config) else 2
+    gated = feed_forward(config)[0] if isinstance(config, T5Config) else is_gated(config)
+    parts = 3 if gated else 2
     chosen = expert_size(config, moe) * moe.moe_router_topk
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states

@@ -66,6 +66,8 @@ def test_a_published_model_is_named_and_flags_and_recipes_lie_over_it(tmp_path):
     assert again.model == replace(load_preset("llama-3-8b").config, num_layers=2)
     with pytest.raises(ValueError, match="no preset is called llama-9: did you mean llama-"):
         parse(["--model", "llama-9"])
+    with pytest.raises(ValueError, match="--model bert-base is of another family: use"):
+        parse(["--model", "bert-base"])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,14 @@ class Preset:
     source: str
     """Paper or release that the shape is from."""
     parameters: int
-    """Published count; 0: only a rounded one is known."""
+    """Published count, without multi-token prediction; 0: only a rounded one is known."""
+    family: str = "gpt"
+    """Which architecture, by its name in ``FAMILIES``."""
+
+    @property
+    def model(self) -> ModelDescription:
+        """The model that the flags describe."""
+        return ModelDescription.from_flags(self.flags, self.family)
 
 
 def presets() -> dict[str, Preset]:
@@ -44,7 +51,7 @@ def load_preset(name: str) -> ModelDescription:
     Raises:
         ValueError: if there is none of that name, with the nearest one.
     """
-    return ModelDescription.from_flags(find_preset(name).flags)
+    return find_preset(name).model
 
 
 def find_preset(name: str) -> Preset:
@@ -63,7 +70,8 @@ def find_preset(name: str) -> Preset:
 
 def _preset(name: str, entry: dict[str, Any]) -> Preset:
     source, count = entry.pop("source"), entry.pop("parameters", 0)
-    return Preset(name=name, flags=entry, source=source, parameters=count)
+    family = entry.pop("family", "gpt")
+    return Preset(name=name, flags=entry, source=source, parameters=count, family=family)
 
 
 def _flags(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ the spellings that differ.
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
+from mcore_models.families import FAMILIES
 from mcore_models.presets import find_preset
 from mcore_parallel.command_line import HELP_FLAGS, options_of, read_words
 from mcore_parallel.command_line import parse as parse_options
@@ -80,7 +81,7 @@ def parse(
     for recipe in recipes:
         fields |= _checked_recipe(recipe, config_type)
     if preset := _last_value(words, "--model") or str(fields.get("model", "")):
-        fields = {**find_preset(preset).flags, **fields}
+        fields = {**_preset_fields(preset, config_type), **fields}
     load = _last_value(words, "--load") or str(fields.get("load", ""))
     step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
     if not step.isdecimal():
@@ -98,6 +99,16 @@ def parse(
     if recipes:
         args += ["--recipe", *recipes]
     return parse_options(config_type, program, args)
+
+
+def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value]:
+    """Read a preset of the family that the command trains."""
+    preset = find_preset(name)
+    if FAMILIES[preset.family].config is not get_type_hints(config_type)["model"]:
+        raise ValueError(
+            f"--model {name} is of another family: use mcore-train {preset.family}."
+        )
+    return preset.flags
 
 
 def _pattern_flags(args: list[str]) -> list[str]:
