@@ -10,8 +10,50 @@ from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, GPT_FAMILY
 from mcore_models.flops import num_parameters
 from mcore_models.presets import load_preset, preset_names, presets
-from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads
+from mcore_parallel.logical_tensors import ffn_size, head_dim, moe_layers, num_kv_heads
 
+YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+DEEPSEEK = {
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 PUBLISHED = {
     "gemma-2-9b": {
         "model_type": "gemma2",
@@ -119,6 +161,46 @@ PUBLISHED = {
         "use_parallel_residual": True,
         "vocab_size": 50304,
     },
+    "deepseek-v2-lite": DEEPSEEK
+    | {
+        "model_type": "deepseek_v2",
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "vocab_size": 102400,
+    },
+    "deepseek-v3": DEEPSEEK | {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+    "kimi-k2": DEEPSEEK
+    | {
+        "model_type": "kimi_k2",
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 131072,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": YARN | {"beta_fast": 1.0, "factor": 32.0},
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "topk_group": 1,
+        "vocab_size": 163840,
+    },
 }
 """config.json of some published models."""
 
@@ -184,7 +266,13 @@ def test_a_preset_is_what_its_published_config_says(name):
     for one, sizes in ((mine, preset.config), (there, read.config)):
         one["num_query_groups"] = num_kv_heads(sizes)
         one["kv_channels"], one["ffn_hidden_size"] = head_dim(sizes), ffn_size(sizes)
-        del one["init_method_std"]
+        del one["init_method_std"], one["mtp_loss_scaling_factor"]
+    experts = config_to_dict(preset.moe)
+    layers = preset.config.num_layers
+    assert moe_layers(read.moe, layers) == moe_layers(preset.moe, layers)
+    for field, value in description["moe"].items():
+        if field not in ("moe_aux_loss_coeff", "moe_layer_freq"):  # trained with; compared
+            assert experts[field] == (pytest.approx(value) if value else value), field
     for field, value in mine.items():
         is_number = isinstance(value, float)
         assert there[field] == (pytest.approx(value) if is_number else value), field

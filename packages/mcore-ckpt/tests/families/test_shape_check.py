@@ -66,6 +66,7 @@ CONFIGS = {
     "gemma3_text": ROPE | HEAD,
     "deepseek_v2": ROPE | LATENT | {"q_lora_rank": None},
     "deepseek_v3": ROPE | LATENT | {"q_lora_rank": 9, "num_nextn_predict_layers": 1},
+    "kimi_k2": ROPE | LATENT | {"q_lora_rank": 9},
     "mamba2": {"hidden_size": 18, "num_hidden_layers": 2, "vocab_size": 37, "num_heads": 6}
     | {"head_dim": 6, "state_size": 5, "n_groups": 2, "conv_kernel": 4},
     "nemotron_h": {"hidden_size": 18, "vocab_size": 37, "intermediate_size": 22, "head_dim": 10}

@@ -4,7 +4,8 @@ A family is a module with ``to_ours(config) -> description``, ``to_theirs(descri
 config`` and ``table(description) -> Table``; where config.json may promise more than a folder
 has, or less, also ``as_stored(description, names) -> description``; where published folders
 spell names in another way, ``renames(names) -> {name there: name in the table}``; where the
-model is no GPT of ours, ``shapes(description)``. A description is what our
+model is no GPT of ours, ``shapes(description)``; where the class is not named like the type,
+``ARCHITECTURE``. A description is what our
 checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with
 the fields of mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have
 their defaults. Families whose model does not run here yet have a name of their own in
@@ -45,6 +46,7 @@ _FLOORS = {
     "llama4_text": "moe",
     "deepseek_v2": "moe",
     "deepseek_v3": "moe",
+    "kimi_k2": "moe",
     "mamba2": "recurrent",
     "t5": "encoders",
     "bert": "encoders",
@@ -117,7 +119,8 @@ def check_architectures(config: Mapping[str, Any]) -> None:
         ValueError: if it names several, or one of another family.
     """
     model_type, named = config.get("model_type", ""), config.get("architectures") or []
-    stem = re.sub(r"[_-]|text$", "", model_type)
+    known = family_of(model_type) if model_type in MODEL_TYPES else None
+    stem = getattr(known, "ARCHITECTURE", re.sub(r"[_-]|text$", "", model_type)).lower()
     is_one = isinstance(named, list) and len(named) <= 1
     if not is_one or any(not str(one).lower().startswith(stem) for one in named):
         raise ValueError(

@@ -152,7 +152,11 @@ def compare_copy(theirs: Rows, name: str, original: str) -> None:
         for rows in row_groups(one.shape)
     )
     if not same:
-        raise ValueError(
-            f"{name} is present and differs from {original}, though config.json ties the two: "
-            "set tie_word_embeddings to false if the head is a weight of its own."
+        mend = (
+            "layers of multi-token prediction share the model's. Take num_nextn_predict_layers "
+            "and these layers out of the folder."
+            if name.startswith("model.layers.")
+            else "config.json ties the two: set tie_word_embeddings to false if the head is a "
+            "weight of its own."
         )
+        raise ValueError(f"{name} is present and differs from {original}, though {mend}")

@@ -144,6 +144,7 @@ VARIANTS: dict[str, Any] = {
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
+    "mtp_num_layers": 0,
 }
 """Defaults of what few families have: others refuse them, see ``refuse_variants``."""
 
@@ -168,7 +169,6 @@ DEFAULTS: dict[str, Any] = {
     "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
-    "mtp_num_layers": 0,
     "normalization": "RMSNorm",
     "norm_epsilon": 1e-5,
     "apply_layernorm_1p": False,

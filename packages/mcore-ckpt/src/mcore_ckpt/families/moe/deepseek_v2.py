@@ -55,7 +55,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: naming a flag that the family cannot say.
     """
     theirs = write(description, "deepseek_v2", "DeepseekV2ForCausalLM")
-    require(description, rotary_interleaved=True)
+    require(description, rotary_interleaved=True, mtp_num_layers=0)
     topk, groups, kept, scored, score, is_before = (
         expert_setting(description, f"moe_router_{name}")
         for name in (

@@ -1,9 +1,9 @@
-"""DeepSeek-V3: latent attention, sigmoid routing in groups, shared experts, extra predictors.
+"""DeepSeek-V3: latent attention, sigmoid routing in groups, multi-token prediction.
 
 What V2 has in common with it is here too.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import ANGLES, around, gpt, tied_copies
@@ -19,6 +19,13 @@ from mcore_ckpt.families.common.fields import (
     setting,
 )
 from mcore_ckpt.families.common.rope import read_rope, write_rope
+from mcore_ckpt.families.moe.mtp_layers import (
+    mtp_copies,
+    mtp_rules,
+    read_mtp,
+    without_absent,
+    write_mtp,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 
 PAIRS = (
@@ -42,6 +49,8 @@ _ABSENT = {"n_group": 8, "topk_group": 4, "n_shared_experts": 1} | {
     "routed_scaling_factor": 2.5,
     "q_lora_rank": 1536,
 }
+as_stored = without_absent
+
 _SCORED = 2
 """Experts whose scores sum to that of their group."""
 
@@ -59,9 +68,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     interleaved = fields.take("rope_interleave", True)
     groups = fields.take("n_group", 1), fields.take("topk_group", 1)
     described = read(fields, interleaved)
-    predictors = fields.take("num_nextn_predict_layers", 0)
-    if predictors:
-        described["config"]["mtp_num_layers"] = predictors
+    described["config"] |= read_mtp(fields)
     moe = described["moe"]
     if moe["moe_router_topk"] == 1:
         raise ValueError(
@@ -107,17 +114,8 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "n_group": groups or 1,
         "topk_group": kept or 1,
         "rope_interleave": setting(description, "rotary_interleaved"),
-        "num_nextn_predict_layers": description["config"].get("mtp_num_layers", 0),
+        **write_mtp(description),
     }
-
-
-def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Leave out predictors that a folder lacks: transformers saves none of them."""
-    there = f"model.layers.{setting(description, 'num_layers')}.eh_proj.weight"
-    if there in names:
-        return description
-    left = {name: v for name, v in description["config"].items() if name != "mtp_num_layers"}
-    return {**description, "config": left}
 
 
 def read(fields: Fields, interleaved: bool) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def write(description: Mapping[str, Any], family: str, architecture: str) -> dic
         ValueError: naming a flag that neither can say.
     """
     require_family(description, "gpt")
-    refuse_variants(description, *ROPE_VARIANTS)
+    refuse_variants(description, *ROPE_VARIANTS, "mtp_num_layers")
     require(
         description,
         multi_latent_attention=True,
@@ -226,19 +224,13 @@ def table(description: Mapping[str, Any]) -> Table:
         *expert_rules("model.layers.*.mlp.experts.*.", _MLP_NAMES, sparse),
         *_mlp("moe.shared.", "mlp.shared_experts.", sparse),
     ]
-    count = setting(description, "num_layers")
-    copies = dict(tied_copies(description))
-    extra: list[Rule] = []
-    for number in range(description["config"].get("mtp_num_layers", 0)):
-        there = f"model.layers.{count + number}."
-        extra += _predictor(description, layers, number, there)
-        copies |= {
-            f"{there}embed_tokens.weight": "model.embed_tokens.weight",
-            f"{there}shared_head.head.weight": "lm_head.weight",
-        }
-    rules = (*around(description, layers), *extra)
-    experts = expert_setting(description, "num_experts")
-    return Table(rules, count, experts, droppable=ANGLES, copies=copies)
+    return Table(
+        (*around(description, layers), *mtp_rules(description, layers)),
+        setting(description, "num_layers"),
+        expert_setting(description, "num_experts"),
+        droppable=ANGLES,
+        copies=tied_copies(description) | mtp_copies(description),
+    )
 
 
 _MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -284,22 +276,4 @@ def _router(description: Mapping[str, Any], layers: tuple[int, ...]) -> list[Rul
     if expert_setting(description, "moe_router_enable_expert_bias"):
         there = f"{gate}e_score_correction_bias"
         rules.append(Rule("blocks.*.moe.router.expert_bias", there, layers=layers))
-    return rules
-
-
-def _predictor(
-    description: Mapping[str, Any], layers: list[Rule], number: int, there: str
-) -> list[Rule]:
-    """Rules of one layer that predicts a token further: a sparse layer with a front."""
-    names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
-    names["final_norm"] = "shared_head.norm"
-    mine = f"mtp.{number}."
-    rules = [Rule(f"{mine}{a}.weight", f"{there}{b}.weight") for a, b in names.items()]
-    sparse = [rule for rule in layers if rule.layers is None or ".moe." in str(rule.ours)]
-    for rule in sparse:
-        a = str(rule.ours).replace("blocks.*.", f"{mine}block.", 1)
-        b = rule.theirs.replace("model.layers.*.", there, 1)
-        many = "*" in b
-        for expert in range(expert_setting(description, "num_experts") if many else 1):
-            rules.append(Rule(a.replace("*", str(expert)), b.replace("*", str(expert))))
     return rules

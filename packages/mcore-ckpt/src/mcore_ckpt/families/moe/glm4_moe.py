@@ -18,6 +18,13 @@ from mcore_ckpt.families.common.experts import (
     expert_size_of,
 )
 from mcore_ckpt.families.common.fields import Fields, require, setting
+from mcore_ckpt.families.moe.mtp_layers import (
+    mtp_copies,
+    mtp_rules,
+    read_mtp,
+    without_absent,
+    write_mtp,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -29,6 +36,9 @@ _ABSENT = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 131072,
 }
+
+
+as_stored = without_absent
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,9 +53,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         stated["partial_rotary_factor"] = config.get("partial_rotary_factor") or 0.5
     fields = Fields(stated, absent=_ABSENT)
     fields.must_be("norm_topk_prob", True)
-    # Predictors of later tokens, which transformers leaves out.
-    fields.maybe("num_nextn_predict_layers")
-    ours = read_rms_silu(fields, partial=True)
+    ours = read_rms_silu(fields, partial=True) | read_mtp(fields)
     ours["qk_layernorm"] = fields.take("use_qk_norm", False)
     ours["add_qkv_bias"] = fields.take("attention_bias", False)
     count, dense = ours["num_layers"], fields.take("first_k_dense_replace")
@@ -85,7 +93,9 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if expert_setting(description, name) != wanted:
             raise ValueError(f"it cannot say --{name.replace('_', '-')} other than {wanted}")
-    theirs = write_rms_silu(description, "Glm4MoeForCausalLM", partial=True)
+    theirs = write_rms_silu(
+        description, "Glm4MoeForCausalLM", partial=True, says=("mtp_num_layers",)
+    )
     pattern = expert_layers(description)
     dense = pattern.count(0)
     if any(pattern[:dense]):
@@ -109,7 +119,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "routed_scaling_factor": expert_setting(description, "moe_router_topk_scaling_factor")
         or 1.0,
         "norm_topk_prob": True,
-        "num_nextn_predict_layers": 0,
+        **write_mtp(description),
     }
 
 
@@ -132,10 +142,10 @@ def table(description: Mapping[str, Any]) -> Table:
         *_mlp("moe.shared.", f"{mlp}shared_experts.", sparse),
     ]
     return Table(
-        around(description, rules),
+        (*around(description, rules), *mtp_rules(description, rules)),
         setting(description, "num_layers"),
         expert_setting(description, "num_experts"),
-        copies=tied_copies(description),
+        copies=tied_copies(description) | mtp_copies(description),
     )
 
 

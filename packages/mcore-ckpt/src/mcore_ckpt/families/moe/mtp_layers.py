@@ -1,0 +1,82 @@
+"""Layers of multi-token prediction as DeepSeek-V3 and GLM-4.5 store them.
+
+They stand behind the last layer: ``model.layers.61.*`` of DeepSeek-V3 is a layer as the one
+before it, with two norms and a projection in front, and a norm behind. Copies of embedding and
+head beside them are read where they equal the model's, and not written.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt.families.common.experts import expert_setting
+from mcore_ckpt.families.common.fields import Fields, setting
+from mcore_ckpt.mapping.rules import Rule
+
+_FIELD = "num_nextn_predict_layers"
+_AROUND = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "final_norm": "shared_head.norm",
+}
+
+
+def read_mtp(fields: Fields) -> dict[str, Any]:
+    """Read from a config.json how many there are; nothing where there are none."""
+    number = fields.take(_FIELD, 0)
+    return {"mtp_num_layers": number} if number else {}
+
+
+def write_mtp(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write into a config.json how many there are."""
+    return {_FIELD: setting(description, "mtp_num_layers")}
+
+
+def without_absent(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Leave out layers that a folder lacks: transformers saves none of them."""
+    if any(f"{there}eh_proj.weight" in names for there in _places(description)):
+        return description
+    left = {name: v for name, v in description["config"].items() if name != "mtp_num_layers"}
+    return {**description, "config": left}
+
+
+def mtp_rules(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> list[Rule]:
+    """Rules of these layers, from those of the layers before them.
+
+    Args:
+        description: of the model.
+        layer_rules: of its layers; these are as the last one.
+    """
+    last = setting(description, "num_layers") - 1
+    block = [rule for rule in layer_rules if rule.layers is None or last in rule.layers]
+    rules: list[Rule] = []
+    for number, there in enumerate(_places(description)):
+        here = f"mtp.{number}."
+        rules += [Rule(f"{here}{a}.weight", f"{there}{b}.weight") for a, b in _AROUND.items()]
+        for rule in block:
+            a = str(rule.ours).replace("blocks.*.", f"{here}block.", 1)
+            b = rule.theirs.replace("model.layers.*.", there, 1)
+            experts = expert_setting(description, "num_experts") if "*" in b else 1
+            rules += [
+                replace(rule, ours=a.replace("*", e), theirs=b.replace("*", e), layers=None)
+                for e in map(str, range(experts))
+            ]
+    return rules
+
+
+def mtp_copies(description: Mapping[str, Any]) -> dict[str, str]:
+    """Name the copies of embedding and head beside them."""
+    tied = not setting(description, "untie_embeddings_and_output_weights")
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    copies: dict[str, str] = {}
+    for there in _places(description):
+        copies[f"{there}embed_tokens.weight"] = "model.embed_tokens.weight"
+        copies[f"{there}shared_head.head.weight"] = head
+    return copies
+
+
+def _places(description: Mapping[str, Any]) -> list[str]:
+    """Their prefix of each of these layers."""
+    count, number = (setting(description, n) for n in ("num_layers", "mtp_num_layers"))
+    return [f"model.layers.{count + depth}." for depth in range(number)]
