@@ -114,6 +114,7 @@ SHAPELESS = {
     ("glm4_moe", "num_experts_per_tok"),
     ("deepseek_v2", "num_experts_per_tok"),
     ("deepseek_v3", "num_experts_per_tok"),
+    ("kimi_k2", "num_experts_per_tok"),
     ("nemotron_h", "num_experts_per_tok"),
     # All layers have experts.
     ("qwen3_moe", "intermediate_size"),

@@ -11,7 +11,7 @@ from math import lcm
 from typing import Any
 
 from mcore_models.config import TransformerConfig, is_local, is_rotated
-from mcore_models.encoder_config import T5Config, encoder_layers
+from mcore_models.encoder_config import BertConfig, T5Config, encoder_layers
 from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.logical_tensors import head_dim, layer_mixers, num_kv_heads
@@ -240,6 +240,8 @@ def _positioned(config: TrainConfig, layer: int) -> str:
 
 def _attention(config: TrainConfig, layer: int) -> str:
     has_window = is_local(config.model, layer)
+    if isinstance(config.model, BertConfig):
+        return "all tokens, also later ones"
     if config.parallelism.context_parallel_size == 1:
         return "window" if has_window else "all tokens"
     kind = cp_comm_type(config.model, config.parallelism, layer)

@@ -146,7 +146,8 @@ def _split_stacks(
 def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[int]]]:
     """Choose which of the real layers stay, stage by stage: one or two of each stage.
 
-    Those that stay show the kinds that the stage has; one stage alone keeps one of each kind.
+    Those that stay show kinds that the stage has, first what no stage before it shows; one
+    stage alone keeps one of each kind.
     """
     kinds = layer_kinds(plan)
     stages = plan.stages
@@ -165,7 +166,8 @@ def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[i
         count = most
         if len(counts) > 1:
             count = 2 if len(stage.layers) > min(counts) else 1
-        kept.append(_choose_layers(plan, list(stage.layers), count, sum(map(len, kept))))
+        before = [layer for layers in kept for layer in layers]
+        kept.append(_choose_layers(plan, list(stage.layers), count, before))
     return num_stages, kept
 
 
@@ -183,8 +185,8 @@ def _last_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return (*(stage for stage in stages[:-1] if stage.has_mtp), stages[-1])
 
 
-def _choose_layers(plan: Plan, layers: list[int], count: int, position: int) -> list[int]:
-    """Choose layers that have a window where the small run has one, of kinds not seen yet."""
+def _choose_layers(plan: Plan, layers: list[int], count: int, before: list[int]) -> list[int]:
+    """Choose layers of a stage: a window where the small run has one, kinds not seen yet."""
     kinds, chosen = layer_kinds(plan), []
     model = plan.config.model
     small = replace(
@@ -194,16 +196,17 @@ def _choose_layers(plan: Plan, layers: list[int], count: int, position: int) -> 
     )
     while len(chosen) < min(count, len(layers)):
         wanted = (
-            is_local(small, position + len(chosen)),
-            is_rotated(small, position + len(chosen)),
+            is_local(small, len(before) + len(chosen)),
+            is_rotated(small, len(before) + len(chosen)),
         )
-        seen = {kinds[layer] for layer in chosen}
+        here, earlier = ({kinds[layer] for layer in some} for some in (chosen, before))
         chosen.append(
             min(
                 (layer for layer in layers if layer not in chosen),
                 key=lambda layer: (
                     (is_local(model, layer), is_rotated(model, layer)) != wanted,
-                    kinds[layer] in seen,
+                    kinds[layer] in here,
+                    kinds[layer] in earlier,
                     layer,
                 ),
             )

@@ -1,0 +1,65 @@
+"""Published models by name: one layout of each architecture computes what one rank computes."""
+
+import pytest
+
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.composition import FAMILY_COMMANDS
+from mcore_train.layout_check.small_run import build_small_run
+from mcore_train.layout_check.verification import verify_on_rank
+from mcore_train.options.parsing import parse
+from mcore_train.resolution import resolve
+
+TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
+CP2, ZERO = "--context-parallel-size 2", "--use-distributed-optimizer"
+EP2 = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+LAYOUTS = {
+    "deepseek-v2-lite": ("gpt", 4, f"{TP2} {CP2} {EP2} {SP} {ZERO}"),
+    "deepseek-v3": (
+        "gpt",
+        8,
+        (
+            f"{EP2} --pipeline-model-parallel-size 4 {ZERO} "
+            "--pipeline-model-parallel-layout Et*31|t*30|m|L"
+        ),
+    ),
+    "kimi-k2": (
+        "gpt",
+        4,
+        f"{CP2} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 30",
+    ),
+    "glm-4.5": ("gpt", 4, f"{TP2} {CP2} {SP} {EP2}"),
+    "mamba2-130m": ("mamba", 4, f"{TP2} {CP2} --mamba-num-groups 4"),
+    "nemotron-h-8b": ("mamba", 4, f"{TP2} {SP} --pipeline-model-parallel-size 2"),
+    "mamba2-hybrid-8b": ("mamba", 4, f"{CP2} {TP2}"),
+    "bert-base": ("bert", 4, f"{TP2} --pipeline-model-parallel-size 2"),
+    "bert-345m": ("bert", 4, f"{TP2} {CP2} {SP}"),
+    "t5-base": ("t5", 4, f"{TP2} --pipeline-model-parallel-size 2 {ZERO}"),
+}
+RUN = "--mock-data --seq-length 512 --micro-batch-size 1 --global-batch-size 8 --train-iters 10"
+
+
+def small_run(name):
+    command, world_size, flags = LAYOUTS[name]
+    family = FAMILY_COMMANDS[command]
+    words = f"--model {name} {RUN} --lr 1e-3 {flags}".split()
+    config = parse(words, f"mcore-train {command}", family.run)
+    plan = resolve(config, world_size, family=family.family)
+    return build_small_run(plan, world_size)
+
+
+def verify(small):
+    return verify_on_rank(small)
+
+
+@pytest.mark.parity_long
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_model_is_verified_under_a_layout(name):
+    small = small_run(name)
+    certificate = run_ranks(verify, small.world_size, small)[0]
+    assert certificate.passed, [line for line in certificate.lines if not line.passed]
+
+
+def test_every_published_model_has_a_small_run_of_its_kinds():
+    for name in LAYOUTS:
+        notes = small_run(name).notes
+        assert not any("kinds of layers" in note for note in notes), (name, notes)
