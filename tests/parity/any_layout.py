@@ -117,6 +117,14 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
             "ddp_bucket_size": 3000,
         },
         INSTANCES,
+        {"use_torch_fsdp2": True},
+        {"data_parallel_sharding_strategy": "optim_grads"},
+        {"use_torch_fsdp2": True, "num_distributed_optimizer_instances": 2},
+    ),
+    (
+        {},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
     ),
     ({}, {"use_tp_pp_dp_mapping": True}, {"rank_order": "dp-pp-tp-cp-ep"}),
     (

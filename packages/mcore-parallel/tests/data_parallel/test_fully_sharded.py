@@ -14,21 +14,29 @@ from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
 
 
+class Block(nn.Linear):
+    """Computes in the dtype of what comes in, which its gathered weights must have."""
+
+    def forward(self, x):
+        assert self.weight.dtype == self.bias.dtype == x.dtype
+        return super().forward(x).tanh()
+
+
 class Chunk(nn.Module):
     """Two blocks of uneven rows between plain layers, and a parameter of another dtype."""
 
     def __init__(self, dtype):
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(4, 5, dtype=dtype)
-        self.blocks = nn.ModuleDict({str(i): nn.Linear(5, 5, dtype=dtype) for i in range(2)})
+        self.first = Block(4, 5, dtype=dtype)
+        self.blocks = nn.ModuleDict({str(i): Block(5, 5, dtype=dtype) for i in range(2)})
         self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
         self.frozen = nn.Parameter(torch.full((5,), 2.0, dtype=dtype), requires_grad=False)
 
     def forward(self, x):
         x = self.first(x) * self.frozen
         for block in self.blocks.values():
-            x = block(x).tanh()
+            x = block(x)
         return x * self.scale.to(x.dtype)
 
 
