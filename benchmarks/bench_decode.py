@@ -13,7 +13,10 @@ import time
 import torch
 from reporting import add_options, keep, versions
 
+from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
+from mcore_infer.quantization.gemms import QuantizedGemm
+from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.mesh import ParallelContext
@@ -52,12 +55,18 @@ def main() -> None:
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
     model.eval()
-    read = sum(p.nbytes for n, p in model.named_parameters() if not n.startswith("embedding"))
+    if options.quantize:
+        round_to_nearest_(model, LAYOUTS[METHODS[options.quantize]])
+    parameters = {n: p for n, p in model.named_parameters() if not n.startswith("embedding")}
+    read = sum(p.untyped_storage().nbytes() for p in parameters.values())
+    held = [m.gemm for m in linears(model).values() if isinstance(m.gemm, QuantizedGemm)]
+    read += sum(gemm.packed.nbytes + gemm.scales.nbytes for gemm in held)
     row = {
         "name": options.name,
         **versions(options),
         "geometry": options.geometry,
         "dtype": str(dtype),
+        "quantize": options.quantize,
         "weight_bytes": read,
         "roofline_tokens_per_s": round(BANDWIDTH / read, 1),
         "cases": {},
@@ -65,6 +74,8 @@ def main() -> None:
     for batch in options.batches:
         row["cases"][f"batch {batch}"] = measure(model, options, batch, vocab)
         print(batch, row["cases"][f"batch {batch}"], flush=True)
+    row["cases"]["prefill"] = measure_prefill(model, options.prefill_tokens, vocab)
+    print("prefill", row["cases"]["prefill"], flush=True)
     if device == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     keep(options, row)
@@ -121,6 +132,25 @@ def measure(model: GPT, options: argparse.Namespace, batch: int, vocab: int) -> 
     }
 
 
+def measure_prefill(model: GPT, num_tokens: int, vocab: int) -> dict:
+    """Read one prompt without a cache; the median of five times, after two."""
+    tokens = torch.arange(num_tokens).remainder(vocab)[None].to(next(model.parameters()).device)
+    times = []
+    with torch.no_grad():
+        for _ in range(7):
+            _wait()
+            begin = time.perf_counter()
+            model(tokens)
+            _wait()
+            times.append(time.perf_counter() - begin)
+    seconds = statistics.median(times[2:])
+    return {
+        "tokens": num_tokens,
+        "ms": round(1e3 * seconds, 2),
+        "tokens_per_s": round(num_tokens / seconds, 1),
+    }
+
+
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -131,7 +161,9 @@ def _options() -> argparse.Namespace:
     add_options(parser)
     parser.add_argument("--name", default="decode")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3-8b")
+    parser.add_argument("--quantize", choices=METHODS, default="")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--prefill-tokens", type=int, default=4096)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     return parser.parse_args()

@@ -8,6 +8,7 @@ from mcore_infer.commands.chatting import chat
 from mcore_infer.commands.evaluating import evaluate
 from mcore_infer.commands.exporting import export
 from mcore_infer.commands.generating import generate
+from mcore_infer.commands.quantizing import quantize
 from mcore_infer.commands.serving import serve
 from mcore_parallel.command_line import parse
 from mcore_parallel.entry_point import run_program
@@ -20,6 +21,7 @@ examples:
   mcore-infer chat --load Llama-3.2-1B-Instruct
   mcore-infer serve --load runs/tiny --port 5000
   mcore-infer eval --load runs/tiny --valid-data chapter.txt
+  mcore-infer quantize --load runs/tiny --method fp8 --calibration-data chapter.txt --output fp8
   mcore-infer export --load runs/tiny --output for-trtllm --format trtllm"""
 
 
@@ -53,4 +55,5 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "serve": ("text over HTTP: PUT /api and OpenAI's interfaces", serve),
     "eval": ("loss and perplexity of texts; WIKITEXT103 and LAMBADA", evaluate),
     "export": ("a folder for TensorRT-LLM or vLLM", export),
+    "quantize": ("a folder of quantized weights, with a receipt", quantize),
 }

@@ -6,21 +6,32 @@ rank reads the rows that it needs.
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from mcore_ckpt.save_load.hf_loading import opened_quantized
 from mcore_ckpt.save_load.loading import describe_checkpoint, load
 from mcore_ckpt.storage.index import Index
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.quantization.loading import (
+    is_quantized,
+    pack_weights_,
+    packed_paths,
+    quantized_linears,
+    round_inputs_,
+)
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, Family
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
-from mcore_parallel.sharding import named_shards
+from mcore_parallel.sharding import Shard, named_shards
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
@@ -57,6 +68,7 @@ def load_model(
     step: int = 0,
     dtype: torch.dtype | None = None,
     checksums: bool = True,
+    keep_codes: bool | None = None,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
     """Build the model that a checkpoint describes and fill it.
@@ -70,6 +82,8 @@ def load_model(
         dtype: to compute in; None: bfloat16 on a GPU, else as it was saved but float32 for
             bfloat16, which CPUs are slow at.
         checksums: check the bytes that are read.
+        keep_codes: leave quantized weights packed and multiply with their codes, instead of
+            widening them once; None: on a GPU. Inputs are rounded as the method says in both.
         families: of models that the checkpoint may hold.
 
     Raises:
@@ -86,16 +100,29 @@ def load_model(
             "checkpoint that mcore-train or mcore-ckpt convert wrote."
         )
     description = ModelDescription.from_dict(index.extra["model"], families)
-    model = empty_model(description, ctx, dtype or _dtype_for(ctx.device, index), families)
-    shards = {f"model.{name}": s for name, s in named_shards(model, ctx.data_axes()).items()}
-    load(
-        folder,
-        shards,
-        world=ctx.world,
-        checksums=checksums,
-        cast=True,
-        ignore=("optimizer.", "rng."),
-    )
+    model = _on_meta(description, ctx, dtype or _dtype_for(ctx.device, index), families)
+    reading: dict[str, Any] = {"world": ctx.world, "checksums": checksums, "cast": True}
+    with ExitStack() as stack:
+        quantized, scales = None, {}
+        if is_hf_folder(folder) and is_quantized(folder):
+            quantized = stack.enter_context(opened_quantized(folder))
+        if quantized is not None:
+            scales = quantized_linears(model, quantized)
+        keeps = ctx.device.type == "cuda" if keep_codes is None else keep_codes
+        packed = packed_paths(scales) if keeps else frozenset()
+        _allocate(model, ctx.device, packed)
+        shards = {f"model.{n}": s for n, s in named_shards(model, ctx.data_axes()).items()}
+        apart = {name for name, shard in shards.items() if _is_meta(shard)}
+        rest = {name: shard for name, shard in shards.items() if name not in apart}
+        load(folder, rest, ignore=("optimizer.", "rng.", *apart), **reading)
+        if quantized is not None:
+
+            def fill(weights: Mapping[str, Shard]) -> None:
+                named = {f"model.{name}": shard for name, shard in weights.items()}
+                load(folder, named, ignore=("model.",), **reading)
+
+            round_inputs_(model, {p: s for p, s in scales.items() if p not in packed})
+            pack_weights_(model, quantized, {p: scales[p] for p in packed}, fill, ctx.device)
     model.eval()
     return LoadedModel(model, description, _tokenizer_of(folder), folder, ctx.dp)
 
@@ -117,6 +144,17 @@ def empty_model(
     Raises:
         ValueError: if the model predicts no next token.
     """
+    model = _on_meta(description, ctx, dtype, families)
+    _allocate(model, ctx.device, frozenset())
+    return model
+
+
+def _on_meta(
+    description: ModelDescription,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+    families: Mapping[str, Family],
+) -> LanguageModel:
     model = families[description.family].build(
         description.config,
         ctx,
@@ -130,11 +168,23 @@ def empty_model(
             f"a model of the family {description.family} predicts no next token: it can "
             "neither generate nor be scored on a text."
         )
-    model.to_empty(device=ctx.device)
+    return model
+
+
+def _allocate(model: nn.Module, device: torch.device, packed: frozenset[str]) -> None:
+    """Give a model memory of zeros, but not the weights of linears that stay packed."""
+    for path, module in model.named_modules():
+        kept = module._parameters.pop("weight") if path in packed else None
+        module.to_empty(device=device, recurse=False)
+        if kept is not None:
+            module.register_parameter("weight", kept)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()  # what no logical tensor covers is padding, which is zero
-    return model
+
+
+def _is_meta(shard: Shard) -> bool:
+    return any(piece.data.is_meta for piece in shard.pieces)
 
 
 def check_context(ctx: ParallelContext) -> None:

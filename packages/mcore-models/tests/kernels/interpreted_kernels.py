@@ -8,6 +8,8 @@ this shows the arithmetic, masks and loops, not the compiled code.
 import torch
 import triton.runtime.interpreter as interpreter
 
+from mcore_ckpt.formats.quantized_layouts import LAYOUTS
+from mcore_infer.quantization.kernels import few_rows_matmul, widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import ssd as kernels_of_ssd
@@ -303,6 +305,19 @@ def check_convolution_and_gated_norm():
     compare_with_gradients([got], [norm.plain(y, z)], leaves)
 
 
+def check_quantized_weights():
+    for algo, rows in (("FP8", 20), ("W8A16", 1), ("W4A16_AWQ", 3), ("NVFP4", 2)):
+        layout = LAYOUTS[algo]
+        weight = torch.randn(70, 256) * torch.randn(70, 1).exp()
+        scales = layout.scales(weight)
+        packed = layout.packed(layout.quantized(weight, scales))
+        kind = packed, layout.wide_scales(scales), layout.code, layout.group
+        want = layout.dequantized(packed, scales)
+        compare([widened(*kind, torch.float32)], [want], rtol=1e-6)
+        x = torch.randn(rows, 256)
+        compare([few_rows_matmul(x, *kind)], [x @ want.t()], atol=1e-3)
+
+
 def check_trials():
     config = TransformerConfig(
         num_layers=2,
@@ -333,6 +348,7 @@ if __name__ == "__main__":
         check_experts_of_tokens,
         check_weight_gradients,
         check_fp8_casts,
+        check_quantized_weights,
         check_state_space,
         check_convolution_and_gated_norm,
         check_trials,

@@ -110,14 +110,19 @@ def write_hf(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: 
     items = watch(stacked_items(_items(family.table(source.description), source)))
     config |= _dtype_fields(items)
     write_hf_folder(folder, config, items, wanted.max_shard_bytes)
+    for name, content in hf_small_files(source).items():
+        _write_small(folder / name, content)
+    return model_type
+
+
+def hf_small_files(source: OpenCheckpoint) -> dict[str, bytes]:
+    """Return the tokenizer's files and the generation config of a Hugging Face folder."""
     tokenizer = dict(source.tokenizer)
     if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
         # Enough for AutoTokenizer to open a tokenizer that was trained here.
         plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
         tokenizer["tokenizer_config.json"] = json.dumps(plain, indent=2).encode() + b"\n"
-    for name, content in {**tokenizer, **source.generation}.items():
-        _write_small(folder / name, content)
-    return model_type
+    return {**tokenizer, **source.generation}
 
 
 def write_dcp(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: Watch) -> str:

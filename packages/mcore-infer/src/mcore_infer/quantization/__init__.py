@@ -1,0 +1,1 @@
+"""Quantized weights: made, judged, and multiplied with."""

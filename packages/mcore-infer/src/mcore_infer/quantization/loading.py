@@ -1,0 +1,231 @@
+"""Loading of quantized folders: which linears keep their codes, and how they get them.
+
+On a GPU a linear's weight stays packed as in the file and only its codes are read when it
+multiplies; embeddings, experts, latent attention's up-projection and whatever does not fit are
+widened. Elsewhere every weight is widened, and inputs are rounded as the method says, so that
+a model computes the same anywhere. Under tensor parallelism a rank holds its part of codes and
+scales.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from mcore_ckpt.formats.quantization import MatrixPart
+from mcore_ckpt.formats.quantized_layouts import QuantLayout
+from mcore_ckpt.mapping.low_bits import Code, encode
+from mcore_ckpt.save_load.hf_loading import QuantizedFolder
+from mcore_infer.quantization.gemms import QuantizedGemm, RoundedInputs, Rounding
+from mcore_infer.quantization.tile_choices import TileChoices
+from mcore_parallel.sharding import Part, Shard, named_shards
+from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+log = logging.getLogger(__name__)
+
+Linear = ColumnParallelLinear | RowParallelLinear
+_READ_DIRECTLY = "kv_up"
+"""Linear whose weight latent attention reads itself."""
+
+
+@dataclass(frozen=True)
+class RankScales:
+    """How this rank's part of a linear's weight was rounded."""
+
+    scales: Tensor
+    """Float32 ``[f, d]``, one for each group of outputs and inputs."""
+    group: tuple[int, int]
+    """Outputs and inputs that share a scale; 0: all."""
+    rounding: Rounding
+    """Of inputs."""
+
+
+def linears(model: nn.Module) -> dict[str, Linear]:
+    """List the linears of a model that may be quantized, by path."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    }
+
+
+def logical_parts(path: str, linear: Linear) -> list[Part]:
+    """Return what a linear's weight holds, with whole logical names."""
+    parts = linear.layouts()["weight"].parts
+    return [replace(p, name=f"{path}.{p.name or 'weight'}") for p in parts]
+
+
+def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, RankScales]:
+    """Read the scales of all linears that a folder quantizes; no communication.
+
+    Returns:
+        By path. Of weights whose cut runs through groups there is none.
+    """
+    found = {}
+    for path, linear in linears(model).items():
+        parts = logical_parts(path, linear)
+        if all(folder.is_quantized(part.name) for part in parts):
+            scales = _of_rank(parts, folder)
+            if scales is None:
+                log.warning(
+                    "%s is not multiplied by its codes: the ranks' cut runs through groups.",
+                    path,
+                )
+            else:
+                found[path] = scales
+    return found
+
+
+def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
+    layout, found = folder.plan.layout, []
+    tall, wide = layout.group
+    for part in parts:
+        (row, column), (rows, columns) = part.offsets, part.logical_lengths
+        is_last = column + columns == part.shape[1]
+        if wide and (column % wide or (columns % wide and not is_last)):
+            return None
+        one = folder.part(part.name, row, row + rows)
+        scales, pre = one.scales, one.pre_quant_scale
+        if wide:
+            scales = scales[:, column // wide : -(-(column + columns) // wide)]
+        pre = None if pre is None else pre[column : column + columns]
+        found.append(replace(one, scales=scales, pre_quant_scale=pre))
+    if layout.problem((sum(p.logical_lengths[0] for p in parts), parts[0].logical_lengths[1])):
+        return None
+    every = [one.scales for one in found]
+    if not tall and all(torch.equal(one, every[0]) for one in every):
+        scales = every[0]
+    elif (
+        tall > 1
+        and not any(p.offsets[0] % tall for p in parts)
+        and not any(p.logical_lengths[0] % tall for p in parts[:-1])
+    ):
+        scales = torch.cat(every)
+    else:
+        # What the parts do not share, or share across their borders, becomes one for each row.
+        spread = []
+        for one, part in zip(every, parts, strict=True):
+            (row, _), (rows, _) = part.offsets, part.logical_lengths
+            high = one.repeat_interleave(tall, 0)[row % tall :] if tall else one
+            spread.append(high[:rows] if tall else high.expand(rows, -1))
+        scales, tall = torch.cat(spread), 1
+    return RankScales(scales.contiguous(), (tall, wide), _rounding(found))
+
+
+def _rounding(parts: list[MatrixPart]) -> Rounding:
+    """Return how inputs are rounded, which all parts of a linear must agree on.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    first = parts[0]
+    for one in parts[1:]:
+        for kind in ("input_scale", "pre_quant_scale"):
+            mine, other = getattr(first, kind), getattr(one, kind)
+            if (mine is None) != (other is None) or (
+                mine is not None and not torch.equal(mine, other)
+            ):
+                raise ValueError(
+                    f"matrices of one input have different {kind}s: engines multiply q, k, v "
+                    "(gate, up) at once. Quantize with scales that they share."
+                )
+    return Rounding(_rounded_to(first.layout), first.input_scale, first.pre_quant_scale)
+
+
+def _rounded_to(layout: QuantLayout) -> Code | Literal[""]:
+    # Inputs in four bits need hardware that does not run here: they stay as they are.
+    return "" if layout.inputs == "e2m1" else layout.inputs
+
+
+def round_inputs_(model: nn.Module, scales: Mapping[str, RankScales]) -> None:
+    """Let linears with wide weights round their inputs as quantized ones do."""
+    for path, linear in linears(model).items():
+        if path in scales and scales[path].rounding.code:
+            rounding = scales[path].rounding
+            linear.gemm = RoundedInputs(_to(rounding, linear.weight.device))
+
+
+def pack_weights_(
+    model: nn.Module,
+    folder: QuantizedFolder,
+    scales: Mapping[str, RankScales],
+    load: Callable[[Mapping[str, Shard]], None],
+    device: torch.device,
+) -> None:
+    """Give linears their codes, one linear at a time.
+
+    Args:
+        model: the weights of these linears are on the meta device.
+        folder: quantized.
+        scales: by path of the linears.
+        load: fills shards from the folder; all ranks that share the model call it.
+        device: where the codes go.
+    """
+    choices = TileChoices()
+    for path, linear in linears(model).items():
+        if path not in scales:
+            continue
+        shape = tuple(linear.weight.shape)
+        linear.weight = nn.Parameter(torch.zeros(shape, device=device), requires_grad=False)
+        weight = named_shards(linear)
+        names = {p.name.removeprefix(f"{path}.") for p in logical_parts(path, linear)}
+        load({f"{path}.{name}": weight[name] for name in names})
+        pack_(linear, folder.plan.layout, scales[path], choices)
+
+
+def pack_(linear: Linear, layout: QuantLayout, own: RankScales, choices: TileChoices) -> None:
+    """Replace a linear's wide weight by codes, which its values and scales determine."""
+    weight, device = linear.weight.detach(), linear.weight.device
+    rounding, scales = _to(own.rounding, device), own.scales.to(device)
+    if rounding.pre_quant_scale is not None:
+        weight = weight / rounding.pre_quant_scale
+    tall, wide = (n or size for n, size in zip(own.group, weight.shape, strict=True))
+    full = scales.repeat_interleave(tall, 0)[: weight.shape[0]]
+    full = full.repeat_interleave(wide, 1)[:, : weight.shape[1]]
+    packed = layout.packed(encode(weight.float() / full, layout.code)).contiguous()
+    linear.gemm = QuantizedGemm(layout, packed, scales, own.group, rounding, choices)
+    # Of the weight's shape, which callers may ask for, without its memory.
+    hollow = torch.zeros(1, 1, device=device, dtype=weight.dtype).expand(weight.shape)
+    linear.weight = nn.Parameter(hollow, requires_grad=False)
+
+
+def round_to_nearest_(model: nn.Module, layout: QuantLayout) -> None:
+    """Pack all linears of a model by their own largest magnitudes, without calibration.
+
+    Inputs are scaled as they come. For benchmarks with random weights.
+    """
+    choices = TileChoices()
+    for path, linear in linears(model).items():
+        if path.endswith(_READ_DIRECTLY) or layout.problem(tuple(linear.weight.shape)):
+            continue
+        chosen = layout.scales(linear.weight.detach())
+        code = _rounded_to(layout)
+        scale = torch.tensor(0.05) if layout.input_scale and code else None
+        own = RankScales(layout.wide_scales(chosen), layout.group, Rounding(code, scale))
+        pack_(linear, layout, own, choices)
+
+
+def _to(rounding: Rounding, device: torch.device) -> Rounding:
+    scale, pre = rounding.input_scale, rounding.pre_quant_scale
+    return Rounding(
+        rounding.code,
+        None if scale is None else scale.to(device),
+        None if pre is None else pre.to(device),
+    )
+
+
+def packed_paths(scales: Mapping[str, RankScales]) -> frozenset[str]:
+    """Return the linears that keep their codes on a GPU."""
+    return frozenset(path for path in scales if not path.endswith(_READ_DIRECTLY))
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a Hugging Face folder may hold quantized weights, from its small files."""
+    from mcore_ckpt.formats.quantized_layouts import QUANT_CONFIG
+
+    config = folder / "config.json"
+    return (folder / QUANT_CONFIG).is_file() or "quantization_config" in config.read_text()

@@ -1,0 +1,165 @@
+"""Which matrices of a model are quantized, under which names, and which share scales.
+
+A fused matrix is what an engine multiplies at once: queries, keys and values, a gate with its
+up-projection, one expert's pair. Its members are tensors of the Hugging Face folder; they share
+the scales that belong to a whole tensor, and all that is said of their input.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from mcore_ckpt.formats.quantized_layouts import QuantLayout
+from mcore_ckpt.mapping.rules import Link
+from mcore_models.layers.block import TransformerBlock
+from mcore_models.layers.norm import LayerNorm, RMSNorm
+from mcore_moe.experts import Experts
+from mcore_parallel.sharding import Part, named_shards
+from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+_WEIGHT = ".weight"
+_WHY = {
+    "head": "scores the vocabulary: its errors reach every token",
+    "router": "chooses experts: another choice is no rounding error",
+    "embedding": "is looked up, not multiplied",
+}
+
+
+class Member(NamedTuple):
+    """One tensor of the folder within a fused matrix."""
+
+    module: str
+    """Its name there without ``.weight``."""
+    begin: int
+    """First row in the fused matrix."""
+    end: int
+    """One past the last."""
+
+
+@dataclass(frozen=True)
+class FusedMatrix:
+    """A matrix that is quantized as one."""
+
+    path: str
+    """Of the layer that multiplies with it; of an expert's with its number."""
+    layer: int
+    """Global number of the block; -1: outside of blocks."""
+    weight: Tensor
+    """``[F, D]``; writing to it changes the model."""
+    members: tuple[Member, ...]
+    norm: RMSNorm | LayerNorm | None
+    """The norm that makes its input and nobody else's; None: there is none."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is quantized and what is not."""
+
+    matrices: tuple[FusedMatrix, ...]
+    left: Mapping[str, str]
+    """Modules of the folder that stay as they are, and why."""
+
+
+def select(
+    model: nn.Module, links: Sequence[Link], layout: QuantLayout, exclude: Sequence[str] = ()
+) -> Selection:
+    """Choose the matrices to quantize: all linears of the blocks, experts among them.
+
+    Args:
+        model: whole, on one rank.
+        links: which foreign tensor holds which of ours.
+        layout: what they become.
+        exclude: patterns of foreign modules, or of fused matrices, to leave.
+
+    Raises:
+        ValueError: if a pattern fits nothing.
+    """
+    taken = {name: link for link in links for name in link.ours}
+    chosen, left = [], {}
+    for fused in _fused(model, taken):
+        names = [member.module for member in fused.members]
+        shapes = [(end - begin, fused.weight.shape[1]) for _, begin, end in fused.members]
+        reason = next(filter(None, map(layout.problem, shapes)), "")
+        if any(fnmatchcase(n, p) for n in (*names, fused.path) for p in exclude):
+            reason = "was excluded"
+        if not names:
+            continue
+        if reason:
+            left |= dict.fromkeys(names, reason)
+        else:
+            chosen.append(fused)
+    quantized = {member.module for fused in chosen for member in fused.members}
+    shapes = {name: shard.shape for name, shard in named_shards(model).items()}
+    for link in links:
+        module = link.theirs.removesuffix(_WEIGHT)
+        if module == link.theirs or len(shapes[link.ours[0]]) != 2 or module in quantized:
+            continue
+        left.setdefault(module, _reason(link))
+    for pattern in exclude:
+        if not any(fnmatchcase(n, pattern) for n in (*left, *(f.path for f in chosen))):
+            raise ValueError(f"--exclude-modules {pattern} fits no module of this model.")
+    return Selection(tuple(chosen), left)
+
+
+def _reason(link: Link) -> str:
+    words = {word for name in link.ours for word in name.split(".")}
+    found = next((_WHY[word] for word in _WHY if word in words), "")
+    if not found and not link.is_plain:
+        return "is stored turned or interleaved in this family"
+    return found or "is no linear that engines quantize"
+
+
+def _fused(model: nn.Module, taken: Mapping[str, Link]) -> list[FusedMatrix]:
+    found = []
+    for path, module in model.named_modules():
+        layer = int(path.split(".")[1]) if path.startswith("blocks.") else -1
+        norm = _norm_before(model, path)
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            parts = module.layouts()["weight"].parts
+            members = _members(path, parts, taken)
+            found.append(FusedMatrix(path, layer, module.weight.detach(), members, norm))
+        elif isinstance(module, Experts):
+            for name in ("fc1_weight", "fc2_weight"):
+                stacked, parts = getattr(module, name).detach(), module.layouts()[name].parts
+                for expert in range(stacked.shape[0]):
+                    mine = [part for part in parts if part.local_offsets[0] == expert]
+                    members = _members(path, mine, taken)
+                    own = f"{path}.{expert}.{name.removesuffix('_weight')}"
+                    found.append(FusedMatrix(own, layer, stacked[expert], members, None))
+    return found
+
+
+def _members(path: str, parts: Sequence[Part], taken: Mapping[str, Link]) -> tuple[Member, ...]:
+    """Return the foreign tensors that a weight's rows are, or nothing if they are not so."""
+    found: list[Member] = []
+    for part in parts:
+        name = f"{path}.{part.name}" if part.name else f"{path}{_WEIGHT}"
+        link = taken.get(name)
+        if link is None or not link.is_plain or not link.theirs.endswith(_WEIGHT):
+            return ()
+        begin = part.local_offsets[-2]
+        end = begin + part.lengths[-2]
+        module = link.theirs.removesuffix(_WEIGHT)
+        if found and found[-1].module == module and found[-1].end == begin:
+            found[-1] = Member(module, found[-1].begin, end)
+        else:
+            found.append(Member(module, begin, end))
+    return tuple(found)
+
+
+def _norm_before(model: nn.Module, path: str) -> RMSNorm | LayerNorm | None:
+    """Return the norm whose output a linear alone reads."""
+    block_path, _, own = path.rpartition(".")
+    block_path, _, mixer = block_path.rpartition(".")
+    feeds = {"attention": "qkv", "mlp": "fc1"}
+    if feeds.get(mixer) != own:
+        return None
+    block = model.get_submodule(block_path)
+    if not isinstance(block, TransformerBlock) or block.parallel_residual != "off":
+        return None
+    before = block.norms[block.mixers.index(mixer)][0]
+    norm = block.get_submodule(before) if before else None
+    return norm if isinstance(norm, (RMSNorm, LayerNorm)) else None

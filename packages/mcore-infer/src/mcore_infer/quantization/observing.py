@@ -1,0 +1,208 @@
+"""What goes into the matrices of a model while it reads a text."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mcore_infer.cache import StaticCache
+from mcore_infer.quantization.loading import linears
+from mcore_models.protocol import LanguageModel, LayerState
+from mcore_moe.activations import activation_function, gated
+from mcore_moe.experts import Experts
+from mcore_moe.permutation import RowPlan, permute
+from mcore_parallel.precision.gemm import Gemm, Operands
+
+log = logging.getLogger(__name__)
+
+
+class InputStatistics:
+    """Of all inputs that one matrix has seen.
+
+    Attributes:
+        num_rows: tokens.
+        amax: largest magnitude of each channel.
+        abs_sum: sum of magnitudes of each channel.
+        moments: sum of squares of each channel, or ``[D, D]`` of the products of all pairs.
+    """
+
+    def __init__(self, width: int, device: torch.device, *, has_pairs: bool) -> None:
+        """Begin without inputs."""
+        self.num_rows = 0
+        self.amax = torch.zeros(width, device=device)
+        self.abs_sum = torch.zeros(width, device=device)
+        shape = (width, width) if has_pairs else (width,)
+        self.moments = torch.zeros(shape, device=device)
+
+    def add(self, x: Float[Tensor, "T D"]) -> None:
+        """Take inputs."""
+        if not x.shape[0]:
+            return
+        x = x.detach().float()
+        self.num_rows += x.shape[0]
+        self.amax = torch.maximum(self.amax, x.abs().amax(0))
+        self.abs_sum += x.abs().sum(0)
+        self.moments += x.t() @ x if self.moments.dim() == 2 else x.square().sum(0)
+
+    @property
+    def hessian(self) -> Float[Tensor, "D D"]:
+        """Mean product of all pairs of channels; diagonal where only squares were kept."""
+        mean = self.moments / max(1, self.num_rows)
+        return mean if mean.dim() == 2 else mean.diag()
+
+    def output_error(self, weight: Float[Tensor, "F D"], error: Float[Tensor, "F D"]) -> float:
+        """Relative error of the outputs, by the inputs' second moments."""
+        return (self._power(error) / self._power(weight).clamp(min=1e-30)).sqrt().item()
+
+    def _power(self, matrix: Tensor) -> Tensor:
+        if self.moments.dim() == 2:
+            return ((matrix @ self.moments) * matrix).sum().clamp(min=0)
+        return (matrix.square() * self.moments).sum()
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """A GEMM that notes its inputs."""
+
+    inner: Gemm
+    seen: InputStatistics
+
+    def fitting(self, num_rows: int, num_columns: int) -> Gemm:  # noqa: ARG002
+        return self
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Operands]:
+        self.seen.add(x.flatten(0, -2))
+        return self.inner.forward(x, weight, bias)
+
+    def keep(self, x: Tensor) -> Operands:
+        return self.inner.keep(x)
+
+    def prepare(self, grad: Tensor) -> Operands:
+        return self.inner.prepare(grad)
+
+    def input_grad(self, grad: Operands, weight: Tensor) -> Tensor:
+        return self.inner.input_grad(grad, weight)
+
+    def weight_grad(self, grad: Operands, kept: Operands, slot: object) -> Tensor | None:
+        return self.inner.weight_grad(grad, kept, slot)  # pyrefly: ignore[bad-argument-type]
+
+
+@contextmanager
+def _watching(model: nn.Module, seen: Mapping[str, InputStatistics]) -> Iterator[None]:
+    """Note the inputs of matrices by path, inside."""
+    with ExitStack() as stack:
+        for path, linear in linears(model).items():
+            if path in seen:
+                plain = linear.gemm
+                linear.gemm = _Observed(plain, seen[path])
+                stack.callback(setattr, linear, "gemm", plain)
+        for path, module in model.named_modules():
+            if isinstance(module, Experts) and any(p.startswith(f"{path}.") for p in seen):
+                stack.callback(
+                    module.register_forward_pre_hook(_expert_hook(path, seen)).remove
+                )
+        yield
+
+
+def _expert_hook(
+    path: str, seen: Mapping[str, InputStatistics]
+) -> Callable[[Experts, tuple[Tensor, Tensor, RowPlan]], None]:
+    def note(experts: Experts, arguments: tuple[Tensor, Tensor, RowPlan]) -> None:
+        x, _, plan = arguments
+        rows = permute(x, plan)
+        ends = plan.offsets.tolist()
+        for expert in range(experts.num_local_experts):
+            mine = rows[ends[expert] : ends[expert + 1]]
+            first, second = (seen.get(f"{path}.{expert}.{name}") for name in ("fc1", "fc2"))
+            if first is not None:
+                first.add(mine)
+            if second is None:
+                continue
+            hidden = F.linear(mine, experts.fc1_weight[expert])
+            if experts.fc1_bias is not None:
+                hidden = hidden + experts.fc1_bias[expert]
+            if experts.gated:
+                active = gated(hidden, experts.activation, experts.clamp, experts.offset)
+            else:
+                active = activation_function(experts.activation)(hidden)
+            # Engines weigh what an expert gives, so its second input is unweighed.
+            second.add(active)
+
+    return note
+
+
+def observe(
+    model: LanguageModel,
+    windows: Sequence[Int[Tensor, "B S"]],
+    widths: Mapping[str, int],
+    *,
+    has_pairs: bool,
+    what: str = "",
+) -> dict[str, InputStatistics]:
+    """Let a model read windows of text; note the inputs of some of its matrices.
+
+    Args:
+        model: whole, in eval mode.
+        windows: token ids.
+        widths: inputs of each matrix, by path.
+        has_pairs: keep products of all pairs of channels, not only squares.
+        what: is being observed, for the log.
+    """
+    device = next(model.parameters()).device
+    seen = {
+        path: InputStatistics(width, device, has_pairs=has_pairs)
+        for path, width in widths.items()
+    }
+    step = max(1, len(windows) // 4)
+    with torch.no_grad(), _watching(model, seen):
+        for number, window in enumerate(windows, 1):
+            model(window.to(device))
+            if number % step == 0 or number == len(windows):
+                log.info("calibrating%s: %d of %d windows", what, number, len(windows))
+    return seen
+
+
+class _WatchedLayer:
+    """A layer's state that notes the largest key and value."""
+
+    def __init__(self, inner: LayerState, tops: dict[str, Tensor]) -> None:
+        self._inner, self._tops = inner, tops
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor | None, **options: object) -> Tensor:
+        for name, tensor in (("k", k), ("v", k if v is None else v)):
+            top = tensor.abs().amax().float()
+            self._tops[name] = torch.maximum(self._tops.get(name, top), top)
+        return self._inner.attend(q, k, v, **options)  # pyrefly: ignore[bad-argument-type]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+class _WatchedCache(StaticCache):
+    def __init__(self, capacity: int, tops: dict[int, dict[str, Tensor]]) -> None:
+        super().__init__(capacity)
+        self._tops = tops
+
+    def layer(self, number: int) -> Any:
+        return _WatchedLayer(super().layer(number), self._tops.setdefault(number, {}))
+
+
+def largest_keys_and_values(
+    model: LanguageModel, windows: Sequence[Int[Tensor, "B S"]]
+) -> dict[int, dict[str, Tensor]]:
+    """Return the largest magnitude of what a cache would hold, by layer and ``k`` or ``v``."""
+    device = next(model.parameters()).device
+    tops: dict[int, dict[str, Tensor]] = {}
+    with torch.no_grad():
+        for window in windows:
+            cache = _WatchedCache(window.shape[1], tops)
+            model(window.to(device), state=cache)
+    return tops

@@ -1,0 +1,123 @@
+"""What a quantization did and what it cost: ``receipt.md`` for people, ``receipt.json``."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.storage.paths import write_durably
+
+NAME = "receipt"
+"""Name of both files in the folder, without ending."""
+
+BANDS: Mapping[str, float] = {
+    "FP8": 0.1,
+    "FP8_PER_CHANNEL_PER_TOKEN": 0.1,
+    "FP8_BLOCK_SCALES": 0.1,
+    "W8A16": 0.2,
+    "W8A8_SQ_PER_CHANNEL": 0.2,
+    "W4A16_AWQ": 2.0,
+    "W4A16_GPTQ": 2.0,
+}
+"""Change of perplexity in percent that is usual for a method on models of a billion weights."""
+
+
+@dataclass(frozen=True)
+class MatrixReport:
+    """How well one fused matrix was rounded."""
+
+    modules: tuple[str, ...]
+    """Of the folder, which share scales."""
+    weight_error: float
+    """Norm of the error over that of the weight."""
+    output_error: float
+    """The same of the output, by the second moments of the inputs; nan: none was seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """All that is said of a quantized folder."""
+
+    method: str
+    algo: str
+    """``quant_algo`` of the folder."""
+    group: tuple[int, int]
+    """Outputs and inputs that share a scale; 0: all."""
+    source: str
+    """Folder that was quantized."""
+    data_sha256: str
+    """Of the text."""
+    calibration_tokens: int
+    scored_tokens: int
+    """Of the same text, behind those of the calibration."""
+    perplexity_before: float
+    """Of the source, per token."""
+    perplexity_after: float
+    """Of the folder, read back."""
+    bytes_before: int
+    """Of the source's tensors."""
+    bytes_after: int
+    """Of the folder's tensors."""
+    matrices: tuple[MatrixReport, ...]
+    left: Mapping[str, str]
+    """Modules that stay in bfloat16, and why."""
+    fallbacks: tuple[str, ...]
+    """What could not be calibrated, and what was done instead."""
+
+    @property
+    def perplexity_change(self) -> float:
+        """In percent; above 0: worse."""
+        return 100 * (self.perplexity_after / self.perplexity_before - 1)
+
+
+def write_receipt(folder: Path, receipt: Receipt) -> None:
+    """Write both forms."""
+    said: dict[str, Any] = asdict(receipt) | {
+        "perplexity_change_percent": receipt.perplexity_change
+    }
+    said["matrices"] = [_without_nan(asdict(matrix)) for matrix in receipt.matrices]
+    text = json.dumps(said, indent=2).encode() + b"\n"
+    write_durably(folder / f"{NAME}.json", text)
+    write_durably(folder / f"{NAME}.md", in_words(receipt).encode())
+
+
+def _without_nan(report: dict[str, Any]) -> dict[str, Any]:
+    has_none = math.isnan(report["output_error"])
+    return report | {"output_error": None if has_none else report["output_error"]}
+
+
+def in_words(receipt: Receipt) -> str:
+    """Return the receipt as Markdown."""
+    ranked = sorted(receipt.matrices, key=lambda one: -one.weight_error)
+    size = 100 * (receipt.bytes_after / receipt.bytes_before - 1)
+    text = f"""# Receipt: {receipt.method} ({receipt.algo})
+
+Made of `{receipt.source}`. Text of SHA-256 `{receipt.data_sha256[:16]}`:
+{receipt.calibration_tokens} tokens for calibration, the {receipt.scored_tokens} behind them for
+perplexity, before and after (this folder, read back).
+
+| | before | after | change |
+| --- | --- | --- | --- |
+| perplexity per token | {receipt.perplexity_before:.4f} | {receipt.perplexity_after:.4f} | """
+    text += f"{receipt.perplexity_change:+.3f} % |\n"
+    text += f"| bytes of tensors | {receipt.bytes_before} | {receipt.bytes_after} | "
+    text += f"{size:+.1f} % |\n"
+    band = BANDS.get(receipt.algo)
+    if band is not None and receipt.perplexity_change > band:
+        worst = ranked[0]
+        text += f"""
+That is more than the {band} % that is usual for {receipt.algo} on models of a billion weights:
+smaller models, and those with few channels a group, lose more. The worst matrix is
+{", ".join(worst.modules)} ({100 * worst.weight_error:.2f} % of its weight):
+`--exclude-modules` leaves it in bfloat16.
+"""
+    if receipt.fallbacks:
+        text += "\n## Without calibration\n\n" + "".join(f"- {f}\n" for f in receipt.fallbacks)
+    text += "\n## Errors, worst first\n\n| modules | weight | output |\n| --- | --- | --- |\n"
+    for one in ranked:
+        output = "-" if math.isnan(one.output_error) else f"{100 * one.output_error:.3f} %"
+        text += f"| {', '.join(one.modules)} | {100 * one.weight_error:.3f} % | {output} |\n"
+    text += "\n## Left in bfloat16\n\n| module | why |\n| --- | --- |\n"
+    return text + "".join(f"| {name} | {why} |\n" for name, why in receipt.left.items())

@@ -1,0 +1,181 @@
+"""Writing of quantized weights as a Hugging Face folder in the unified layout."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mcore_ckpt.conversion.targets import hf_small_files, model_type_of
+from mcore_ckpt.families import family_of
+from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.quantized_layouts import (
+    INPUT_SCALE,
+    PRE_QUANT_SCALE,
+    QUANT_CONFIG,
+    WEIGHT_SCALE,
+    WEIGHT_SCALE_2,
+    QuantLayout,
+    QuantPlan,
+    Scales,
+)
+from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.mapping.rules import Link, expand
+from mcore_ckpt.mapping.views import stacked_items, their_items
+from mcore_ckpt.storage.files import DTYPES, Item
+from mcore_ckpt.storage.index import TensorEntry
+from mcore_ckpt.storage.paths import write_durably
+from mcore_parallel.sharding import Shard, named_shards
+
+_LEFT_DTYPE = "BF16"
+_WEIGHT = ".weight"
+_MAX_FILE_BYTES = 5_000_000_000
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One tensor of the folder in codes, with its scales."""
+
+    packed: Tensor
+    scales: Scales
+    input_scale: Tensor | None
+    pre_quant_scale: Tensor | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what stands in the file, by the last part of the name."""
+        named = {
+            "weight": self.packed,
+            WEIGHT_SCALE: self.scales.weight_scale,
+            WEIGHT_SCALE_2: self.scales.weight_scale_2,
+            INPUT_SCALE: self.input_scale,
+            PRE_QUANT_SCALE: self.pre_quant_scale,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def links_of(source: OpenCheckpoint) -> list[Link]:
+    """Return which tensor of a Hugging Face folder holds which of a checkpoint's.
+
+    Raises:
+        ValueError: if no family can say the model.
+    """
+    return expand(family_of(model_type_of(source)).table(source.description))
+
+
+def write_folder(
+    folder: Path,
+    source: OpenCheckpoint,
+    model: nn.Module,
+    layout: QuantLayout,
+    done: Mapping[str, Quantized],
+    exclude_modules: Sequence[str],
+    cache_tops: Mapping[int, Mapping[str, Tensor]],
+) -> int:
+    """Write quantized tensors, all others of the model, and what says so.
+
+    Args:
+        folder: empty.
+        source: where the model came from: its description, tokenizer and small files.
+        model: with the weights that are not quantized.
+        layout: of those that are.
+        done: by module of the folder.
+        exclude_modules: modules that are left, for the config.
+        cache_tops: largest keys (``k``) and values (``v``) by layer; empty: none are written.
+
+    Returns:
+        Bytes of all tensors.
+
+    Raises:
+        ValueError: if the family has no place for scales of the cache.
+    """
+    family = family_of(model_type_of(source))
+    links = links_of(source)
+    items: list[Item] = []
+    rest = _MemoryRows(named_shards(model))
+    for link in links:
+        module = link.theirs.removesuffix(_WEIGHT)
+        if module == link.theirs or module not in done:
+            items += their_items([link], rest)
+            continue
+        items += [
+            _item(f"{module}.{kind}", tensor) for kind, tensor in done[module].tensors().items()
+        ]
+    items = stacked_items(items)
+    items += _cache_items(links, cache_tops)
+    plan = QuantPlan(
+        layout=layout, exclude_modules=_excluded(exclude_modules), kv_cache=bool(cache_tops)
+    )
+    producer = {"name": "mcore", "version": _version()}
+    config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
+    config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    config["quantization_config"] = plan.quantization_config(producer)
+    write_hf_folder(folder, config, items, _MAX_FILE_BYTES)
+    said = json.dumps(plan.hf_quant_config(producer), indent=2).encode() + b"\n"
+    write_durably(folder / QUANT_CONFIG, said)
+    for name, content in hf_small_files(source).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / name, content)
+    return sum(item.num_bytes for item in items)
+
+
+class _MemoryRows:
+    """Whole tensors of a model as rows of 16 bits."""
+
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        self._data = {}
+        for name, shard in shards.items():
+            (piece,) = shard.pieces  # one process holds every tensor whole
+            self._data[name] = piece.data
+        self.entries = {
+            name: TensorEntry(tuple(data.shape), _LEFT_DTYPE, ())
+            for name, data in self._data.items()
+        }
+
+    def dtype(self, name: str) -> str:
+        return self.entries[name].dtype
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        data = self._data[name]
+        data = data[begin:stop] if data.dim() else data
+        return data.detach().to("cpu", DTYPES[_LEFT_DTYPE]).contiguous()
+
+
+def _item(name: str, tensor: Tensor) -> Item:
+    return Item(name, _NAMES[tensor.dtype], tuple(tensor.shape), partial(_on_host, tensor))
+
+
+def _on_host(tensor: Tensor) -> Iterable[Tensor]:
+    return [tensor.detach().cpu().contiguous()]
+
+
+def _cache_items(links: Sequence[Link], tops: Mapping[int, Mapping[str, Tensor]]) -> list[Item]:
+    modules = {name: link.theirs.removesuffix(_WEIGHT) for link in links for name in link.ours}
+    items = []
+    for layer, both in sorted(tops.items()):
+        for one, top in both.items():
+            module = modules.get(f"blocks.{layer}.attention.qkv.{one}{_WEIGHT}", "")
+            if not module.endswith(f".{one}_proj"):
+                raise ValueError(
+                    "--kv-cache-dtype fp8: this family has no k_proj and v_proj, beside which "
+                    "scales of the cache stand. Leave it out."
+                )
+            scale = (top / torch.finfo(torch.float8_e4m3fn).max).clamp(min=2.0**-100)
+            items.append(_item(f"{module}.{one}_scale", scale.float()))
+    return items
+
+
+def _excluded(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules that a config must name: the head always, embeddings never."""
+    return tuple(dict.fromkeys(("lm_head", *(m for m in modules if "embed" not in m))))
+
+
+def _version() -> str:
+    try:
+        return version("mcore-infer")
+    except PackageNotFoundError:
+        return "0+source"

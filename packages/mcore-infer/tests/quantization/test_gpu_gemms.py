@@ -1,0 +1,69 @@
+"""Kernels of quantized weights against their references, and packed models, on a GPU."""
+
+import pytest
+import torch
+
+from mcore_ckpt.formats.quantized_layouts import LAYOUTS
+from mcore_infer import Engine, EngineConfig, SamplingConfig
+from mcore_infer.quantization.gemms import QuantizedGemm, Rounding
+from mcore_infer.quantization.loading import linears, round_to_nearest_
+from mcore_models.config import TransformerConfig
+from mcore_models.gpt import GPT
+from mcore_parallel.mesh import ParallelContext
+
+pytestmark = pytest.mark.gpu
+
+
+def relative(got, want):
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+@pytest.mark.parametrize("algo", LAYOUTS)
+@pytest.mark.parametrize("shape", [(256, 512), (1040, 4096)])
+def test_products_with_codes_are_those_with_the_numbers_they_stand_for(algo, shape):
+    from mcore_infer.quantization.kernels import few_rows_matmul, widened
+
+    torch.manual_seed(0)
+    layout = LAYOUTS[algo]
+    weight = torch.randn(shape, device="cuda") * torch.randn(shape[0], 1, device="cuda").exp()
+    scales = layout.scales(weight)
+    packed = layout.packed(layout.quantized(weight, scales))
+    want, wide = layout.dequantized(packed, scales), layout.wide_scales(scales)
+    kind = (packed, wide, layout.code, layout.group)
+    assert relative(widened(*kind, torch.bfloat16), want) < 2**-8
+    for num_rows in (1, 16, 17, 64):
+        x = torch.randn(num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
+        out = few_rows_matmul(x, *kind)
+        exact = x.double() @ want.double().t()
+        assert relative(out, exact) < 1e-2
+    code = layout.inputs if layout.inputs != "e2m1" else ""
+    scale = torch.tensor(0.02, device="cuda") if layout.input_scale and code else None
+    rounding = Rounding(code, scale)
+    gemm = QuantizedGemm(layout, packed, wide, layout.group, rounding)
+    for num_rows in (65, 300):
+        x = torch.randn(num_rows, 1, shape[1], device="cuda", dtype=torch.bfloat16)
+        y, _ = gemm.forward(x, torch.empty(0), None)
+        exact = rounding.rounded(x.flatten(0, 1)).double() @ want.double().t()
+        assert relative(y.flatten(0, 1), exact) < 1e-2
+
+
+@pytest.mark.parametrize("algo", ["FP8", "W8A16", "W4A16_AWQ", "NVFP4"])
+def test_recorded_steps_of_a_packed_model_write_what_unrecorded_ones_do(algo):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2,
+        ffn_hidden_size=512, max_position_embeddings=256, init_method_std=0.1,
+    )  # fmt: skip
+    single = ParallelContext.single("cuda")
+    model = GPT(config, single, vocab_size=500, dtype=torch.bfloat16).eval()
+    round_to_nearest_(model, LAYOUTS[algo])
+    assert all(isinstance(m.gemm, QuantizedGemm) for m in linears(model).values())
+    limits = EngineConfig(max_sequence_tokens=128, page_tokens=16, max_requests=5, num_pages=40)
+    texts = []
+    for is_recorded in (True, False):
+        engine = Engine(model, limits)
+        engine.decoder.is_recorded = is_recorded
+        for i in range(5):
+            engine.add(list(range(i, 30 + 5 * i)), SamplingConfig(num_tokens=30, top_k=1))
+        done = dict(e for e in engine.run() if isinstance(e, tuple))
+        texts.append([done[i].ids for i in range(5)])
+    assert texts[0] == texts[1]

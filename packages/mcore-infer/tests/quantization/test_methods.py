@@ -1,0 +1,151 @@
+"""GPTQ against exact least squares, AWQ and SmoothQuant against what they promise."""
+
+import pytest
+import torch
+
+from mcore_ckpt.formats.quantized_layouts import LAYOUTS, layout_of
+from mcore_infer.quantization.awq import fold_, scale_and_round, search_strength
+from mcore_infer.quantization.gptq import compensate_and_round, rounded_columns
+from mcore_infer.quantization.matrices import FusedMatrix, Member
+from mcore_infer.quantization.observing import InputStatistics
+from mcore_infer.quantization.rounding import input_scale, round_to_nearest, smooth_and_round
+from mcore_models.layers.norm import LayerNorm, RMSNorm
+
+GROUPS_OF_8 = layout_of("W4A16_GPTQ", 8)
+
+
+def matrix(weight, norm=None, rows=None):
+    rows = rows or [weight.shape[0]]
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    members = tuple(
+        Member(f"m{i}", end - n, end) for i, (n, end) in enumerate(zip(rows, ends, strict=True))
+    )
+    return FusedMatrix("m", 0, weight, members, norm)
+
+
+def seen_of(x, *, has_pairs=True):
+    seen = InputStatistics(x.shape[1], x.device, has_pairs=has_pairs)
+    seen.add(x)
+    return seen
+
+
+def gptq_by_least_squares(weight, hessian, layout):
+    """Round one column; then move all that are left to the best place, anew each time."""
+    current, width = weight.clone(), weight.shape[1]
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    for column in range(width):
+        if column % layout.group[1] == 0:
+            ahead = current[:, column : column + layout.group[1]]
+            scale = ahead.float().abs().amax(1) / 7
+        rounded = (current[:, column] / scale).round().clamp(-8, 7)
+        codes[:, column] = rounded.to(torch.int8)
+        current[:, column] = rounded * scale
+        if column + 1 < width:
+            done, left = slice(0, column + 1), slice(column + 1, width)
+            error = (current[:, done] - weight[:, done]) @ hessian[done, left]
+            move = torch.linalg.solve(hessian[left, left], error.t()).t()
+            current[:, left] = weight[:, left] - move
+    return codes
+
+
+def test_gptq_rounds_as_exact_least_squares_column_by_column():
+    torch.manual_seed(0)
+    x = torch.randn(64, 24, dtype=torch.float64) @ torch.randn(24, 24, dtype=torch.float64)
+    weight = torch.randn(6, 24, dtype=torch.float64)
+    hessian = x.t() @ x / 64
+    codes, scales = rounded_columns(weight, GROUPS_OF_8, hessian, damping=0.0)
+    assert torch.equal(codes, gptq_by_least_squares(weight, hessian, GROUPS_OF_8))
+    wide = codes * scales.repeat_interleave(8, 1)
+    nearest = round_to_nearest(matrix(weight), GROUPS_OF_8).wide.double()
+    assert (x @ (wide - weight).t()).norm() < (x @ (nearest - weight).t()).norm()
+
+
+def test_gptq_rounds_channels_that_no_input_used_to_the_nearest():
+    torch.manual_seed(1)
+    weight = torch.randn(4, 16)
+    nearest = round_to_nearest(matrix(weight, rows=[2, 2]), GROUPS_OF_8)
+    unused = compensate_and_round(
+        matrix(weight, rows=[2, 2]), GROUPS_OF_8, seen_of(torch.zeros(3, 16))
+    )
+    for one, other in zip(unused.packed, nearest.packed, strict=True):
+        assert torch.equal(one, other)
+    x = torch.randn(40, 16)
+    x[:, 8:] = 0
+    half = compensate_and_round(matrix(weight), GROUPS_OF_8, seen_of(x))
+    assert torch.equal(half.wide[:, 8:], nearest.wide[:, 8:])
+    assert torch.isfinite(half.wide).all()
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms_1p", "layer"])
+def test_before_rounding_a_folded_norm_and_weight_are_what_they_were(kind):
+    torch.manual_seed(2)
+    norm = (LayerNorm if kind == "layer" else RMSNorm)(
+        16, zero_centered=kind == "rms_1p"
+    ).double()
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x, weight = torch.randn(5, 16).double(), torch.randn(8, 16).double()
+    want = norm(x) @ weight.t()
+    strength = torch.rand(16).double() * 10 + 0.1
+    fold_(norm, strength)
+    torch.testing.assert_close(norm(x) @ (weight * strength).t(), want, rtol=1e-10, atol=1e-10)
+
+
+def test_awq_finds_a_smaller_error_than_the_nearest_and_folds_it_only_into_a_norm():
+    torch.manual_seed(3)
+    layout = layout_of("W4A16_AWQ", 16)
+    x = torch.randn(200, 32)
+    x[:, 3] *= 40  # a channel that matters
+    weight, seen = torch.randn(12, 32), seen_of(x)
+    want = x @ weight.t()
+
+    def error(wide, divided):
+        return (x / divided @ wide.t() - want).norm()
+
+    nearest = error(round_to_nearest(matrix(weight), layout).wide, 1)
+    alone = scale_and_round(matrix(weight), layout, seen)
+    assert alone.folded is None
+    assert error(alone.wide, 1 / alone.pre_quant_scale) < 0.7 * nearest
+    norm = RMSNorm(32)
+    folded = scale_and_round(matrix(weight, norm), layout, seen)
+    assert folded.pre_quant_scale is None
+    torch.testing.assert_close(norm.weight.data, 1 / folded.folded)
+    assert torch.equal(folded.wide, alone.wide)
+    # The error by the products of inputs is that of the outputs.
+    relative = seen.output_error(weight, alone.wide * alone.pre_quant_scale - weight)
+    exact = error(alone.wide, 1 / alone.pre_quant_scale) / want.norm()
+    assert relative == pytest.approx(exact.item(), rel=1e-3)
+    assert torch.equal(search_strength(matrix(weight), layout, seen_of(0 * x)), torch.ones(32))
+
+
+def test_smoothquant_halves_the_range_between_inputs_and_weights():
+    torch.manual_seed(4)
+    x, weight = torch.randn(100, 16), torch.randn(8, 16)
+    x[:, 5] *= 100
+    x[:, 6] = 0
+    layout = LAYOUTS["W8A8_SQ_PER_CHANNEL"]
+    found = smooth_and_round(matrix(weight), layout, seen_of(x, has_pairs=False))
+    smooth = x * found.pre_quant_scale
+    tops, own = x.abs().amax(0), weight.abs().amax(0)
+    kept = tops > 0
+    torch.testing.assert_close(smooth.abs().amax(0)[kept], (tops * own).sqrt()[kept])
+    assert torch.isfinite(found.pre_quant_scale).all()
+    scale = input_scale(layout, found.input_amax)
+    rounded = (smooth / scale).round()
+    assert rounded.abs().max() == 127
+    error = (rounded * scale @ found.wide.t() - x @ weight.t()).norm()
+    plain = round_to_nearest(matrix(weight), layout).wide
+    coarse = x.abs().amax() / 127
+    unsmoothed = ((x / coarse).round() * coarse @ plain.t() - x @ weight.t()).norm()
+    assert error < 0.3 * unsmoothed
+
+
+def test_members_share_the_scale_that_belongs_to_the_whole_tensor():
+    weight = torch.cat([torch.randn(4, 32), 100 * torch.randn(4, 32)])
+    for algo in ("FP8", "NVFP4"):
+        found = round_to_nearest(matrix(weight, rows=[4, 4]), LAYOUTS[algo])
+        shared = -1 if algo == "NVFP4" else 0
+        one, other = (scales[shared] for scales in found.scales)
+        assert torch.equal(one, other)
+    apart = round_to_nearest(matrix(weight, rows=[4, 4]), LAYOUTS["W8A16"])
+    assert (apart.scales[1].weight_scale > 10 * apart.scales[0].weight_scale.min()).all()
