@@ -195,7 +195,10 @@ def test_recomputing_keeps_less():
     whole = saved_bytes({})
     selective = saved_bytes({"recompute_granularity": "selective"})
     full = saved_bytes({"recompute_granularity": "full"})
+    block = {"recompute_method": "block", "recompute_num_layers": 1}
+    one = saved_bytes({"recompute_granularity": "full", **block})
     assert full * 3 < selective < whole
+    assert full < one < whole
 
 
 def test_dropout_is_off_in_eval_and_continues_from_its_state():

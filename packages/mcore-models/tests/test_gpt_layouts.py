@@ -308,8 +308,11 @@ def step(case):
             dist.send(before.grad, ctx.pp.ranks[ctx.pp.rank - 1])
         losses.append(zigzag_join(token_losses, ctx.cp, dim=1))
     found = pieces(model, ctx), torch.cat(losses) if losses else None
+    held = [0, 0]  # numbers in matrices outside experts, and in experts
+    for name, p in model.blocks.named_parameters():
+        held[".experts." in name] += p.numel() if p.dim() > 1 else 0
     ctx.destroy()
-    return found
+    return *found, (len(hidden), *held)
 
 
 def counted(borders):
@@ -355,14 +358,14 @@ def all_steps(cases):
 
 
 def on_one_rank(case):
-    gradients, losses = step(Case(case.model, {}, case.moe, case.packed))
+    gradients, losses, _ = step(Case(case.model, {}, case.moe, case.packed))
     return assemble([gradients]), losses
 
 
 def compare(case, results):
     want, want_losses = on_one_rank(case)
-    got = assemble([pieces for pieces, _ in results])
-    seen = [losses for _, losses in results if losses is not None]
+    got = assemble([pieces for pieces, *_ in results])
+    seen = [losses for _, losses, _ in results if losses is not None]
     got_losses = torch.cat(seen) if len(seen[0]) < BATCH else seen[0]
     if len(seen[0]) < BATCH:  # data ranks hold different rows, context and tensor ranks equal
         got_losses = torch.cat([seen[0], seen[-1]])
@@ -389,6 +392,23 @@ def four_ranks():
 def test_two_ranks_give_the_losses_and_gradients_of_one(name, two_ranks):
     place = list(TWO_RANKS).index(name)
     compare(TWO_RANKS[name], [rank[place] for rank in two_ranks])
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "dense", "experts"),
+    [
+        ("tp2", SEQUENCE, 1 / 2, 0),
+        ("tp2 sp", SEQUENCE // 2, 1 / 2, 0),
+        ("cp2", SEQUENCE // 2, 1, 0),
+        ("pp2", SEQUENCE, 1 / 2, 0),
+        ("ep2", SEQUENCE, 1, 1 / 2),
+    ],
+)
+def test_ranks_hold_their_share_of_tokens_and_weights(name, tokens, dense, experts, two_ranks):
+    case, place = TWO_RANKS[name], list(TWO_RANKS).index(name)
+    *_, (_, whole, whole_experts) = step(Case(case.model, {}, case.moe))
+    held = [rank[place][-1] for rank in two_ranks]
+    assert held == [(tokens, dense * whole, experts * whole_experts)] * 2
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)

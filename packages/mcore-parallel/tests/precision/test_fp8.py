@@ -11,10 +11,10 @@ from mcore_parallel.config import Fp8Config, ParallelConfig
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
-from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import (
     Fp8Gemm,
     WeightCasts,
+    delayed_scales,
     fp8_gemms,
     layer_gemms,
 )
@@ -282,7 +282,8 @@ def step(scales):
 
 
 def delayed_linear(**options):
-    scales = DelayedScales(options.pop("history_len", 1), takes_max=options.pop("max", False))
+    config = Fp8Config(fp8_format="hybrid", fp8_recipe="delayed", **options)
+    scales = delayed_scales(config, ParallelContext.single())
     gemm = Fp8Gemm(grad_dtype=E5M2, recipe=Delayed(scales, "blocks.3"))
     return scales, ColumnParallelLinear(D, F, gemm=gemm)
 
@@ -311,31 +312,31 @@ def test_delayed_scales_are_those_of_the_step_before_and_clamp_what_has_grown():
 def test_a_step_repeats_its_casts_whatever_it_has_seen_meanwhile():
     scales, layer = delayed_linear()
     x, dy = draw(T, 1, D), draw(T, 1, F, seed=1)
-    for _ in range(2):
+    for growth in (9, 99):
         with step(scales):
             want = gradients(layer, x, dy)
-            gradients(layer, 9 * x, 9 * dy)
+            gradients(layer, growth * x, growth * dy)
             repeated = lambda_of(layer, lambda x: checkpoint(layer, x, use_reentrant=False))
             assert all(map(torch.equal, gradients(repeated, x, dy), want))
     # Nothing is noted outside a step, as in an evaluation.
     before = {name: shard.pieces[0].data.clone() for name, shard in scales.shards().items()}
-    gradients(layer, 99 * x, dy)
+    gradients(layer, 999 * x, dy)
     with step(scales):
-        gradients(layer, 9 * x, 9 * dy)
+        gradients(layer, 99 * x, 99 * dy)
     (name, history), *_ = before.items()
     assert name == "blocks.3.0.history"
     assert torch.equal(scales.shards()[name].pieces[0].data, history)
 
 
 def test_a_history_keeps_its_length_and_skips_what_says_nothing():
-    scales, layer = delayed_linear(history_len=3, max=True)
+    scales, layer = delayed_linear(fp8_amax_history_len=3, fp8_amax_compute_algo="max")
     dy = draw(T, 1, F, seed=1)
     for size in (1.0, 8.0, 2.0, 0.0, float("inf"), 4.0):
         with step(scales):
             gradients(layer, torch.full((T, 1, D), size), dy)
     (shard,) = scales.shards().values()
     assert shard.pieces[0].data[0].tolist() == [4.0, 2.0, 2.0]
-    again, other = delayed_linear(history_len=3, max=True)
+    again, other = delayed_linear(fp8_amax_history_len=3, fp8_amax_compute_algo="max")
     again.shards()["blocks.3.0.history"].pieces[0].data.copy_(shard.pieces[0].data)
     again.restored()
     other.weight.data.copy_(layer.weight.data)
