@@ -1,7 +1,5 @@
 """Tiny random models of every decoder family of transformers, for ``test_families``."""
 
-import transformers
-
 ODD = {
     "hidden_size": 20,
     "num_hidden_layers": 3,
@@ -257,6 +255,8 @@ HEADED = {
 
 def build(name):
     """Make an untrained model of a case."""
+    import transformers  # seconds that ranks of ``test_families`` need not spend
+
     architecture, values = CASES[name]
     values = {key: value for key, value in values.items() if value is not None}
     config = getattr(transformers, f"{architecture}Config")(**values)

@@ -111,28 +111,28 @@ PUBLISHED = {
 }
 
 
-def verify_t5(small):
-    return verify_on_rank(small)
+SHARDED = {"context_parallel_size": 2, "sequence_parallel": True}
+SHARDED |= {"use_distributed_optimizer": False, "use_torch_fsdp2": True}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("world_size", "changes"),
     [
-        PUBLISHED
-        | {"context_parallel_size": 2, "sequence_parallel": True}
-        | {"use_distributed_optimizer": False, "use_torch_fsdp2": True},
-        {"encoder_num_layers": 1, "decoder_num_layers": 3},
+        (4, PUBLISHED | SHARDED | {"pipeline_model_parallel_size": 1}),
+        (4, {"encoder_num_layers": 1, "decoder_num_layers": 3}),
+        pytest.param(8, PUBLISHED | SHARDED, marks=pytest.mark.parity_long),
     ],
     ids=[
-        "published tp2 sp pp2 cp2, fully sharded",
+        "published tp2 sp cp2, fully sharded",
         "Megatron's tp2 pp2, a stage of both halves",
+        "published tp2 sp pp2 cp2, fully sharded",
     ],
 )
-def test_every_axis_computes_what_one_rank_computes(changes):
-    world_size = 8 if "context_parallel_size" in changes else 4
+def test_every_axis_computes_what_one_rank_computes(world_size, changes):
     config = compose(FLAGS | changes, T5TrainConfig)
     small = build_small_run(resolve(config, world_size, family=T5_FAMILY), world_size)
-    certificate = run_ranks(verify_t5, world_size, small)[0]
+    # By its own name, so that the ranks do not load this file, and transformers with it.
+    certificate = run_ranks(verify_on_rank, world_size, small, check_shapes=False)[0]
     assert certificate.passed, [line for line in certificate.lines if not line.passed]
     checked = {line.what for line in certificate.lines}
     assert checked >= {"logits", "gradient", "weights after steps", "continued run"}

@@ -39,6 +39,8 @@ PRELOADED = (
     *("numpy", "torch", "torch.distributed", "torch._dynamo"),
     *("rich.progress", "pytest"),
 )
+# What a first ``torch.compile`` loads, for 4 s a rank; starts no thread, so it may be forked.
+COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.lowering")
 OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_data", "mcore_train")
 
 
@@ -53,7 +55,7 @@ class ForkServer:
     """A process with our packages imported, which forks ranks without a start-up time.
 
     It imports the modules of our packages that this process has imported, which takes seconds
-    under the shape hook.
+    under the shape hook, or what compiles if shapes are not checked.
 
     Args:
         check_shapes: check jaxtyping annotations in the ranks.
@@ -247,7 +249,7 @@ def _serve_forks(
 
         install_import_hook(list(CHECKED_PACKAGES), "beartype.beartype")
     try:
-        for module in modules:
+        for module in (*modules, *(() if check_shapes else COMPILER)):
             importlib.import_module(module)
     except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
         control.send(traceback.format_exc())
