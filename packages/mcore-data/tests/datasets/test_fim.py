@@ -4,8 +4,8 @@ import pytest
 from mcore_data.config import FIMConfig
 from mcore_data.datasets.fim import FillInMiddle
 from mcore_data.datasets.gpt import GPTDataset
-from mcore_data.datasets.mock import MockDocuments, MockFIMDataset, MockGPTDataset
-from mcore_data.tokenizers.plain import ByteTokenizer
+from mcore_data.datasets.mock import MockDocuments, MockGPTDataset
+from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 
 PRE, MID, SUF, PAD = b"\x01", b"\x02", b"\x03", b"\x04"
 NAMES = {
@@ -68,7 +68,11 @@ def test_what_must_stay_is_left_alone():
 
 
 def test_samples_keep_their_length_and_do_not_depend_on_the_order_of_asking():
-    dataset = MockFIMDataset(48, vocab_size=500, num_samples=60)
+    # The text of an id is its number.
+    names = dict(zip(NAMES, "0123", strict=True))
+    config = FIMConfig(fim_data=True, fim_rate=0.5, **names)
+    transform = FillInMiddle.build(NullTokenizer(499), config)
+    dataset = MockGPTDataset(48, vocab_size=500, num_samples=60, transform=transform)
     forwards = [dataset[k] for k in range(60)]
     backwards = [dataset[k] for k in reversed(range(60))][::-1]
     batch = dataset.batch(range(60))

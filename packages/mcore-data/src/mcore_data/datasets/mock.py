@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.config import FIMConfig
 from mcore_data.datasets.bert import BERTDataset, BertIds
-from mcore_data.datasets.fim import FillInMiddle
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.datasets.packing import PackedDataset
 from mcore_data.datasets.t5 import T5Dataset, T5Ids
-from mcore_data.tokenizers.plain import NullTokenizer
 
 _RECKONED_TOKENS = 1_024
-_TURN_TOKENS = 16
 
 
 class MockDocuments:
@@ -102,38 +98,6 @@ class MockGPTDataset(GPTDataset):
     def __len__(self) -> int:
         """The number of samples requested."""
         return self.num_samples
-
-
-class MockFIMDataset(MockGPTDataset):
-    """``MockGPTDataset`` with documents rewritten for fill-in-the-middle.
-
-    The text of an id is its number; the ids 0 to 3 are prefix, middle, suffix and padding.
-
-    Args:
-        sequence_length: S, tokens in a sample.
-        vocab_size: ids run from 0 to vocab_size - 1; the last one ends documents.
-        fim_rate: share of the documents rewritten.
-        **options: further options of ``MockGPTDataset``.
-    """
-
-    def __init__(
-        self,
-        sequence_length: int = 512,
-        vocab_size: int = 50_000,
-        *,
-        fim_rate: float = 0.5,
-        **options: Any,
-    ) -> None:
-        config = FIMConfig(
-            fim_data=True,
-            fim_rate=fim_rate,
-            fim_prefix_token="0",
-            fim_middle_token="1",
-            fim_suffix_token="2",
-            fim_pad_token="3",
-        )
-        transform = FillInMiddle.build(NullTokenizer(vocab_size - 1), config)
-        super().__init__(sequence_length, vocab_size, transform=transform, **options)
 
 
 class MockSentences:
@@ -274,27 +238,3 @@ class MockPackedDataset(PackedDataset):
             num_samples=num_samples,
             **options,
         )
-
-
-class MockSFTDataset(MockPackedDataset):
-    """Made-up chats packed into rows: turns of 16 tokens, every second one to be learnt.
-
-    Args:
-        sequence_length: S, tokens in a row.
-        vocab_size: ids run from 0 to vocab_size - 1; the last one ends chats.
-        **options: further options of ``MockPackedDataset``.
-    """
-
-    def __init__(
-        self, sequence_length: int = 512, vocab_size: int = 50_000, **options: Any
-    ) -> None:
-        turns = _Turns(1, num_documents=1_000, max_length=sequence_length)
-        super().__init__(sequence_length, vocab_size, weights=turns, **options)
-
-
-class _Turns(MockDocuments):
-    """1 for the tokens of every second turn, 0 for the others."""
-
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        stop = int(self.lengths[sequence]) if length is None else offset + length
-        return np.arange(offset, stop) // _TURN_TOKENS % 2
