@@ -96,7 +96,8 @@ class _ColumnParallel(torch.autograd.Function):
         bias = None if bias is None else cast_factor(bias)
         gathered = wait(start_all_gather(x, axis)) if is_cut else x
         y, kept = gemm.forward(gathered, weight, bias)
-        ctx.save_for_backward(weight, *((x,) if is_cut else kept))
+        kept = (x,) if is_cut else kept
+        ctx.save_for_backward(weight, *(kept if ctx.needs_input_grad[1] else ()))
         return y
 
     @staticmethod

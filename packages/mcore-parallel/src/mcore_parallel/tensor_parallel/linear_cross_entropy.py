@@ -116,13 +116,13 @@ class _HeadLoss(torch.autograd.Function):
         weights = weights.to(wide)
         first = axis.rank * weight.shape[0]
         width = min(max(vocab_size - first, 0), weight.shape[0])
-        needs_grad = any(ctx.needs_input_grad[:2])
+        needs_grad, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         dx = torch.empty_like(x if needs_grad else x[:0])
         slot = ctx.slot = slot_of(weight)
         main = None if slot is None else slot.main
-        rows = weight.shape[0] if needs_grad else 0
+        rows = weight.shape[0] if needs_weight else 0
         dw = weight.new_empty(rows, weight.shape[1], dtype=wide) if main is None else main
-        is_new = needs_grad and (slot is None or slot.take_stale())
+        is_new = needs_weight and (slot is None or slot.take_stale())
         losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
         stats, gradient_ = _passes(x)
         for begin in range(0, x.shape[0], chunk_tokens):
@@ -149,12 +149,13 @@ class _HeadLoss(torch.autograd.Function):
                     vocab_size,
                 )
                 torch.mm(_bent_(logits, slope), matrix, out=dx[part])
-                accumulate_matmul(dw, logits.t(), x[part], overwrite=is_new)
+                if needs_weight:
+                    accumulate_matmul(dw, logits.t(), x[part], overwrite=is_new)
                 is_new = False
         if is_new:  # no token came
             dw.zero_()
         if needs_grad:
-            ctx.save_for_backward(dx, *(() if main is not None else (dw,)))
+            ctx.save_for_backward(dx, *((dw,) if needs_weight and main is None else ()))
             ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(losses)
         return _weighted_sum(losses, weights), losses
