@@ -10,9 +10,10 @@ ranks.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_moe import quack_gemm
@@ -27,6 +28,29 @@ from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Layout, Part, named_parameters
 
 
+@runtime_checkable
+class RowsAdapter(Protocol):
+    """Adds to what experts give, for the same rows; a module that ``Experts`` holds."""
+
+    def add_fc1(
+        self,
+        hidden: Float[Tensor, "R F"],
+        rows: Float[Tensor, "R D"],
+        offsets: Int[Tensor, " E"],
+    ) -> Float[Tensor, "R F"]:
+        """Add to the output of the first matrices, before biases."""
+        ...
+
+    def add_fc2(
+        self,
+        y: Float[Tensor, "R D"],
+        active: Float[Tensor, "R F"],
+        offsets: Int[Tensor, " E"],
+    ) -> Float[Tensor, "R D"]:
+        """Add to the output of the second matrices, before biases."""
+        ...
+
+
 class Experts(nn.Module):
     """Feed-forward networks that each serve their own rows.
 
@@ -35,6 +59,7 @@ class Experts(nn.Module):
             ``[e, F/expert_tp, D]`` without gate).
         fc2_weight: ``[e, D, F/expert_tp]``.
         fc1_bias, fc2_bias: ``[e, ...]`` or None.
+        adapter: adds to the output of both, or None.
     """
 
     def __init__(
@@ -106,6 +131,7 @@ class Experts(nn.Module):
         self.fc2_weight = overwrites(allocate(hidden_size, width))
         self.fc1_bias = allocate(rows) if bias else None
         self.fc2_bias = allocate(hidden_size) if bias else None
+        self.adapter: RowsAdapter | None = None
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -173,10 +199,15 @@ class Experts(nn.Module):
             rows = permute(x, plan)
             if self.probs_on_input:
                 rows = (rows * row_probs[:, None]).to(rows.dtype)
-            return linear(rows, self.fc1_weight, plan.offsets)
+            hidden = linear(rows, self.fc1_weight, plan.offsets)
+            if self.adapter is not None:
+                hidden = self.adapter.add_fc1(hidden, rows, plan.offsets)
+            return hidden
 
         def second(active: Tensor, probs: Tensor) -> Tensor:
             rows = linear(active, self.fc2_weight, plan.offsets)
+            if self.adapter is not None:
+                rows = self.adapter.add_fc2(rows, active, plan.offsets)
             if self.fc2_bias is not None:
                 # Weighed like the rest, and once in the sum over expert_tp: by its first rank.
                 weights = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
@@ -189,7 +220,7 @@ class Experts(nn.Module):
     def _gathers(self, x: Tensor, plan: RowPlan) -> bool:
         """Whether GEMMs gather their rows: by quack, without biases, every row a token's."""
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
-        if self.probs_on_input:
+        if self.probs_on_input or self.adapter is not None:
             return False
         if not self.grouped or has_bias or not plan.is_dense or not x.shape[0]:
             return False
