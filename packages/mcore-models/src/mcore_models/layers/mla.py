@@ -29,6 +29,7 @@ from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.rope import RotaryTables, rotate
 from mcore_models.layout_checks import cp_comm_type
+from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
 from mcore_parallel.collectives import copy_to, gather_partial_from
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
@@ -242,7 +243,7 @@ class LatentAttention(nn.Module):
         """
         R = self.config.kv_lora_rank
         sizes = self.config.qk_head_dim, self.config.v_head_dim
-        weight = self.kv_up.weight.unflatten(0, (-1, sum(sizes)))
+        weight = full_weight(self.kv_up).unflatten(0, (-1, sum(sizes)))
         to_keys, to_values = weight.split(sizes, dim=1)  # [N, nope, R], [N, J, R]
         plain, q_rotated = self._split_queries(self._project_queries(x_q), inputs.rotary)
         if self.sequence_parallel:

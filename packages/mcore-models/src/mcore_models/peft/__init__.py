@@ -1,0 +1,1 @@
+"""Fine-tuning of few parameters beside a frozen model: LoRA and DoRA."""

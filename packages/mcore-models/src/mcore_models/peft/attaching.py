@@ -1,0 +1,144 @@
+"""Adapters put beside the linears of a model, filled, and merged into it again.
+
+A linear gets its adapter as a submodule named ``adapter``, which a forward hook calls: its own
+parameters keep their names, so that a checkpoint of the model loads with adapters or without.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_models.layers.replicated_linear import ReplicatedLinear
+from mcore_models.peft.config import ADAPTER, PeftConfig
+from mcore_models.peft.experts import ExpertsAdapter
+from mcore_models.peft.lora import A_NAME, LinearAdapter, build_adapter
+from mcore_moe.experts import Experts
+from mcore_moe.latent import LatentProjection
+from mcore_parallel.rng import RngStreams, fill_parameter_
+from mcore_parallel.sharding import named_parameters
+from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+_LINEARS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, LatentProjection)
+
+
+def attach_adapters(
+    model: nn.Module, config: PeftConfig, *, streams: RngStreams, seed: int = 1234
+) -> None:
+    """Freeze a model, or one of its stages, and give its linears adapters, in place.
+
+    The model computes what it did before: B is zero. A begins as U(-1, 1) / sqrt(width), equal
+    under every layout. With ``dora`` the lengths of rows are all-reduced over the ranks that
+    share columns, on weights that are there already; call ``start_magnitudes`` where others
+    are loaded later.
+
+    Args:
+        model: before ``DataParallel``; parameters on the meta device stay there.
+        config: which linears, and their rank.
+        streams: of dropout.
+        seed: of A, equal on all ranks.
+
+    Raises:
+        ValueError: if there is nothing to do, or ``dora`` is asked of experts.
+    """
+    if config.peft == "none":
+        raise ValueError("--peft none adds no adapters: use lora or dora.")
+    model.requires_grad_(False)
+    for path, module in list(model.named_modules()):
+        if "blocks" not in path.split("."):
+            continue
+        if isinstance(module, _LINEARS):
+            _attach(module, path, config, streams)
+        elif isinstance(module, Experts):
+            _attach_to_experts(module, path, config, streams)
+    _fill(model, seed)
+    start_magnitudes(model)
+
+
+def start_magnitudes(model: nn.Module) -> None:
+    """Set DoRA's magnitudes to the lengths of the weights' rows, once these are loaded.
+
+    All-reduces the lengths over the ranks that share columns.
+    """
+    for linear, adapter in adapted_linears(model):
+        if not adapter.lora_A.is_meta:
+            adapter.start_magnitude(linear.weight)
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Add every adapter to its weight and remove it, in place.
+
+    The model computes what it did, up to rounding, at its old cost; it stays frozen.
+
+    Raises:
+        ValueError: if experts have adapters, which ``mcore-ckpt convert`` merges.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertsAdapter):
+            raise ValueError(f"{path}: adapters of experts are merged by mcore-ckpt convert.")
+    for linear, adapter in adapted_linears(model):
+        with torch.no_grad():
+            linear.weight.copy_(adapter.merged(linear.weight))
+        _remove(linear)
+
+
+def adapted_linears(model: nn.Module) -> list[tuple[Any, LinearAdapter]]:
+    """List the linears that have adapters, and these."""
+    found = [(module, getattr(module, ADAPTER, None)) for module in model.modules()]
+    return [(module, own) for module, own in found if isinstance(own, LinearAdapter)]
+
+
+class _AddAdapter:
+    """Forward hook of a linear: adds what its adapter says."""
+
+    def __call__(self, linear: Any, arguments: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        bias = getattr(linear, "bias", None)
+        return linear.adapter(arguments[0], y, linear.weight, bias)
+
+
+def _attach(module: Any, path: str, config: PeftConfig, streams: RngStreams) -> None:
+    names = [part.name.removesuffix("weight") for part in module.layouts()["weight"].parts]
+    is_adapted = [config.is_target(f"{path}.{name}".removesuffix(".")) for name in names]
+    if any(is_adapted):
+        module.add_module(ADAPTER, build_adapter(module, is_adapted, config, streams))
+        module.register_forward_hook(_AddAdapter())
+
+
+def _attach_to_experts(
+    experts: Experts, path: str, config: PeftConfig, streams: RngStreams
+) -> None:
+    matrices = ("fc1.gate", "fc1.up", "fc2") if experts.gated else ("fc1", "fc2")
+    is_adapted = []
+    for matrix in matrices:
+        chosen = [config.is_target(f"{path}.{e}.{matrix}") for e in range(experts.num_experts)]
+        if len(set(chosen)) > 1:
+            raise ValueError(
+                f"--lora-target-modules {' '.join(config.lora_target_modules)} means some "
+                f"experts of {path} and not others: name all of them, or none."
+            )
+        is_adapted.append(chosen[0])
+    if not any(is_adapted):
+        return
+    if config.peft == "dora":
+        raise ValueError("--peft dora knows no routed experts: use lora, or other targets.")
+    experts.adapter = ExpertsAdapter(experts, is_adapted, config, streams=streams)
+
+
+def _remove(linear: nn.Module) -> None:
+    delattr(linear, ADAPTER)
+    hooks = linear._forward_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _AddAdapter)]:
+        del hooks[key]
+
+
+def _fill(model: nn.Module, seed: int) -> None:
+    """Draw A as torch draws a linear's weight: uniform, by the width of its input."""
+    for named in named_parameters(model):
+        part = named.layout.parts[0]
+        if named.parameter.is_meta or not part.name.endswith(f".{A_NAME}"):
+            continue
+        fill_parameter_(named, seed=seed, std=1.0)
+        uniform = torch.special.ndtr(named.parameter.detach().double())
+        with torch.no_grad():
+            named.parameter.copy_((2 * uniform - 1) / math.sqrt(part.shape[1]))

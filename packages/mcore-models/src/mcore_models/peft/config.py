@@ -1,0 +1,135 @@
+"""``PeftConfig``: which linears get an adapter, of which rank. The standard library only.
+
+Linears are known by the logical names of their matrices without ``.weight``:
+``blocks.7.attention.qkv.q``, ``blocks.7.mlp.fc1.gate``, ``blocks.7.moe.experts.3.fc2``. A
+pattern means every linear in whose name its words, divided by dots, follow each other:
+``q``, ``attention``, ``blocks.7.mlp``, ``experts``, ``blocks.[0-3].*.proj``.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+ALL_LINEAR = "all-linear"
+"""Every linear of the layers but routed experts."""
+
+ADAPTER = "adapter"
+"""Name of the module that a linear or a layer's experts get."""
+
+OTHER_WORDS: Mapping[str, str] = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "proj",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "fc2",
+    "q_a_proj": "q_down",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "kv_down",
+    "kv_b_proj": "kv_up",
+    "linear_qkv": "qkv",
+    "linear_proj": "proj",
+    "linear_fc1": "fc1",
+    "linear_fc2": "fc2",
+}
+"""Words of Hugging Face and Megatron, and ours."""
+
+_NO_LINEARS = (".router.weight", ".conv1d.weight", ".token_gate.weight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeftConfig:
+    """Adapters that are trained in place of the model, whose weights stay as they are."""
+
+    peft: Literal["none", "lora", "dora"] = "none"
+    """Train adapters beside a frozen model: a matrix of low rank (lora), and a magnitude of
+    each output (dora). none: train the model itself."""
+
+    lora_target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    """Linears that get one: patterns of words in their names, such as q v, attention.proj,
+    mlp, experts or q_proj; all-linear: every linear of the layers but routed experts."""
+
+    lora_dim: int = 32
+    """Rank of the adapters, 1 or more."""
+
+    lora_alpha: float = 32.0
+    """Adapters are multiplied by this over their rank; above 0."""
+
+    lora_dropout: float = 0.0
+    """Probability of dropping an element of what an adapter reads, 0 to below 1."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self.lora_dim < 1:
+            raise ValueError(f"--lora-dim {self.lora_dim} must be 1 or more.")
+        if not self.lora_alpha > 0:
+            raise ValueError(f"--lora-alpha {self.lora_alpha} must be above 0.")
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise ValueError(f"--lora-dropout {self.lora_dropout} must be at least 0, below 1.")
+        if not self.lora_target_modules:
+            raise ValueError("--lora-target-modules names no linear: give at least one.")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' output."""
+        return self.lora_alpha / self.lora_dim
+
+    def is_target(self, name: str) -> bool:
+        """Whether a linear gets an adapter.
+
+        Args:
+            name: of its matrix, without ``.weight``.
+        """
+        return any(is_meant(pattern, name) for pattern in self.lora_target_modules)
+
+
+def is_meant(pattern: str, name: str) -> bool:
+    """Whether a pattern means a linear, by the name of its matrix without ``.weight``."""
+    if pattern == ALL_LINEAR:
+        return ".experts." not in name
+    words = name.split(".")
+    wanted = OTHER_WORDS.get(pattern, pattern).split(".")
+    return any(
+        all(map(fnmatchcase, words[start : start + len(wanted)], wanted))
+        for start in range(len(words) - len(wanted) + 1)
+    )
+
+
+def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """List the linears that may get an adapter.
+
+    Args:
+        shapes: of a model's logical tensors.
+
+    Returns:
+        Names of their matrices, without ``.weight``.
+    """
+    return [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if "blocks" in name.split(".")
+        and name.endswith(".weight")
+        and len(shape) == 2
+        and not name.endswith(_NO_LINEARS)
+    ]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a logical tensor belongs to an adapter."""
+    return ADAPTER in name.split(".")
+
+
+def without_target(config: PeftConfig, names: Iterable[str]) -> list[str]:
+    """List the patterns that mean none of these linears."""
+    names = list(names)
+    return [
+        pattern
+        for pattern in config.lora_target_modules
+        if not any(is_meant(pattern, name) for name in names)
+    ]

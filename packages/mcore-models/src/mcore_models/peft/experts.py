@@ -1,0 +1,150 @@
+"""LoRA beside routed experts: each expert has its own A and B, in grouped GEMMs.
+
+Split as the experts are: over the expert ranks by experts, over the ranks that share an
+expert's matrices by the rows of B for the first and the columns of A for the second.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mcore_models.peft.config import PeftConfig
+from mcore_models.peft.lora import A_NAME, B_NAME
+from mcore_moe.experts import Experts
+from mcore_moe.grouped_gemm import grouped_linear, sequential_linear
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.sharding import Layout, Part
+
+
+class ExpertsAdapter(nn.Module):
+    """Adapters of a layer's experts on this rank.
+
+    Attributes:
+        fc1_A: ``[e, n r, D]``, A of each adapted output, or None.
+        fc1_B: ``[e, n F/expert_tp, r]``, or None.
+        fc2_A: ``[e, r, F/expert_tp]``, or None.
+        fc2_B: ``[e, D, r]``, or None.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        is_adapted: Sequence[bool],
+        config: PeftConfig,
+        *,
+        streams: RngStreams,
+    ) -> None:
+        """Allocate matrices of zeros.
+
+        Args:
+            experts: which this does not hold.
+            is_adapted: whether gate and up-projection (or the one first matrix) and the second
+                matrix have adapters; one at least has.
+            config: rank, factor, dropout.
+            streams: of dropout.
+        """
+        super().__init__()
+        self.rank, self.scale = config.lora_dim, config.scale
+        self.ep, self.expert_tp = experts.ep, experts.expert_tp
+        self.first, self.has_second = tuple(is_adapted[:-1]), is_adapted[-1]
+        self.names = ("fc1.gate", "fc1.up") if experts.gated else ("fc1",)
+        self.sizes = experts.hidden_size, experts.ffn_hidden_size
+        self.dropout = StreamDropout(config.lora_dropout, streams, "expert")
+        self.linear = grouped_linear if experts.grouped else sequential_linear
+        weight = experts.fc2_weight
+        self.num_experts, D, self.width = weight.shape
+
+        def allocate(count: int, *shape: int) -> nn.Parameter | None:
+            placed = {"device": weight.device, "dtype": weight.dtype}
+            full = (self.num_experts, *shape)
+            return nn.Parameter(torch.zeros(full, **placed)) if count else None
+
+        n = sum(self.first)
+        self.fc1_A = allocate(n, n * self.rank, D)
+        self.fc1_B = allocate(n, n * self.width, self.rank)
+        self.fc2_A = allocate(self.has_second, self.rank, self.width)
+        self.fc2_B = allocate(self.has_second, D, self.rank)
+
+    def add_fc1(
+        self,
+        hidden: Float[Tensor, "R F"],
+        rows: Float[Tensor, "R D"],
+        offsets: Int[Tensor, " E"],
+    ) -> Float[Tensor, "R F"]:
+        """Add what the adapters of the first matrices say; no communication.
+
+        Args:
+            hidden: what the experts gave.
+            rows: what they read, sorted by expert.
+            offsets: where each expert's rows begin, and where the last one's end.
+        """
+        if self.fc1_A is None or self.fc1_B is None:
+            return hidden
+        narrow = self.linear(self.dropout(rows), self.fc1_A, offsets)
+        return hidden + self.scale * self.linear(narrow, self._wide_b(self.fc1_B), offsets)
+
+    def add_fc2(
+        self,
+        y: Float[Tensor, "R D"],
+        active: Float[Tensor, "R F"],
+        offsets: Int[Tensor, " E"],
+    ) -> Float[Tensor, "R D"]:
+        """Add what the adapters of the second matrices say, this rank's part of a sum."""
+        if self.fc2_A is None or self.fc2_B is None:
+            return y
+        narrow = self.linear(self.dropout(active), self.fc2_A, offsets)
+        return y + self.scale * self.linear(narrow, self.fc2_B, offsets)
+
+    def _wide_b(self, up: Tensor) -> Float[Tensor, "e F R"]:
+        """Stand gate's and up-projection's B side by side: each reads its own A only."""
+        pieces, n = iter(up.split(self.width, dim=1)), sum(self.first)
+        before, rows = 0, []
+        for has in self.first:
+            if has:
+                after = (n - 1) * self.rank - before
+                rows.append(F.pad(next(pieces), (before, after)))
+                before += self.rank
+            else:
+                rows.append(up.new_zeros(self.num_experts, self.width, n * self.rank))
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Describe the matrices expert by expert, see ``mcore_parallel.sharding``."""
+        D, width = self.sizes
+        begin, e_tp = self.expert_tp.rank * self.width, self.expert_tp
+        found: dict[str, list[Part]] = {"fc1_A": [], "fc1_B": [], "fc2_A": [], "fc2_B": []}
+        named = [name for name, has in zip(self.names, self.first, strict=True) if has]
+        for i in range(self.num_experts):
+            expert = self.ep.rank * self.num_experts + i
+            for n, name in enumerate(named):
+                # Each rank of expert_tp sees the gradient of its own rows of B only.
+                found["fc1_A"].append(
+                    self._part(f"{expert}.{name}.{A_NAME}", (self.rank, D), i, n, e_tp)
+                )
+                at = (begin, 0), (i, n * self.width, 0), (1, self.width, self.rank)
+                found["fc1_B"].append(
+                    Part(f"{expert}.{name}.{B_NAME}", (width, self.rank), *at)
+                )
+            if self.has_second:
+                at = (0, begin), (i, 0, 0), (1, self.rank, self.width)
+                found["fc2_A"].append(Part(f"{expert}.fc2.{A_NAME}", (self.rank, width), *at))
+                # What B reads is this rank's part of a sum, and so is its gradient.
+                found["fc2_B"].append(
+                    self._part(f"{expert}.fc2.{B_NAME}", (D, self.rank), i, 0, e_tp)
+                )
+        return {name: Layout(tuple(p), data="expert") for name, p in found.items() if p}
+
+    def _part(
+        self, name: str, shape: tuple[int, int], expert: int, number: int, axis: Axis = SINGLE
+    ) -> Part:
+        """Describe a matrix that every rank of an axis holds, with partial gradients."""
+        place = expert, number * shape[0], 0
+        return Part(name, shape, (0, 0), place, (1, *shape), replicas=axis, partial=axis)
+
+    def extra_repr(self) -> str:
+        """Describe the adapters for ``print(model)``."""
+        return f"{self.num_experts} experts, rank={self.rank}, scale={self.scale}"
