@@ -20,7 +20,8 @@ from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
 from mcore_ckpt.conversion.targets import WRITERS, WriteOptions, our_items, write_small_files
 from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens
-from mcore_ckpt.formats.sources import FORMATS, OpenCheckpoint, ReadOptions, opened
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint, ReadOptions
+from mcore_ckpt.formats.sources import FORMATS, opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.index import Index

@@ -13,7 +13,8 @@ from typing import Any
 from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.megatron.legacy import is_legacy
-from mcore_ckpt.formats.sources import ReadOptions, opened
+from mcore_ckpt.formats.open_checkpoint import ReadOptions
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import (
     Progress,
     Rows,

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import ParallelContext

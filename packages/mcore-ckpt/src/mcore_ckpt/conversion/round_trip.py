@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.sources import PREFIX, OpenCheckpoint, ReadOptions, opened
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint, ReadOptions
+from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.optimizer_state import Part, native_name
 from mcore_ckpt.mapping.row_streams import (
     Progress,

@@ -5,8 +5,8 @@ Nothing is read but what says where things are; tensors come by rows when they a
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_file
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.legacy import is_legacy, read_legacy_folder
 from mcore_ckpt.formats.megatron.optimizer import read_megatron
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint, ReadOptions
 from mcore_ckpt.formats.quantization import quantization_name, take_quantization
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import read_torch_file
+from mcore_ckpt.mapping.adapters import Merged, base_of
 from mcore_ckpt.mapping.optimizer_state import OptimizerState, read_native
 from mcore_ckpt.mapping.row_streams import Rows, Source, compare_copy
 from mcore_ckpt.mapping.rules import (
@@ -35,8 +37,8 @@ from mcore_ckpt.mapping.rules import (
 )
 from mcore_ckpt.mapping.views import Cast, RenamedRows, Resized
 from mcore_ckpt.storage.files import Reader
-from mcore_ckpt.storage.index import Index, read_index
-from mcore_ckpt.storage.paths import latest_step, resolve_folder, step_folder
+from mcore_ckpt.storage.index import ADAPTER, Index, read_index
+from mcore_ckpt.storage.paths import is_hf_folder, latest_step, resolve_folder, step_folder
 from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.stores import as_path
 
@@ -54,50 +56,6 @@ _WORDS = "embedding.word_embeddings.weight"
 _PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
 _TRIED = 3
 _STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """What a user says about an input that the input does not say itself."""
-
-    dtype: str = ""
-    """Safetensors' name to cast floating-point weights to; empty: as they are."""
-    config: str = ""
-    """config.json, or folder with one, of the model; or JSON of one of our descriptions."""
-    vocab_size: int = 0
-    """Rows of vocabulary to keep; beyond the input's, rows of zeros. 0: as in the input."""
-    optimizer: bool = False
-    """Whether the optimizer's state, and how far the run is, are wanted too."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenCheckpoint:
-    """A checkpoint whose tensors can be read."""
-
-    description: dict[str, Any]
-    """The model, in our fields."""
-    links: Sequence[Link]
-    """How its tensors are ours."""
-    theirs: Rows
-    """Its tensors under its own names."""
-    ours: Rows
-    """Its tensors under logical names, resized as asked."""
-    hf: dict[str, Any] = field(default_factory=dict)
-    """``model_type`` and carried fields of the Hugging Face model that it came from."""
-    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of the tokenizer."""
-    generation: Mapping[str, bytes] = field(default_factory=dict)
-    """generation_config.json, if there is one."""
-    left_behind: int = 0
-    """Entries that are no weights (optimizer, random state) and are not converted."""
-    not_carried: tuple[str, ...] = ()
-    """Files beside its weights that are not converted."""
-    state: OptimizerState | None = None
-    """The optimizer's, if it was asked for."""
-    quantization: str = ""
-    """How the folder stores its matrices, which are widened on the way; empty: as they are."""
-    took_config: bool = False
-    """Whether the model is the one that ``ReadOptions.config`` names: the input did not say."""
 
 
 @contextmanager
@@ -154,12 +112,17 @@ def _open_mcore(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     }
     tokenizer, _ = small_files(step / "tokenizer")
     _, generation = small_files(step)
-    links = [Link((name,), name) for name in tensors]
-    with Reader(step) as reader:
-        theirs = _cast(Source(reader, tensors), asked)
+    with ExitStack() as stack:
+        reader = stack.enter_context(Reader(step))
+        stored: Rows = Source(reader, tensors)
+        hf = dict(index.extra.get("hf", {}))
+        if adapter := index.extra.get(ADAPTER):
+            stored, hf = stack.enter_context(_merged(step, stored, adapter))
+        links = [Link((name,), name) for name in stored.entries]
+        theirs = _cast(stored, asked)
         found = OpenCheckpoint(
             *_described(description, links, theirs, asked),
-            hf=dict(index.extra.get("hf", {})),
+            hf=hf,
             tokenizer=tokenizer,
             generation=generation,
             left_behind=len(index.tensors) - len(tensors),
@@ -167,6 +130,23 @@ def _open_mcore(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
         if asked.optimizer:
             found = _with_state(found, read_native(index, reader, theirs, str(step)), asked)
         yield found
+
+
+@contextmanager
+def _merged(
+    step: Path, stored: Rows, adapter: Mapping[str, Any]
+) -> Iterator[tuple[Rows, dict[str, Any]]]:
+    """Open the model beside which a step's adapters stand, and add these to it.
+
+    Returns:
+        Its tensors, and what is known of the Hugging Face model that it came from.
+    """
+    if not adapter["base"]:  # the step holds both
+        yield Merged(stored, stored, adapter), {}
+        return
+    base = as_path(base_of(step, adapter))
+    with opened("hf" if is_hf_folder(base) else "mcore", base) as found:
+        yield Merged(found.ours, stored, adapter), found.hf
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import MatrixPart, WidenedRows
 from mcore_ckpt.formats.quantized_layouts import QuantPlan
-from mcore_ckpt.formats.sources import PREFIX, OpenCheckpoint, opened
+from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import Reader, narrowed

@@ -23,6 +23,9 @@ FORMAT = "mcore"
 VERSION = 2
 """Version of the index; readers refuse a newer one."""
 
+ADAPTER = "peft"
+"""Entry of ``extra`` in which a step of adapters says their rank and factor, and their base."""
+
 BLOCK_BYTES = 1 << 22
 """Bytes that share one checksum; the last block of a chunk is shorter."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcore_ckpt.conversion.targets import Watch
 from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
@@ -24,7 +25,6 @@ from mcore_ckpt.formats.quantized_layouts import (
     WEIGHT_SCALE_2,
     QuantLayout,
 )
-from mcore_ckpt.formats.sources import OpenCheckpoint
 from mcore_ckpt.mapping.low_bits import unpack
 from mcore_ckpt.mapping.row_streams import Rows, row_groups, slabs
 from mcore_ckpt.storage.files import Item

@@ -8,8 +8,9 @@ from typing import Literal
 
 from mcore_ckpt.conversion.conversion import DTYPE_WORDS
 from mcore_ckpt.conversion.inspection import format_of
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
-from mcore_ckpt.formats.sources import OpenCheckpoint, opened
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import Progress, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.outputs import appearing, check_place, check_room

@@ -14,9 +14,9 @@ from typing import Any
 from mcore_ckpt.conversion.targets import Watch, model_type_of
 from mcore_ckpt.families import family_of
 from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import QUANT_CONFIG
-from mcore_ckpt.formats.sources import OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import slabs
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.paths import write_durably

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.targets import model_type_of
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
-from mcore_ckpt.formats.sources import OpenCheckpoint
 from mcore_ckpt.storage.files import Item, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES
 from mcore_ckpt.storage.paths import write_durably

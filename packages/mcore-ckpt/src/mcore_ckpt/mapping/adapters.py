@@ -1,0 +1,112 @@
+"""Low-rank adapters merged into the weights beside which they stand, by rows.
+
+A checkpoint of adapters holds ``...qkv.adapter.q.lora_A.weight`` and ``lora_B.weight``, and for
+DoRA ``lora_magnitude_vector``, beside ``...qkv.q.weight`` of its base. LoRA's weight is
+V = W + s B A; DoRA's is V with its rows brought to their magnitudes. Both need a row of W and B
+and all of A, so that nothing is held whole but A.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.storage.index import TensorEntry
+from mcore_ckpt.storage.paths import resolve_folder
+from mcore_ckpt.storage.stores import as_path
+
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+_MODULE = ".adapter."
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a logical tensor belongs to an adapter."""
+    return _MODULE in name
+
+
+def weight_of(name: str) -> str:
+    """Name the weight beside which an adapter's tensor stands."""
+    for kind in (A, B, MAGNITUDE):
+        if name.endswith(f".{kind}"):
+            return name.removesuffix(kind).replace(_MODULE, ".", 1) + "weight"
+    raise CheckpointError(f"{name} is no tensor of an adapter that is known here")
+
+
+def adapters_of(names: Mapping[str, TensorEntry]) -> dict[str, dict[str, str]]:
+    """Group adapters' tensors by the weights beside which they stand, and by kind."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        if is_adapter(name):
+            weight = weight_of(name)
+            stem = name.split(_MODULE)[1]
+            kind = next(kind for kind in (A, B, MAGNITUDE) if stem.endswith(kind))
+            found.setdefault(weight, {})[kind] = name
+    return found
+
+
+def base_of(folder: Any, adapter: Mapping[str, Any]) -> str:
+    """Return the folder of the model beside which adapters stand.
+
+    Args:
+        folder: of the adapters.
+        adapter: what its index says of them.
+
+    Raises:
+        ValueError: if it is not there.
+    """
+    base = adapter["base"]
+    try:
+        resolve_folder(as_path(base))
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} holds adapters of the model in {base}, which is not there ({error}): "
+            "put it back."
+        ) from None
+    return base
+
+
+class Merged:
+    """A model's tensors with its adapters added."""
+
+    def __init__(self, base: Rows, adapters: Rows, config: Mapping[str, Any]) -> None:
+        """Match adapters with weights; reads nothing.
+
+        Args:
+            base: the model, by logical name.
+            adapters: by logical name.
+            config: rank and factor, as the index of adapters has them.
+
+        Raises:
+            ValueError: if an adapter's weight is not in the model.
+        """
+        self._base, self._adapters = base, adapters
+        self._scale = config["lora_alpha"] / config["lora_dim"]
+        self._by_weight = adapters_of(adapters.entries)
+        self.entries = {n: e for n, e in base.entries.items() if not is_adapter(n)}
+        if strange := sorted(self._by_weight.keys() - self.entries.keys()):
+            raise ValueError(f"adapters stand beside {strange[0]}, which the model lacks.")
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in: the base's."""
+        return self._base.dtype(name)
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Read rows of the base, and add their adapter's in float32 or wider."""
+        rows = self._base.rows(name, begin, stop)
+        if name not in self._by_weight:
+            return rows
+        names = self._by_weight[name]
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        down = self._whole(names[A]).to(wide)
+        up = self._adapters.rows(names[B], begin, stop).to(wide)
+        total = rows.to(wide) + self._scale * (up @ down)
+        if MAGNITUDE in names:
+            wanted = self._adapters.rows(names[MAGNITUDE], begin, stop).to(wide)
+            total *= (wanted / total.norm(dim=1))[:, None]
+        return total.to(rows.dtype)
+
+    def _whole(self, name: str) -> Tensor:
+        return self._adapters.rows(name, 0, self._adapters.entries[name].shape[0])
