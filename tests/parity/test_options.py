@@ -39,6 +39,12 @@ LATENT = {
     "rope_type": "yarn",
     "mscale_all_dim": 1.0,
 }
+LORA = {"peft": "lora", "lora_dim": 3, "lora_alpha": 5.0}
+DORA = LORA | {"peft": "dora"}
+SOME = {"lora_target_modules": ("q", "v", "attention.proj", "up"), "num_query_groups": 1}
+ALL_EXPERTS = {"lora_target_modules": ("experts", "attention"), "num_experts": 4}
+ALL_EXPERTS |= {"moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": 0.05}
+SEQUENCE = {"sequence_parallel": True}
 CASES = {
     "head_norms_tp2": (2, TP2 | {"qk_layernorm": True}),
     "documents_pp2": (2, PP2 | {"reset_position_ids": True}),
@@ -87,6 +93,14 @@ CASES = {
     "cut_vectors_dp2": (2, CUT_VECTORS),
     "offloaded_pp2_zero": (2, PP2 | OFFLOADED | {"use_distributed_optimizer": True}),
     "offloaded_experts_zero3_dp2": (2, EXPERTS | OFFLOADED | {"use_torch_fsdp2": True}),
+    "lora_tp2": (2, LORA | TP2 | SOME | {"use_distributed_optimizer": True}),
+    "dora_sequence_tp2": (2, DORA | TP2 | SEQUENCE | {"add_bias_linear": True}),
+    "dora_tp2": (2, DORA | TP2 | SOME | {"recompute_granularity": "full"}),
+    "lora_latent_sequence_tp2": (2, LORA | TP2 | SEQUENCE | LATENT),
+    "lora_experts_tp2": (2, LORA | TP2 | ALL_EXPERTS),
+    "lora_experts_ep2": (2, LORA | ALL_EXPERTS | SPLIT | {"use_distributed_optimizer": True}),
+    "lora_pp2": (2, LORA | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "dora_cp2": (2, DORA | CP2 | {"overlap_grad_reduce": True}),
     "experts_instances_dp4": (4, EXPERTS | INSTANCES),
     "experts_hybrid_zero3_dp4": (
         4,

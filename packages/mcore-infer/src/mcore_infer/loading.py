@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mcore_ckpt.mapping.adapters import base_of
 from mcore_ckpt.save_load.hf_loading import opened_quantized
 from mcore_ckpt.save_load.loading import describe_checkpoint, load
-from mcore_ckpt.storage.index import Index
+from mcore_ckpt.storage.index import ADAPTER, Index
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -27,12 +28,17 @@ from mcore_infer.quantization.loading import (
     quantized_linears,
     round_inputs_,
 )
+from mcore_models.config import config_from_dict
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, Family
+from mcore_models.peft.attaching import attach_adapters
+from mcore_models.peft.config import PeftConfig, is_adapter
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import Shard, named_shards
 
+_NO_ADAPTERS = PeftConfig()
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
 
@@ -73,7 +79,8 @@ def load_model(
 ) -> LoadedModel:
     """Build the model that a checkpoint describes and fill it.
 
-    Communicates over ``ctx.world``: all its ranks call it.
+    Communicates over ``ctx.world``: all its ranks call it. Adapters stay beside the model
+    that they were trained for, which is read where it was then.
 
     Args:
         path: a run folder, a step folder of one, or a Hugging Face folder.
@@ -100,7 +107,10 @@ def load_model(
             "checkpoint that mcore-train or mcore-ckpt convert wrote."
         )
     description = ModelDescription.from_dict(index.extra["model"], families)
-    model = _on_meta(description, ctx, dtype or _dtype_for(ctx.device, index), families)
+    adapter = index.extra.get(ADAPTER, {})
+    peft = config_from_dict(PeftConfig, {n: v for n, v in adapter.items() if n != "base"})
+    computes_in = dtype or _dtype_for(ctx.device, index)
+    model = _on_meta(description, ctx, computes_in, families, peft)
     reading: dict[str, Any] = {"world": ctx.world, "checksums": checksums, "cast": True}
     with ExitStack() as stack:
         quantized, scales = None, {}
@@ -114,6 +124,8 @@ def load_model(
         shards = {f"model.{n}": s for n, s in named_shards(model, ctx.data_axes()).items()}
         apart = {name for name, shard in shards.items() if _is_meta(shard)}
         rest = {name: shard for name, shard in shards.items() if name not in apart}
+        if adapter.get("base"):
+            rest = _without_base(folder, adapter, rest, reading)
         load(folder, rest, ignore=("optimizer.", "rng.", *apart), **reading)
         if quantized is not None:
 
@@ -132,6 +144,7 @@ def empty_model(
     ctx: ParallelContext,
     dtype: torch.dtype,
     families: Mapping[str, Family] = FAMILIES,
+    peft: PeftConfig = _NO_ADAPTERS,
 ) -> LanguageModel:
     """Build a model whose weights are zero, to be filled; no communication.
 
@@ -140,11 +153,12 @@ def empty_model(
         ctx: the rank grid, without pipeline and context parallelism.
         dtype: to compute in.
         families: of models that there may be.
+        peft: adapters beside its linears; none by default.
 
     Raises:
         ValueError: if the model predicts no next token.
     """
-    model = _on_meta(description, ctx, dtype, families)
+    model = _on_meta(description, ctx, dtype, families, peft)
     _allocate(model, ctx.device, frozenset())
     return model
 
@@ -154,6 +168,7 @@ def _on_meta(
     ctx: ParallelContext,
     dtype: torch.dtype,
     families: Mapping[str, Family],
+    peft: PeftConfig,
 ) -> LanguageModel:
     model = families[description.family].build(
         description.config,
@@ -168,6 +183,8 @@ def _on_meta(
             f"a model of the family {description.family} predicts no next token: it can "
             "neither generate nor be scored on a text."
         )
+    if peft.peft != "none":
+        attach_adapters(model, peft, streams=RngStreams(0, ctx))
     return model
 
 
@@ -185,6 +202,18 @@ def _allocate(model: nn.Module, device: torch.device, packed: frozenset[str]) ->
 
 def _is_meta(shard: Shard) -> bool:
     return any(piece.data.is_meta for piece in shard.pieces)
+
+
+def _without_base(
+    folder: Path,
+    adapter: Mapping[str, Any],
+    shards: Mapping[str, Shard],
+    reading: Mapping[str, Any],
+) -> dict[str, Shard]:
+    """Fill the model beside which adapters stand from its own folder; return the adapters."""
+    base = {name: shard for name, shard in shards.items() if not is_adapter(name)}
+    load(base_of(folder, adapter), base, ignore=("optimizer.", "rng.", "fp8."), **reading)
+    return {name: shard for name, shard in shards.items() if is_adapter(name)}
 
 
 def check_context(ctx: ParallelContext) -> None:

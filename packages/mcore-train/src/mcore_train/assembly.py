@@ -19,6 +19,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch, describe_sources
 from mcore_data.tracing.tracing import prefixes
 from mcore_models.kernel_choice import optional_kernels
+from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
@@ -100,6 +101,8 @@ class Run:
     warmed_up: set[str] = field(default_factory=set)
     """Passes that have run once in this process, ``train`` and ``evaluate``: a pipeline's
     first pass waits for each message on the host (see ``run_schedule``)."""
+    base: str = ""
+    """Folder of the model that adapters stand beside; empty: checkpoints hold everything."""
     iteration: int = 0
     """Steps done."""
     consumed_train_samples: int = 0
@@ -223,9 +226,9 @@ def _build_chunks(
     streams: RngStreams,
     dtype: torch.dtype,
 ) -> list[TrainableModel]:
-    """Build this rank's model chunks, in forward order."""
+    """Build this rank's model chunks, in forward order, with adapters if there are any."""
     config = plan.config
-    return [
+    chunks = [
         plan.family.build(
             config.model,
             ctx,
@@ -242,6 +245,10 @@ def _build_chunks(
         )
         for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
     ]
+    if config.peft.peft != "none":
+        for chunk in chunks:
+            attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
+    return chunks
 
 
 def _build_optimizer(

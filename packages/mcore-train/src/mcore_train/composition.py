@@ -15,6 +15,7 @@ from mcore_data.config import DataConfig, FIMConfig, MaskingConfig, TokenizerCon
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import BERT_FAMILY, GPT_FAMILY, T5_FAMILY, Family
+from mcore_models.peft.config import PeftConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
     DataParallelConfig,
@@ -47,6 +48,7 @@ class TrainConfig:
 
     model: TransformerConfig
     experts: MoEConfig = field(default_factory=MoEConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)

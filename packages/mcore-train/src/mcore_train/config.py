@@ -258,9 +258,10 @@ class LoadConfig:
     load: str = ""
     """Run folder or step folder to continue from; it brings the model's shape with it. A
     folder without a checkpoint starts from nothing."""
+    pretrained_checkpoint: str = ""
+    """Folder of the weights to begin from while --load holds none; with --peft, of the base."""
     auto_resume: bool = False
-    """Continue from the newest checkpoint in --save, if there is one; else start as the other
-    options say. So one command starts a run and continues it."""
+    """Continue from the newest step in --save if there is one, else as the other flags say."""
     ckpt_step: int = 0
     """Step to load from a run folder; 0: the latest."""
     finetune: bool = False

@@ -20,6 +20,7 @@ from mcore_parallel.rank_grid import build_grids
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
+from mcore_train.options.adapter_conflicts import find_adapter_conflicts
 from mcore_train.options.option_conflicts import (
     endless_numbers,
     find_offload_conflicts,
@@ -157,6 +158,9 @@ def resolve(
     lines += _empty_ranks(stages or (), config)
     lines += find_offload_conflicts(config, stages or ())
     lines += misplaced_predictions(stages or (), config)
+    if not lines:  # a model that can be described
+        vocab_size = _vocab_size(config, tokenizer_vocab_size)
+        lines += find_adapter_conflicts(config, family, vocab_size, stages or ())
     batch_size = _global_batch_size(config, world_size)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)

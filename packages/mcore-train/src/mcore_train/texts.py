@@ -23,7 +23,7 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 from mcore_train.assembly import Run
-from mcore_train.checkpoints.resuming import model_description, model_shards
+from mcore_train.checkpoints.bases import model_description, model_shards
 from mcore_train.reporting.log import SAMPLES
 
 log = logging.getLogger(__name__)
@@ -67,12 +67,10 @@ class TextWriter:
             The new text of each prompt, equal on all ranks.
         """
         run = self.run
-        description = ModelDescription.from_dict(
-            model_description(run.plan), {run.plan.family.name: run.plan.family}
-        )
-        model = empty_model(
-            description, self.ctx, run.dtype, {run.plan.family.name: run.plan.family}
-        )
+        families = {run.plan.family.name: run.plan.family}
+        description = ModelDescription.from_dict(model_description(run.plan), families)
+        peft = run.plan.config.peft
+        model = empty_model(description, self.ctx, run.dtype, families, peft)
         target = named_shards(model, self.ctx.data_axes())
         transfer_weights(
             model_shards(run),

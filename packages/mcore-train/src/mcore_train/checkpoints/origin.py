@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from mcore_ckpt.storage.index import read_index
+from mcore_ckpt.storage.index import ADAPTER, read_index
 from mcore_ckpt.storage.paths import (
     RELEASE,
     is_complete,
@@ -102,7 +102,11 @@ def checkpoint_fields(
     folder = find_checkpoint(load, step)
     if folder is None:
         return {}
-    table = model_fields(checkpoint_extra(folder).get("model", {}), config_type)
+    extra = checkpoint_extra(folder)
+    table = model_fields(extra.get("model", {}), config_type)
+    if adapter := dict(extra.get(ADAPTER, {})):
+        base = adapter.pop("base")
+        table |= adapter | ({"pretrained_checkpoint": base} if base else {})
     if is_hf_folder(folder) and any((folder / name).is_file() for name in TOKENIZERS):
         table["tokenizer_model"] = str(folder)
     # A tokenizer in an object store is no folder that a tokenizer library opens.

@@ -19,7 +19,7 @@ import torch
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.local_saving import LocalSaver
 from mcore_ckpt.save_load.saving import save
-from mcore_ckpt.storage.index import read_index
+from mcore_ckpt.storage.index import ADAPTER, read_index
 from mcore_data.datasets.blending import OrderedBlend
 from mcore_data.datasets.mixture import begins_at_steps
 from mcore_data.tracing.data_plan import (
@@ -29,9 +29,18 @@ from mcore_data.tracing.data_plan import (
     given_by_source,
     parse_plan,
 )
-from mcore_models.config import config_to_dict
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run, num_samples
+from mcore_train.checkpoints.bases import (
+    check_adapter,
+    check_model,
+    describe_adapter,
+    load_base,
+    load_options,
+    load_weights,
+    model_description,
+    saved_weights,
+)
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, start_of
 from mcore_train.checkpoints.side_state import (
     fp8_shards,
@@ -44,7 +53,6 @@ from mcore_train.checkpoints.side_state import (
 )
 from mcore_train.lr_schedule import Schedule, reconcile
 from mcore_train.options.recipe import changed_options, write_recipe
-from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +93,7 @@ def take_snapshot(
 def state_shards(run: Run) -> dict[str, Shard]:
     """Describe weights and, if it is saved, optimizer state: views that stay good."""
     optimizer = optimizer_shards(run) if run.plan.config.saving.save_optim else {}
-    return model_shards(run) | optimizer | fp8_shards(run)
+    return saved_weights(run) | optimizer | fp8_shards(run)
 
 
 def save_run(run: Run) -> Path:
@@ -127,16 +135,20 @@ def load_run(run: Run) -> bool:
     """
     options = start_of(run.plan.config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    has_base = load_base(run, folder)
     if _load_local(run, folder):
         return True
     if folder is None:
         if options.exit_on_missing_checkpoint:
             raise ValueError(f"--load {options.load} holds no checkpoint.")
-        if options.load:
+        if options.load and not has_base:
             log.warning("no checkpoint in %s: starting from nothing", options.load)
-        return False
+        return has_base
     extra = checkpoint_extra(folder)
-    _check_model(extra["model"], run.plan, folder)
+    check_model(extra["model"], run.plan, folder)
+    check_adapter(extra, run.plan, folder)
+    if has_base and ADAPTER not in extra:
+        return True
     if options.finetune or "iteration" not in extra:
         _load_weights(run, folder)
         return True
@@ -169,7 +181,8 @@ def _load_local(run: Run, folder: Path | None) -> bool:
     rng = rng_shards(run)
     extra = saver.load(shards | rng)
     take_fp8_histories(run)
-    _check_model(extra["model"], run.plan, Path(local.non_persistent_local_ckpt_dir))
+    check_adapter(extra, run.plan, Path(local.non_persistent_local_ckpt_dir))
+    check_model(extra["model"], run.plan, Path(local.non_persistent_local_ckpt_dir))
     schedule = _schedule_from(extra, run)
     take_streams(run, rng)
     with_optimizer = "num_steps" in extra
@@ -260,8 +273,7 @@ def _continue_data(run: Run, plan_of_then: str) -> None:
 
 def _load_weights(run: Run, folder: Path) -> None:
     """Take the weights alone, in whatever format they were saved."""
-    ignore = ("optimizer.", "rng.", "fp8.")
-    load(folder, model_shards(run), ignore=ignore, cast=True, **_load_options(run))
+    load_weights(run, folder, saved_weights(run))
     run.optimizer.refresh(from_parameters=True)
 
 
@@ -272,13 +284,13 @@ def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
     if not any(name.startswith(_MAIN) for name in read_index(folder).tensors):
         # A run without main weights saved it: they are made of the weights.
         state = {name: shard for name, shard in state.items() if not name.startswith(_MAIN)}
-    shards = model_shards(run) | state
+    shards = saved_weights(run) | state
     rng = rng_shards(run) if _streams_fit(run, extra) else {}
     scales = wanted_fp8_shards(run, extra)
     wants_main = any(name.startswith(_MAIN) for name in state)
     parts = {"optimizer.": with_optimizer, _MAIN: wants_main, "rng.": rng, "fp8.": scales}
     ignore = tuple(prefix for prefix, is_taken in parts.items() if not is_taken)
-    load(folder, shards | rng | scales, ignore=ignore, **_load_options(run))
+    load(folder, shards | rng | scales, ignore=ignore, **load_options(run))
     take_fp8_histories(run)
     if rng:
         take_streams(run, rng)
@@ -287,35 +299,9 @@ def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
     run.optimizer.refresh(from_parameters=not wants_main)
 
 
-def _load_options(run: Run) -> dict[str, Any]:
-    config = run.plan.config
-    return {
-        "world": run.ctx.world,
-        "strictness": config.strictness,
-        "checksums": config.loading.load_checksums,
-    }
-
-
-def model_shards(run: Run) -> dict[str, Shard]:
-    """Describe this rank's weights, named ``model.<logical>``; waits for gathers."""
-    described = run.data_parallel.weight_shards()
-    run.data_parallel.wait_params()
-    return {f"model.{name}": shard for name, shard in described.items()}
-
-
 def optimizer_shards(run: Run) -> dict[str, Shard]:
     """Describe this rank's optimizer state, named ``optimizer.<kind>.<logical>``."""
     return {f"optimizer.{n}": shard for n, shard in run.optimizer.named_shards().items()}
-
-
-def model_description(plan: Plan) -> dict[str, Any]:
-    """Describe a plan's model as plain data, enough to build it again."""
-    return {
-        "family": plan.family.name,
-        "vocab_size": plan.vocab_size,
-        "config": config_to_dict(plan.config.model),
-        "moe": config_to_dict(plan.config.experts),
-    }
 
 
 def _extra(run: Run) -> dict[str, Any]:
@@ -331,49 +317,12 @@ def _extra(run: Run) -> dict[str, Any]:
         "versions": {"mcore-train": __version__, "torch": torch.__version__},
         "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},
         "recipe": changed_options(plan.config),
+        **describe_adapter(run),
         **side_numbers(run),
     }
     if plan.config.saving.save_optim:
         extra["num_steps"] = run.optimizer.num_steps
     return extra
-
-
-def _check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
-    """Compare what decides shapes and numbers; say every difference at once."""
-    here = model_description(plan)
-    if (family := saved.get("family", "gpt")) != here["family"]:
-        raise ValueError(
-            f"{folder} holds a model of the family {family}, and this command trains "
-            f"{here['family']}: use mcore-train {family}."
-        )
-    different = [
-        f"{name}: {saved[part][name]} there, {value} here"
-        for part in ("config", "moe")
-        for name, value in here[part].items()
-        if name in saved[part] and saved[part][name] != value and name not in _FREE
-    ]
-    if saved["vocab_size"] != here["vocab_size"]:
-        different.append(f"vocab_size: {saved['vocab_size']} there, {here['vocab_size']} here")
-    if different:
-        raise ValueError(
-            f"{folder} holds another model ({'; '.join(different)}): leave these flags out, as "
-            "--load brings the model's shape with it, or load another checkpoint."
-        )
-
-
-_FREE = frozenset(
-    (
-        *("hidden_dropout", "attention_dropout"),
-        *("max_position_embeddings", "make_vocab_size_divisible_by"),
-        *("init_method_std", "embedding_init_method_std"),
-        *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
-        *("moe_input_jitter_eps", "moe_router_load_balancing_type"),
-        *("moe_router_bias_update_rate", "moe_expert_capacity_factor"),
-        *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
-        *("moe_token_dispatcher_type", "moe_grouped_gemm"),
-    )
-)
-"""Fields that a continued run may change: they change no stored tensor's meaning."""
 
 
 def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:

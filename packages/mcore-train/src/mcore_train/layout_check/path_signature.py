@@ -28,6 +28,7 @@ BUCKET_MULTIPLE = 128
 _PARTS = (
     "model",
     "experts",
+    "peft",
     "parallelism",
     "data_parallelism",
     "pipeline",
@@ -62,6 +63,7 @@ _FEATURES = (
     ("model", "attention_temperature_span"),
     ("model", "rotary_base_local"),
     ("model", "activation_func_clamp_value"),
+    ("peft", "lora_dropout"),
     ("optimizer", "weight_decay"),
     ("optimizer", "clip_grad"),
     ("experts", "moe_aux_loss_coeff"),

@@ -87,6 +87,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         config,
         model=model,
         experts=shrink_experts(config, parallel, layers),
+        peft=replace(config.peft, lora_dropout=0.0),
         batch=_shrink_batch(plan, parallel, world_size),
         optimizer=_shrink_optimizer(config.optimizer),
         schedule=ScheduleConfig(),
@@ -350,9 +351,11 @@ def _shrink_evaluation(evaluation: EvalConfig) -> EvalConfig:
 def _add_noise(shrunk: TrainConfig, config: TrainConfig) -> TrainConfig | None:
     """Put back what layouts by design do not compute alike."""
     model, experts = config.model, config.experts
+    prob = config.peft.lora_dropout
     is_dropping = experts.num_experts and experts.moe_expert_capacity_factor
     is_noisy = experts.num_experts and experts.moe_input_jitter_eps
-    if not (model.hidden_dropout or model.attention_dropout or is_dropping or is_noisy):
+    has_dropout = model.hidden_dropout or model.attention_dropout or prob
+    if not (has_dropout or is_dropping or is_noisy):
         return None
     noisy_model = replace(
         shrunk.model,
@@ -365,13 +368,15 @@ def _add_noise(shrunk: TrainConfig, config: TrainConfig) -> TrainConfig | None:
         moe_expert_capacity_factor=experts.moe_expert_capacity_factor,
         moe_pad_expert_input_to_capacity=experts.moe_pad_expert_input_to_capacity,
     )
-    return replace(shrunk, model=noisy_model, experts=noisy_experts)
+    peft = replace(shrunk.peft, lora_dropout=prob)
+    return replace(shrunk, model=noisy_model, experts=noisy_experts, peft=peft)
 
 
 BY_DESIGN = {
     "--hidden-dropout": "dropout: its numbers, as masks differ between layouts by design "
     "(which ranks share a mask, and that a continued run goes on with it, is checked)",
     "--attention-dropout": "dropout of attention weights: its numbers, likewise",
+    "--lora-dropout": "dropout before adapters: its numbers, likewise",
     "--moe-expert-capacity-factor": "dropping of tokens over capacity: it depends on the ranks "
     "by design",
     "--moe-input-jitter-eps": "router jitter: its numbers, as they are random on each rank",

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_models.peft.config import is_adapter
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
@@ -26,7 +27,8 @@ from mcore_parallel.sharding import Piece, Shard, named_parameters
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import Datasets, Run, assemble
 from mcore_train.batches import train_batches, valid_batches
-from mcore_train.checkpoints.resuming import load_run, model_shards, optimizer_shards, save_run
+from mcore_train.checkpoints.bases import model_shards
+from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import evaluate, forward_pass
 from mcore_train.layout_check.family_rows import BertRows, T5Rows
@@ -152,8 +154,11 @@ def build_run(
 
     def shift_vectors(chunk: TrainableModel) -> None:
         for named in named_parameters(chunk):
-            if all(len(part.shape) == 1 for part in named.layout.parts):
+            is_vector = all(len(part.shape) == 1 for part in named.layout.parts)
+            if is_vector or is_adapter(named.name):  # B of adapters is zero
                 before = named.parameter.detach().clone()
+                if named.name.endswith(".magnitude"):  # lengths, which layouts round apart
+                    before.fill_(1.0)
                 fill_parameter_(named, seed=plan.config.run.seed + 1, std=VECTOR_STD)
                 with torch.no_grad():
                     named.parameter.add_(before)

@@ -38,6 +38,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--use-precision-aware-optimizer": Spelling(note="--exp-avg-dtype alone turns it on"),
     "--transformer-impl": Spelling(num_values=1, note="there is one implementation"),
     "--enable-cuda-graph": Spelling(("--cuda-graph-impl", "full_iteration")),
+    "--lora-rank": Spelling(("--lora-dim",)),
     "--hybrid-layer-pattern": Spelling(("--hybrid-override-pattern",)),
     "--is-hybrid-model": Spelling(note="--hybrid-override-pattern alone turns it on"),
     "--fp8-hybrid": Spelling(("--fp8-format", "hybrid")),

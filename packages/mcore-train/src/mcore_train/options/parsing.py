@@ -91,7 +91,10 @@ def parse(
     save = _last_value(words, "--save") or str(fields.get("save", ""))
     if save and _is_on(words, "--auto-resume", fields) and find_checkpoint(save) is not None:
         load, step = save, "0"
-    saved = checkpoint_fields(load, int(step), config_type) if load else {}
+    flag = "--pretrained-checkpoint"
+    base = _last_value(words, flag) or str(fields.get("pretrained_checkpoint", ""))
+    saved = checkpoint_fields(base, 0, config_type) if base else {}
+    saved |= checkpoint_fields(load, int(step), config_type) if load else {}
     args = [*beginning, *to_flags(saved), *to_flags(fields), *words]
     args = [*_pattern_flags(args), *args]
     if layers_per_stage:

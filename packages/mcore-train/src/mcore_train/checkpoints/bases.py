@@ -1,0 +1,197 @@
+"""The model that adapters stand beside: where it comes from, and what of a run is saved.
+
+A run with ``--peft`` saves its adapters and the path of their base, which stays where it is. A
+run whose base came from no checkpoint (random weights) saves everything.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.save_load.loading import load
+from mcore_ckpt.storage.index import ADAPTER
+from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_models.config import config_to_dict
+from mcore_models.peft.attaching import start_magnitudes
+from mcore_models.peft.config import is_adapter
+from mcore_parallel.sharding import Shard
+from mcore_train.assembly import Run
+from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
+from mcore_train.composition import TrainConfig
+from mcore_train.config import flag
+from mcore_train.resolution import Plan
+
+_FREE = ("lora_dropout",)
+"""What of its adapters a continued run may change."""
+
+FREE = frozenset(
+    (
+        *("hidden_dropout", "attention_dropout"),
+        *("max_position_embeddings", "make_vocab_size_divisible_by"),
+        *("init_method_std", "embedding_init_method_std"),
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        *("moe_input_jitter_eps", "moe_router_load_balancing_type"),
+        *("moe_router_bias_update_rate", "moe_expert_capacity_factor"),
+        *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
+        *("moe_token_dispatcher_type", "moe_grouped_gemm"),
+    )
+)
+"""Fields that a continued run may change: they change no stored tensor's meaning."""
+
+
+def model_shards(run: Run) -> dict[str, Shard]:
+    """Describe this rank's weights, named ``model.<logical>``; waits for gathers."""
+    described = run.data_parallel.weight_shards()
+    run.data_parallel.wait_params()
+    return {f"model.{name}": shard for name, shard in described.items()}
+
+
+def saved_weights(run: Run) -> dict[str, Shard]:
+    """Describe the weights that a checkpoint of the run holds: not those of its base."""
+    shards = model_shards(run)
+    return {n: s for n, s in shards.items() if is_adapter(n)} if run.base else shards
+
+
+def load_base(run: Run, folder: Path | None) -> bool:
+    """Take the weights that a run begins from and does not save, if there are any.
+
+    All ranks call it together.
+
+    Args:
+        run: whose ``base`` is set.
+        folder: that ``--load`` means, if there is one.
+
+    Returns:
+        Whether there were.
+
+    Raises:
+        ValueError: if they are of another model, or an adapter.
+    """
+    config = run.plan.config
+    base = _base_folder(config, folder)
+    if base is None:
+        return False
+    extra = checkpoint_extra(base)
+    if ADAPTER in extra:
+        raise ValueError(
+            f"{base} holds an adapter: give the model that it stands beside as "
+            "--pretrained-checkpoint."
+        )
+    check_model(extra["model"], run.plan, base)
+    has_adapters = config.peft.peft != "none"
+    shards = {n: s for n, s in model_shards(run).items() if not is_adapter(n)}
+    load_weights(run, base, shards)
+    if has_adapters:
+        for chunk in run.chunks:
+            start_magnitudes(chunk)
+        run.base = str(base if is_store(base) else base.resolve())
+    run.optimizer.refresh(from_parameters=True)
+    return True
+
+
+def load_weights(run: Run, folder: Path, shards: Mapping[str, Shard]) -> None:
+    """Fill weights from a checkpoint in whatever dtype they were saved."""
+    load(folder, shards, ignore=("optimizer.", "rng.", "fp8."), cast=True, **load_options(run))
+
+
+def load_options(run: Run) -> dict[str, Any]:
+    """List the arguments that all loads of a run share."""
+    config = run.plan.config
+    return {
+        "world": run.ctx.world,
+        "strictness": config.strictness,
+        "checksums": config.loading.load_checksums,
+    }
+
+
+def describe_adapter(run: Run) -> dict[str, Any]:
+    """Describe the adapters and their base for a checkpoint; empty without."""
+    config = run.plan.config.peft
+    if config.peft == "none":
+        return {}
+    return {ADAPTER: {**config_to_dict(config), "base": run.base}}
+
+
+def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
+    """Compare a checkpoint's adapters with the run's.
+
+    Raises:
+        ValueError: with every difference.
+    """
+    saved, here = extra.get(ADAPTER), config_to_dict(plan.config.peft)
+    if saved is None or plan.config.peft.peft == "none":
+        if saved is not None:
+            raise ValueError(
+                f"{folder} holds an adapter: give --peft {saved['peft']}, or convert it to a "
+                "whole model first (mcore-ckpt convert)."
+            )
+        return
+    different = [
+        f"{flag(name)} {saved[name]} there, {value} here"
+        for name, value in here.items()
+        if name not in _FREE and saved[name] != value
+    ]
+    if different:
+        raise ValueError(
+            f"{folder} holds another adapter ({'; '.join(different)}): leave these flags out, "
+            "as --load brings them with it."
+        )
+
+
+def _base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
+    """Find what the weights come from that the run does not save."""
+    named = config.loading.pretrained_checkpoint
+    has_adapters = config.peft.peft != "none"
+    if folder is not None:
+        if not has_adapters:
+            return None
+        saved = checkpoint_extra(folder).get(ADAPTER)
+        if saved is None:
+            return find_checkpoint(named) if named else folder
+        named = named or saved["base"]
+    if not named:
+        return None
+    found = find_checkpoint(named)
+    if found is None:
+        raise ValueError(
+            f"--pretrained-checkpoint {as_path(named)} holds no checkpoint: give the folder of "
+            "the model that the run begins from."
+        )
+    return found
+
+
+def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
+    """Compare what decides shapes and numbers; say every difference at once.
+
+    Raises:
+        ValueError: with the differences.
+    """
+    here = model_description(plan)
+    if (family := saved.get("family", "gpt")) != here["family"]:
+        raise ValueError(
+            f"{folder} holds a model of the family {family}, and this command trains "
+            f"{here['family']}: use mcore-train {family}."
+        )
+    different = [
+        f"{name}: {saved[part][name]} there, {value} here"
+        for part in ("config", "moe")
+        for name, value in here[part].items()
+        if name in saved[part] and saved[part][name] != value and name not in FREE
+    ]
+    if saved["vocab_size"] != here["vocab_size"]:
+        different.append(f"vocab_size: {saved['vocab_size']} there, {here['vocab_size']} here")
+    if different:
+        raise ValueError(
+            f"{folder} holds another model ({'; '.join(different)}): leave these flags out, as "
+            "--load brings the model's shape with it, or load another checkpoint."
+        )
+
+
+def model_description(plan: Plan) -> dict[str, Any]:
+    """Describe a plan's model as plain data, enough to build it again."""
+    return {
+        "family": plan.family.name,
+        "vocab_size": plan.vocab_size,
+        "config": config_to_dict(plan.config.model),
+        "moe": config_to_dict(plan.config.experts),
+    }

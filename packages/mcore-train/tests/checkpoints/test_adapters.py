@@ -1,0 +1,199 @@
+"""Runs with adapters: a base that stays where it is, resumed, generated with and merged."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mcore_ckpt.conversion.conversion import convert, mcore_to_hf
+from mcore_ckpt.save_load.loading import describe_checkpoint
+from mcore_ckpt.storage.paths import resolve_folder
+from mcore_infer.loading import load_model
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.assembly import Datasets, assemble
+from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.checkpoints.origin import checkpoint_fields
+from mcore_train.checkpoints.resuming import load_run, save_run
+from mcore_train.composition import compose
+from mcore_train.layout_check.trial import Rows, fingerprint, whole_weights
+from mcore_train.loop import train
+from mcore_train.options.parsing import parse
+from mcore_train.reporting.log import Reporter
+from mcore_train.resolution import ConflictError, resolve
+
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 6,
+    "ffn_hidden_size": 40,
+    "vocab_size": 43,
+    "make_vocab_size_divisible_by": 8,
+}
+TRAINING = {
+    "seq_length": 8,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "train_iters": 4,
+    "lr": 1e-2,
+    "mock_data": True,
+    "num_workers": 0,
+}
+DORA = {
+    "peft": "dora",
+    "lora_dim": 3,
+    "lora_target_modules": ("q_proj", "v", "mlp", "attention.proj"),
+}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 16}
+LORA = {"peft": "lora", "lora_dim": 3, "lora_target_modules": ("experts", "attention")}
+ROWS = Rows(seq_length=8, vocab_size=43, global_batch_size=4, num_steps=16)
+
+
+def build(world_size=1, **flags):
+    plan = resolve(compose({**MODEL, **TRAINING, **flags}), world_size)
+    ctx = ParallelContext.build(plan.config.parallelism)
+    return assemble(plan, ctx, datasets=Datasets(train=ROWS))
+
+
+def trained(**flags):
+    """Load what the flags name, train to the end, save."""
+    run = build(**flags)
+    load_run(run)
+    train(run, Reporter(None))
+    return run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base of ours and as Hugging Face has it, and a run of adapters beside the latter."""
+    folder = tmp_path_factory.mktemp("adapters")
+    base = build(save=str(folder / "base"))
+    save_run(base)
+    mcore_to_hf(folder / "base", folder / "hf")
+    trained(load=str(folder / "hf"), finetune=True, save=str(folder / "run"), **DORA)
+    return folder
+
+
+def test_a_run_saves_its_adapters_and_says_where_their_base_is(folders):
+    index = describe_checkpoint(resolve_folder(folders / "run"))
+    weights = [name for name in index.tensors if name.startswith("model.")]
+    assert weights
+    assert all(".adapter." in name for name in index.tensors if not name.startswith("rng."))
+    assert index.extra["peft"]["base"] == str(folders / "hf")
+
+
+def test_a_resumed_run_ends_as_one_that_never_stopped(folders):
+    whole = build(load=str(folders / "run"), **DORA)
+    assert load_run(whole)
+    assert whole.iteration == 4
+    halves = {"load": str(folders / "hf"), "finetune": True, "train_iters": 2, **DORA}
+    trained(**halves, save=str(folders / "halves"), lr_decay_iters=4)
+    again = trained(load=str(folders / "halves"), save=str(folders / "halves"), **DORA)
+    assert again.base == str(folders / "hf")
+    assert fingerprint(again) == fingerprint(whole)
+
+
+def test_a_command_line_takes_adapters_and_base_from_the_checkpoint(folders):
+    found = checkpoint_fields(str(folders / "run"))
+    assert found["lora_dim"] == 3
+    config = parse(["--load", str(folders / "run"), "--lora-rank", "3"])
+    assert config.peft == replace(compose(MODEL | DORA).peft)
+    assert config.loading.pretrained_checkpoint == str(folders / "hf")
+    base = parse(["--pretrained-checkpoint", str(folders / "hf"), "--peft", "lora"])
+    assert base.model.hidden_size == 24
+
+
+def tokens():
+    return torch.arange(24).view(2, 12) % 43
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.logits(model(tokens())[0])[..., :43]
+
+
+def test_adapters_generate_as_the_model_that_they_are_merged_into(folders):
+    single = ParallelContext.single()
+    beside = load_model(folders / "run", single)
+    convert("mcore", folders / "run", "hf", folders / "merged")
+    merged = load_model(folders / "merged", single)
+    base = load_model(folders / "hf", single)
+    torch.testing.assert_close(logits(beside.model), logits(merged.model))
+    assert (logits(beside.model) - logits(base.model)).abs().max() > 1e-3
+    config = json.loads((folders / "merged" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+
+
+def with_experts_on_ranks(folder):
+    """Train adapters of experts under a layout; load them under another."""
+    common = {"base": f"{folder}/dense", **EXPERTS}
+    layouts = (
+        {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    )
+    first, second = layouts
+    base = build(2, save=common["base"], **EXPERTS, **second)
+    save_run(base)
+    base.ctx.destroy()
+    run = build(2, load=common["base"], save=f"{folder}/run", **EXPERTS, **LORA, **first)
+    load_run(run)
+    train(run, Reporter(None))
+    with Checkpoints(run, Reporter(None)) as checkpoints:
+        checkpoints.finish()
+    weights = whole_weights(run)
+    run.ctx.destroy()
+    again = build(2, load=f"{folder}/run", **EXPERTS, **LORA, **second)
+    assert load_run(again)
+    assert again.iteration == 4
+    loaded = whole_weights(again)
+    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+    again.ctx.destroy()
+
+
+def test_adapters_of_experts_load_under_another_layout_and_merge(tmp_path):
+    run_ranks(with_experts_on_ranks, 2, str(tmp_path))
+    single = ParallelContext.single()
+    convert("mcore", tmp_path / "run", "mcore", tmp_path / "merged")
+    beside, merged = (
+        load_model(tmp_path / "run", single),
+        load_model(tmp_path / "merged", single),
+    )
+    torch.testing.assert_close(logits(beside.model), logits(merged.model))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_dim": 4}, "--lora-* have no effect without --peft"),
+        ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
+        ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora knows no routed experts"),
+        ({**DORA, "save": "x", "save_hf": True}, "--save-hf writes whole models"),
+        (
+            {
+                **DORA,
+                "lora_target_modules": ("blocks.0",),
+                "pipeline_model_parallel_size": 2,
+            },
+            "no linear of pipeline stage 1",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(flags, message):
+    config = compose({**MODEL, **TRAINING, **flags})
+    world_size = config.parallelism.pipeline_model_parallel_size
+    with pytest.raises(ConflictError, match=message.replace("*", r"\*")):
+        resolve(config, world_size)
+
+
+def test_other_adapters_than_the_checkpoints_and_lost_bases_are_refused(folders, tmp_path):
+    with pytest.raises(ValueError, match=r"--lora-dim 3 there, 5 here"):
+        load_run(build(load=str(folders / "run"), **{**DORA, "lora_dim": 5}))
+    with pytest.raises(ValueError, match="holds an adapter: give --peft dora"):
+        load_run(build(load=str(folders / "run")))
+    with pytest.raises(ValueError, match="stands beside as --pretrained-checkpoint"):
+        load_run(build(pretrained_checkpoint=str(folders / "run"), **DORA))
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        load_run(build(pretrained_checkpoint=str(tmp_path), **DORA))
