@@ -54,7 +54,9 @@ def test_gradients_are_those_of_activations_that_stay(device, num_layers):
     inputs = batches(3, width, device)
     expected = gradients(stack(width=width, device=device), inputs)
     layers = stack(width=width, device=device)
-    offload = ActivationOffload(layers, num_layers, torch.device(device), least_elements=1)
+    offload = ActivationOffload(
+        list(layers), num_layers, torch.device(device), least_elements=1
+    )
     taken = []
     for _ in range(3):
         found = gradients(layers, inputs)
@@ -70,7 +72,7 @@ def test_gradients_are_those_of_activations_that_stay(device, num_layers):
 
 def test_a_tensor_travels_once_and_weights_stay():
     layers = stack(2)
-    offload = ActivationOffload(layers, 1, torch.device("cpu"))
+    offload = ActivationOffload(list(layers), 1, torch.device("cpu"))
     x = batches(1)[0].requires_grad_()
     layers[1](layers[0](x)).sum().backward()
     row = x.numel() * 4
@@ -81,7 +83,7 @@ def test_a_tensor_travels_once_and_weights_stay():
 
 def test_memory_of_a_graph_that_nobody_runs_back_is_used_again():
     layers = stack(2)
-    offload = ActivationOffload(layers, 1, torch.device("cpu"))
+    offload = ActivationOffload(list(layers), 1, torch.device("cpu"))
     for _ in range(4):
         layers[1](layers[0](batches(1)[0].requires_grad_())).sum()
         gc.collect()
@@ -94,4 +96,4 @@ def test_memory_of_a_graph_that_nobody_runs_back_is_used_again():
 
 def test_the_last_layer_is_refused():
     with pytest.raises(ValueError, match="needed at once"):
-        ActivationOffload(stack(2), 2, torch.device("cpu"))
+        ActivationOffload(list(stack(2)), 2, torch.device("cpu"))
