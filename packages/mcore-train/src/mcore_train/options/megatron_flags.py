@@ -172,7 +172,6 @@ INSTEAD: dict[str, str] = {
     "--hybrid-attention-ratio --hybrid-mlp-ratio": (
         "use --hybrid-override-pattern, one letter a layer."
     ),
-    "--attention-output-gate": "attention's output has no gate here; leave it out.",
     "--apply-query-key-layer-scaling": "scores are computed in float32; leave it out.",
     "--fp32-residual-connection": (
         "the residual stream has the run's own format; use --bf16 or float32."
