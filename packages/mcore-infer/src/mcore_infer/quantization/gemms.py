@@ -23,8 +23,7 @@ from mcore_infer.quantization.tile_choices import TileChoices
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.precision.fp8_cast import cast
-from mcore_parallel.precision.fp8_fine_cast import cast_lines
-from mcore_parallel.precision.fp8_recipes import Factor, Rowwise, Tensorwise
+from mcore_parallel.precision.fp8_recipes import Factor, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 
 _FEW = 64
@@ -176,33 +175,22 @@ class QuantizedGemm(_Forward):
     def _many(self, x: Tensor) -> Tensor:
         rounding = self.rounding
         fits = not (self.packed.shape[0] % _MULTIPLE or self.packed.shape[1] % _MULTIPLE)
-        if x.is_cuda and fits and not self.group[1]:
-            if rounding.code == "e4m3":
-                return self._fp8(x)
-            if rounding.code == "int8" and rounding.input_scale is not None:
+        if x.is_cuda and fits and not self.group[1] and rounding.input_scale is not None:
+            if rounding.code == "e4m3" and not self.group[0]:
+                return self._fp8(x, rounding.input_scale)
+            if rounding.code == "int8":
                 return self._int8(x, rounding.input_scale)
         return F.linear(rounding.rounded(x), self.wide(x.dtype))
 
-    def _fp8(self, x: Tensor) -> Tensor:
+    def _fp8(self, x: Tensor, scale: Tensor) -> Tensor:
         padded = F.pad(x, (0, 0, 0, -x.shape[0] % _MULTIPLE))
-        scale, num_rows = self.rounding.input_scale, padded.shape[0]
-        if scale is None:
-            rows, row_scales, *_ = cast_lines(padded, self.packed.dtype)
-            given = Factor(rows, row_scales)
-        else:
-            amax = (scale * LARGEST["e4m3"]).view(1)
-            own = cast(padded, self.packed.dtype, has_columns=False, amax=amax)
-            given = Factor(own.rows, own.scale_inv)
-        if scale is not None and not self.group[0]:
-            weight = Factor(self.packed, self.scales.view(1))
-            y = Tensorwise().multiply(given, weight, x.dtype, fast_accum=True)
-        else:
-            if scale is not None:
-                given = given._replace(scales=given.scales.view(1, 1).expand(num_rows, 1))
-            weight = Factor(self.packed, self.scales.expand(self.packed.shape[0], 1))
-            # Fast sums of this GEMM err by more than the rounding.
-            y = Rowwise().multiply(given, weight, x.dtype)
-        return y[: x.shape[0]]
+        amax = (scale * LARGEST["e4m3"]).view(1)
+        own = cast(padded, self.packed.dtype, has_columns=False, amax=amax)
+        given, weight = (
+            Factor(own.rows, own.scale_inv),
+            Factor(self.packed, self.scales.view(1)),
+        )
+        return Tensorwise().multiply(given, weight, x.dtype, fast_accum=True)[: x.shape[0]]
 
     def _int8(self, x: Tensor, scale: Tensor) -> Tensor:
         # torch's GEMM takes more than 16 rows.
