@@ -27,6 +27,7 @@ GROUPS = {
     "build": {"build"},
     "lts": set(),
     "s3": {"moto", "s3fs", "pytest"},
+    "lm-eval": {"lm-eval", "pytest"},
     "resiliency": {"nvidia-resiliency-ext", "pytest"},
 }
 KERNELS = {"flash-attn-4", "quack-kernels", "nvidia-resiliency-ext", "s3fs"}

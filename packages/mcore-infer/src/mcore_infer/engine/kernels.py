@@ -93,14 +93,14 @@ def _attend(
     begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
     row, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
     if (begin < length) & (length <= end):
-        at = (_place(tables + request * table_size, length - 1, Z) * G + group) * H
-        _copy_row(new_keys + request * new_key_stride + group * H, keys + at, H, LANES)
-        _copy_row(new_values + request * new_value_stride + group * H, values + at, H, LANES)
+        last = (_place(tables + request * table_size, length - 1, Z) * G + group) * H
+        _copy_row(new_keys + request * new_key_stride + group * H, keys + last, H, LANES)
+        _copy_row(new_values + request * new_value_stride + group * H, values + last, H, LANES)
     tl.debug_barrier()  # the loop below reads them
     head = group * (N // G) + row
     inside = (row[:, None] < N // G) & (lane[None, :] < H)
-    at = (request * N + head[:, None]) * H + lane[None, :]
-    query = tl.load(q + at, mask=inside, other=0.0)
+    at_query = (request * N + head[:, None]) * H + lane[None, :]
+    query = tl.load(q + at_query, mask=inside, other=0.0)
     top, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, LANES], tl.float32)
     for start in range(begin, end, KEYS):
