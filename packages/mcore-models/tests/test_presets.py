@@ -221,6 +221,7 @@ def test_every_preset_has_the_published_number_of_parameters():
         "gpt3-175b": 175,
         "nemotron-4-15b": 15.6,
         "nemotron-4-340b": 341,
+        "bamba-9b": 9.78,
         "qwen3-next-80b-a3b": 80,
     }
     alike = {"llama-3.1-8b": "llama-3-8b", "llama-3.1-70b": "llama-3-70b"}

@@ -132,6 +132,8 @@ def test_each_family_refuses_flags_that_it_cannot_say():
             message = "cannot say .*--hybrid-override-pattern"
         with pytest.raises(ValueError, match=message):
             family_of(name).to_theirs(described | {"moe": {}})
+    with pytest.raises(ValueError, match="blocks are shared by several layers"):
+        family_of("zamba2")
 
 
 PATTERNS = {*("mamba2", "nemotron_h", "qwen3_next", "bamba", "granitemoehybrid", "falcon_h1")}
