@@ -10,7 +10,7 @@ from mcore_models.layers.causal_conv import CONV_KERNELS
 from mcore_models.layers.gated_norm import GATED_NORM_KERNELS
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
 from mcore_models.layers.rope import rotary_kernel
-from mcore_models.layers.ssd import SSD_KERNELS, WIDTHS
+from mcore_models.layers.ssd import NARROW, SSD_KERNELS, WIDTHS
 from mcore_moe import quack_gemm
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig
@@ -96,7 +96,7 @@ def _of_recurrent_layers(
         found.append((CONV_KERNELS, (dtype,)))
     if letters & {"M", "P"}:
         widths = config.mamba_head_dim, config.mamba_state_dim
-        if set(widths) <= set(WIDTHS):
+        if dtype in NARROW and set(widths) <= set(WIDTHS):
             found.append((SSD_KERNELS, (dtype, *widths)))
         if config.mamba_norm == "gated":
             found.append((GATED_NORM_KERNELS, (dtype,)))

@@ -23,7 +23,7 @@ from mcore_models.layers.causal_conv import causal_conv
 from mcore_models.layers.gated_norm import GatedNorm
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.rope import rotate
-from mcore_models.layers.ssd import ssd_plain
+from mcore_models.layers.ssd import SSD_KERNELS, ssd_plain
 from mcore_moe.activations import gated, weighted_gated
 from mcore_moe.grouped_gemm import WEIGHT_GRAD_KERNEL, add_weight_gradient_plain
 from mcore_moe.kernels.gate import fused_gated, fused_weighted_gated
@@ -329,6 +329,7 @@ def check_trials():
     )
     device = torch.device("cpu")
     wanted = optional_kernels(config, KernelConfig(), device, torch.float32)
+    wanted.append((SSD_KERNELS, (torch.float32, 16, 16)))
     wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (WEIGHT_GRAD_KERNEL, (torch.float32,))]
     failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
     assert len(failures) == 12

@@ -64,7 +64,7 @@ def _mixed(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "batch"])
 @no_type_check
 def _forward(
     x, x_token, x_row, weight, bias, docs, y, length, batch, width,
@@ -84,7 +84,7 @@ def _forward(
     tl.store(y + at, (mixed * tl.sigmoid(mixed)).to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "batch"])
 @no_type_check
 def _before_activation(
     x, x_token, x_row, weight, bias, docs, dy, dmixed, dweight, length, batch, width,
@@ -118,7 +118,7 @@ def _before_activation(
     tl.store(dweight + at, tl.sum(grad, 0), mask=channel < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "batch"])
 @no_type_check
 def _inputs(
     dmixed, weight, docs, dx, length, batch, width,

@@ -32,7 +32,7 @@ _GRADIENTS = {"num_warps": 8, "num_stages": 1}
 """How each kernel is compiled."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])
 @no_type_check
 def _states(
     x, x_token, x_row, dt, A, B, B_token, B_row, docs, first, before, end,
@@ -73,12 +73,12 @@ def _states(
     tl.store(end + own + place, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "batch", "heads", "groups", "heads_here"])
 @no_type_check
 def _outputs(
     x, x_token, x_row, dt, A, B, B_token, B_row, C, C_token, C_row, D, docs, before, y,
-    length, batch, heads, groups,
-    CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr,
+    length, batch, heads, groups, heads_here,
+    CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read a chunk: what its own tokens wrote, and the state before them; some heads."""
@@ -89,8 +89,8 @@ def _outputs(
     written = of_group(B, B_token, B_row, token, row, group, length, K)
     read = of_group(C, C_token, C_row, token, row, group, length, K)
     scores = tl.dot(read, tl.trans(written), input_precision=PRECISION)
-    first_head = group * (heads // groups) + tl.program_id(2) * HEADS
-    for number_of_head in range(HEADS):
+    first_head = group * (heads // groups) + tl.program_id(2) * heads_here
+    for number_of_head in range(heads_here):
         head = first_head + number_of_head
         step, sums, _, from_before, _, mine = decays(
             dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
@@ -200,8 +200,7 @@ class _Call:
             self.docs,
             before,
             y,
-            *(self.length, self.batch, self.heads, self.groups),
-            HEADS=heads,
+            *(self.length, self.batch, self.heads, self.groups, heads),
             **_OUTPUTS,
             **self.constants,
         )
@@ -248,8 +247,7 @@ class _Call:
             passed,
             dy,
             *(dx, ddt, dA, dB, dC, dD),
-            *(*sizes, self.groups, self.tiles),
-            HEADS=heads,
+            *(*sizes, self.groups, heads, self.tiles),
             **_GRADIENTS,
             **self.constants,
         )

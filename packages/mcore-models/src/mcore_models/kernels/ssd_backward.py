@@ -12,7 +12,7 @@ import triton.language as tl
 from mcore_models.kernels.ssd_chunks import decays, inside_chunk, of_group
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])
 @no_type_check
 def state_gradients(
     dy, dt, A, C, C_token, C_row, docs, before, dend, dafter, dfirst, passed,
@@ -77,13 +77,13 @@ def _of_tiles(first, tiles, stride):
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "batch", "heads", "groups", "heads_here", "tiles"])
 @no_type_check
 def input_gradients(
     x, x_token, x_row, dt, A, B, B_token, B_row, C, C_token, C_row, D, docs, before, dafter,
     passed, dy, dx, ddt, dA, dB, dC, dD,
-    length, batch, heads, groups, tiles,
-    CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr,
+    length, batch, heads, groups, heads_here, tiles,
+    CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk's inputs, some heads; those of B and C summed over these."""
@@ -96,8 +96,8 @@ def input_gradients(
     scores = tl.dot(read, tl.trans(written), input_precision=PRECISION)
     grad_written = tl.zeros([CHUNK, K], tl.float32)
     grad_read = tl.zeros([CHUNK, K], tl.float32)
-    first_head = group * (heads // groups) + tl.program_id(2) * HEADS
-    for number_of_head in range(HEADS):
+    first_head = group * (heads // groups) + tl.program_id(2) * heads_here
+    for number_of_head in range(heads_here):
         head = first_head + number_of_head
         step, sums, _, from_before, to_end, mine = decays(
             dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS

@@ -25,6 +25,8 @@ from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, w
 
 WIDTHS = (16, 32, 64, 128)
 """Channels of a head, and numbers of state, that the kernels are made for."""
+NARROW = (torch.bfloat16, torch.float16)
+"""Their dtypes: in float32 their exact products compile for half a minute."""
 
 
 def ssd(
@@ -68,7 +70,7 @@ def has_kernel(x: Float[Tensor, "S B N H"], B: Float[Tensor, "S B G K"]) -> bool
     """Say whether the kernels are there, and made for these tensors."""
     return (
         x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and x.dtype in NARROW
         and x.shape[-1] in WIDTHS
         and B.shape[-1] in WIDTHS
         and not torch.compiler.is_compiling()
