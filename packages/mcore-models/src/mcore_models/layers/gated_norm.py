@@ -95,7 +95,10 @@ class GatedNorm(nn.Module):
 
 
 def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    norm = GatedNorm(80, 2, epsilon=1e-5, axis=SINGLE, holders=SINGLE, device=device)
+    # Its weight is 1; ``forward`` would try the kernels again.
+    norm = GatedNorm(
+        80, 2, epsilon=1e-5, axis=SINGLE, holders=SINGLE, device=device, dtype=dtype
+    )
 
     def fused(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
         from mcore_models.kernels.gated_norm import fused_gated_norm
@@ -103,7 +106,7 @@ def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor,
         return fused_gated_norm(y, z, weight, group_size=40, epsilon=1e-5)
 
     def plain(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        return torch.func.functional_call(norm, {"weight": weight}, (y, z))
+        return norm.plain(y, z) * weight
 
     shapes = (9, 2, 80), (9, 2, 80), (80,)
     inputs = [wave(*shape, device=device, dtype=dtype) for shape in shapes]
