@@ -71,7 +71,8 @@ def convert(
     """Convert a checkpoint between Hugging Face, ours, Megatron and PyTorch's distributed one.
 
     Args:
-        direction: FROM-to-TO or "FROM->TO", of hf, mcore, megatron and dcp.
+        direction: FROM-to-TO or "FROM->TO", of hf, mcore, megatron and dcp; mcore-to-peft
+            writes adapters alone, all others merge them into their base.
         input: Folder to read: a Hugging Face folder, a run or step folder of ours or of
             Megatron's (torch_dist, or mp_rank_00), or a torch.distributed.checkpoint directory.
         output: Folder to make; for mcore a run folder with a release, which may exist.
@@ -131,6 +132,8 @@ def convert(
             config=config,
             bound=CAST_ROUNDING if dtype else ROUNDING,
         )
+    if target == "peft":
+        from mcore_ckpt.conversion.peft_export import convert_adapters as run
     report = run(
         source, input, target, output, options, on_progress=progress_line(), logits=logits
     )
@@ -291,7 +294,7 @@ def parse_direction(word: str) -> tuple[str, str, bool]:
     for source in FORMATS:
         if word == f"{source}-":
             return source, "", True
-        for target in FORMATS:
+        for target in (*FORMATS, "peft"):
             if word in (f"{source}->{target}", f"{source}-to-{target}", f"{source}2{target}"):
                 return source, target, False
     raise ValueError(

@@ -20,6 +20,7 @@ from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.legacy import is_legacy, read_legacy_folder
 from mcore_ckpt.formats.megatron.optimizer import read_megatron
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint, ReadOptions
+from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 from mcore_ckpt.formats.quantization import quantization_name, take_quantization
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import read_torch_file
@@ -38,7 +39,13 @@ from mcore_ckpt.mapping.rules import (
 from mcore_ckpt.mapping.views import Cast, RenamedRows, Resized
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import ADAPTER, Index, read_index
-from mcore_ckpt.storage.paths import is_hf_folder, latest_step, resolve_folder, step_folder
+from mcore_ckpt.storage.paths import (
+    is_hf_folder,
+    is_peft_folder,
+    latest_step,
+    resolve_folder,
+    step_folder,
+)
 from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.stores import as_path
 
@@ -74,7 +81,8 @@ def opened(
         CheckpointError: if files are damaged, or hold a pickle that asks for unknown names.
     """
     read = {"hf": _open_hf, "mcore": _open_mcore, "dcp": _open_dcp, "megatron": _open_megatron}
-    with read[form](as_path(path), asked or ReadOptions()) as found:
+    open_it = _open_peft if form == "hf" and is_peft_folder(path) else read[form]
+    with open_it(as_path(path), asked or ReadOptions()) as found:
         yield found
 
 
@@ -97,6 +105,19 @@ def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
         small["not_carried"] = not_carried(folder.path)
         small["quantization"] = quantization
         yield _link(table, theirs, description, asked, hf=hf, **small)
+
+
+@contextmanager
+def _open_peft(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
+    """Open the model that a folder of PEFT makes with its base."""
+    with _open_hf(base_folder(path), ReadOptions()) as base:
+        adapters = read_adapters(path, base.links)
+        theirs = _cast(Merged(base.ours, adapters.rows, adapters.config), asked)
+        links = [Link((name,), name) for name in theirs.entries]
+        tokenizer, _ = small_files(path)
+        described = _described(base.description, links, theirs, asked)
+        small = {"tokenizer": tokenizer or base.tokenizer, "generation": base.generation}
+        yield OpenCheckpoint(*described, hf=base.hf, not_carried=base.not_carried, **small)
 
 
 @contextmanager
@@ -136,11 +157,7 @@ def _open_mcore(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
 def _merged(
     step: Path, stored: Rows, adapter: Mapping[str, Any]
 ) -> Iterator[tuple[Rows, dict[str, Any]]]:
-    """Open the model beside which a step's adapters stand, and add these to it.
-
-    Returns:
-        Its tensors, and what is known of the Hugging Face model that it came from.
-    """
+    """Open the model beside which a step's adapters stand, with these added, and its ``hf``."""
     if not adapter["base"]:  # the step holds both
         yield Merged(stored, stored, adapter), {}
         return

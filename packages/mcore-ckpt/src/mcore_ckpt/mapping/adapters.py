@@ -6,7 +6,7 @@ V = W + s B A; DoRA's is V with its rows brought to their magnitudes. Both need 
 and all of A, so that nothing is held whole but A.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.mapping.row_streams import Rows
-from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_ckpt.storage.stores import as_path
 
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 _MODULE = ".adapter."
+_FUSED = ("qkv", "kv", "fc1", "in_proj")
+"""Linears whose parts are logical tensors below them, and whose adapters stand beside all."""
 
 
 def is_adapter(name: str) -> bool:
@@ -35,7 +36,18 @@ def weight_of(name: str) -> str:
     raise CheckpointError(f"{name} is no tensor of an adapter that is known here")
 
 
-def adapters_of(names: Mapping[str, TensorEntry]) -> dict[str, dict[str, str]]:
+def adapter_name(weight: str, kind: str) -> str:
+    """Name an adapter's tensor of one kind; undoes ``weight_of``."""
+    words = weight.removesuffix(".weight").split(".")
+    place = len(words)
+    if "experts" in words:
+        place = words.index("experts") + 1
+    elif words[-2] in _FUSED:
+        place -= 1
+    return ".".join([*words[:place], _MODULE.strip("."), *words[place:], kind])
+
+
+def adapters_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Group adapters' tensors by the weights beside which they stand, and by kind."""
     found: dict[str, dict[str, str]] = {}
     for name in names:

@@ -14,13 +14,15 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
+from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 from mcore_ckpt.formats.quantization import MatrixPart, WidenedRows
 from mcore_ckpt.formats.quantized_layouts import QuantPlan
 from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import Reader, narrowed
-from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, Index, TensorEntry
+from mcore_ckpt.storage.index import ADAPTER, DTYPE_BYTES, Chunk, Index, TensorEntry
+from mcore_ckpt.storage.paths import is_peft_folder
 
 _VIEW = ""
 """Stands for the file of a tensor whose bytes are not in a file as they are."""
@@ -37,9 +39,29 @@ def opened_hf(folder: Path) -> Iterator[tuple[Index, Reader]]:
         ValueError: if it holds a model that no family here can say, or pickles.
         CheckpointError: if files are damaged or contradict each other.
     """
+    if is_peft_folder(folder):
+        with _opened_adapters(folder) as found:
+            yield found
+        return
     with opened("hf", folder) as found, ViewReader(folder, found.ours) as reader:
         tensors = {PREFIX + name: entry for name, entry in pointers(found).items()}
         yield Index(tensors, {"model": found.description, "hf": found.hf}), reader
+
+
+@contextmanager
+def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
+    """Open a folder of PEFT as adapters of ours, beside the model that it names."""
+    base = base_folder(folder)
+    with opened("hf", base) as found:
+        adapters = read_adapters(folder, found.links)
+        extra = {"model": found.description, "hf": found.hf}
+    extra[ADAPTER] = {**adapters.config, "base": str(base.resolve())}
+    tensors = {}
+    for name, entry in adapters.rows.entries.items():
+        chunk = Chunk(_VIEW, 0, (0,) * len(entry.shape), entry.shape)
+        tensors[PREFIX + name] = replace(entry, chunks=(chunk,))
+    with ViewReader(folder, adapters.rows) as reader:
+        yield Index(tensors, extra), reader
 
 
 class QuantizedFolder:

@@ -26,7 +26,14 @@ from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
 from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
-from mcore_ckpt.storage.paths import HF_CONFIG, INDEX, is_complete, resolve_folder
+from mcore_ckpt.storage.paths import (
+    HF_CONFIG,
+    INDEX,
+    PEFT_CONFIG,
+    is_complete,
+    is_peft_folder,
+    resolve_folder,
+)
 from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.shard_plans import (
     Claim,
@@ -145,8 +152,9 @@ def opened_checkpoint(
         with Reader(folder, checksums=checksums) as reader:
             yield index, reader, fingerprint
         return
+    config = PEFT_CONFIG if is_peft_folder(folder) else HF_CONFIG
     with opened_hf(folder) as (index, reader):
-        yield index, reader, zlib.crc32((folder / HF_CONFIG).read_bytes())
+        yield index, reader, zlib.crc32((folder / config).read_bytes())
 
 
 def describe_checkpoint(folder: str | Path) -> Index:

@@ -20,6 +20,8 @@ INDEX = "index.json"
 
 HF_CONFIG = "config.json"
 """Name of the file that makes a folder without an index a Hugging Face folder."""
+PEFT_CONFIG = "adapter_config.json"
+"""Marks a folder of adapters."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Name of the pointer to the newest step of a run folder."""
@@ -53,10 +55,16 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def is_hf_folder(folder: str | Path) -> bool:
-    """Whether a folder holds a Hugging Face model and no checkpoint of ours."""
+    """Whether a folder holds a Hugging Face model or adapters, and no checkpoint of ours."""
     path = as_path(folder)
-    marks = (path / name for name in (INDEX, TRACKER))
-    return (path / HF_CONFIG).is_file() and not any(mark.is_file() for mark in marks)
+    if any((path / name).is_file() for name in (INDEX, TRACKER)):
+        return False
+    return (path / HF_CONFIG).is_file() or is_peft_folder(path)
+
+
+def is_peft_folder(folder: str | Path) -> bool:
+    """Whether a folder holds adapters of Hugging Face PEFT."""
+    return (as_path(folder) / PEFT_CONFIG).is_file()
 
 
 def latest_step(run_folder: str | Path) -> int | str | None:

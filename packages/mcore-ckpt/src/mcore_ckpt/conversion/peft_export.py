@@ -1,0 +1,123 @@
+"""Adapters of ours as a folder that Hugging Face PEFT reads."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.conversion.conversion import ConvertOptions, Report
+from mcore_ckpt.conversion.inspection import native_step
+from mcore_ckpt.conversion.logit_check import LogitCheck
+from mcore_ckpt.conversion.targets import model_type_of
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.families import family_of
+from mcore_ckpt.formats.peft_folder import read_adapters, write_adapters
+from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.mapping.adapters import A, B, adapters_of, base_of, is_adapter
+from mcore_ckpt.mapping.row_streams import Progress, Source
+from mcore_ckpt.mapping.rules import Link, expand
+from mcore_ckpt.storage.files import Reader
+from mcore_ckpt.storage.index import ADAPTER, read_index
+from mcore_ckpt.storage.outputs import appearing, check_place
+from mcore_ckpt.storage.paths import is_hf_folder
+from mcore_ckpt.storage.sealing import check_files
+from mcore_ckpt.storage.stores import as_path
+
+
+def convert_adapters(
+    source_format: str,
+    source: str | Path,
+    _target_format: str,
+    output: str | Path,
+    options: ConvertOptions | None = None,
+    *,
+    on_progress: Progress | None = None,  # noqa: ARG001 - they are small
+    logits: LogitCheck | None = None,
+) -> Report:
+    """Do as ``convert`` for adapters alone; see ``export_adapters``.
+
+    Raises:
+        ValueError: if the source is not of ours, or an option is given that has no effect.
+    """
+    if source_format != "mcore":
+        raise ValueError(
+            f"adapters are written from checkpoints of mcore, not {source_format}."
+        )
+    if (
+        logits is not None
+        or replace(options or ConvertOptions(), check=True) != ConvertOptions()
+    ):
+        raise ValueError(
+            "mcore-to-peft takes --input and --output alone: leave the others out."
+        )
+    return export_adapters(source, output)
+
+
+def export_adapters(source: str | Path, output: str | Path) -> Report:
+    """Write the adapters of a step as a folder that PEFT reads.
+
+    They are held in memory. The folder is read back: A and B are the same to the bit, and
+    those of a fused module give the same matrices.
+
+    Args:
+        source: run folder (its latest step) or step folder of adapters.
+        output: folder to make.
+
+    Raises:
+        ValueError: if the step holds no adapters, or PEFT cannot say them; names what.
+        CheckpointError: if files are damaged, or what was written is not what was read.
+    """
+    step, output = native_step(source), as_path(output)
+    check_place(output, as_path(source))
+    index = read_index(step)
+    check_files(step, index)
+    config = index.extra.get(ADAPTER)
+    if not config:
+        raise ValueError(f"{step} holds a whole model and no adapters: use mcore-to-hf.")
+    entries = {
+        name.removeprefix(PREFIX): entry
+        for name, entry in index.tensors.items()
+        if name.startswith(PREFIX) and is_adapter(name)
+    }
+    with Reader(step) as reader:
+        rows = Source(reader, entries)
+        adapters = {name: rows.rows(name, 0, entry.shape[0]) for name, entry in entries.items()}
+    links, model_type = _links(step)
+    with appearing(output) as folder:
+        write_adapters(folder, adapters, links, config)
+        again = read_adapters(folder, links).rows.tensors
+        _compare(adapters, again)
+    num_bytes = sum(t.numel() * t.element_size() for t in adapters.values())
+    return Report(output, model_type, len(adapters), num_bytes, is_proven=True)
+
+
+def _links(step: Path) -> tuple[list[Link], str]:
+    """Say how the base's tensors are named in Hugging Face's folder of it."""
+    config = read_index(step).extra[ADAPTER]
+    base = as_path(base_of(step, config)) if config["base"] else step
+    form = "hf" if is_hf_folder(base) else "mcore"
+    with opened(form, base) as found:
+        model_type = model_type_of(found, "")
+        if form == "hf":
+            return list(found.links), model_type
+        return expand(family_of(model_type).table(found.description)), model_type
+
+
+def _compare(wanted: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+    """Compare what the adapters add to each weight; one of no fused module to the bit."""
+    theirs = adapters_of(again)
+    for weight, kinds in adapters_of(wanted).items():
+        other = theirs.get(weight, {})
+        if kinds.keys() != other.keys():
+            raise CheckpointError(f"the adapter of {weight} is not in the output")
+        pairs = [(wanted[kinds[kind]], again[other[kind]]) for kind in kinds]
+        if all(torch.equal(*pair) for pair in pairs):
+            continue
+        products = [
+            (each[own[B]].double() @ each[own[A]].double())
+            for each, own in ((wanted, kinds), (again, other))
+        ]
+        if not torch.allclose(*products, rtol=1e-12, atol=1e-12):
+            raise CheckpointError(f"the adapter of {weight} came back changed")

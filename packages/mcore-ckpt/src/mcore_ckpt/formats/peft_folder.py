@@ -1,0 +1,320 @@
+"""Adapter folders of Hugging Face PEFT, read as ours and written from ours.
+
+``adapter_model.safetensors`` holds ``base_model.model.<module>.lora_A.weight``, ``lora_B``
+and for DoRA ``.lora_magnitude_vector``; ``adapter_config.json`` says rank, factor and base. The
+rows of B and of magnitudes are those of the module's weight, so that the base's own rules carry
+them over; A is shared by all parts of a fused module there, and each part has its own here.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.mapping.adapters import MAGNITUDE, A, B, adapter_name, adapters_of
+from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.mapping.rules import Link
+from mcore_ckpt.mapping.views import RenamedRows, their_items
+from mcore_ckpt.storage.files import DTYPES
+from mcore_ckpt.storage.index import TensorEntry
+from mcore_ckpt.storage.paths import PEFT_CONFIG
+
+TENSORS = "adapter_model.safetensors"
+_BEFORE = "base_model.model."
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva")
+_UNKNOWN = {
+    "modules_to_save": "whole modules that were trained",
+    "target_parameters": "adapters of stacked experts",
+    "bias": "trained biases",
+    "lora_bias": "biases of adapters",
+    "trainable_token_indices": "trained tokens",
+    "layer_replication": "repeated layers",
+    "megatron_config": "adapters that Megatron split",
+    "use_qalora": "adapters of quantized groups",
+    "alora_invocation_tokens": "adapters that begin at a token",
+}
+
+
+class HeldRows:
+    """Tensors in memory, by rows."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the tensors."""
+        self.tensors = tensors
+        self.entries = {
+            name: TensorEntry(tuple(tensor.shape), _NAMES[tensor.dtype], ())
+            for name, tensor in tensors.items()
+        }
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype that rows come in."""
+        return self.entries[name].dtype
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Return rows ``begin`` to ``stop``."""
+        return self.tensors[name][begin:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapters:
+    """Adapters under our names."""
+
+    rows: HeldRows
+    config: dict[str, Any]
+    """Rank, factor and targets, as the index of our adapters has them; without the base."""
+
+
+def base_folder(folder: Path) -> Path:
+    """Return the folder of the model beside which the adapters stand.
+
+    Raises:
+        ValueError: if it is no folder here.
+    """
+    name = _config(folder).get("base_model_name_or_path") or ""
+    for place in (Path(name), folder / name):
+        if name and place.is_dir():
+            return place
+    raise ValueError(
+        f"{folder} holds adapters of {name or 'a model that it does not name'}, which is no "
+        f"folder here: write its path into {PEFT_CONFIG} (base_model_name_or_path)."
+    )
+
+
+def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
+    """Read the adapters of a folder.
+
+    Args:
+        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        links: of the base: how its tensors are ours.
+
+    Raises:
+        ValueError: naming what of PEFT is not known here, or modules that the base lacks.
+        CheckpointError: if the tensors are not those of adapters.
+    """
+    config = _checked(folder)
+    modules = _modules(folder)
+    by_name = {link.theirs: link for link in links}
+    strange = sorted(modules.keys() - {name.removesuffix(".weight") for name in by_name})
+    if strange:
+        raise ValueError(
+            f"{folder} has an adapter of {strange[0]}, which the model in "
+            f"{config['base_model_name_or_path']} has not as a linear of its own."
+        )
+    rank = max(kinds[A].shape[0] for kinds in modules.values())
+    scales = {name: _scale(config, name, kinds[A].shape[0]) for name, kinds in modules.items()}
+    scale = max(set(scales.values()), key=list(scales.values()).count)
+    found: dict[str, Tensor] = {}
+    for name, kinds in modules.items():
+        link = replace(by_name[f"{name}.weight"], transposed=False)
+        down, up = kinds[A], kinds[B]
+        if scales[name] != scale:
+            up = up * (scales[name] / scale)
+        # Rows and columns of zeros give every adapter one rank, and get no gradient.
+        down = torch.nn.functional.pad(down, (0, 0, 0, rank - down.shape[0]))
+        up = torch.nn.functional.pad(up, (0, rank - up.shape[1]))
+        for weight, rows in _ours(link, up).items():
+            found[adapter_name(weight, A)] = down
+            found[adapter_name(weight, B)] = rows
+        if MAGNITUDE in kinds:
+            for weight, rows in _ours(link, kinds[MAGNITUDE]).items():
+                found[adapter_name(weight, MAGNITUDE)] = rows
+    weights = [weight for link in links for weight in link.ours]
+    return PeftAdapters(
+        HeldRows(found),
+        {
+            "peft": "dora" if config.get("use_dora") else "lora",
+            "lora_dim": rank,
+            "lora_alpha": scale * rank,
+            "lora_dropout": config.get("lora_dropout", 0.0),
+            "lora_target_modules": _patterns(adapters_of(found), weights),
+        },
+    )
+
+
+def write_adapters(
+    folder: Path,
+    adapters: Mapping[str, Tensor],
+    links: Sequence[Link],
+    config: Mapping[str, Any],
+) -> None:
+    """Write a folder that PEFT reads.
+
+    Args:
+        folder: which exists.
+        adapters: under our names.
+        links: of the Hugging Face model beside which they stand.
+        config: of the adapters, with the base.
+
+    Raises:
+        ValueError: if routed experts have adapters, which PEFT stacks.
+    """
+    by_weight = adapters_of(adapters)
+    if any(".experts." in weight for weight in by_weight):
+        raise ValueError(
+            "adapters of routed experts have no form in PEFT that every version reads: merge "
+            "them instead (convert mcore-to-hf)."
+        )
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for link in links:
+        kinds = [by_weight.get(weight) for weight in link.ours]
+        if not any(kinds):
+            continue
+        name = link.theirs.removesuffix(".weight")
+        module = _joined(link, kinds, adapters, config["lora_dim"])
+        ranks[name] = module[A].shape[0]
+        tensors |= {f"{_BEFORE}{name}.{kind}": t for kind, t in module.items()}
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    rank, alpha = config["lora_dim"], config["lora_alpha"]
+    wide = {name: own for name, own in ranks.items() if own != rank}
+    names = [link.theirs.removesuffix(".weight") for link in links]
+    table = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config["base"],
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": config.get("lora_dropout", 0.0),
+        "target_modules": _suffixes(ranks, names),
+        "rank_pattern": wide,
+        "alpha_pattern": {name: alpha * own / rank for name, own in wide.items()},
+        "use_dora": config["peft"] == "dora",
+        "use_rslora": False,
+        "fan_in_fan_out": any(link.transposed for link in links),
+        "bias": "none",
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    (folder / PEFT_CONFIG).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def _joined(
+    link: Link,
+    kinds: Sequence[Mapping[str, str] | None],
+    adapters: Mapping[str, Tensor],
+    rank: int,
+) -> dict[str, Tensor]:
+    """Make one adapter of those of a fused module's parts: A stacked, B side by side."""
+    there = [own for own in kinds if own is not None]
+    if len(there) < len(kinds):
+        raise ValueError(
+            f"{link.theirs} stands for {', '.join(link.ours)}, of which some have adapters "
+            "and others none: PEFT has one for all. Merge them instead (convert mcore-to-hf)."
+        )
+    width = rank * len(there)
+    parts, magnitudes = {}, {}
+    for number, (weight, own) in enumerate(zip(link.ours, there, strict=True)):
+        up = adapters[own[B]]
+        before = number * rank
+        parts[weight] = torch.nn.functional.pad(up, (before, width - before - rank))
+        if MAGNITUDE in own:
+            magnitudes[weight] = adapters[own[MAGNITUDE]]
+    found = {
+        A: torch.cat([adapters[own[A]] for own in there]),
+        B: _theirs(link, parts),
+    }
+    return found | ({MAGNITUDE: _theirs(link, magnitudes)} if magnitudes else {})
+
+
+def _theirs(link: Link, ours: Mapping[str, Tensor]) -> Tensor:
+    (item,) = their_items([replace(link, transposed=False)], HeldRows(ours))
+    return torch.cat(list(item.slabs())).contiguous()
+
+
+def _ours(link: Link, theirs: Tensor) -> dict[str, Tensor]:
+    rows: Rows = RenamedRows([link], HeldRows({link.theirs: theirs}))
+    return {name: rows.rows(name, 0, entry.shape[0]) for name, entry in rows.entries.items()}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / PEFT_CONFIG} is no JSON: {error}") from None
+
+
+def _checked(folder: Path) -> dict[str, Any]:
+    config = _config(folder)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(
+            f"{folder} holds adapters of the kind {config.get('peft_type')}: LORA alone is "
+            "known here."
+        )
+    for name, what in _UNKNOWN.items():
+        if config.get(name) not in (None, False, "none", [], {}):
+            raise ValueError(f"{folder} has {what} ({name}), which have no place here.")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"{folder} was begun with init_lora_weights={start!r}, which changed the base too: "
+            "have PEFT convert it to plain LoRA."
+        )
+    return config
+
+
+def _modules(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Read the tensors, by module of the base and kind."""
+    file = folder / TENSORS
+    if not file.is_file():
+        raise CheckpointError(f"{folder} holds no {TENSORS}: pickles are not read.")
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(file).items():
+        kind = next((k for k in (A, B, MAGNITUDE) if name.endswith(f".{k}")), None)
+        if kind is None or not name.startswith(_BEFORE):
+            raise CheckpointError(
+                f"{file} holds {name}, which is no matrix or magnitude of a linear's adapter."
+            )
+        module = name.removeprefix(_BEFORE).removesuffix(f".{kind}")
+        found.setdefault(module, {})[kind] = tensor
+    for name, kinds in found.items():
+        if A not in kinds or B not in kinds:
+            raise CheckpointError(f"{file} holds half of the adapter of {name}.")
+    if not found:
+        raise CheckpointError(f"{file} is empty.")
+    return found
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if module == pattern or module.endswith(f".{pattern}"):
+            alpha = value
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _patterns(adapted: Iterable[str], weights: Iterable[str]) -> list[str]:
+    """Name the adapted linears by what follows the layer's number, where all layers agree."""
+    return _short([_stem(weight) for weight in adapted], [_stem(weight) for weight in weights])
+
+
+def _suffixes(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
+    return _short(list(adapted), list(modules))
+
+
+def _short(adapted: Sequence[str], names: Sequence[str]) -> list[str]:
+    chosen = set(adapted)
+    found = set()
+    for name in adapted:
+        end = _behind_number(name)
+        alike = {other for other in names if other == end or other.endswith(f".{end}")}
+        found.add(end if alike <= chosen else name)
+    return sorted(found)
+
+
+def _behind_number(name: str) -> str:
+    words = name.split(".")
+    places = [place for place, word in enumerate(words) if word.isdecimal()]
+    return ".".join(words[places[-1] + 1 :]) if places else name
+
+
+def _stem(weight: str) -> str:
+    return weight.removesuffix(".weight")
