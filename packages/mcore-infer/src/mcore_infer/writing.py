@@ -76,6 +76,7 @@ class Writing:
         prompt: token ids.
         sampling: how tokens are chosen.
         rules: changes to single tokens' scores.
+        changes_scores: whether penalties or rules change scores before they are cut.
         tokens: so far, without stop sequences.
         finish_reason: why it ended; None while it goes on.
     """
@@ -104,6 +105,7 @@ class Writing:
         """
         self.prompt, self.sampling = list(prompt), sampling
         self.rules = rules or TokenRules()
+        self.changes_scores = sampling.has_penalties or self.rules != TokenRules()
         self.num_tokens, self.eod = num_tokens, eod
         self.stop = [list(s) for s in stop if s]
         self.random = torch.Generator().manual_seed(seed)
@@ -116,11 +118,6 @@ class Writing:
     def ids(self) -> list[int]:
         """Tokens so far, without stop sequences."""
         return [token.id for token in self.tokens]
-
-    @property
-    def changes_scores(self) -> bool:
-        """Whether penalties or rules change the scores before they are cut."""
-        return self.sampling.has_penalties or self.rules != TokenRules()
 
     @property
     def needs_last_token(self) -> bool:
