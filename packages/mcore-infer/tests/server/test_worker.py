@@ -3,6 +3,7 @@
 import queue
 import time
 
+import pytest
 import torch
 
 from mcore_infer import InferenceConfig, SamplingConfig, build_engine, generate, load_model
@@ -65,7 +66,8 @@ def test_ranks_hold_the_same_requests_and_write_what_one_does(long_folder, long_
     results, is_free = run_ranks(serve_on_ranks, 2, long_folder)
     assert is_free
     text, biased, refused, again = results
-    assert text == again
+    assert text.ids == again.ids
+    assert text.log_probs == pytest.approx(again.log_probs, abs=1e-9)  # in other batches
     alone = generate(long_model.model, [list(b"In the")], PLAIN, seed=3)[0]
     assert text.ids == alone.ids
     assert biased.ids == (65,) * 6
