@@ -101,7 +101,7 @@ def check_loading():
     with torch.no_grad():
         chunk(x)  # leaves the weights of the root gathered
         for name, shard in engine.weight_shards().items():
-            for piece in shard.pieces if name != "scale" else ():
+            for piece in shard.pieces if name not in ("scale", "frozen") else ():
                 piece.data.zero_()
         optimizer.refresh(from_parameters=True)
         assert not chunk(x).any()

@@ -19,6 +19,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 LEAST_ELEMENTS = 1 << 20
 """Elements below which a tensor stays on a GPU."""
@@ -80,9 +81,8 @@ class ActivationOffload:
     def _enter(self, module: nn.Module, _arguments: tuple, *, is_first: bool) -> None:
         if not torch.is_grad_enabled():
             return
-        weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
         self._latest = _SavedLayer(self, None if is_first else self._latest)
-        pack = partial(self._pack, self._latest, weights)
+        pack = partial(self._pack, self._latest, module)
         self._open.enter_context(saved_tensors_hooks(pack, _SavedTensor.whole))
 
     def _leave(
@@ -96,9 +96,9 @@ class ActivationOffload:
         if done is not None:
             done.give_up()
 
-    def _pack(self, layer: "_SavedLayer", weights: set[int], tensor: Tensor) -> Any:
+    def _pack(self, layer: "_SavedLayer", module: nn.Module, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage().data_ptr()
-        if tensor.numel() < self._least or storage in weights:
+        if tensor.numel() < self._least or storage in _weights(module):
             return tensor
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in layer.known:
@@ -224,6 +224,12 @@ class _SavedTensor:
     def __del__(self) -> None:
         """Return the host's memory, once autograd needs the tensor no more."""
         self.layer.owner.give_back(self.buffer)
+
+
+def _weights(module: nn.Module) -> set[int]:
+    """Return where weights are that are whole now: ``fully_shard`` gathers some on the way."""
+    whole = (p for p in module.parameters() if not isinstance(p, DTensor))
+    return {parameter.untyped_storage().data_ptr() for parameter in whole}
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
