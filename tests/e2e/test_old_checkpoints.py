@@ -119,10 +119,10 @@ def test_gpt_345m_in_small_is_read_and_evaluated(tmp_path, words, capsys):
     assert ckpt(["convert", "megatron-to-mcore", *told]) == 0
     (tmp_path / "text").write_text(TEXT)
     capsys.readouterr()
-    line = ["--load", run, "--tokenizer", str(words), "--input", str(tmp_path / "text")]
+    line = ["--load", run, "--tokenizer", str(words), "--valid-data", str(tmp_path / "text")]
     # Windows that do not overlap, so that the measure is short.
     flags = ["--overlapping-eval", str(WINDOW), "--device", "cpu"]
-    assert infer(["evaluate", *line, *flags]) == 0
+    assert infer(["eval", *line, *flags]) == 0
     found = capsys.readouterr().out
 
     ids = [256, *TEXT.encode()]

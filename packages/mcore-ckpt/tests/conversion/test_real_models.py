@@ -88,9 +88,10 @@ def build(case, tied):
 
 def poison(optimizer):
     """Fill the optimizer's flat memory, padding included, with NaN."""
-    for state in optimizer._states.values():
-        for flat in (state.main, *state.moments.values()):
-            flat.fill_(torch.nan)
+    for segments in optimizer._segments.values():
+        for segment in segments:
+            for flat in (segment.main, *segment.moments.values()):
+                flat.fill_(torch.nan)
 
 
 def truth(name, piece, shape, dtype):

@@ -10,11 +10,11 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
@@ -22,7 +22,8 @@ from mcore_ckpt.mapping.adapters import MAGNITUDE, A, B, adapter_name, adapters_
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.mapping.views import RenamedRows, their_items
-from mcore_ckpt.storage.files import DTYPES
+from mcore_ckpt.storage.files import DTYPES, Item, Reader, slabs_of, write_file
+from mcore_ckpt.storage.headers import read_header
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import PEFT_CONFIG
 
@@ -172,7 +173,11 @@ def write_adapters(
         module = _joined(link, kinds, adapters, config["lora_dim"])
         ranks[name] = module[A].shape[0]
         tensors |= {f"{_BEFORE}{name}.{kind}": t for kind, t in module.items()}
-    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    items = [
+        Item(n, _NAMES[t.dtype], tuple(t.shape), partial(slabs_of, t))
+        for n, t in tensors.items()
+    ]
+    write_file(folder / TENSORS, items, metadata={"format": "pt"})
     rank, alpha = config["lora_dim"], config["lora_alpha"]
     wide = {name: own for name, own in ranks.items() if own != rank}
     names = [link.theirs.removesuffix(".weight") for link in links]
@@ -261,13 +266,24 @@ def _checked(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _read_file(file: Path) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file."""
+    found = {}
+    with Reader(file.parent) as reader:
+        for name, entry in read_header(file).items():
+            (chunk,) = entry.chunks
+            found[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            reader.read(name, entry, chunk, (chunk.offsets, chunk.lengths), found[name])
+    return found
+
+
 def _modules(folder: Path) -> dict[str, dict[str, Tensor]]:
     """Read the tensors, by module of the base and kind."""
     file = folder / TENSORS
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no {TENSORS}: pickles are not read.")
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(file).items():
+    for name, tensor in _read_file(file).items():
         kind = next((k for k in (A, B, MAGNITUDE) if name.endswith(f".{k}")), None)
         if kind is None or not name.startswith(_BEFORE):
             raise CheckpointError(

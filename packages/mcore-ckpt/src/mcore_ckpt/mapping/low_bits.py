@@ -50,7 +50,7 @@ def encode(x: Float[Tensor, "F D"], code: Code) -> Shaped[Tensor, "F D"]:
     return x.round().clamp(low, LARGEST[code]).to(torch.int8)
 
 
-def decode(codes: Shaped[Tensor, "F D"], code: Code) -> Float[Tensor, "F D"]:
+def decode(codes: Shaped[Tensor, "*B F D"], code: Code) -> Float[Tensor, "*B F D"]:
     """Return what codes stand for, before scaling, in float32."""
     if code == "e2m1":
         return E2M1.to(codes.device)[codes.int()]

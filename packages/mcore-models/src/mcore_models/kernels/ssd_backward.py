@@ -77,6 +77,35 @@ def _of_tiles(first, tiles, stride):
     return result
 
 
+@triton.jit
+@no_type_check
+def _inside(out, scaled, scores, decay, read, written, PRECISION: tl.constexpr):
+    """Gradients by what one head's tokens read of their own chunk: of C, B, x dt and decays."""
+    # Rows read, columns were written.
+    pairs = tl.dot(out, tl.trans(scaled.to(read.dtype)), input_precision=PRECISION) * decay
+    rates = tl.sum(pairs * scores, 1) - tl.sum(pairs * scores, 0)
+    pairs = pairs.to(read.dtype)
+    grad_read = tl.dot(pairs, written, input_precision=PRECISION)
+    grad_written = tl.dot(tl.trans(pairs), read, input_precision=PRECISION)
+    weights = tl.trans((scores * decay).to(read.dtype))
+    grad_scaled = tl.dot(weights, out, input_precision=PRECISION)
+    return grad_read, grad_written, grad_scaled, rates
+
+
+@triton.jit
+@no_type_check
+def _through_states(
+    out, scaled, state, grad_state, read, written, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Gradients by what one head reads of the state before, and adds to the one after."""
+    grad_read = tl.dot(out.to(read.dtype), state, input_precision=PRECISION)
+    grad_written = tl.dot(scaled.to(read.dtype), grad_state, input_precision=PRECISION)
+    grad_scaled = tl.dot(written, tl.trans(grad_state), input_precision=PRECISION)
+    rates = tl.sum(grad_read * read.to(tl.float32), 1)
+    kept = tl.sum(grad_written * written.to(tl.float32), 1)
+    return grad_read, grad_written, grad_scaled, rates, kept
+
+
 @triton.jit(do_not_specialize=["length", "batch", "heads", "groups", "heads_here", "tiles"])
 @no_type_check
 def input_gradients(
@@ -112,34 +141,17 @@ def input_gradients(
         entering_wide = entering.to(tl.float32)
         out_wide, scaled = out.to(tl.float32), entering_wide * step[:, None]
 
-        # Inside the chunk: rows read, columns were written.
-        pairs = tl.dot(out, tl.trans(scaled.to(read.dtype)), input_precision=PRECISION) * decay
-        rates = tl.sum(pairs * scores, 1) - tl.sum(pairs * scores, 0)
-        pairs = pairs.to(read.dtype)
-        grad_read += tl.dot(pairs, written, input_precision=PRECISION)
-        grad_written += tl.dot(tl.trans(pairs), read, input_precision=PRECISION)
-        weights = tl.trans((scores * decay).to(read.dtype))
-        grad_scaled = tl.dot(weights, out, input_precision=PRECISION)
-
-        # What was read of the state before.
-        state = tl.load(before + own)
-        from_state = tl.dot(
-            (out_wide * from_before[:, None]).to(read.dtype), state, input_precision=PRECISION
+        read_here, written_here, grad_scaled, rates = _inside(
+            out, scaled, scores, decay, read, written, PRECISION
         )
-        grad_read += from_state
-        rates += tl.sum(from_state * read.to(tl.float32), 1)
-
-        # What was added to the state after.
-        grad_state = tl.load(dafter + own)
-        to_state = tl.dot(
-            (scaled * to_end[:, None]).to(read.dtype), grad_state, input_precision=PRECISION
-        )
-        grad_written += to_state
-        kept = tl.sum(to_state * written.to(tl.float32), 1)
-        grad_scaled += (
-            tl.dot(written, tl.trans(grad_state), input_precision=PRECISION) * to_end[:, None]
-        )
-
+        read_before, written_after, grad_after, from_state, kept = _through_states(
+            out_wide * from_before[:, None], scaled * to_end[:, None],
+            tl.load(before + own), tl.load(dafter + own), read, written, PRECISION,
+        )  # fmt: skip
+        grad_read += read_here + read_before
+        grad_written += written_here + written_after
+        grad_scaled += grad_after * to_end[:, None]
+        rates += from_state
         grad_decay = _decay_gradients(rates, kept)
         grad_decay += _of_tiles(passed + which, tiles, tl.num_programs(0) * batch * heads)
         grad_step = grad_decay * tl.load(A + head) + tl.sum(grad_scaled * entering_wide, 1)

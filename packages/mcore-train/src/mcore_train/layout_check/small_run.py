@@ -1,9 +1,8 @@
 """A small run that stands for the real one: other sizes, the same ways through the code.
 
-What makes one layout differ from another stays: degrees of parallelism, which numbers
-divide which (heads and groups by tensor ranks, experts by expert ranks, layers by stages,
-micro-batches by stages), switches, precision, recomputation, optimizer. Widths, lengths and
-counts shrink until eight ranks train it on two CPU cores in seconds. Pure: no torch.
+What makes one layout differ from another stays: degrees of parallelism, which numbers divide
+which, switches, precision, recomputation, optimizer. Widths, lengths and counts shrink until
+eight ranks train it on two CPU cores in seconds. Pure: no torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,8 +44,7 @@ from mcore_train.resolution import Plan, resolve
 NUM_STEPS = 3
 CLIP_GRAD = 0.05
 """Below the norm of any small run's gradient, so that clipping is seen."""
-LR = 1e-2
-"""Large enough for every weight to move in three steps."""
+LR = 1e-2  # large enough for every weight to move in three steps
 SLOT_MULTIPLE = 64
 """Elements to whose multiples the place of a tensor in its bucket is rounded up."""
 MOST_LAYERS = 8

@@ -191,7 +191,6 @@ INSTEAD: dict[str, str] = {
     ),
     "--decrease-batch-size-if-needed": "use a --global-batch-size that the data ranks divide.",
     "--iterations-to-skip": "no step can be skipped yet; leave it out.",
-    "--pretrained-checkpoint": "use --load DIR with --finetune.",
     "--no-ckpt-*": "use --no-save-optim or --no-load-optim; the rest is always done.",
     "--async-ckpt-*": "use --async-save, whose thread needs no tuning.",
     "--wandb-*": "use --tensorboard, or the metrics.jsonl below --save.",
