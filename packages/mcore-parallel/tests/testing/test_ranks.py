@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
@@ -30,6 +32,18 @@ def test_results_come_back_in_rank_order_from_worlds_of_any_size():
         answers = run_ranks(describe, size, "hello")
         for rank, (own, world, word, tensor) in enumerate(answers):
             assert (own, world, word, tensor.tolist()) == (rank, size, "hello", [rank] * 2)
+
+
+def doubled(num_groups):
+    """Of a DTensor whose mesh is over the last of so many groups."""
+    groups = [dist.group.WORLD, *(dist.new_group() for _ in range(num_groups))]
+    mesh = DeviceMesh.from_group(groups[-1], "cpu")
+    return (distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]) * 2).full_tensor().tolist()
+
+
+def test_a_world_knows_no_mesh_of_an_earlier_one():
+    for num_groups in (2, 0):
+        assert run_ranks(doubled, 2, num_groups) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
 def fail_on_one(rank):

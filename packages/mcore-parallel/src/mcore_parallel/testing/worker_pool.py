@@ -319,11 +319,16 @@ def _serve(pipe: Connection) -> None:
 
 
 def _start_afresh() -> None:
-    """Forget what earlier tests left in this process: random state and compiled code."""
+    """Forget what earlier tests left here: random state, compiled code, meshes of DTensors."""
     import torch
 
     torch.manual_seed(0)
     torch.compiler.reset()
+    if "torch.distributed.tensor" in sys.modules:
+        # Layouts are remembered with their mesh, and meshes are equal whatever their groups.
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
