@@ -11,6 +11,12 @@ from hypothesis import strategies as st
 
 from mcore_infer import SamplingConfig, generate_text
 
+# The server draws random numbers in its threads while hypothesis draws a body.
+# Hypothesis takes them for draws of the strategy.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"
+)
+
 ENDLESS = {"prompt": "In the", "max_tokens": 400, "ignore_eos": True}
 
 
