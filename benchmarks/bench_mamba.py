@@ -14,8 +14,8 @@ import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.config import TransformerConfig
-from mcore_models.layers.mamba import Mamba
-from mcore_models.layers.ssd import ssd, ssd_plain
+from mcore_models.layers.recurrent.mamba import Mamba
+from mcore_models.layers.recurrent.ssd import ssd, ssd_plain
 from mcore_parallel.mesh import ParallelContext
 
 PEAK_TFLOPS = 989.0

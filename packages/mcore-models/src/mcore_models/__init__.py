@@ -21,7 +21,7 @@ _EXPORTS: dict[str, str] = {
     "LayerNorm": "layers.norm",
     "LayerState": "protocol",
     "MLP": "layers.mlp",
-    "Mamba": "layers.mamba",
+    "Mamba": "layers.recurrent.mamba",
     "MicroBatch": "protocol",
     "MultiTokenPrediction": "facade",
     "ModelDescription": "description",

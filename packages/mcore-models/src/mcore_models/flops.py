@@ -44,7 +44,7 @@ _ADAM = AdamConfig()
 _MAIN_WEIGHTS = MainWeightsConfig()
 _NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
-_DELTA_CHUNK = 64  # ``layers.delta_rule.CHUNK``, which needs torch
+_DELTA_CHUNK = 64  # ``layers.recurrent.delta_rule.CHUNK``, which needs torch
 
 
 def num_parameters(

@@ -6,11 +6,11 @@ import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig, activation, has_plain_scores
 from mcore_models.kernels import flash4_attention as flash4
-from mcore_models.layers.causal_conv import CONV_KERNELS
-from mcore_models.layers.gated_norm import GATED_NORM_KERNELS
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
+from mcore_models.layers.recurrent.causal_conv import CONV_KERNELS
+from mcore_models.layers.recurrent.gated_norm import GATED_NORM_KERNELS
+from mcore_models.layers.recurrent.ssd import NARROW, SSD_KERNELS, WIDTHS
 from mcore_models.layers.rope import rotary_kernel
-from mcore_models.layers.ssd import NARROW, SSD_KERNELS, WIDTHS
 from mcore_moe import quack_gemm
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig

@@ -19,11 +19,11 @@ from mcore_models.kernels.norm import fused_add_and_norm, fused_norm
 from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
 from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.kernels.ssd import fused_ssd
-from mcore_models.layers.causal_conv import causal_conv
-from mcore_models.layers.gated_norm import GatedNorm
 from mcore_models.layers.norm import LayerNorm, RMSNorm
+from mcore_models.layers.recurrent.causal_conv import causal_conv
+from mcore_models.layers.recurrent.gated_norm import GatedNorm
+from mcore_models.layers.recurrent.ssd import SSD_KERNELS, ssd_plain
 from mcore_models.layers.rope import rotate
-from mcore_models.layers.ssd import SSD_KERNELS, ssd_plain
 from mcore_moe.activations import gated, weighted_gated
 from mcore_moe.grouped_gemm import WEIGHT_GRAD_KERNEL, add_weight_gradient_plain
 from mcore_moe.kernels.gate import fused_gated, fused_weighted_gated

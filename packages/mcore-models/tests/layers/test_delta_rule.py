@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_models.layers.delta_rule import gated_delta_rule
+from mcore_models.layers.recurrent.delta_rule import gated_delta_rule
 
 
 def recurrence(q, k, v, g, beta, state, starts=None):

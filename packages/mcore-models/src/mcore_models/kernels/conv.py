@@ -1,7 +1,7 @@
 """Triton kernels of the short causal convolution with SiLU behind it, forward and backward.
 
 A program has a tile of tokens and channels; its few earlier tokens come from the cache. The
-plain form is ``layers.causal_conv.causal_conv``. Backward writes the gradient before the
+plain form is ``layers.recurrent.causal_conv``. Backward writes the gradient before the
 activation once, in the inputs' dtype, and sums the weights' over each tile; the tiles are
 summed in a fixed order.
 """

@@ -2,7 +2,7 @@
 
 A row is read once in forward and once in backward. A program of backward walks over many rows
 of a group and keeps its part of the weight's gradient in registers; the parts are summed in a
-fixed order. The plain form is ``layers.gated_norm.GatedNorm.plain``.
+fixed order. The plain form is ``layers.recurrent.gated_norm.GatedNorm.plain``.
 """
 
 from typing import Any, no_type_check

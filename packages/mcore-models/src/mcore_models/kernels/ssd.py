@@ -1,6 +1,6 @@
 """Triton kernels of the state-space form, forward and backward, a chunk of tokens at a time.
 
-``layers.ssd`` has the formulas and the reference in plain torch. Only the states at the
+``layers.recurrent.ssd``: the formulas and the reference in plain torch. Only the states at the
 chunks' ends are sequential: one kernel walks over the chunks of a head, keeps the state in
 registers and writes what each chunk begins from; another, backwards, does the same for
 gradients. All else is computed chunk by chunk, all heads of a group after another in one
@@ -279,7 +279,7 @@ def fused_ssd(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N H K"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
-    """Compute what ``layers.ssd.ssd`` does; all arguments are as there.
+    """Compute what ``layers.recurrent.ssd.ssd`` does; all arguments are as there.
 
     States between chunks, which GEMMs read, are in the dtype of ``x``. Backward computes them
     again.

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from mcore_models.config import KernelConfig, TransformerConfig, activation
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.delta_net import DeltaNet
-from mcore_models.layers.mamba import Mamba
-from mcore_models.layers.mamba_attention import MambaAttention
 from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
+from mcore_models.layers.recurrent.delta_net import DeltaNet
+from mcore_models.layers.recurrent.mamba import Mamba
+from mcore_models.layers.recurrent.mamba_attention import MambaAttention
 from mcore_moe.config import MoEConfig
 from mcore_moe.layer import MoELayer
 from mcore_moe.over_ranks import moe_axes

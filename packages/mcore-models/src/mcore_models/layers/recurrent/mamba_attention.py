@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mcore_models.config import TransformerConfig
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.mamba import Mamba
+from mcore_models.layers.recurrent.mamba import Mamba
 
 
 class MambaAttention(nn.Module):

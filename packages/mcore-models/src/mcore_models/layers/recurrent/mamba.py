@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.causal_conv import CausalConv, conv_silu, document_starts
-from mcore_models.layers.gated_norm import GatedNorm
-from mcore_models.layers.ssd import ssd
+from mcore_models.layers.recurrent.causal_conv import CausalConv, conv_silu, document_starts
+from mcore_models.layers.recurrent.gated_norm import GatedNorm
+from mcore_models.layers.recurrent.ssd import ssd
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
