@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_parallel import mesh
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
@@ -189,6 +190,13 @@ def axes_over_groups_of_ones_own():
 
 def test_an_axis_has_the_size_and_the_order_of_its_group():
     assert run_ranks(axes_over_groups_of_ones_own, 2) == [(2.0, 3)] * 2
+
+
+def test_on_gpus_numbers_on_the_host_are_exchanged_over_the_world_and_tensor_ranks():
+    names = ("world", "tp", "dp", "tp_dp")
+    backends = [mesh._backend(name, torch.device("cuda")) for name in names]
+    assert backends == ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl", "nccl", "nccl"]
+    assert mesh._backend("tp", torch.device("cpu")) == "gloo"
 
 
 def test_without_a_world_a_context_is_one_rank_and_has_no_group():

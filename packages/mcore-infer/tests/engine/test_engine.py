@@ -19,6 +19,7 @@ from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.gemm import PlainGemm
 from mcore_parallel.testing.ranks import run_ranks
 
 PROMPTS = [
@@ -96,6 +97,8 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_requests_write_together_what_each_would_alone(model, config):
     engine = Engine(model, config)
+    gemms = {type(m.gemm) for m in model.modules() if hasattr(m, "gemm")}
+    assert gemms == {PlainGemm}  # the user's model is as it was
     expected = alone(model)
     assert_same(written(engine), expected)
     engine.runs_ahead = True

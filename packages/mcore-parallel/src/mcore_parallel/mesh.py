@@ -141,8 +141,8 @@ class ParallelContext:
         Args:
             config: the degrees; data-parallel sizes follow from the world size.
             device: where this rank computes; groups use nccl for ``cuda`` and gloo for ``cpu``.
-                The world's group has gloo and nccl, so that numbers on the host are exchanged
-                without the GPU.
+                Those of the world and of ``tp`` have gloo and nccl, so that numbers on the
+                host are exchanged without the GPU.
             compare_calls: let the ranks of each group compare their first calls through the
                 world's store, so that an error names those that disagree (see ``call_checks``).
             embedding_stages: pipeline ranks of ``embedding_ends``, ascending; empty: the first
@@ -169,7 +169,7 @@ class ParallelContext:
         # Groups of others are placeholders; axes of the same ranks and settings share one.
         made: dict[_Key, Any] = {}
         axes = {}
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        uses_nccl = device.type == "cuda"
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         agreements: dict[_Key, Agreement] = {}
         for name, groups in plan.items():
@@ -178,12 +178,11 @@ class ParallelContext:
             for ranks in groups:
                 key = (ranks, wanted)
                 if len(ranks) > 1 and key not in made:
-                    both = name == "world" and backend == "nccl"
                     made[key] = dist.new_group(
                         list(ranks),
                         timeout=timeout,
-                        backend="cpu:gloo,cuda:nccl" if both else backend,
-                        pg_options=wanted.options() if wanted and backend == "nccl" else None,
+                        backend=_backend(name, device),
+                        pg_options=wanted.options() if wanted and uses_nccl else None,
                         group_desc=name,  # what profiles and watchdogs call it
                     )
                 if global_rank not in ranks or len(ranks) == 1:
@@ -254,6 +253,13 @@ def _product_name(names: tuple[str, ...]) -> str:
         if set(names) <= set(order):
             return "_".join(name for name in order if name in names)
     return "_".join(names)
+
+
+def _backend(name: str, device: torch.device) -> str:
+    """Say what the groups of an axis communicate by."""
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if name in ("world", "tp") else "nccl"
 
 
 def _group_plan(

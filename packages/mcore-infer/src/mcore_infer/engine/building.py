@@ -26,7 +26,7 @@ def build_engine(model: LanguageModel, config: InferenceConfig) -> Engine:
     Runs the model on one token to measure a page, and all-reduces over ``tp``.
 
     Args:
-        model: whole, in eval mode.
+        model: whole, in eval mode; on a GPU its plain GEMMs are replaced, see ``Engine``.
         config: limits and memory.
 
     Raises:

@@ -49,6 +49,14 @@ class FewRowsGemm(PlainGemm):
         return super().forward(x, weight, bias)
 
 
+def read_few_rows_fast(model: LanguageModel) -> None:
+    """Replace every ``PlainGemm`` of the model's linears by a ``FewRowsGemm``, in place."""
+    for module in model.modules():
+        is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+        if is_linear and type(module.gemm) is PlainGemm:
+            module.gemm = FewRowsGemm()
+
+
 class Decoder:
     """Runs the model on one new token of each request.
 
@@ -63,7 +71,8 @@ class Decoder:
         """Allocate the inputs; graphs are recorded when their size is first needed.
 
         Args:
-            model: whole, in eval mode.
+            model: whole, in eval mode. On a GPU its plain GEMMs become ``FewRowsGemm``, which
+                multiplies as they do wherever gradients are on or rows are many.
             cache: of the engine.
             max_requests: most requests of a step.
             table_pages: most pages of a request.
@@ -74,10 +83,8 @@ class Decoder:
         # Experts read the sizes of their inputs on the host.
         has_experts = any(isinstance(module, MoELayer) for module in model.modules())
         self.is_recorded = device.type == "cuda" and not has_experts
-        for module in model.modules():
-            is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-            if is_linear and type(module.gemm) is PlainGemm:
-                module.gemm = FewRowsGemm()
+        if device.type == "cuda":
+            read_few_rows_fast(model)
         self._inputs = {size: DecodeTensors(size, table_pages, device) for size in self.sizes}
         self._replays: dict[int, Callable[[], Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.is_recorded else None

@@ -81,7 +81,9 @@ class Engine:
         """Take no memory yet.
 
         Args:
-            model: whole, in eval mode.
+            model: whole, in eval mode. On a GPU the plain GEMMs of its linears are replaced
+                by ones with a kernel for few rows (``FewRowsGemm``); on a CPU it stays as it
+                is.
             config: limits.
 
         Raises:

@@ -200,7 +200,7 @@ class EngineWorker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         try:
-            while not (orders := share_orders(self._orders(), self.axis, self.device)).is_last:
+            while not (orders := share_orders(self._orders(), self.axis)).is_last:
                 events = self.requests.step(orders)
                 if events:
                     deliver(events)
@@ -226,23 +226,27 @@ class EngineWorker:
 def follow(engine: Engine, axis: Axis) -> None:
     """Run the same steps as rank 0 until its worker stops; for all other ranks."""
     requests = Requests(engine)
-    while not (orders := share_orders(Orders(), axis, engine.device)).is_last:
+    while not (orders := share_orders(Orders(), axis)).is_last:
         requests.step(orders)
 
 
-def share_orders(orders: Orders, axis: Axis, device: torch.device) -> Orders:
-    """Return rank 0's orders on every rank; all-reduces their length, then their text."""
+def share_orders(orders: Orders, axis: Axis) -> Orders:
+    """Return rank 0's orders on every rank.
+
+    All-reduces their length, then their text, on the host: a step that the device runs goes on
+    meanwhile, and the next may be started behind it.
+    """
     if axis.size == 1:
         return orders
     text = b""
     if axis.rank == 0 and orders != Orders():
         text = json.dumps(asdict(orders)).encode()
-    length = int(all_reduce(torch.tensor(len(text), device=device), axis).item())
+    length = int(all_reduce(torch.tensor(len(text)), axis).item())
     if not length:
         return orders
-    written = torch.zeros(length, dtype=torch.uint8, device=device)
+    written = torch.zeros(length, dtype=torch.uint8)
     if text:
-        written = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        written = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return _orders_from(json.loads(bytes(all_reduce(written, axis).tolist())))
 
 
