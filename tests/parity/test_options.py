@@ -39,6 +39,8 @@ LATENT = {
     "rope_type": "yarn",
     "mscale_all_dim": 1.0,
 }
+CLIP = {"qk_clip": True, "qk_clip_threshold": 0.01, "qk_clip_alpha": 0.4}
+PACKED = {"reset_position_ids": True, "reset_attention_mask": True}
 LORA = {"peft": "lora", "lora_dim": 3, "lora_alpha": 5.0}
 DORA = LORA | {"peft": "dora"}
 SOME = {"lora_target_modules": ("q", "v", "attention.proj", "up"), "num_query_groups": 1}
@@ -93,6 +95,12 @@ CASES = {
     "cut_vectors_dp2": (2, CUT_VECTORS),
     "offloaded_pp2_zero": (2, PP2 | OFFLOADED | {"use_distributed_optimizer": True}),
     "offloaded_experts_zero3_dp2": (2, EXPERTS | OFFLOADED | {"use_torch_fsdp2": True}),
+    "qk_clip_tp2_documents": (2, TP2 | CLIP | {"num_query_groups": 1} | PACKED),
+    "qk_clip_cp2_zero": (
+        2,
+        CP2 | CLIP | {"add_qkv_bias": True, "use_distributed_optimizer": True},
+    ),
+    "qk_clip_latent_zero3_dp2": (2, CLIP | LATENT | {"use_torch_fsdp2": True}),
     "lora_tp2": (2, LORA | TP2 | SOME | {"use_distributed_optimizer": True}),
     "dora_sequence_tp2": (2, DORA | TP2 | SEQUENCE | {"add_bias_linear": True}),
     "dora_tp2": (2, DORA | TP2 | SOME | {"recompute_granularity": "full"}),

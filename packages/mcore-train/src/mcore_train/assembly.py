@@ -21,6 +21,7 @@ from mcore_data.tracing.tracing import prefixes
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel
+from mcore_models.qk_clip.row_factors import track_scores
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
@@ -245,9 +246,11 @@ def _build_chunks(
         )
         for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
     ]
-    if config.peft.peft != "none":
-        for chunk in chunks:
+    for chunk in chunks:
+        if config.peft.peft != "none":
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
+        if config.qk_clipping.qk_clip:
+            track_scores(chunk)
     return chunks
 
 

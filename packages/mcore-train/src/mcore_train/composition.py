@@ -16,6 +16,7 @@ from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import BERT_FAMILY, GPT_FAMILY, T5_FAMILY, Family
 from mcore_models.peft.config import PeftConfig
+from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
     DataParallelConfig,
@@ -51,6 +52,7 @@ class TrainConfig:
     peft: PeftConfig = field(default_factory=PeftConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    qk_clipping: QKClipConfig = field(default_factory=QKClipConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)

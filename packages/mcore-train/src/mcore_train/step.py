@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
+from mcore_models.qk_clip.row_factors import row_factors
 from mcore_moe.stats import SUMMARY, RouterStats, finish_step, summarize
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import (
@@ -66,6 +67,7 @@ def train_step(
         before_update: called right before weights and optimizer state change.
     """
     losses = backward(run, batches)
+    factors = _clipped_rows(run)
     norm = run.optimizer.grad_norm()
     scaler, unscale = run.loss_scaler, 1.0
     if scaler is not None:
@@ -82,9 +84,17 @@ def train_step(
         before_update()
     if run.fp8_scales is not None:
         run.fp8_scales.move_on()
-    run.optimizer.step(lr, weight_decay, scale)
+    run.optimizer.step(lr, weight_decay, scale, factors)
     balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
     return StepResult(losses.named, losses.aux_loss, norm, balance)
+
+
+def _clipped_rows(run: Run) -> Mapping[str, Tensor]:
+    """Return the factors of rows of queries and keys that --qk-clip scales."""
+    options = run.plan.config.qk_clipping
+    if not options.qk_clip:
+        return {}
+    return row_factors(run.chunks, run.ctx.data_axes()["dense"], options)
 
 
 def _finish_routers(run: Run) -> Float[Tensor, "L n"]:

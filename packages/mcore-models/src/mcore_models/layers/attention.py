@@ -27,6 +27,7 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.norm import RMSNorm, SplitRMSNorm, build_norm, l2_normed
 from mcore_models.layers.rope import RotaryTables, rotary_kernel, rotate
 from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
+from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
@@ -61,6 +62,7 @@ class Attention(nn.Module):
         proj: heads to D.
         q_norm, k_norm: norms of each head, or of all heads as one, or None.
         sinks: score of each of this rank's heads for nothing, or None.
+        tracker: notes the largest scores of its heads in training, or None.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Attention(nn.Module):
         self.q_norm = self._build_qk_norm(N, tp, placed)
         self.k_norm = self._build_qk_norm(G, tp, placed)
         self.tp, self.sinks = tp, None
+        self.tracker: ScoreTracker | None = None
         if config.softmax_type == "learnable":
             self.sinks = nn.Parameter(torch.zeros(N // tp.size, **placed))
 
@@ -213,6 +216,10 @@ class Attention(nn.Module):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """Attend over the whole sequence, wherever its keys are."""
+        if self.tracker is not None and self.training:
+            rules: dict[str, Any] = {"window": self.window, "chunk": self.chunk}
+            rules |= {"scale": self.config.softmax_scale, "documents": documents}
+            self.tracker.note(largest_scores(q, k, cp=self.cp, **rules))
         on_rank = partial(self._attend, documents=documents)
         if self.cp.size == 1:
             return on_rank(q, k, v)

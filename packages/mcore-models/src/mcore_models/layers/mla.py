@@ -31,6 +31,7 @@ from mcore_models.layers.rope import RotaryTables, rotate
 from mcore_models.layout_checks import cp_comm_type
 from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
+from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.collectives import copy_to, gather_partial_from
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -62,6 +63,7 @@ class LatentAttention(nn.Module):
         kv_norm: norm of the latent vector, or None.
         kv_up: latent vector to this rank's keys (their part that is not rotated) and values.
         proj: heads to D.
+        tracker: notes the largest scores of its heads in training, or None.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class LatentAttention(nn.Module):
         check_backend(kernels.attention_backend)
         self.backend = kernels.attention_backend
         self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        self.tracker: ScoreTracker | None = None
         D, N = config.hidden_size, config.num_attention_heads
         R, rotated = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.key_sizes = (config.qk_head_dim, rotated)
@@ -210,6 +213,8 @@ class LatentAttention(nn.Module):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """Attend over the whole sequence, wherever its keys are."""
+        if self.tracker is not None and self.training:
+            self.tracker.note(largest_scores(q, k, cp=self.cp, documents=documents))
         on_rank = partial(self._attend, documents=documents)
         if self.cp.size == 1:
             return on_rank(q, k, v)

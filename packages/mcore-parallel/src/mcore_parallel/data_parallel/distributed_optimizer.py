@@ -18,8 +18,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit, clipped
+from mcore_parallel.data_parallel.gradient_sync import (
+    GradientSync,
+    OwnedRange,
+    OwnedUnit,
+    clipped,
+)
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views
+from mcore_parallel.data_parallel.row_scaling import NO_FACTORS, RowFactors, scale_rows
 from mcore_parallel.offloading.host_updates import PIECE, HostPiece, HostUpdates
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
@@ -69,6 +75,8 @@ class _Run:
     grad: Tensor
     moments: dict[str, Tensor]
     weights: Tensor
+    owned: list[OwnedRange]
+    """What it holds of which parameter."""
     decays: bool
     on_host: bool
 
@@ -80,6 +88,7 @@ class _Rates:
     num_steps: int
     lr: float
     weight_decay: float
+    row_factors: RowFactors
 
 
 class DistributedOptimizer:
@@ -141,7 +150,11 @@ class DistributedOptimizer:
         return grad_norm(self._norm_views, ctx.world, ctx.device)
 
     def step(
-        self, lr: float, weight_decay: float, grad_scale: Float[Tensor, ""] | float = 1.0
+        self,
+        lr: float,
+        weight_decay: float,
+        grad_scale: Float[Tensor, ""] | float = 1.0,
+        row_factors: RowFactors = NO_FACTORS,
     ) -> None:
         """Update the weights on every rank.
 
@@ -149,6 +162,8 @@ class DistributedOptimizer:
             lr: learning rate.
             weight_decay: decoupled decay, for the parameters that ``has_weight_decay``.
             grad_scale: multiplies the gradients first: a clip coefficient.
+            row_factors: multiply rows of parameters after their update, by the parameters'
+                names: one factor for each row of this rank, equal on all that hold the row.
 
         Raises:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
@@ -160,7 +175,7 @@ class DistributedOptimizer:
             self._is_checked = True
         self.num_steps += 1
 
-        rates = _Rates(self.num_steps, lr, weight_decay)
+        rates = _Rates(self.num_steps, lr, weight_decay, row_factors)
         if any(run.on_host for runs in self._runs.values() for run in runs):
             self._step_with_host(rates, grad_scale)
             return
@@ -200,12 +215,15 @@ class DistributedOptimizer:
         }
         if run.main.dtype != torch.bfloat16:
             self.rule.update(run.main, grad, run.moments, weights, **constants)
+            scale_rows(run.owned, rates.row_factors, run.main, weights)
             return
         for begin in range(0, run.main.numel(), _RUN):
             cut = slice(begin, begin + _RUN)
             wide = run.main[cut].float()
             moments = {name: moment[cut] for name, moment in run.moments.items()}
             self.rule.update(wide, grad[cut], moments, wide, **constants)
+            owned = list(clipped(run.owned, begin, begin + wide.numel()))
+            scale_rows(owned, rates.row_factors, wide, wide)
             round_stochastically_(run.main[cut], wide, rates.num_steps)
 
     def named_shards(self) -> dict[str, Shard]:
@@ -347,7 +365,8 @@ def _runs(segment: _Segment) -> list[_Run]:
     """
     stop = segment.begin + segment.main.numel()
     ends: list[tuple[int, int, bool]] = []
-    for owned in clipped(segment.unit.owned_ranges(), segment.begin, stop):
+    ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
+    for owned in ranges:
         decays = has_weight_decay(owned.named)
         begin, end = owned.offset, owned.offset + owned.stop - owned.first
         if ends and ends[-1][2] == decays:
@@ -365,6 +384,7 @@ def _runs(segment: _Segment) -> list[_Run]:
                     grad=grads[cut],
                     moments={n: moment[cut] for n, moment in segment.moments.items()},
                     weights=segment.weights[cut],
+                    owned=list(clipped(ranges, cut.start, cut.stop)),
                     decays=decays,
                     on_host=segment.on_host,
                 )

@@ -35,6 +35,7 @@ from mcore_train.layout_check.small_run_sizes import (
     seq_length,
     shrink_experts,
     shrink_model,
+    shrink_qk_clip,
     shrink_rope_freq,
     shrink_skip_freq,
     vocab_size,
@@ -42,13 +43,11 @@ from mcore_train.layout_check.small_run_sizes import (
 from mcore_train.resolution import Plan, resolve
 
 NUM_STEPS = 3
-CLIP_GRAD = 0.05
-"""Below the norm of any small run's gradient, so that clipping is seen."""
+CLIP_GRAD = 0.05  # below the norm of any small run's gradient, so that clipping is seen
 LR = 1e-2  # large enough for every weight to move in three steps
 SLOT_MULTIPLE = 64
 """Elements to whose multiples the place of a tensor in its bucket is rounded up."""
-MOST_LAYERS = 8
-"""Layers of a small run, unless there are more stages."""
+MOST_LAYERS = 8  # of a small run, unless there are more stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +87,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         peft=replace(config.peft, lora_dropout=0.0),
         batch=_shrink_batch(plan, parallel, world_size),
         optimizer=_shrink_optimizer(config.optimizer),
+        qk_clipping=shrink_qk_clip(config.qk_clipping),
         schedule=ScheduleConfig(),
         recomputation=_shrink_recompute(config.recomputation, num_layers // num_stages),
         offloading=_shrink_offload(config.offloading, min(map(len, layers))),

@@ -9,6 +9,7 @@ from math import lcm
 from typing import Any
 
 from mcore_models.config import TransformerConfig, is_local, is_rotated
+from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import Fp8Config, ParallelConfig
 from mcore_parallel.layer_patterns import join_layers, pattern_layers
@@ -203,6 +204,11 @@ def vocab_size(plan: Plan, model: TransformerConfig, parallel: ParallelConfig) -
         return (tp - 1) * multiple - padding
     rows = -(-LEAST_VOCAB_SIZE // (multiple * tp)) * multiple * tp
     return rows - min(padding, multiple * tp - 1)
+
+
+def shrink_qk_clip(options: QKClipConfig) -> QKClipConfig:
+    """Lower the threshold to what the scores of a small run pass, so that clipping is seen."""
+    return replace(options, qk_clip_threshold=1e-3) if options.qk_clip else options
 
 
 def shrink_experts(

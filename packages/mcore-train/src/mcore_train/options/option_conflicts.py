@@ -7,6 +7,7 @@ like ``resolution``, which adds these lines to its own.
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
+from mcore_models.config import TransformerConfig
 from mcore_parallel.logical_tensors import expert_size
 from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
@@ -58,6 +59,7 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
         yield from _sharding_conflicts(config)
     if config.offloading.cpu_offloading:
         yield from _offload_conflicts(config)
+    yield from _clip_conflicts(config)
     yield from _recompute_conflicts(config)
     yield from _determinism_conflicts(config)
     if config.run.cuda_graph_impl != "none":
@@ -189,6 +191,23 @@ def _sharding_conflicts(config: TrainConfig) -> Iterator[str]:
             f"--cuda-graph-impl {config.run.cuda_graph_impl} cannot record {name}, whose "
             "weights move in memory: leave out one of the two."
         )
+
+
+def _clip_conflicts(config: TrainConfig) -> Iterator[str]:
+    """Say where QK-clip does nothing, or not what it is for."""
+    model = config.model
+    if not config.qk_clipping.qk_clip:
+        return
+    has_norms = model.qk_layernorm and not model.multi_latent_attention
+    if has_norms or model.qk_l2_norm:
+        yield (
+            "--qk-clip scales what --qk-layernorm or --qk-l2-norm norms again, without effect: "
+            "leave it out."
+        )
+    if type(model) is not TransformerConfig:
+        yield "--qk-clip knows causal models alone, not BERT or T5: leave it out."
+    if config.peft.peft != "none":
+        yield "--qk-clip scales weights that --peft freezes: leave it out."
 
 
 def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:

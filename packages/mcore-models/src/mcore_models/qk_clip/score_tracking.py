@@ -1,0 +1,102 @@
+"""The largest attention score of each head over a step, which fused attention never shows.
+
+Scores are made again, by pieces of queries, without gradient: about the cost of attention's
+first GEMM.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.zigzag import zigzag_join, zigzag_positions
+from mcore_parallel.mesh import SINGLE, Axis
+
+PIECE_ELEMENTS = 1 << 24
+"""Scores that are in memory at one time."""
+
+
+class ScoreTracker:
+    """The largest scores of an attention layer's heads on this rank, until they are taken."""
+
+    def __init__(self, num_heads: int) -> None:
+        """Begin with nothing noted.
+
+        Args:
+            num_heads: of this rank.
+        """
+        self.num_heads = num_heads
+        self.largest: Tensor | None = None
+
+    def note(self, scores: Float[Tensor, " N"]) -> None:
+        """Keep what is larger than before."""
+        if self.largest is None:
+            self.largest = torch.zeros_like(scores)
+        torch.maximum(self.largest, scores, out=self.largest)
+
+    def take(self) -> Float[Tensor, " N"]:
+        """Return the largest scores, 0 or more, and begin anew."""
+        if self.largest is None:
+            raise RuntimeError("no micro-batch has run in training since track_scores()")
+        found = self.largest.clone()
+        self.largest.zero_()
+        return found
+
+
+@torch.no_grad()
+def largest_scores(
+    q: Float[Tensor, "s B N H"],
+    k: Float[Tensor, "s B G H"],
+    *,
+    cp: Axis = SINGLE,
+    scale: float = 0.0,
+    window: int = -1,
+    chunk: int = 0,
+    documents: Documents | None = None,
+    piece_elements: int = PIECE_ELEMENTS,
+) -> Float[Tensor, " N"]:
+    """Return each head's largest score among the keys that queries see, float32 or wider.
+
+    All-gathers the keys over ``cp``.
+
+    Args:
+        q: rotated queries of this context rank's tokens.
+        k: rotated keys of the same.
+        cp: ranks that share the sequence in zigzag order.
+        scale: factor on scores; 0: 1 / sqrt(H).
+        window: earlier keys in sight besides the own; -1: all.
+        chunk: a query sees the keys of its own chunk of so many; 0: of all.
+        documents: of whole rows; none sees another.
+        piece_elements: scores that are in memory at one time, about.
+    """
+    k = zigzag_join(k, cp) if cp.size > 1 else k
+    num_keys, (num_queries, B, N, H) = k.shape[0], q.shape
+    G = k.shape[2]
+    place = zigzag_positions(num_keys, cp, q.device)
+    first = _first_seen(place, window, chunk, documents)  # [B or 1, S]
+    keys, key = k.permute(1, 2, 3, 0), torch.arange(num_keys, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    largest = torch.full((N,), -torch.inf, dtype=wide, device=q.device)
+    step = max(1, piece_elements // (B * N * num_keys))
+    for begin in range(0, num_queries, step):
+        part = slice(begin, begin + step)
+        # [s, B, N, H] -> [B, G, N/G * s, H], so that heads of a group share one GEMM
+        rows = q[part].unflatten(2, (G, -1)).permute(1, 2, 3, 0, 4)
+        scores = (rows.flatten(2, 3) @ keys).to(wide).unflatten(2, rows.shape[2:4])
+        seen = (key >= first[:, part, None]) & (key <= place[part, None])
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        largest = torch.maximum(largest, scores.amax((0, 3, 4)).flatten())
+    return largest * (scale or H**-0.5)
+
+
+def _first_seen(place: Tensor, window: int, chunk: int, documents: Documents | None) -> Tensor:
+    """Return the first key that each query sees, for each row or for all."""
+    first = torch.zeros_like(place)
+    if window >= 0:
+        first = torch.maximum(first, place - window)
+    if chunk:
+        first = torch.maximum(first, place // chunk * chunk)
+    if documents is None:
+        return first.unsqueeze(0)
+    begins = torch.stack([pieces.first_seen(place.device) for pieces in documents.rows])
+    return torch.maximum(first, begins[:, place])
