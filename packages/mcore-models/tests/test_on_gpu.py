@@ -258,7 +258,10 @@ def check_near_float64(shape, dtype, compiled):
     for name, grad in grads.items():
         scale = max(want[name].abs().max(), 1e-3 * largest)
         # Gradients of a bf16 model carry the rounding of every layer between: 4 times one's.
-        bound = 4 * TOLERANCE[dtype]
+        # A decay's are differences of far larger sums: plain torch on a CPU, in float32, is off
+        # by 1.4e-4 of the gated delta net's.
+        of_decay = name.endswith(("A_log", "dt_bias"))
+        bound = (20 if of_decay and dtype is torch.float32 else 4) * TOLERANCE[dtype]
         assert (grad.double() - want[name]).abs().max() / scale < bound, name
 
 

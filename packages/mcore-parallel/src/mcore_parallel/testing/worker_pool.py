@@ -40,6 +40,7 @@ PRELOADED = (
     *("rich.progress", "pytest"),
 )
 # What a first ``torch.compile`` loads, for 4 s a rank; starts no thread, so it may be forked.
+# Beside a GPU it starts CUDA, which a forked process cannot use: there each rank loads it.
 COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.lowering")
 OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_data", "mcore_train")
 
@@ -55,7 +56,7 @@ class ForkServer:
     """A process with our packages imported, which forks ranks without a start-up time.
 
     It imports the modules of our packages that this process has imported, which takes seconds
-    under the shape hook, or what compiles if shapes are not checked.
+    under the shape hook, or what compiles if shapes are not checked and no GPU is there.
 
     Args:
         check_shapes: check jaxtyping annotations in the ranks.
@@ -65,8 +66,12 @@ class ForkServer:
     """
 
     def __init__(self, check_shapes: bool) -> None:
+        import torch
+
         self._control, there = mp.Pipe()
         modules = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
+        if not check_shapes and not torch.cuda.is_available():
+            modules += COMPILER
         self._process = warm_context().Process(
             target=_serve_forks,
             args=(there, check_shapes, list(sys.path), modules),
@@ -249,7 +254,7 @@ def _serve_forks(
 
         install_import_hook(list(CHECKED_PACKAGES), "beartype.beartype")
     try:
-        for module in (*modules, *(() if check_shapes else COMPILER)):
+        for module in modules:
             importlib.import_module(module)
     except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
         control.send(traceback.format_exc())
