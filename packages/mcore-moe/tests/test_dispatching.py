@@ -38,9 +38,9 @@ def routed_tokens(rank, kind):
     return x, Routing(ids, probs.detach().requires_grad_())
 
 
-def through(config, dispatcher, x, routing, first_expert=0):
+def through(config, dispatcher, x, routing, first_expert=0, is_even=False):
     """Expert e multiplies by its weight and by e + 1; tokens come home summed."""
-    sent = dispatcher.dispatch(x, limited(routing, config))
+    sent = dispatcher.dispatch(x, limited(routing, config), is_even=is_even)
     counts = sent.plan.counts
     rows, probs = permute(sent.x, sent.plan), permute_probs(sent.probs, sent.plan)
     assert int(counts.sum()) == rows.shape[0] == probs.shape[0]
@@ -60,14 +60,13 @@ def check_against_local(kind, dispatcher_type, etp):
             continue
         config = MoEConfig(num_experts=E, moe_token_dispatcher_type=dispatcher_type, **fields)
         dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
-        if kind == "equal":
-            dispatcher.is_even = True
         local = build_dispatcher(config, SINGLE, SINGLE)
         result = through(
             config,
             _summed_over_expert_tp(dispatcher, etp),
             *routed_tokens(ctx.global_rank, kind),
             first_expert=ctx.ep.rank * E // 2,
+            is_even=kind == "equal",
         )
         expected = through(config, local, *routed_tokens(ctx.global_rank, kind))
         for a, b in zip(result[:3], expected[:3], strict=True):

@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_moe import Experts, MoEConfig, MoELayer, Routing, plan_rows
+from mcore_moe.permutation import part_of
 from mcore_parallel.sharding import named_shards
 
 
@@ -52,6 +53,34 @@ def test_latent_experts_compute_between_two_projections():
     down, up = layer.latent_down.weight, layer.latent_up.weight
     expected = plain_sum(layer, x @ down.T, routing, F.silu, True) @ up.T
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
+
+
+class BreaksRest:
+    """What a kernel may leave in rows of no expert."""
+
+    def add_fc1(self, hidden, rows, offsets):
+        inside = torch.arange(len(rows))[:, None] < offsets[-1]
+        return hidden.where(inside, float("nan"))
+
+    def add_fc2(self, y, active, offsets):
+        return self.add_fc1(y, active, offsets)
+
+
+def test_rows_of_no_expert_leave_every_gradient_alone():
+    torch.manual_seed(0)
+    experts = Experts(8, 16, 3, bias=True, dtype=torch.float64)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0]])
+    plan = plan_rows(ids, 3, torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0]]) == 1)
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
+    wanted = [x, probs, *experts.parameters()]
+    expected = torch.autograd.grad(experts(x, probs, plan).square().sum(), wanted)
+    experts.adapter = BreaksRest()
+    wide = part_of(plan, 0, 8)
+    assert len(plan.choices) == 4
+    assert len(wide.choices) == 8
+    y = experts(x, probs, wide)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), wanted), expected)
 
 
 def test_an_expert_without_rows_gets_zero_and_not_missing_gradients():

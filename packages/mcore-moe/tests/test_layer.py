@@ -183,10 +183,8 @@ def test_every_layout_gives_the_gradients_of_one_rank(world_size, dispatcher):
     run_layouts(WORLDS[world_size], moe_token_dispatcher_type=dispatcher)
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_all_tokens_on_few_experts_leave_ranks_without_rows(dispatcher):
-    few = ["ep4", "tp2 cp2 expert_tp2 ep2"]
-    run_layouts(few, "skewed", moe_token_dispatcher_type=dispatcher)
+def test_all_tokens_on_few_experts_leave_ranks_without_rows():
+    run_layouts(["ep4", "tp2 cp2 expert_tp2 ep2"], "skewed")
 
 
 @pytest.mark.parametrize(
@@ -213,33 +211,51 @@ def test_padding_stays_with_its_tokens_on_strided_groups():
     run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], masked=True)
 
 
-def check_bounded(names, limit):
-    """Compare with one rank, and return the most rows that experts got at once, by layout."""
-    most = []
+def check_bounded(names, limit, dispatcher="alltoall"):
+    """Compare with one rank; return tokens and rows of every call of experts, by layout."""
+    calls = []
     for name in names:
-        moe = MoEConfig(**FULL, moe_expert_rows_limit=limit)
+        moe = MoEConfig(
+            **FULL, moe_expert_rows_limit=limit, moe_token_dispatcher_type=dispatcher
+        )
         seen = []
 
         def watch(layer, seen=seen):
             layer.experts.register_forward_pre_hook(
-                lambda _, inputs: seen.append(inputs[0].shape[0])
+                lambda _, inputs: seen.append((len(inputs[0]), inputs[2].choices.numel()))
             )
             return layer
 
         check_layout(name, LAYOUTS[name][1], "skewed", moe, masked=True, watch=watch)
-        most.append(max(seen))
-    return most
+        calls.append(seen)
+    return calls
 
 
 def test_the_worst_routing_costs_parts_and_never_memory():
     names = ["ep4", "ep2 expert_tp2", "ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"]
     bounded, free = (run_ranks(check_bounded, 4, names, limit) for limit in (1.0, 0.0))
     for i, name in enumerate(names):
-        most, without = (max(ranks[i] for ranks in found) for found in (bounded, free))
+        most, without = (
+            max(rows for ranks in found for _, rows in ranks[i]) for found in (bounded, free)
+        )
         parallel = LAYOUTS[name][1]
         ranks = parallel.expert_model_parallel_size
         sources = ranks * (parallel.expert_tensor_parallel_size or 1)
         # All tokens choose the same three experts, so one rank may get all rows.
-        total = sum(ranks[i] for ranks in free) // (sources // ranks)
+        total = sum(ranks[i][0][1] for ranks in free) // (sources // ranks)
         assert most <= total / ranks + sources, name
         assert without > most, name
+
+
+def test_rows_of_fixed_number_do_not_depend_on_routing():
+    names = ["ep4", "tp2 cp2 expert_tp2 ep2"]
+    topk = FULL["moe_router_topk"]
+    for calls in run_ranks(check_bounded, 4, names, 1.0, "allgather"):
+        for name, seen in zip(names, calls, strict=True):
+            ranks = LAYOUTS[name][1].expert_model_parallel_size
+            worst = seen[0][0] * topk
+            part = -(-worst // ranks)
+            # The worst case in parts, all but the first of them once more in backward.
+            parts = [min(part, worst - begin) for begin in range(0, worst, part)]
+            again = parts[:0:-1]
+            assert [rows for _, rows in seen] == [*parts, *again], name

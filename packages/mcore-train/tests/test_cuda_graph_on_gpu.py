@@ -123,8 +123,13 @@ def test_the_default_stream_is_refused():
         ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
         ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
         ["--context-parallel-size", "2"],
+        [
+            *("--num-experts", "8", "--moe-ffn-hidden-size", "64"),
+            *("--expert-model-parallel-size", "2", "--moe-expert-rows-limit", "2"),
+            *("--moe-token-dispatcher-type", "allgather", "--moe-aux-loss-coeff", "0.01"),
+        ],
     ],
-    ids=["tp2", "dp2", "cp2"],
+    ids=["tp2", "dp2", "cp2", "ep2"],
 )
 def test_over_two_gpus_a_recorded_step_gives_the_same_bits(layout, tmp_path):
     if torch.cuda.device_count() < 2:

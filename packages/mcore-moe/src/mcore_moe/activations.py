@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
@@ -89,6 +89,7 @@ def _gated_plain(x: Tensor, activation: str, clamp: float, offset: float) -> Ten
 def weighted_gated(
     x: Float[Tensor, "R F2"],
     probs: Float[Tensor, " R"],
+    end: Int[Tensor, ""],
     activation: str,
     clamp: float = 0.0,
     offset: float = 0.0,
@@ -98,6 +99,7 @@ def weighted_gated(
     Args:
         x: gate and up-projection of each row.
         probs: weight of each row.
+        end: rows in use, on the device; the results of others may be anything.
         activation: a key of ``ACTIVATIONS``.
         clamp: as in ``gated``.
         offset: as in ``gated``.
@@ -108,7 +110,7 @@ def weighted_gated(
     if _has_kernel(x, activation):
         from mcore_moe.kernels.gate import fused_weighted_gated
 
-        return fused_weighted_gated(x, probs, activation)
+        return fused_weighted_gated(x, probs, end, activation)
     return weighted_gated_plain(x, probs, activation)
 
 
@@ -135,9 +137,13 @@ def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor,
     from mcore_moe.kernels.gate import fused_weighted_gated
 
     x, probs = (wave(*shape, device=device, dtype=dtype) for shape in ((3, 32), (3,)))
+    end = torch.tensor(3, dtype=torch.int32, device=device)
     got, want = (
-        both_passes(lambda x, probs, run=run: run(x, probs, "silu"), x, probs)
-        for run in (fused_weighted_gated, weighted_gated_plain)
+        both_passes(run, x, probs)
+        for run in (
+            lambda x, probs: fused_weighted_gated(x, probs, end, "silu"),
+            lambda x, probs: weighted_gated_plain(x, probs, "silu"),
+        )
     )
     return list(zip(got, want, strict=True))
 

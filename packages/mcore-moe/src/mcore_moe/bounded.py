@@ -5,6 +5,10 @@ Here every rank computes at most a stated number of rows at once. If one rank wo
 all ranks exchange and compute in as many parts as that takes, each of which forgets what it
 computed and runs again in backward. So the worst routing costs time, never memory; even routing
 costs nothing. What a rank sends and gets back is bounded by its own tokens.
+
+Where all tokens are gathered anyway the number of parts follows from the number of tokens: as
+many as the worst routing takes, of which even routing fills the first. So the host waits for
+no number, and the step may be a CUDA graph.
 """
 
 from collections.abc import Callable
@@ -14,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.dispatching import AllToAllDispatcher, Trip, plan_kept
-from mcore_moe.permutation import RowPlan, permute, permute_probs, trimmed, unpermute
+from mcore_moe.dispatching import AllGatherDispatcher, AllToAllDispatcher, Trip, plan_kept
+from mcore_moe.permutation import RowPlan, part_of, permute, permute_probs, trimmed, unpermute
 from mcore_moe.routing import Routing
 from mcore_parallel.recomputing import recompute
 
@@ -67,6 +71,45 @@ def run_bounded(
     # By destination and then by part, as the rows were.
     whole = torch.cat([block for blocks in zip(*outputs, strict=True) for block in blocks])
     return unpermute(whole, plan)
+
+
+def run_with_fixed_rows(
+    dispatcher: AllGatherDispatcher,
+    x: Float[Tensor, "T D"],
+    routing: Routing,
+    experts: Compute,
+    limit: float,
+    *,
+    is_even: bool,
+) -> Float[Tensor, "T D"]:
+    """Gather, compute and reduce-scatter with tensors whose sizes do not depend on routing.
+
+    Communicates as the dispatcher does. The host waits for nothing if ``is_even``. Rows behind
+    those of the first part are computed again in backward.
+
+    Args:
+        dispatcher: of these ranks.
+        x: this rank's tokens.
+        routing: of the tokens.
+        experts: of this rank.
+        limit: rows that a rank computes at once, in units of the mean over the ranks; as many
+            as there are ranks of ``ep``: one part.
+        is_even: whether all ranks bring equally many tokens.
+    """
+    plan, sizes = dispatcher.plan(routing, is_even)
+    x, probs = dispatcher.there(x, sizes), dispatcher.there(routing.probs, sizes)
+    num_tokens, topk = plan.slots.shape
+    ranks = dispatcher.ep.size
+    worst = num_tokens * min(topk, dispatcher.config.num_experts // ranks)
+    size = max(1, min(worst, ceil(limit * num_tokens * topk / ranks)))
+    y = experts(x, probs, part_of(plan, 0, min(size, worst)))
+    for begin in range(size, worst, size):
+
+        def run(x: Tensor, probs: Tensor, begin: int = begin) -> Tensor:
+            return experts(x, probs, part_of(plan, begin, min(size, worst - begin)))
+
+        y = y + recompute(run, x, probs)
+    return dispatcher.combine(y, sizes)
 
 
 def _exchange(

@@ -99,7 +99,8 @@ class MoEConfig:
     moe_expert_rows_limit: float = 0.0
     """Rows that a rank computes at once, in units of the mean over the ranks; with more it
     computes in parts and again in backward, so that routing never costs memory; 0: no limit.
-    2 is a good limit."""
+    2 is a good limit. With allgather these are the rows that experts always get, so that the
+    host waits for no number: in one part if it is --expert-model-parallel-size or more."""
 
     moe_grouped_gemm: bool = True
     """Compute all experts of a rank in one grouped GEMM where the device has one."""
@@ -214,11 +215,6 @@ class MoEConfig:
         if limit < 0 or 0 < limit < 1:
             raise ValueError(
                 f"--moe-expert-rows-limit {limit} must be 0 (no limit) or at least 1, the mean."
-            )
-        if limit and self.moe_token_dispatcher_type != "alltoall":
-            raise ValueError(
-                f"--moe-expert-rows-limit {limit} needs --moe-token-dispatcher-type alltoall: "
-                "the other gathers all tokens on every rank."
             )
         if self.moe_expert_capacity_factor < 0:
             raise ValueError(

@@ -32,7 +32,12 @@ from mcore_moe.permutation import (
     unpermute,
 )
 from mcore_moe.routing import Routing
-from mcore_parallel.collectives import all_gather, all_to_all
+from mcore_parallel.collectives import (
+    all_gather,
+    all_to_all,
+    gather_partial_from,
+    reduce_scatter_to,
+)
 from mcore_parallel.mesh import SINGLE, Axis
 
 
@@ -54,8 +59,17 @@ class Dispatched:
 class Dispatcher(Protocol):
     """Sends tokens to the ranks of their experts and returns the results."""
 
-    def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
-        """Collect what this rank's experts compute."""
+    def dispatch(
+        self, x: Float[Tensor, "T D"], routing: Routing, *, is_even: bool = False
+    ) -> Dispatched:
+        """Collect what this rank's experts compute.
+
+        Args:
+            x: tokens of this rank.
+            routing: of the tokens.
+            is_even: whether all ranks bring equally many tokens, so that none has to say how
+                many; only ``AllGatherDispatcher`` asks.
+        """
         ...
 
     def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
@@ -84,7 +98,13 @@ class LocalDispatcher:
         """Keep the config: number of experts, and padding to capacity."""
         self.config = config
 
-    def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
+    def dispatch(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        *,
+        is_even: bool = False,  # noqa: ARG002
+    ) -> Dispatched:
         """Plan the rows; on a GPU the host does not wait for it."""
         return Dispatched(x, routing.probs, plan_kept(routing, self.config), None)
 
@@ -121,7 +141,13 @@ class AllToAllDispatcher:
         """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
 
-    def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
+    def dispatch(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        *,
+        is_even: bool = False,  # noqa: ARG002
+    ) -> Dispatched:
         """Exchange counts, then rows and weights, over ``ep``; gather them over ``expert_tp``.
 
         The host waits once for the counts of all ranks.
@@ -190,36 +216,25 @@ class AllGatherDispatcher:
     """Gathers all tokens on every rank, which computes those that chose its experts.
 
     Moves k/ep times fewer bytes than all-to-all: the better one for many choices a token and
-    few ranks.
-
-    Attributes:
-        is_even: whether all ranks bring equally many tokens, so that none has to say how many.
+    few ranks. ``bounded.run_with_fixed_rows`` uses its parts where the host must not wait.
     """
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
         """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
-        self.is_even = False
 
-    def dispatch(self, x: Float[Tensor, "T D"], routing: Routing) -> Dispatched:
+    def dispatch(
+        self, x: Float[Tensor, "T D"], routing: Routing, *, is_even: bool = False
+    ) -> Dispatched:
         """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; keep own rows.
 
         The host waits for its number of rows, while tokens are gathered, and before that for
         the numbers of tokens of all ranks, unless ``is_even``.
         """
-        ids, config = routing.ids, self.config
-        if routing.keep is not None:
-            ids = ids.where(routing.keep, config.num_experts)
-        sizes = self._sizes(x)
-        ids = self._gather(ids, sizes)
-        num_local = config.num_experts // self.ep.size
-        own = ids - self.ep.rank * num_local
-        keep = (own >= 0) & (own < num_local)
-        plan = plan_rows(own.where(keep, 0), num_local, keep)
+        plan, sizes = self.plan(routing, is_even)
         num_rows = _to_host(plan.offsets[-1])
-        x, probs = self._gather(x, sizes), self._gather(routing.probs, sizes)
-        plan = trimmed(plan, num_rows())
-        return Dispatched(x, probs, plan, sizes)
+        x, probs = self.there(x, sizes), self.there(routing.probs, sizes)
+        return Dispatched(x, probs, trimmed(plan, num_rows()), sizes)
 
     def combine(self, y: Float[Tensor, "M D"], handle: list[list[int]]) -> Float[Tensor, "T D"]:
         """Sum what ranks have for each token over ``expert_tp`` and ``ep``, on its own rank."""
@@ -227,14 +242,31 @@ class AllGatherDispatcher:
         partial = reduce_scatter_uneven(y, self.expert_tp, [sum(s) for s in sizes])
         return reduce_scatter_uneven(partial, self.ep, sizes[self.expert_tp.rank])
 
-    def _sizes(self, x: Tensor) -> list[list[int]]:
-        """Return the number of tokens of each rank, ``[expert_tp][ep]``."""
-        if self.is_even:
-            return [[x.shape[0]] * self.ep.size] * self.expert_tp.size
-        size = torch.tensor([[x.shape[0]]], device=x.device)
-        return all_gather(all_gather(size, self.ep, dim=1), self.expert_tp).tolist()
+    def plan(self, routing: Routing, is_even: bool) -> tuple[RowPlan, list[list[int]]]:
+        """Gather the choices of all ranks, and plan the rows of those that are computed here.
 
-    def _gather(self, x: Tensor, sizes: list[list[int]]) -> Tensor:
+        Args:
+            routing: of this rank's tokens.
+            is_even: as in ``dispatch``; without it the host waits.
+
+        Returns:
+            The plan, in which rows may follow that belong to no expert, and the number of
+            tokens of each rank, ``[expert_tp][ep]``.
+        """
+        ids, config = routing.ids, self.config
+        if routing.keep is not None:
+            ids = ids.where(routing.keep, config.num_experts)
+        sizes = [[ids.shape[0]] * self.ep.size] * self.expert_tp.size
+        if not is_even:
+            size = torch.tensor([[ids.shape[0]]], device=ids.device)
+            sizes = all_gather(all_gather(size, self.ep, dim=1), self.expert_tp).tolist()
+        num_local = config.num_experts // self.ep.size
+        own = self.there(ids, sizes) - self.ep.rank * num_local
+        keep = (own >= 0) & (own < num_local)
+        return plan_rows(own.where(keep, 0), num_local, keep), sizes
+
+    def there(self, x: Shaped[Tensor, "T ..."], sizes: list[list[int]]) -> Tensor:
+        """Gather what all ranks have for their tokens; gradients are summed on the way back."""
         x = gather_uneven(x, self.ep, sizes[self.expert_tp.rank])
         return gather_uneven(x, self.expert_tp, [sum(s) for s in sizes])
 
@@ -265,6 +297,8 @@ def gather_uneven(
     """
     if axis.size == 1:
         return x
+    if len(set(sizes)) == 1:
+        return gather_partial_from(x, axis)
     copies = x.repeat(axis.size, *(1,) * (x.dim() - 1))
     return all_to_all(copies, axis, [x.shape[0]] * axis.size, sizes)
 
@@ -281,6 +315,8 @@ def reduce_scatter_uneven(
     """
     if axis.size == 1:
         return x
+    if len(set(sizes)) == 1:
+        return reduce_scatter_to(x, axis)
     own = sizes[axis.rank]
     parts = all_to_all(x, axis, sizes, [own] * axis.size)
     return parts.view(axis.size, own, *x.shape[1:]).sum(0)

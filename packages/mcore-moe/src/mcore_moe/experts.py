@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -175,7 +176,7 @@ class Experts(nn.Module):
         hidden = first(x)
         if self.fc1_bias is not None:
             hidden = hidden + self._of_rows(self.fc1_bias, plan)
-        activate = partial(self._activate, probs=row_probs)
+        activate = partial(self._activate, probs=row_probs, end=plan.offsets[-1])
         if self.recompute_activation and self.training:
             return recompute_between(activate, partial(second, probs=row_probs), hidden)
         return second(activate(hidden), probs=row_probs)
@@ -228,9 +229,10 @@ class Experts(nn.Module):
             return False
         return quack_gemm.gathers_faster(weight) and quack_gemm.usable(cast_factor(x), weight)
 
-    def _activate(self, hidden: Tensor, probs: Tensor) -> Tensor:
+    def _activate(self, hidden: Tensor, probs: Tensor, end: Tensor) -> Tensor:
         if self.gated:
-            return weighted_gated(hidden, probs, self.activation, self.clamp, self.offset)
+            shape = self.activation, self.clamp, self.offset
+            return weighted_gated(hidden, probs, end, *shape)
         active = activation_function(self.activation)(hidden)
         return (active * probs[:, None]).to(hidden.dtype)
 
@@ -283,8 +285,8 @@ class Experts(nn.Module):
     def _of_rows(self, bias: Tensor, plan: RowPlan) -> Tensor:
         row = torch.arange(plan.choices.numel(), device=bias.device)
         experts = torch.searchsorted(plan.offsets[1:], row, right=True)
-        # Rows of no expert take the last one's.
-        return bias[experts.clamp(max=bias.shape[0] - 1)]  # [e, N] -> [R, N]
+        # Rows of no expert may hold anything, gradients too: they get a bias of their own.
+        return F.pad(bias, (0, 0, 0, 1))[experts]  # [e, N] -> [R, N]
 
     def extra_repr(self) -> str:
         """Describe the layer for ``print(model)``."""

@@ -33,11 +33,19 @@ def sequential_linear(
     Args:
         x: rows sorted by expert.
         weight: of all experts of this rank.
-        offsets: where the rows of each begin, and the end of the last, R; int32.
+        offsets: where the rows of each begin, and the end of the last; int32. Rows behind it
+            give zeros.
     """
     x, weight = cast_factor(x), cast_factor(weight)
-    parts = x.split(offsets.diff().tolist())
-    return torch.cat([F.linear(rows, w) for rows, w in zip(parts, weight, strict=True)])
+    *parts, rest = _by_expert(x, offsets)
+    results = [F.linear(rows, w) for rows, w in zip(parts, weight, strict=True)]
+    return torch.cat([*results, x.new_zeros(rest.shape[0], weight.shape[1])])
+
+
+def _by_expert(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of each expert, and those behind the last; the host waits."""
+    sizes = offsets.diff().tolist()
+    return x.split([*sizes, x.shape[0] - sum(sizes)])
 
 
 def grouped_linear(
@@ -157,8 +165,7 @@ def add_weight_gradient_plain(
     overwrite: bool = False,
 ) -> None:
     """Reference of ``kernels.weight_grad.fused_weight_gradient``, expert by expert."""
-    sizes = offsets.diff().tolist()
-    parts = zip(main, grad.split(sizes), x.split(sizes), strict=True)
+    parts = zip(main, _by_expert(grad, offsets), _by_expert(x, offsets), strict=False)
     for total, rows, inputs in parts:
         accumulate_matmul(total, rows.t(), inputs, overwrite=overwrite)
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mcore_moe.bounded import run_bounded
+from mcore_moe.bounded import run_bounded, run_with_fixed_rows
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatching import AllGatherDispatcher, AllToAllDispatcher, build_dispatcher
 from mcore_moe.experts import Experts
@@ -186,11 +186,10 @@ class MoELayer(nn.Module):
         sequences = torch.arange(begin, end, device=x.device) % num_sequences
         own_mask = mask if mask is None else mask[begin:end]
 
-        if isinstance(self.dispatcher, AllGatherDispatcher):
-            is_cut_evenly = not self.splits_tokens or x.shape[0] % self.tp.size == 0
-            self.dispatcher.is_even = self.equal_tokens and self.training and is_cut_evenly
+        is_cut_evenly = not self.splits_tokens or x.shape[0] % self.tp.size == 0
+        is_even = self.equal_tokens and self.training and is_cut_evenly
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
-        y = self._routed(cast_factor(own), routing)
+        y = self._routed(cast_factor(own), routing, is_even)
         if self.splits_tokens:
             y = reduce_from(F.pad(y, (0, 0, begin, x.shape[0] - end)), self.tp)
         if self.shared is not None:
@@ -198,17 +197,21 @@ class MoELayer(nn.Module):
             y = y + (recompute(self.shared, x) if again else self.shared(x))
         return y, aux
 
-    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
+    def _routed(self, x: Tensor, routing: Routing, is_even: bool) -> Tensor:
         """Send tokens to their experts, and sum what these say of each."""
         if self.latent_down is not None and self.latent_up is not None:
-            return self.latent_up(self._exchanged(self.latent_down(x), routing))
-        return self._exchanged(x, routing)
+            return self.latent_up(self._exchanged(self.latent_down(x), routing, is_even))
+        return self._exchanged(x, routing, is_even)
 
-    def _exchanged(self, x: Tensor, routing: Routing) -> Tensor:
+    def _exchanged(self, x: Tensor, routing: Routing, is_even: bool) -> Tensor:
         limit, dispatcher = self.router.config.moe_expert_rows_limit, self.dispatcher
         if limit and isinstance(dispatcher, AllToAllDispatcher):
             return run_bounded(dispatcher, x, routing, self.experts, limit)
-        sent = dispatcher.dispatch(x, routing)
+        if limit and isinstance(dispatcher, AllGatherDispatcher):
+            return run_with_fixed_rows(
+                dispatcher, x, routing, self.experts, limit, is_even=is_even
+            )
+        sent = dispatcher.dispatch(x, routing, is_even=is_even)
         return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
 
     def _check_routers(self) -> None:

@@ -32,7 +32,7 @@ class RowPlan:
     is_complete: bool
     """Whether rows and choices are known to match one to one: none dropped, none filled."""
     is_dense: bool = False
-    """Whether every row is known to have a token."""
+    """Whether every row is known to name a token; those behind the last offset name any."""
 
     @property
     def counts(self) -> Int[Tensor, " E"]:
@@ -135,6 +135,22 @@ def trimmed(plan: RowPlan, num_rows: int) -> RowPlan:
     return RowPlan(plan.choices[:num_rows], slots, plan.offsets, False, True)
 
 
+def part_of(plan: RowPlan, begin: int, size: int) -> RowPlan:
+    """Return the plan of ``size`` rows from ``begin`` on, however many of them are used.
+
+    The host waits for nothing. Rows behind the last offset name any token.
+    """
+    end, num_rows = begin + size, plan.choices.numel()
+    choices = plan.choices[begin:end].clamp(max=max(0, plan.slots.numel() - 1))
+    if size == num_rows:
+        return RowPlan(choices, plan.slots, plan.offsets, False, True)
+    choices = torch.nn.functional.pad(choices, (0, size - choices.numel()))
+    slots = plan.slots - begin
+    slots = slots.where((slots >= 0) & (slots < min(size, num_rows - begin)), size)
+    offsets = plan.offsets.clamp(begin, end) - begin
+    return RowPlan(choices, slots, offsets, False, True)
+
+
 def within_capacity(
     ids: Int[Tensor, "T k"],
     probs: Float[Tensor, "T k"],
@@ -174,7 +190,8 @@ def permute(x: Float[Tensor, "T D"], plan: RowPlan) -> Float[Tensor, "R D"]:
 
 def permute_probs(probs: Float[Tensor, "T k"], plan: RowPlan) -> Float[Tensor, " R"]:
     """Copy the weight of each choice to its row; padding rows get 0."""
-    return _PermuteProbs.apply(probs, plan.choices, plan.slots, plan.is_complete)
+    every = (plan.is_complete or plan.is_dense, plan.is_complete)
+    return _PermuteProbs.apply(probs, plan.choices, plan.slots, every)
 
 
 def unpermute(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]:
@@ -288,14 +305,15 @@ class _Unpermute(torch.autograd.Function):
 class _PermuteProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, probs: Tensor, choices: Tensor, slots: Tensor, complete: bool
+        ctx: Any, probs: Tensor, choices: Tensor, slots: Tensor, every: tuple[bool, bool]
     ) -> Tensor:
+        # Whether every row has a choice, and every choice a row.
         ctx.save_for_backward(slots)
-        ctx.complete = complete
-        return _take(probs.reshape(-1), choices, complete)
+        ctx.every = every
+        return _take(probs.reshape(-1), choices, every[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (slots,) = ctx.saved_tensors
-        taken = _take(grad, slots.reshape(-1), ctx.complete)
+        taken = _take(grad, slots.reshape(-1), ctx.every[1])
         return taken.view(slots.shape), None, None, None

@@ -12,7 +12,7 @@ from typing import Any, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 _KINDS = {"silu": 0, "gelu_tanh": 1}
@@ -37,9 +37,19 @@ def _activate(gate, KIND: tl.constexpr):
 @triton.jit
 @no_type_check
 def _forward(
-    x, weight, out, width, KIND: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    end,
+    out,
+    width,
+    KIND: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    if WEIGHTED:  # noqa: SIM102 - decided by the compiler, the other by the device
+        if row >= tl.load(end):
+            return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
@@ -56,6 +66,7 @@ def _forward(
 def _backward(
     x,
     weight,
+    end,
     dy,
     dx,
     dweight,
@@ -67,6 +78,9 @@ def _backward(
 ):
     # One program: ``span`` columns of a row; with weights the whole row, for its sum.
     row = tl.program_id(0).to(tl.int64)
+    if WEIGHTED:  # noqa: SIM102 - decided by the compiler, the other by the device
+        if row >= tl.load(end):
+            return
     first = tl.program_id(1) * span
     kind = dx.dtype.element_ty
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -89,8 +103,10 @@ def _backward(
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, kind: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, end: Tensor | None, kind: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, end)
         ctx.kind = kind
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
@@ -101,6 +117,7 @@ class _Gated(torch.autograd.Function):
             _forward[grid](
                 x,
                 weight if is_weighted else x,
+                end if is_weighted else x,
                 out,
                 width,
                 kind,
@@ -112,7 +129,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight, end = ctx.saved_tensors
         width = x.shape[-1] // 2
         is_weighted = weight is not None
         dx = torch.empty_like(x)
@@ -123,6 +140,7 @@ class _Gated(torch.autograd.Function):
             _backward[(x.numel() // (2 * width), triton.cdiv(width, span))](
                 x,
                 weight if is_weighted else x,
+                end if is_weighted else x,
                 dy.contiguous(),
                 dx,
                 dweight if is_weighted else dx,
@@ -133,7 +151,7 @@ class _Gated(torch.autograd.Function):
                 block,
                 num_warps=num_warps,
             )
-        return dx, dweight, None
+        return dx, dweight, None, None
 
 
 def _block(width: int) -> tuple[int, int]:
@@ -155,20 +173,24 @@ def fused_gated(x: Float[Tensor, "*R F2"], activation: str = "silu") -> Float[Te
     Reference:
         Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
     """
-    return _Gated.apply(x.contiguous(), None, _KINDS[activation])
+    return _Gated.apply(x.contiguous(), None, None, _KINDS[activation])
 
 
 def fused_weighted_gated(
-    x: Float[Tensor, "R F2"], weight: Float[Tensor, " R"], activation: str = "silu"
+    x: Float[Tensor, "R F2"],
+    weight: Float[Tensor, " R"],
+    end: Int[Tensor, ""],
+    activation: str = "silu",
 ) -> Float[Tensor, "R F"]:
     """Return activation(gate) * up * weight for ``x`` = [gate; up]; see ``fused_gated``.
 
     Args:
         x: as there.
         weight: of each row.
+        end: rows in use, on the device; the others are not computed, also not in backward.
         activation: as there.
 
     Raises:
         KeyError: for another activation.
     """
-    return _Gated.apply(x.contiguous(), weight.contiguous(), _KINDS[activation])
+    return _Gated.apply(x.contiguous(), weight.contiguous(), end, _KINDS[activation])

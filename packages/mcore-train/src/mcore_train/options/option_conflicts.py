@@ -255,11 +255,15 @@ def _expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
     """What experts need so that the host waits for no number of theirs."""
     parallel, experts = config.parallelism, config.experts
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    if parallel.expert_model_parallel_size > 1 or expert_tp > 1:
+    is_spread = parallel.expert_model_parallel_size > 1 or expert_tp > 1
+    is_gathered = experts.moe_token_dispatcher_type == "allgather"
+    if is_spread and not (
+        is_gathered and experts.moe_expert_rows_limit >= parallel.expert_model_parallel_size
+    ):
         yield (
-            f"{name} cannot record experts that exchange tokens, in other numbers each step: "
-            "leave it out, or use --expert-model-parallel-size 1 and "
-            "--expert-tensor-parallel-size 1."
+            f"{name} cannot record experts that exchange tokens in other numbers each step: "
+            "leave it out, or use --moe-token-dispatcher-type allgather and "
+            f"--moe-expert-rows-limit {parallel.expert_model_parallel_size}."
         )
     sizes = config.model.hidden_size, expert_size(config.model, experts)
     is_grouped = experts.moe_grouped_gemm and config.precision.bf16
