@@ -40,7 +40,8 @@ def routed_tokens(rank, kind):
 
 def through(config, dispatcher, x, routing, first_expert=0, is_even=False):
     """Expert e multiplies by its weight and by e + 1; tokens come home summed."""
-    sent = dispatcher.dispatch(x, limited(routing, config), is_even=is_even)
+    begun = dispatcher.begin(x, is_even=is_even)
+    sent = dispatcher.dispatch(x, limited(routing, config), is_even=is_even, begun=begun)
     counts = sent.plan.counts
     rows, probs = permute(sent.x, sent.plan), permute_probs(sent.probs, sent.plan)
     assert int(counts.sum()) == rows.shape[0] == probs.shape[0]
@@ -80,7 +81,8 @@ class _summed_over_expert_tp:  # noqa: N801
     """Each rank of expert_tp gives 1/etp of the result, as a split matrix would."""
 
     def __init__(self, dispatcher, etp):
-        self.dispatch, self.inner, self.etp = dispatcher.dispatch, dispatcher, etp
+        self.begin, self.dispatch = dispatcher.begin, dispatcher.dispatch
+        self.inner, self.etp = dispatcher, etp
 
     def combine(self, rows, handle):
         return self.inner.combine(rows / self.etp, handle)

@@ -21,6 +21,7 @@ from torch import Tensor
 from mcore_moe.dispatching import AllGatherDispatcher, AllToAllDispatcher, Trip, plan_kept
 from mcore_moe.permutation import RowPlan, part_of, permute, permute_probs, trimmed, unpermute
 from mcore_moe.routing import Routing
+from mcore_parallel.collectives import InFlight
 from mcore_parallel.recomputing import recompute
 
 Compute = Callable[[Tensor, Tensor, RowPlan], Tensor]
@@ -81,6 +82,7 @@ def run_with_fixed_rows(
     limit: float,
     *,
     is_even: bool,
+    begun: InFlight | None,
 ) -> Float[Tensor, "T D"]:
     """Gather, compute and reduce-scatter with tensors whose sizes do not depend on routing.
 
@@ -95,9 +97,11 @@ def run_with_fixed_rows(
         limit: rows that a rank computes at once, in units of the mean over the ranks; as many
             as there are ranks of ``ep``: one part.
         is_even: whether all ranks bring equally many tokens.
+        begun: what ``dispatcher.begin`` returned for the tokens.
     """
     plan, sizes = dispatcher.plan(routing, is_even)
-    x, probs = dispatcher.there(x, sizes), dispatcher.there(routing.probs, sizes)
+    x = dispatcher.there(x, sizes) if begun is None else begun.land()
+    probs = dispatcher.there(routing.probs, sizes)
     num_tokens, topk = plan.slots.shape
     ranks = dispatcher.ep.size
     worst = num_tokens * min(topk, dispatcher.config.num_experts // ranks)

@@ -33,8 +33,10 @@ from mcore_moe.permutation import (
 )
 from mcore_moe.routing import Routing
 from mcore_parallel.collectives import (
+    InFlight,
     all_gather,
     all_to_all,
+    begin_gather_partial,
     gather_partial_from,
     reduce_scatter_to,
 )
@@ -59,8 +61,17 @@ class Dispatched:
 class Dispatcher(Protocol):
     """Sends tokens to the ranks of their experts and returns the results."""
 
+    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> InFlight | None:
+        """Begin to send what travels wherever it is routed; None: nothing does."""
+        ...
+
     def dispatch(
-        self, x: Float[Tensor, "T D"], routing: Routing, *, is_even: bool = False
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        *,
+        is_even: bool = False,
+        begun: InFlight | None = None,
     ) -> Dispatched:
         """Collect what this rank's experts compute.
 
@@ -69,6 +80,7 @@ class Dispatcher(Protocol):
             routing: of the tokens.
             is_even: whether all ranks bring equally many tokens, so that none has to say how
                 many; only ``AllGatherDispatcher`` asks.
+            begun: what ``begin`` returned for these tokens.
         """
         ...
 
@@ -98,12 +110,16 @@ class LocalDispatcher:
         """Keep the config: number of experts, and padding to capacity."""
         self.config = config
 
+    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
+        """Send nothing before it is routed."""
+
     def dispatch(
         self,
         x: Float[Tensor, "T D"],
         routing: Routing,
         *,
         is_even: bool = False,  # noqa: ARG002
+        begun: InFlight | None = None,  # noqa: ARG002
     ) -> Dispatched:
         """Plan the rows; on a GPU the host does not wait for it."""
         return Dispatched(x, routing.probs, plan_kept(routing, self.config), None)
@@ -141,12 +157,16 @@ class AllToAllDispatcher:
         """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
 
+    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
+        """Send nothing before it is routed."""
+
     def dispatch(
         self,
         x: Float[Tensor, "T D"],
         routing: Routing,
         *,
         is_even: bool = False,  # noqa: ARG002
+        begun: InFlight | None = None,  # noqa: ARG002
     ) -> Dispatched:
         """Exchange counts, then rows and weights, over ``ep``; gather them over ``expert_tp``.
 
@@ -223,8 +243,19 @@ class AllGatherDispatcher:
         """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
 
+    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> InFlight | None:
+        """Begin to gather tokens over ``ep``, if the ranks bring equally many."""
+        if not is_even or self.expert_tp.size > 1 or torch.compiler.is_compiling():
+            return None
+        return begin_gather_partial(x, self.ep)
+
     def dispatch(
-        self, x: Float[Tensor, "T D"], routing: Routing, *, is_even: bool = False
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        *,
+        is_even: bool = False,
+        begun: InFlight | None = None,
     ) -> Dispatched:
         """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; keep own rows.
 
@@ -233,7 +264,8 @@ class AllGatherDispatcher:
         """
         plan, sizes = self.plan(routing, is_even)
         num_rows = _to_host(plan.offsets[-1])
-        x, probs = self.there(x, sizes), self.there(routing.probs, sizes)
+        x = self.there(x, sizes) if begun is None else begun.land()
+        probs = self.there(routing.probs, sizes)
         return Dispatched(x, probs, trimmed(plan, num_rows()), sizes)
 
     def combine(self, y: Float[Tensor, "M D"], handle: list[list[int]]) -> Float[Tensor, "T D"]:

@@ -22,7 +22,7 @@ from mcore_moe.router import Router
 from mcore_moe.routing import Routing
 from mcore_moe.shared import SharedExpert
 from mcore_parallel.autocasting import cast_factor
-from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.collectives import InFlight, copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
@@ -188,8 +188,14 @@ class MoELayer(nn.Module):
 
         is_cut_evenly = not self.splits_tokens or x.shape[0] % self.tp.size == 0
         is_even = self.equal_tokens and self.training and is_cut_evenly
+        sent = cast_factor(own)
+        if self.latent_down is not None:
+            sent = self.latent_down(sent)
+        begun = self.dispatcher.begin(sent, is_even=is_even)
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
-        y = self._routed(cast_factor(own), routing, is_even)
+        y = self._exchanged(sent, routing, is_even, begun)
+        if self.latent_up is not None:
+            y = self.latent_up(y)
         if self.splits_tokens:
             y = reduce_from(F.pad(y, (0, 0, begin, x.shape[0] - end)), self.tp)
         if self.shared is not None:
@@ -197,21 +203,18 @@ class MoELayer(nn.Module):
             y = y + (recompute(self.shared, x) if again else self.shared(x))
         return y, aux
 
-    def _routed(self, x: Tensor, routing: Routing, is_even: bool) -> Tensor:
+    def _exchanged(
+        self, x: Tensor, routing: Routing, is_even: bool, begun: InFlight | None
+    ) -> Tensor:
         """Send tokens to their experts, and sum what these say of each."""
-        if self.latent_down is not None and self.latent_up is not None:
-            return self.latent_up(self._exchanged(self.latent_down(x), routing, is_even))
-        return self._exchanged(x, routing, is_even)
-
-    def _exchanged(self, x: Tensor, routing: Routing, is_even: bool) -> Tensor:
         limit, dispatcher = self.router.config.moe_expert_rows_limit, self.dispatcher
         if limit and isinstance(dispatcher, AllToAllDispatcher):
             return run_bounded(dispatcher, x, routing, self.experts, limit)
         if limit and isinstance(dispatcher, AllGatherDispatcher):
             return run_with_fixed_rows(
-                dispatcher, x, routing, self.experts, limit, is_even=is_even
+                dispatcher, x, routing, self.experts, limit, is_even=is_even, begun=begun
             )
-        sent = dispatcher.dispatch(x, routing, is_even=is_even)
+        sent = dispatcher.dispatch(x, routing, is_even=is_even, begun=begun)
         return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
 
     def _check_routers(self) -> None:
