@@ -22,8 +22,9 @@ from reporting import add_options, keep, quantiles, time_steps, versions
 from mcore_parallel.config import PipelineConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.actions import Action, Kind
 from mcore_parallel.pipeline_parallel.runner import StageFunction
-from mcore_parallel.pipeline_parallel.schedule import Action, Kind, build_schedule
+from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_train.assembly import Run, assemble
 from mcore_train.losses import count_valid

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 _EXPORTS: dict[str, str] = {
-    "Action": "pipeline_parallel.schedule",
+    "Action": "pipeline_parallel.actions",
     "AdamConfig": "optimizers.config",
     "Axis": "mesh",
     "Block": "context_parallel.block_attention",

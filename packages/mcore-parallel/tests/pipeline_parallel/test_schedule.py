@@ -5,16 +5,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_parallel.config import PipelineConfig
-from mcore_parallel.pipeline_parallel.schedule import (
+from mcore_parallel.pipeline_parallel.actions import (
     Action,
     Kind,
+    message_peer,
+    with_messages,
+)
+from mcore_parallel.pipeline_parallel.schedule import (
     build_schedule,
     check_schedule,
     forward_only,
     interleaved,
-    message_peer,
     one_f_one_b,
-    with_messages,
     zero_bubble_h1,
 )
 from mcore_parallel.pipeline_parallel.simulator import simulate

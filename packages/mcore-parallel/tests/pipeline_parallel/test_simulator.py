@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_parallel.pipeline_parallel.actions import Action, Kind
 from mcore_parallel.pipeline_parallel.schedule import (
-    Action,
-    Kind,
     interleaved,
     one_f_one_b,
     zero_bubble_h1,

@@ -3,7 +3,11 @@
 import re
 import xml.dom.minidom
 
-from mcore_parallel.pipeline_parallel.schedule import interleaved, one_f_one_b, zero_bubble_h1
+from mcore_parallel.pipeline_parallel.schedule import (
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+)
 from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_parallel.pipeline_parallel.timeline import timeline_svg, timeline_text
 

@@ -30,12 +30,8 @@ from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels
-from mcore_parallel.pipeline_parallel.schedule import (
-    Action,
-    Schedule,
-    build_schedule,
-    forward_only,
-)
+from mcore_parallel.pipeline_parallel.actions import Action, Schedule
+from mcore_parallel.pipeline_parallel.schedule import build_schedule, forward_only
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.delayed_scaling import DelayedScales

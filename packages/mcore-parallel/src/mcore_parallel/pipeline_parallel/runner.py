@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.pipeline_parallel.actions import Action, Kind, message_peer
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
-from mcore_parallel.pipeline_parallel.schedule import Action, Kind, message_peer
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work
 
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)

@@ -1,64 +1,12 @@
 """Pipeline schedules as data: what each rank does, in order.
 
 A schedule is one list of ``Action`` a rank. The order of computation is a few lines per
-schedule, as in the paper's figure; ``with_messages`` adds sends and receives. Messages that
-stand next to one another are posted together, so that ranks that exchange both ways do
-not wait in a circle. ``simulator`` checks any schedule, ``runner`` executes it.
-
-Stage ``chunk * PP + rank`` is chunk ``chunk`` of rank ``rank``.
+schedule, as in the paper's figure; ``with_messages`` adds sends and receives. ``simulator``
+checks any schedule, ``runner`` executes it.
 """
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-
 from mcore_parallel.config import PipelineConfig
-
-
-class Kind(StrEnum):
-    """What an action does. Messages of forward carry hidden states, of backward gradients."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    """Gradients of the stage's input only; weight gradients wait in a queue."""
-    BACKWARD_WEIGHT = "W"
-    """The weight gradients that ``BACKWARD_INPUT`` of the same micro-batch left."""
-    SEND_FORWARD = "SF"
-    RECEIVE_FORWARD = "RF"
-    SEND_BACKWARD = "SB"
-    RECEIVE_BACKWARD = "RB"
-
-    @property
-    def is_message(self) -> bool:
-        """Whether it is communication, not computation."""
-        return len(self.value) == 2
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One step of one rank."""
-
-    kind: Kind
-    microbatch: int
-    chunk: int = 0
-    """Which of the rank's own stages."""
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
-
-
-Schedule = list[list[Action]]
-"""One list a pipeline rank."""
-
-DURATIONS = {
-    Kind.FORWARD: 1.0,
-    Kind.BACKWARD: 2.0,
-    Kind.BACKWARD_INPUT: 1.0,
-    Kind.BACKWARD_WEIGHT: 1.0,
-}
-"""Time units by which messages are placed: each half of backward costs one forward."""
+from mcore_parallel.pipeline_parallel.actions import Action, Kind, Schedule, with_messages
 
 
 def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Schedule:
@@ -186,82 +134,6 @@ def forward_only(pp: int, num_microbatches: int, vpp: int = 1) -> Schedule:
         for microbatch in range(begin, min(begin + pp, num_microbatches))
     ]
     return with_messages([list(order) for _ in range(pp)])
-
-
-def message_peer(kind: Kind, rank: int, pp: int) -> int:
-    """Return the pipeline rank at the other end of a message."""
-    forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
-    return (rank + 1) % pp if forward else (rank - 1) % pp
-
-
-def with_messages(orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Add sends and receives to each rank's order of computation.
-
-    Simulates the orders with ``DURATIONS`` and adds a message at both ends when its producer
-    ends. All ranks thereby share one order of messages, which cannot deadlock, and a receive
-    is posted as early as its message can arrive.
-
-    Raises:
-        ValueError: if the orders wait for each other.
-    """
-    pp = len(orders)
-    num_stages = pp * (1 + max((a.chunk for order in orders for a in order), default=0))
-    waiting = [list(reversed(order)) for order in orders]
-    schedule: Schedule = [[] for _ in orders]
-    arrived: set[tuple[int, Kind, int]] = set()
-    running: list[tuple[float, int, Action]] = []  # (end, rank, action)
-    idle = set(range(pp))
-    now = 0.0
-    while True:
-        for rank in sorted(idle):
-            order = waiting[rank]
-            if order and _needs(order[-1], rank, pp, num_stages) <= arrived:
-                action = order.pop()
-                schedule[rank].append(action)
-                heapq.heappush(running, (now + DURATIONS[action.kind], rank, action))
-                idle.discard(rank)
-        if not running:
-            break
-        now = running[0][0]
-        while running and running[0][0] == now:
-            _, rank, action = heapq.heappop(running)
-            arrived |= _deliver(schedule, rank, action, num_stages)
-            idle.add(rank)
-    if any(waiting):
-        stuck = ", ".join(f"rank {r} at {o[-1]}" for r, o in enumerate(waiting) if o)
-        raise ValueError(f"the orders of computation wait for each other: {stuck}")
-    return schedule
-
-
-Value = tuple[int, Kind, int]
-"""The result of a computation: stage, kind of computation, micro-batch."""
-
-
-def _needs(action: Action, rank: int, pp: int, num_stages: int) -> set[Value]:
-    """List what must have been computed before ``action`` can start."""
-    stage, microbatch = action.chunk * pp + rank, action.microbatch
-    if action.kind is Kind.FORWARD:
-        return {(stage - 1, Kind.FORWARD, microbatch)} if stage else set()
-    if action.kind is Kind.BACKWARD_WEIGHT:
-        return {(stage, Kind.BACKWARD, microbatch)}
-    later = {(stage + 1, Kind.BACKWARD, microbatch)} if stage < num_stages - 1 else set()
-    return {(stage, Kind.FORWARD, microbatch)} | later
-
-
-def _deliver(schedule: Schedule, rank: int, action: Action, num_stages: int) -> set[Value]:
-    """Append the message of the computation that just ended on ``rank``, if it has one."""
-    pp = len(schedule)
-    stage, microbatch = action.chunk * pp + rank, action.microbatch
-    if action.kind is Kind.BACKWARD_WEIGHT:
-        return set()
-    is_forward = action.kind is Kind.FORWARD
-    target = stage + 1 if is_forward else stage - 1
-    if 0 <= target < num_stages:
-        send = Kind.SEND_FORWARD if is_forward else Kind.SEND_BACKWARD
-        receive = Kind.RECEIVE_FORWARD if is_forward else Kind.RECEIVE_BACKWARD
-        schedule[rank].append(Action(send, microbatch, action.chunk))
-        schedule[target % pp].append(Action(receive, microbatch, target // pp))
-    return {(stage, Kind.FORWARD if is_forward else Kind.BACKWARD, microbatch)}
 
 
 def _name(config: PipelineConfig) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from mcore_parallel.pipeline_parallel.schedule import (
+from mcore_parallel.pipeline_parallel.actions import (
     DURATIONS,
     Action,
     Kind,

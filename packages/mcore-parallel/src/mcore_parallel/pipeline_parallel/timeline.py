@@ -1,6 +1,6 @@
 """A simulated schedule as a picture: text for the terminal, SVG for a page."""
 
-from mcore_parallel.pipeline_parallel.schedule import Kind
+from mcore_parallel.pipeline_parallel.actions import Kind
 from mcore_parallel.pipeline_parallel.simulator import Simulation, Span
 
 _COLOURS = {

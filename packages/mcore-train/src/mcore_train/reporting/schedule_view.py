@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_parallel.config import PipelineConfig
-from mcore_parallel.pipeline_parallel.schedule import DURATIONS, Action, build_schedule
+from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
+from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_parallel.pipeline_parallel.stages import build_stages
 from mcore_parallel.pipeline_parallel.timeline import timeline_svg, timeline_text
