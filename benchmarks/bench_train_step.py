@@ -56,7 +56,9 @@ def main() -> None:
 
         with run.recorder or nullcontext():
             times = time_steps(step, options.warmup, options.steps)
-            split, kernels = profile_steps(step, options.profiled_steps)
+            split, kernels = {}, []
+            if options.profiled_steps:
+                split, kernels = profile_steps(step, options.profiled_steps)
         if ctx.global_rank == 0:
             report(options, flags, run, times, split)
             print("\n".join(kernels), file=sys.stderr)
@@ -74,7 +76,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
-        "--profiled-steps", type=int, default=2, help="1 for large models: events are many"
+        "--profiled-steps", type=int, default=2, help="1 for large models, or 0: none"
     )
     add_options(parser)
     return parser.parse_args(argv)
