@@ -71,6 +71,8 @@ OPTIONS: tuple[tuple[Draw, ...], ...] = (
         {},
         PP2 | {"num_virtual_stages_per_pipeline_rank": 2},
         PP2 | {"pipeline_schedule": "zb-h1"},
+        PP2 | {"pipeline_schedule": "zb-v"},
+        PP2 | {"pipeline_schedule": "dualpipev"},
         PP2 | {"decoder_first_pipeline_num_layers": 1},
         PP2 | {"pipeline_model_parallel_layout": "Ett|ttL"},
     ),

@@ -16,8 +16,8 @@ def cp(size, kind="", **flags):
     return {"context_parallel_size": size, "cp_comm_type": kind, **flags}
 
 
-def zb(pp, **flags):
-    return {"pipeline_model_parallel_size": pp, "pipeline_schedule": "zb-h1", **flags}
+def zb(pp, name="zb-h1", **flags):
+    return {"pipeline_model_parallel_size": pp, "pipeline_schedule": name, **flags}
 
 
 EXPERTS = {"sparse": True, "micro_batch_size": 2}
@@ -30,6 +30,33 @@ CASES = {
     "cp2 a2a packed": Brief(2, cp(2, "a2a"), rows="packed"),
     "pp2 zb-h1": Brief(2, zb(2)),
     "pp2 zb-h1 experts": Brief(2, zb(2), **EXPERTS),
+    "pp2 zb-v": Brief(2, zb(2, name="zb-v"), num_layers=4),
+    "cp2 pp2 zb-v packed, zero, overlapped": Brief(
+        4,
+        cp(
+            2,
+            "p2p",
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            ddp_bucket_size=2000,
+            **zb(2, name="zb-v"),
+        ),
+        num_layers=4,
+        rows="packed",
+    ),
+    "tp2 sp pp2 ep2 dualpipev": Brief(
+        4,
+        zb(
+            2,
+            name="dualpipev",
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+        ),
+        num_layers=4,
+        **EXPERTS,
+    ),
     "cp4 a2a, two kv heads": Brief(4, cp(4, "a2a")),
     "cp2 pp2 p2p packed": Brief(4, cp(2, "p2p", pipeline_model_parallel_size=2), rows="packed"),
     "tp2 sp pp2, lengths vary": Brief(

@@ -271,6 +271,11 @@ def test_options_of_training_make_gradients_and_moments_narrower_and_pipelines_f
     for factor, found in held.items():
         expected = float(factor) / 4 * plain.activations
         assert found.activations == pytest.approx(expected, rel=1e-6)
+    # In a V the first rank has the loss too, whose logits come on top.
+    both = on(pipeline=PipelineConfig(pipeline_schedule="zb-v"))
+    half = on(pipeline=PipelineConfig(pipeline_schedule="dualpipev"))
+    assert both.weights > plain.weights
+    assert half.activations - both.activations == pytest.approx(plain.activations / 8, rel=1e-6)
 
 
 def test_what_data_ranks_share_and_what_the_host_keeps_is_counted():

@@ -55,7 +55,7 @@ def stage_function(chunk, inputs):
 
 def train(ctx, pp=1, vpp=1, config=None):
     """Weights after three steps over the same six micro-batches under any layout."""
-    stages = stages_of_rank(split_layers(LAYERS, pp, vpp=vpp), pp, ctx.pp.rank)
+    stages = stages_of_rank(split_layers(LAYERS, pp, vpp=vpp), ctx.pp.rank)
     chunks = [Chunk(stage, ctx.device) for stage in stages]
     data_parallel = DataParallel(chunks, ctx, config or DataParallelConfig())
     optimizer = ShardedAdamW(data_parallel, AdamConfig())

@@ -213,7 +213,8 @@ def rank_bytes(
     counts = _counts(shapes_of(config, vocab_size, moe))
     experts = counts["experts"] // pp // expert_ranks
     ends = max(counts["embedding"], counts["head"])
-    if pp == 1:
+    has_both_ends = pp == 1 or pipeline.v_shaped
+    if has_both_ends:
         ends = counts["embedding"] + counts["head"]
     ends, layers = ends // tp, counts["layers"] // pp // tp
     dense = ends + layers
@@ -230,8 +231,11 @@ def rank_bytes(
     weights, gradients = dense + experts, dense + experts
     own = dense // dense_ranks + experts // data_ranks
     kept = _kept_elements(
-        config, vocab_size, parallel, seq_length * micro_batch_size, moe, recomputing
+        config, parallel, seq_length * micro_batch_size, moe, recomputing, has_both_ends
     )
+    # The head's chunk of logits comes once, on the last of several stages.
+    tokens = seq_length * micro_batch_size // parallel.context_parallel_size
+    logits = has_both_ends * min(tokens, 4096) * vocab_size // tp
     own_bytes = 0
     if data_parallel.is_fully_sharded:
         # Gathered: all layers, or the one that computes and the next; the ends always. Their
@@ -254,7 +258,7 @@ def rank_bytes(
         weights=weight_bytes * weights,
         gradients=own_bytes + gradient_bytes * gradients,
         optimizer=state * own - state_gone,
-        activations=weight_bytes * (int(kept * passes) - gone),
+        activations=weight_bytes * (int(kept * passes) - gone + logits),
         host=state_gone + int(share * rows) + weight_bytes * gone,
     )
 
@@ -262,12 +266,13 @@ def rank_bytes(
 def _passes_held(pp: int, pipeline: PipelineConfig, num_microbatches: int) -> float:
     """Micro-batches whose activations the first of ``pp`` ranks holds at once, at most.
 
-    Reference:
-        Narayanan et al. 2021, arXiv:2104.04473, section 2.2: the warm-up of both schedules.
+    The simulator counts the same (``simulate(...).peak_activations``, in chunks).
     """
-    vpp = pipeline.num_virtual_stages_per_pipeline_rank
+    vpp = pipeline.num_chunks
     held = float(pp)
-    if vpp > 1:
+    if pipeline.v_shaped:
+        held += 0.5 * (pipeline.pipeline_schedule == "dualpipev")
+    elif vpp > 1:
         group = pipeline.microbatch_group_size_per_virtual_pipeline_stage or pp
         held = (2 * (pp - 1) + (vpp - 1) * group + 1) / vpp
     return min(held, float(num_microbatches or held))
@@ -295,13 +300,13 @@ def _counts(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
 
 def _kept_elements(
     config: TransformerConfig,
-    vocab_size: int,
     parallel: ParallelConfig,
     num_tokens: int,
     moe: MoEConfig,
     recomputing: RecomputeConfig,
+    has_both_ends: bool,
 ) -> int:
-    """Count what the first stage keeps of a micro-batch for backward.
+    """Count what the first rank keeps of a micro-batch for backward.
 
     The tensors that our layers save, as in Korthikanti et al. 2022, arXiv:2205.05198, with
     attention that keeps no scores and an activation that keeps no intermediate.
@@ -312,7 +317,7 @@ def _kept_elements(
     stream = tp if parallel.sequence_parallel else 1
     widths = _kept_widths(config, moe)
     mixers = _mixers(config, moe)
-    if pp == 1:  # else the last stage has them
+    if has_both_ends:  # else the last stage has them
         mixers += mixers[-1:] * config.mtp_num_layers
     names = [name for names in mixers for name in names]
     latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
@@ -327,8 +332,7 @@ def _kept_elements(
             kept = min(count, layers) * tokens * D // stream + max(0, layers - count) * layer
         else:
             kept = -(-layers // count) * tokens * D // stream + count * layer
-    # The head's chunk of logits comes once, on the last of several stages.
-    return kept + min(tokens, 4096) * vocab_size // tp * (pp == 1)
+    return kept
 
 
 def _mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, ...], ...]:

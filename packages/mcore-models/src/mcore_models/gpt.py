@@ -153,7 +153,7 @@ class GPT(MTPLanguageModel):
         }
         stage = self.stage
         has_copy = (stage.has_loss and is_tied) or self.predicts_further
-        is_apart = ctx.pp.size > 1 and not stage.has_embedding
+        is_apart = ctx.pp.size > 1 and not stage.has_embedding and stage.rank != 0
         if has_copy and is_apart and ctx.embedding_ends.size == 1:
             raise ValueError(
                 f"stage {stage.index} embeds tokens too: name its pipeline rank among the "

@@ -7,7 +7,7 @@ be inherited for one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -331,3 +331,15 @@ class LanguageModel(TrainableModel):
         """Return ``logits``."""
         assert isinstance(output, Tensor)
         return self.logits(output)
+
+
+def share_embedding(chunks: Sequence[nn.Module]) -> None:
+    """Give the chunks of one rank one embedding, the first one's, in place.
+
+    In a V the first rank holds both ends of the model, which a tied head, or multi-token
+    prediction, joins. Comes before ``DataParallel``.
+    """
+    first, *others = chunks
+    for chunk in others:
+        if hasattr(first, "embedding") and hasattr(chunk, "embedding"):
+            chunk.embedding = first.embedding

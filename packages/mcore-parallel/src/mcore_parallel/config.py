@@ -282,13 +282,20 @@ class Fp8Config:
             )
 
 
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev")
+"""Names of pipeline schedules."""
+V_SHAPED = ("zb-v", "dualpipev")
+"""Those with two stages on a rank, in a V."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
     """How layers are given to pipeline stages, and in which order stages work."""
 
     pipeline_schedule: str = ""
-    """Order of forwards and backwards: 1f1b, interleaved or zb-h1; empty: interleaved when
-    ranks hold several stages, else 1f1b."""
+    """Order of forwards and backwards: 1f1b, interleaved, zb-h1, and with two stages on each
+    rank in a V, the first rank at both ends of the model, zb-v and dualpipev. Empty:
+    interleaved when ranks hold several stages, else 1f1b."""
 
     num_virtual_stages_per_pipeline_rank: int = 1
     """Stages (model chunks) that each pipeline rank holds; above 1 the schedule interleaves."""
@@ -327,17 +334,22 @@ class PipelineConfig:
         Raises:
             ValueError: if a number is out of range, or two options contradict.
         """
-        if self.pipeline_schedule not in ("", "1f1b", "interleaved", "zb-h1"):
+        if self.pipeline_schedule not in ("", *SCHEDULES):
             raise ValueError(
                 f"--pipeline-schedule {self.pipeline_schedule} is not known: "
-                "use 1f1b, interleaved or zb-h1."
+                f"use {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}."
             )
         num_chunks = self.num_virtual_stages_per_pipeline_rank
         if num_chunks < 1:
             raise ValueError(
                 f"--num-virtual-stages-per-pipeline-rank {num_chunks} must be 1 or more."
             )
-        if num_chunks > 1 and self.pipeline_schedule not in ("", "interleaved"):
+        if self.v_shaped and num_chunks > 2:
+            raise ValueError(
+                f"--pipeline-schedule {self.pipeline_schedule} runs two stages on a rank, but "
+                f"--num-virtual-stages-per-pipeline-rank is {num_chunks}: leave that out."
+            )
+        if num_chunks > 1 and self.pipeline_schedule in ("1f1b", "zb-h1"):
             raise ValueError(
                 f"--pipeline-schedule {self.pipeline_schedule} runs one stage on a rank, but "
                 f"--num-virtual-stages-per-pipeline-rank is {num_chunks}: use interleaved."
@@ -356,6 +368,21 @@ class PipelineConfig:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {getattr(self, name)} must be 0 (derive) or more.")
         self._check_one_way_of_splitting()
+
+    @property
+    def v_shaped(self) -> bool:
+        """Whether each rank holds two stages, of which the second ones lie backwards."""
+        return self.pipeline_schedule in V_SHAPED
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on each rank."""
+        return 2 if self.v_shaped else self.num_virtual_stages_per_pipeline_rank
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from those of inputs."""
+        return self.pipeline_schedule in ("zb-h1", *V_SHAPED)
 
     def _check_one_way_of_splitting(self) -> None:
         ways = {

@@ -455,8 +455,6 @@ def test_models_that_cannot_be_wrapped_are_refused():
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         wrap(nn.Linear(2, 2).requires_grad_(False))
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="weight is a parameter of two chunks"):
-        DataParallel([model, model], ParallelContext.single(), PLAIN)
     data_parallel = wrap(model)
     with pytest.raises(ValueError, match="weight already has a main gradient"):
         wrap(model)

@@ -13,7 +13,12 @@ import torch
 from torch import nn
 
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.config import DataParallelConfig, ParallelConfig
+from mcore_parallel.config import (
+    V_SHAPED,
+    DataParallelConfig,
+    ParallelConfig,
+    PipelineConfig,
+)
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.grad_slot import grad_slot
@@ -21,6 +26,7 @@ from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
 from mcore_parallel.pipeline_parallel.schedule import (
+    build_schedule,
     forward_only,
     interleaved,
     one_f_one_b,
@@ -110,8 +116,8 @@ class Case:
 def schedule_of(case, num_microbatches):
     if case.schedule == "interleaved":
         return interleaved(case.pp, num_microbatches, case.vpp)
-    builder = {"1f1b": one_f_one_b, "zb-h1": zero_bubble_h1}[case.schedule]
-    return builder(case.pp, num_microbatches)
+    config = PipelineConfig(pipeline_schedule=case.schedule)
+    return build_schedule(config, case.pp, num_microbatches)
 
 
 def stage_function(chunk, batches, count, num_shares, total):
@@ -133,10 +139,16 @@ def stage_function(chunk, batches, count, num_shares, total):
 
 def train(case):
     """Losses and norms of three steps, gradients of the first, weights at the end."""
-    ctx = ParallelContext.build(ParallelConfig(pipeline_model_parallel_size=case.pp))
-    queue = WeightQueue() if case.schedule == "zb-h1" else None
-    stages = stages_of_rank(split_layers(LAYERS, case.pp, vpp=case.vpp), case.pp, ctx.pp.rank)
-    chunks = [Chunk(stage, ctx) for stage in stages]
+    v_shaped = case.schedule in V_SHAPED
+    ctx = ParallelContext.build(
+        ParallelConfig(pipeline_model_parallel_size=case.pp),
+        embedding_stages=(0,) if v_shaped else (),
+    )
+    queue = None if case.schedule in ("1f1b", "interleaved") else WeightQueue()
+    stages = split_layers(LAYERS, case.pp, vpp=case.vpp, v_shaped=v_shaped)
+    chunks = [Chunk(stage, ctx) for stage in stages_of_rank(stages, ctx.pp.rank)]
+    if v_shaped and ctx.pp.rank == 0:
+        chunks[1].embedding = chunks[0].embedding
     for chunk in chunks:
         fill(chunk)
     if queue is not None:
@@ -165,6 +177,7 @@ def train(case):
                 before_last_backward=data_parallel.start_sync,
                 before_last_weights=data_parallel.start_weight_sync,
                 weight_queue=queue,
+                v_shaped=v_shaped,
                 overlap=case.overlap,
                 batched=case.batched,
             )
@@ -210,6 +223,8 @@ CASES = {
     "pp2 zb-h1, waited for": Case(2, 2, "zb-h1", overlap=False),
     "pp2 dp2 zb-h1 zero overlapped": Case(4, 2, "zb-h1", data=OVERLAPPED),
     "pp2 dp2 zero two chunks overlapped": Case(4, 2, "interleaved", 2, OVERLAPPED),
+    "pp2 zb-v": Case(2, 2, "zb-v", 2),
+    "pp2 dp2 dualpipev zero overlapped": Case(4, 2, "dualpipev", 2, OVERLAPPED),
 }
 
 

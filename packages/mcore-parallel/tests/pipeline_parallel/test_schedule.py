@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_parallel.config import PipelineConfig
+from mcore_parallel.config import V_SHAPED, PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import (
     Action,
     Kind,
@@ -14,10 +14,12 @@ from mcore_parallel.pipeline_parallel.actions import (
 from mcore_parallel.pipeline_parallel.schedule import (
     build_schedule,
     check_schedule,
+    dualpipe_v,
     forward_only,
     interleaved,
     one_f_one_b,
     zero_bubble_h1,
+    zero_bubble_v,
 )
 from mcore_parallel.pipeline_parallel.simulator import simulate
 
@@ -110,7 +112,7 @@ def refusal(function, *arguments):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    name=st.sampled_from(["", "1f1b", "zb-h1"]),
+    name=st.sampled_from(["", "1f1b", "zb-h1", *V_SHAPED]),
     pp=st.integers(1, 5),
     vpp=st.integers(1, 3),
     group=st.integers(0, 7),
@@ -156,7 +158,54 @@ def test_zero_bubble_h1_is_sound_with_few_microbatches(pp, num_microbatches):
     simulate(zero_bubble_h1(pp, num_microbatches), num_microbatches=num_microbatches)
 
 
-def messages_meet_one_by_one(schedule):
+def test_zero_bubble_v_is_the_order_of_the_paper():
+    first, last = zero_bubble_v(2, 4)
+    assert computations(first) == (
+        "F0 F1 F2 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 F3 I0 W0 F2.1 I2.1 W2.1 I1 W1 F3.1 I3.1 W3.1 "
+        "I2 W2 I3 W3"
+    )
+    assert computations(last) == (
+        "F0 F0.1 F1 F1.1 I0.1 W0.1 F2 I0 W0 F2.1 I1.1 W1.1 F3 I1 W1 F3.1 I2.1 W2.1 I2 I3.1 "
+        "I3 W2 W3.1 W3"
+    )
+    # At the turn a chunk hands over to the other without a message.
+    messages = {str(a) for a in last if a.kind.is_message and a.microbatch == 0}
+    assert messages == {"RF0", "SF0.1", "RB0.1", "SB0"}
+
+
+def test_dualpipe_v_puts_whole_backwards_beside_forwards_and_halves_at_both_ends():
+    first, last = dualpipe_v(2, 5)
+    assert computations(first) == (
+        "F0 F1 F2 F0.1 I0.1 W0.1 F1.1 F3 B1.1 F2.1 B0 F4 B2.1 F3.1 B1 B3.1 F4.1 B2 B4.1 I3 "
+        "W3 I4 W4"
+    )
+    assert computations(last) == (
+        "F0 F0.1 F1 F1.1 F2 B0.1 F2.1 B0 F3 B1.1 F3.1 B1 F4 B2.1 F4.1 B2 B3.1 B3 I4.1 I4 "
+        "W4.1 W4"
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(pp=st.integers(2, 6), more=st.integers(0, 6), name=st.sampled_from(V_SHAPED))
+def test_schedules_in_a_v_wait_only_for_their_first_input_and_fill_all_ranks_alike(
+    pp, more, name
+):
+    num_microbatches = 2 * pp + more
+    schedule = build_schedule(PipelineConfig(pipeline_schedule=name), pp, num_microbatches)
+    found = simulate(schedule, num_microbatches=num_microbatches, num_chunks=2, v_shaped=True)
+    # A chunk's forward takes one unit: each rank has 6 a micro-batch to do.
+    assert found.makespan == 6 * num_microbatches + pp - 1
+    assert found.peak_activations == [2 * pp + (name == "dualpipev")] * pp
+
+
+@settings(max_examples=8, deadline=None)
+@given(pp=st.integers(2, 6), num_microbatches=st.integers(1, 9))
+def test_zero_bubble_v_is_sound_with_few_microbatches(pp, num_microbatches):
+    schedule = zero_bubble_v(pp, num_microbatches)
+    simulate(schedule, num_microbatches=num_microbatches, num_chunks=2, v_shaped=True)
+
+
+def messages_meet_one_by_one(schedule, v_shaped=False):
     """Whether every message is met where each rank waits for one before it posts the next."""
     pp = len(schedule)
     left = [[a for a in reversed(actions) if a.kind.is_message] for actions in schedule]
@@ -172,7 +221,7 @@ def messages_meet_one_by_one(schedule):
         for rank, actions in enumerate(left):
             if not actions:
                 continue
-            peer = message_peer(actions[-1].kind, rank, pp)
+            peer = message_peer(actions[-1], rank, pp, v_shaped)
             theirs = left[peer][-1] if left[peer] else None
             if theirs is not None and (theirs.kind, theirs.microbatch) == (
                 other[actions[-1].kind],
@@ -189,7 +238,7 @@ def messages_meet_one_by_one(schedule):
     pp=st.integers(2, 5),
     groups=st.integers(1, 3),
     vpp=st.integers(1, 3),
-    build=st.sampled_from(["1f1b", "interleaved", "zb-h1", "forward only"]),
+    build=st.sampled_from(["1f1b", "interleaved", "zb-h1", "forward only", *V_SHAPED]),
 )
 def test_messages_may_be_posted_one_by_one(pp, groups, vpp, build):
     schedule = {
@@ -197,8 +246,10 @@ def test_messages_may_be_posted_one_by_one(pp, groups, vpp, build):
         "interleaved": lambda: interleaved(pp, groups * pp, vpp),
         "zb-h1": lambda: zero_bubble_h1(pp, groups * pp),
         "forward only": lambda: forward_only(pp, groups * pp, vpp),
+        "zb-v": lambda: zero_bubble_v(pp, groups * pp),
+        "dualpipev": lambda: dualpipe_v(pp, (groups + 1) * pp),
     }[build]()
-    assert messages_meet_one_by_one(schedule)
+    assert messages_meet_one_by_one(schedule, build in V_SHAPED)
 
 
 def test_messages_that_cross_cannot_be_posted_one_by_one():
@@ -208,10 +259,16 @@ def test_messages_that_cross_cannot_be_posted_one_by_one():
 
 
 @settings(max_examples=8, deadline=None)
-@given(pp=st.integers(2, 5), num_microbatches=st.integers(1, 9), vpp=st.integers(1, 3))
-def test_forward_only_schedules_are_sound(pp, num_microbatches, vpp):
-    schedule = forward_only(pp, num_microbatches, vpp)
-    found = simulate(schedule, num_microbatches=num_microbatches, num_chunks=vpp)
+@given(
+    pp=st.integers(2, 5),
+    num_microbatches=st.integers(1, 9),
+    vpp=st.integers(1, 3),
+    v_shaped=st.booleans(),
+)
+def test_forward_only_schedules_are_sound(pp, num_microbatches, vpp, v_shaped):
+    schedule = forward_only(pp, num_microbatches, vpp, v_shaped)
+    places = {"num_chunks": vpp, "v_shaped": v_shaped}
+    found = simulate(schedule, num_microbatches=num_microbatches, **places)
     assert found.peak_activations == [0] * pp
 
 
@@ -219,9 +276,12 @@ def test_the_config_names_the_schedule():
     assert build_schedule(PipelineConfig(), 2, 4) == one_f_one_b(2, 4)
     chunks = PipelineConfig(num_virtual_stages_per_pipeline_rank=2)
     assert build_schedule(chunks, 2, 4) == interleaved(2, 4, 2)
-    assert build_schedule(PipelineConfig(pipeline_schedule="zb-h1"), 2, 4) == zero_bubble_h1(
-        2, 4
-    )
+    for name, build in (
+        ("zb-h1", zero_bubble_h1),
+        ("zb-v", zero_bubble_v),
+        ("dualpipev", dualpipe_v),
+    ):
+        assert build_schedule(PipelineConfig(pipeline_schedule=name), 2, 4) == build(2, 4)
 
 
 @pytest.mark.parametrize(

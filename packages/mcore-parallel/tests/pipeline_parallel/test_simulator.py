@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from mcore_parallel.pipeline_parallel.actions import Action, Kind
 from mcore_parallel.pipeline_parallel.schedule import (
+    dualpipe_v,
     interleaved,
     one_f_one_b,
     zero_bubble_h1,
+    zero_bubble_v,
 )
 from mcore_parallel.pipeline_parallel.simulator import simulate
 
@@ -18,9 +20,12 @@ SCHEDULES = {
     "1f1b": (one_f_one_b(3, 4), 4, 1),
     "interleaved": (interleaved(2, 4, 2), 4, 2),
     "zb-h1": (zero_bubble_h1(3, 4), 4, 1),
+    "dualpipev": (dualpipe_v(2, 4), 4, 2, True),
 }
 each_schedule = pytest.mark.parametrize(
-    ("schedule", "num_microbatches", "num_chunks"), SCHEDULES.values(), ids=SCHEDULES.keys()
+    ("schedule", "places"),
+    [(first, rest) for first, *rest in SCHEDULES.values()],
+    ids=SCHEDULES.keys(),
 )
 
 
@@ -28,31 +33,30 @@ def mutant(schedule, rank, actions):
     return [actions if r == rank else list(a) for r, a in enumerate(schedule)]
 
 
-def refused(schedule, num_microbatches, num_chunks, match="rank"):
+def refused(schedule, num_microbatches, num_chunks, v_shaped=False, match="rank"):
+    options = {"num_microbatches": num_microbatches, "num_chunks": num_chunks}
     with pytest.raises(ValueError, match=match):
-        simulate(schedule, num_microbatches=num_microbatches, num_chunks=num_chunks)
+        simulate(schedule, **options, v_shaped=v_shaped)
 
 
 @each_schedule
-def test_a_dropped_action_is_refused(schedule, num_microbatches, num_chunks):
+def test_a_dropped_action_is_refused(schedule, places):
     for rank, actions in enumerate(schedule):
         for i in range(len(actions)):
             wrong = mutant(schedule, rank, actions[:i] + actions[i + 1 :])
-            refused(wrong, num_microbatches, num_chunks, "never does")
+            refused(wrong, *places, match="never does")
 
 
 @each_schedule
-def test_a_doubled_action_is_refused(schedule, num_microbatches, num_chunks):
+def test_a_doubled_action_is_refused(schedule, places):
     for rank, actions in enumerate(schedule):
         for i in range(len(actions)):
             wrong = mutant(schedule, rank, actions[: i + 1] + actions[i:])
-            refused(wrong, num_microbatches, num_chunks, "2 times")
+            refused(wrong, *places, match="2 times")
 
 
 @each_schedule
-def test_an_action_swapped_with_what_it_needs_is_refused(
-    schedule, num_microbatches, num_chunks
-):
+def test_an_action_swapped_with_what_it_needs_is_refused(schedule, places):
     num_refused = 0
     for rank, actions in enumerate(schedule):
         for i, j in combinations(range(len(actions)), 2):
@@ -63,14 +67,12 @@ def test_an_action_swapped_with_what_it_needs_is_refused(
                 swapped = list(actions)
                 swapped[i], swapped[j] = second, first
                 num_refused += 1
-                refused(mutant(schedule, rank, swapped), num_microbatches, num_chunks)
+                refused(mutant(schedule, rank, swapped), *places)
     assert num_refused > 10
 
 
 @each_schedule
-def test_messages_of_two_microbatches_swapped_at_one_end_are_refused(
-    schedule, num_microbatches, num_chunks
-):
+def test_messages_of_two_microbatches_swapped_at_one_end_are_refused(schedule, places):
     # Each tensor has the right shape, so nothing but the order tells them apart.
     for rank, actions in enumerate(schedule):
         for kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
@@ -78,7 +80,7 @@ def test_messages_of_two_microbatches_swapped_at_one_end_are_refused(
             for i, j in pairwise(at):
                 swapped = list(actions)
                 swapped[i], swapped[j] = actions[j], actions[i]
-                refused(mutant(schedule, rank, swapped), num_microbatches, num_chunks)
+                refused(mutant(schedule, rank, swapped), *places)
 
 
 @settings(max_examples=20, deadline=None)
@@ -92,10 +94,14 @@ def test_any_schedule_with_an_action_lost_doubled_moved_or_too_early_is_refused(
                 (one_f_one_b(pp, num_microbatches), 1),
                 (zero_bubble_h1(pp, num_microbatches), 1),
                 (interleaved(pp, num_microbatches, vpp), vpp),
+                (zero_bubble_v(pp, num_microbatches), 2),
             ]
         )
     )
-    simulate(schedule, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    kind = {action.kind for action in schedule[0]}
+    places = num_microbatches, num_chunks, num_chunks == 2 and Kind.BACKWARD_INPUT in kind
+    names = ("num_microbatches", "num_chunks", "v_shaped")
+    simulate(schedule, **dict(zip(names, places, strict=True)))
     rank = data.draw(st.integers(0, pp - 1))
     place = data.draw(st.integers(0, len(schedule[rank]) - 1))
     wrong = [list(actions) for actions in schedule]
@@ -111,18 +117,20 @@ def test_any_schedule_with_an_action_lost_doubled_moved_or_too_early_is_refused(
             return
         wrong[rank].insert(0, action)
         if action.kind is Kind.RECEIVE_BACKWARD:
-            refused(wrong, num_microbatches, num_chunks, "deadlock|is expected")
+            refused(wrong, *places, match="deadlock|is expected")
             return
-    refused(wrong, num_microbatches, num_chunks)
+    refused(wrong, *places)
 
 
 def test_an_action_that_is_not_the_ranks_task_is_refused():
     first, last = one_f_one_b(2, 2)
-    refused([[*first, Action(Kind.FORWARD, 2)], last], 2, 1, "rank 0 does F2, which is not")
+    refused(
+        [[*first, Action(Kind.FORWARD, 2)], last], 2, 1, match="rank 0 does F2, which is not"
+    )
 
 
 def test_a_microbatch_that_no_rank_runs_is_refused():
-    refused(one_f_one_b(2, 2), 3, 1, "never does")
+    refused(one_f_one_b(2, 2), 3, 1, match="never does")
 
 
 def read(text):
@@ -133,7 +141,7 @@ def test_ranks_that_wait_in_a_circle_are_refused():
     # Each rank first sends and only then, after some work, receives what the other sends.
     first = read("F0 SF0 F1 SF1 F2 RB0 I0 W0 SF2 RB1 I1 W1 RB2 I2 W2")
     last = read("RF0 F0 I0 SB0 W0 RF1 F1 I1 SB1 W1 RF2 F2 I2 SB2 W2")
-    refused([first, last], 3, 1, "deadlock: rank 0 in SF1; rank 1 in SB0")
+    refused([first, last], 3, 1, match="deadlock: rank 0 in SF1; rank 1 in SB0")
 
 
 def test_messages_in_one_batch_do_not_wait_for_each_other():

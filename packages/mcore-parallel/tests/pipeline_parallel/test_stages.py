@@ -27,8 +27,18 @@ def test_one_rank_holds_everything():
 
 
 def test_chunks_of_a_rank_are_a_pipeline_apart():
-    mine = stages_of_rank(split_layers(8, 2, vpp=2), pp=2, rank=1)
+    mine = stages_of_rank(split_layers(8, 2, vpp=2), rank=1)
     assert [s.layers for s in mine] == [range(2, 4), range(6, 8)]
+
+
+def test_the_first_rank_of_a_v_holds_both_ends():
+    stages = build_stages(PipelineConfig(pipeline_schedule="zb-v"), 12, 3)
+    first, last = stages_of_rank(stages, 0), stages_of_rank(stages, 2)
+    assert [s.layers for s in first] == [range(2), range(10, 12)]
+    assert [s.layers for s in last] == [range(4, 6), range(6, 8)]
+    assert (first[0].has_embedding, first[1].has_loss) == (True, True)
+    uneven = split_layers(10, 2, vpp=2, first=6, v_shaped=True)
+    assert counts(uneven) == [3, 2, 2, 3]
 
 
 def test_first_and_last_ranks_may_hold_fewer_layers():

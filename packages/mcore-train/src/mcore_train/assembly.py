@@ -20,7 +20,7 @@ from mcore_data.tracing.data_plan import Stretch, describe_sources
 from mcore_data.tracing.tracing import prefixes
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.peft.attaching import attach_adapters
-from mcore_models.protocol import TrainableModel
+from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
@@ -124,7 +124,8 @@ class Run:
 
     def forward_actions_of(self, num_microbatches: int) -> Sequence[Action]:
         """This rank's part of a schedule without backward."""
-        forwards = partial(forward_only, vpp=len(self.chunks))
+        v_shaped = self.plan.config.pipeline.v_shaped
+        forwards = partial(forward_only, vpp=len(self.chunks), v_shaped=v_shaped)
         return self._built("evaluate", forwards, num_microbatches)
 
     def keeping_casts(self) -> AbstractContextManager[None]:
@@ -186,7 +187,7 @@ def assemble(
         for chunk in chunks:
             prepare(chunk)
     weight_queue = None
-    if config.pipeline.pipeline_schedule == "zb-h1":
+    if config.pipeline.splits_backward:
         weight_queue = WeightQueue()
         weight_queue.serve(*chunks)
     engine = engines[config.data_parallelism.sharding]
@@ -240,8 +241,10 @@ def _build_chunks(
             device=ctx.device,
             dtype=dtype,
         )
-        for stage in stages_of_rank(list(plan.stages), ctx.pp.size, ctx.pp.rank)
+        for stage in stages_of_rank(plan.stages, ctx.pp.rank)
     ]
+    if config.pipeline.v_shaped:
+        share_embedding(chunks)
     for chunk in chunks:
         if config.peft.peft != "none":
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)

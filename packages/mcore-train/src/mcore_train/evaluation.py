@@ -125,6 +125,7 @@ def forward_pass(
         shape=partial(payload_shape, run, batches),
         dtype=run.dtype,
         device=run.ctx.device,
+        v_shaped=run.plan.config.pipeline.v_shaped,
         rendezvous="evaluate" not in run.warmed_up,
         overlap=run.plan.config.pipeline.overlap_p2p_communication,
         batched=run.plan.config.pipeline.batch_p2p_communication,

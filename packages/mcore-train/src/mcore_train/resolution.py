@@ -74,12 +74,12 @@ class Plan:
     @property
     def embedding_stages(self) -> tuple[int, ...]:
         """Pipeline ranks that hold the embedding; empty: the first and the last."""
-        pp = self.config.parallelism.pipeline_model_parallel_size
         model, mtp_stage = self.config.model, self.stages[0].mtp_stage
+        last = self.stages[-1].rank
         if mtp_stage < 0:
-            return ()
+            return (0,) if self.config.pipeline.v_shaped else ()
         is_tied = not model.untie_embeddings_and_output_weights
-        return tuple(sorted({0, mtp_stage % pp} | ({pp - 1} if is_tied else set())))
+        return tuple(sorted({0, self.stages[mtp_stage].rank} | ({last} if is_tied else set())))
 
     @property
     def tokens_per_step(self) -> int:
@@ -267,7 +267,7 @@ def _empty_ranks(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
         f"and --decoder-last-pipeline-num-layers {layout.decoder_last_pipeline_num_layers}"
     )
     for rank in range(pp):
-        own = stages_of_rank(list(stages), pp, rank)
+        own = stages_of_rank(stages, rank)
         if own and not any(
             s.layers or s.has_embedding or s.has_loss or s.num_mtp_layers for s in own
         ):

@@ -62,7 +62,7 @@ TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EP = "expert_model_parallel_size"
 LAYOUTS = {
     "dense": {TP: 2, PP: 2},
-    "untied, four layers": {TP: 2, PP: 2, "num_virtual_stages_per_pipeline_rank": 2},
+    "untied, four layers": {TP: 2, PP: 2, "pipeline_schedule": "zb-v"},
     "mixtral": {
         "async_save": True,
         EP: 2,

@@ -74,14 +74,14 @@ class DataParallel(GradientSync):
         check_declared(chunks, ctx.tp)
         self.ctx = ctx
         self.config = config
-        found = [
-            (index, named)
-            for index, chunk in enumerate(chunks)
-            for named in named_parameters(chunk)
-            if only is None or named.parameter in only
-        ]
-        self._named = [named for _, named in found]
-        self.buckets = build_buckets(_trainable(found), ctx, config)
+        # A parameter of two chunks is the first one's, whose last backward comes last.
+        found: dict[nn.Parameter, tuple[int, NamedParameter]] = {}
+        for index, chunk in enumerate(chunks):
+            for named in named_parameters(chunk):
+                if only is None or named.parameter in only:
+                    found.setdefault(named.parameter, (index, named))
+        self._named = [named for _, named in found.values()]
+        self.buckets = build_buckets(_trainable(list(found.values())), ctx, config)
         self._is_syncing = [True] * len(chunks)
         self._is_syncing_weights = [True] * len(chunks)
         self._is_finished = self._is_checked = False
@@ -353,7 +353,6 @@ def _trainable(walked: list[tuple[int, NamedParameter]]) -> list[tuple[int, Name
     found = [entry for entry in walked if entry[1].parameter.requires_grad]
     if not found:
         raise ValueError("no parameter of the model requires a gradient")
-    seen: set[nn.Parameter] = set()
     for _, named in found:
         if grad_slot(named.parameter).main is not None:
             raise ValueError(
@@ -365,9 +364,4 @@ def _trainable(walked: list[tuple[int, NamedParameter]]) -> list[tuple[int, Name
                 f"{named.name} already has a gradient, which would be added to that of the "
                 "first step: call model.zero_grad() before DataParallel."
             )
-        if named.parameter in seen:
-            raise ValueError(
-                f"{named.name} is a parameter of two chunks: give each its own copy"
-            )
-        seen.add(named.parameter)
     return found

@@ -4,13 +4,15 @@
 stand next to one another are posted together, so that ranks that exchange both ways do not
 wait in a circle.
 
-Stage ``chunk * PP + rank`` is chunk ``chunk`` of rank ``rank``.
+``stages.stage_at`` says which stage a chunk of a rank is.
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from mcore_parallel.pipeline_parallel.stages import place_of, stage_at
 
 
 class Kind(StrEnum):
@@ -58,18 +60,22 @@ DURATIONS = {
 """Time units by which messages are placed: each half of backward costs one forward."""
 
 
-def message_peer(kind: Kind, rank: int, pp: int) -> int:
+def message_peer(action: Action, rank: int, pp: int, v_shaped: bool = False) -> int:
     """Return the pipeline rank at the other end of a message."""
-    forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)
-    return (rank + 1) % pp if forward else (rank - 1) % pp
+    step = 1 if action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1
+    return place_of(stage_at(rank, action.chunk, pp, v_shaped) + step, pp, v_shaped)[0]
 
 
-def with_messages(orders: Sequence[Sequence[Action]]) -> Schedule:
+def with_messages(orders: Sequence[Sequence[Action]], v_shaped: bool = False) -> Schedule:
     """Add sends and receives to each rank's order of computation.
 
     Simulates the orders with ``DURATIONS`` and adds a message at both ends when its producer
     ends. All ranks thereby share one order of messages, which cannot deadlock, and a receive
-    is posted as early as its message can arrive.
+    is posted as early as its message can arrive. Stages of one rank need no messages.
+
+    Args:
+        orders: computations of each rank.
+        v_shaped: whether the second chunks run back, see ``stages.stage_at``.
 
     Raises:
         ValueError: if the orders wait for each other.
@@ -85,7 +91,8 @@ def with_messages(orders: Sequence[Sequence[Action]]) -> Schedule:
     while True:
         for rank in sorted(idle):
             order = waiting[rank]
-            if order and _needs(order[-1], rank, pp, num_stages) <= arrived:
+            stage = stage_at(rank, order[-1].chunk, pp, v_shaped) if order else 0
+            if order and _needs(order[-1], stage, num_stages) <= arrived:
                 action = order.pop()
                 schedule[rank].append(action)
                 heapq.heappush(running, (now + DURATIONS[action.kind], rank, action))
@@ -95,7 +102,7 @@ def with_messages(orders: Sequence[Sequence[Action]]) -> Schedule:
         now = running[0][0]
         while running and running[0][0] == now:
             _, rank, action = heapq.heappop(running)
-            arrived |= _deliver(schedule, rank, action, num_stages)
+            arrived |= _deliver(schedule, rank, action, num_stages, v_shaped)
             idle.add(rank)
     if any(waiting):
         stuck = ", ".join(f"rank {r} at {o[-1]}" for r, o in enumerate(waiting) if o)
@@ -107,9 +114,9 @@ Value = tuple[int, Kind, int]
 """The result of a computation: stage, kind of computation, micro-batch."""
 
 
-def _needs(action: Action, rank: int, pp: int, num_stages: int) -> set[Value]:
-    """List what must have been computed before ``action`` can start."""
-    stage, microbatch = action.chunk * pp + rank, action.microbatch
+def _needs(action: Action, stage: int, num_stages: int) -> set[Value]:
+    """List what must have been computed before ``action`` of a stage can start."""
+    microbatch = action.microbatch
     if action.kind is Kind.FORWARD:
         return {(stage - 1, Kind.FORWARD, microbatch)} if stage else set()
     if action.kind is Kind.BACKWARD_WEIGHT:
@@ -118,17 +125,20 @@ def _needs(action: Action, rank: int, pp: int, num_stages: int) -> set[Value]:
     return {(stage, Kind.FORWARD, microbatch)} | later
 
 
-def _deliver(schedule: Schedule, rank: int, action: Action, num_stages: int) -> set[Value]:
+def _deliver(
+    schedule: Schedule, rank: int, action: Action, num_stages: int, v_shaped: bool
+) -> set[Value]:
     """Append the message of the computation that just ended on ``rank``, if it has one."""
     pp = len(schedule)
-    stage, microbatch = action.chunk * pp + rank, action.microbatch
+    stage, microbatch = stage_at(rank, action.chunk, pp, v_shaped), action.microbatch
     if action.kind is Kind.BACKWARD_WEIGHT:
         return set()
     is_forward = action.kind is Kind.FORWARD
     target = stage + 1 if is_forward else stage - 1
-    if 0 <= target < num_stages:
+    peer, chunk = place_of(target, pp, v_shaped) if 0 <= target < num_stages else (rank, 0)
+    if peer != rank:
         send = Kind.SEND_FORWARD if is_forward else Kind.SEND_BACKWARD
         receive = Kind.RECEIVE_FORWARD if is_forward else Kind.RECEIVE_BACKWARD
         schedule[rank].append(Action(send, microbatch, action.chunk))
-        schedule[target % pp].append(Action(receive, microbatch, target // pp))
+        schedule[peer].append(Action(receive, microbatch, chunk))
     return {(stage, Kind.FORWARD if is_forward else Kind.BACKWARD, microbatch)}

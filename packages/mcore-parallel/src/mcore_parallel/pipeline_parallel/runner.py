@@ -20,10 +20,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, message_peer
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
-from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work
+from mcore_parallel.pipeline_parallel.stages import Placement
+from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work, make_weights
 
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+MAKING_WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 _ONLY = ""
 """Name of a payload that is one tensor."""
 MAX_POSTED = 2
@@ -63,6 +65,7 @@ def run_schedule(
     before_last_backward: Callable[[int], None] | None = None,
     before_last_weights: Callable[[int], None] | None = None,
     weight_queue: WeightQueue | None = None,
+    v_shaped: bool = False,
     rendezvous: bool = False,
     overlap: bool = True,
     batched: bool = True,
@@ -81,10 +84,12 @@ def run_schedule(
         device: where hidden states live.
         before_last_backward: called with the chunk just before its last backward (or input
             half of one) here, such as ``DataParallel.start_sync``.
-        before_last_weights: likewise before its last weight half, such as
-            ``DataParallel.start_weight_sync``.
+        before_last_weights: likewise before it makes the last weight gradients that were put
+            off, such as ``DataParallel.start_weight_sync``.
         weight_queue: needed by schedules that split backward: what the linears fill. Under
             other schedules it is emptied after each backward.
+        v_shaped: whether chunks lie in a V, see ``stages.stage_at``; those that follow one
+            another on a rank hand tensors over without a message.
         rendezvous: let the host wait for each batch of messages before it goes on. Needed
             the first time that stages run on CUDA: loading a kernel waits for the device,
             and a device that already waits for a neighbour's message makes a circle. The
@@ -100,8 +105,10 @@ def run_schedule(
             stage's output is not the hidden state that was announced.
         TypeError: if actions are those of all ranks, or a stage returns no ``StageOutput``.
     """
-    _check(actions, chunks, axis, weight_queue)
+    places = Placement(axis.size, len(chunks), v_shaped)
+    _check(actions, chunks, axis, weight_queue, places)
     runner = _Runner(actions, chunks, axis, shape, dtype, device)
+    runner.places = places
     if weight_queue is not None:
         runner.weight_queue = weight_queue
     runner.overlap, runner.batched = overlap, batched
@@ -109,7 +116,7 @@ def run_schedule(
     if runner.rendezvous and axis.size > 1:
         runner.open_connections()
     last_backward = {a.chunk: a for a in actions if a.kind in BACKWARDS}
-    last_weights = {a.chunk: a for a in actions if a.kind is Kind.BACKWARD_WEIGHT}
+    last_weights = {a.chunk: a for a in actions if a.kind in MAKING_WEIGHTS}
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
             runner.exchange(list(run))
@@ -128,6 +135,7 @@ def _check(
     chunks: Mapping[int, StageFunction],
     axis: Axis,
     weight_queue: WeightQueue | None,
+    places: Placement,
 ) -> None:
     if not all(isinstance(action, Action) for action in actions):
         raise TypeError(
@@ -141,10 +149,12 @@ def _check(
         )
     kinds = {(action.kind, action.chunk) for action in actions}
     for chunk in chunks:
-        is_first = chunk == 0 and axis.rank == 0
-        is_last = chunk == len(chunks) - 1 and axis.rank == axis.size - 1
-        ends = (Kind.RECEIVE_FORWARD, is_first), (Kind.SEND_FORWARD, is_last)
-        if any(((kind, chunk) in kinds) == is_end for kind, is_end in ends):
+        stage = places.stage(axis.rank, chunk)
+        ends = (Kind.RECEIVE_FORWARD, stage - 1), (Kind.SEND_FORWARD, stage + 1)
+        if any(
+            ((kind, chunk) in kinds) != (places.has(other) and places.rank(other) != axis.rank)
+            for kind, other in ends
+        ):
             raise ValueError(
                 f"these actions of chunk {chunk} are not those of rank {axis.rank} of "
                 f"{axis.size}: build the schedule for {axis.size} pipeline ranks and take "
@@ -152,8 +162,9 @@ def _check(
             )
     if weight_queue is None and any(a.kind is Kind.BACKWARD_WEIGHT for a in actions):
         raise ValueError(
-            "--pipeline-schedule zb-h1 splits backward, which needs linears that put their "
-            "weight gradients into a weight_queue; none is given. Use 1f1b or interleaved."
+            "a schedule that splits backward (zb-h1, zb-v, dualpipev) needs linears that put "
+            "their weight gradients into a weight_queue; none is given. Use 1f1b or "
+            "interleaved."
         )
 
 
@@ -176,6 +187,7 @@ class _Runner:
         self.chunks, self.axis = chunks, axis
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weight_queue = WeightQueue()
+        self.places = Placement(axis.size, len(chunks))
         self.rendezvous = False
         self.overlap = self.batched = True
         self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
@@ -209,7 +221,7 @@ class _Runner:
         received: list[tuple[tuple[Kind, Key], str] | None] = []  # what each message brings
         for action in actions:
             key = (action.kind, (action.chunk, action.microbatch))
-            peer = message_peer(action.kind, self.axis.rank, self.axis.size)
+            peer = message_peer(action, self.axis.rank, self.axis.size, self.places.v_shaped)
             if action.kind in SENDS:
                 for tensor in self.leaving.pop(key):
                     messages.append(Message(tensor, peer, is_send=True))
@@ -242,22 +254,21 @@ class _Runner:
             with torch.set_grad_enabled(key in self.with_backward):
                 self.forward(key)
         elif action.kind is Kind.BACKWARD_WEIGHT:
-            self.make_weights(self.deferred.pop(key))
+            make_weights(self.deferred.pop(key))
         else:
             self.backward(key)
             works = self.weight_queue.take()
             if action.kind is Kind.BACKWARD_INPUT:
                 self.deferred[key] = works
             elif works:
-                self.make_weights(works)
+                make_weights(works)
 
     def forward(self, key: Key) -> None:
         """Run a stage and keep of its output only what backward and the next stage need."""
         chunk, microbatch = key
-        is_first = chunk == 0 and self.axis.rank == 0
-        is_last = chunk == len(self.chunks) - 1 and self.axis.rank == self.axis.size - 1
-        x = None
-        if not is_first:
+        stage, x = self.places.stage(self.axis.rank, chunk), None
+        is_last = not self.places.has(stage + 1)
+        if stage:
             x = self.received(Kind.RECEIVE_FORWARD, key)
             for tensor in x.values():
                 tensor.requires_grad_(key in self.with_backward)
@@ -271,9 +282,8 @@ class _Runner:
         expected = {_ONLY: ()} if is_last else self.shapes_of(microbatch, chunk)
         self.check_output(output, expected, is_last)
         if not is_last:
-            self.leaving[Kind.SEND_FORWARD, key] = [
-                output[name].detach().contiguous() for name in expected
-            ]
+            leaving = {name: output[name].detach().contiguous() for name in expected}
+            self.hand_on(leaving, Kind.SEND_FORWARD, key)
         if key not in self.with_backward:
             return
         if x is not None:
@@ -299,21 +309,25 @@ class _Runner:
                 [None if name is None else received[name] for _, name in roots],
             )
         if key in self.inputs:
-            self.leaving[Kind.SEND_BACKWARD, key] = [
-                (torch.zeros_like(x) if x.grad is None else x.grad).contiguous()
-                for x in self.inputs.pop(key).values()
-            ]
+            leaving = {
+                name: (torch.zeros_like(x) if x.grad is None else x.grad).contiguous()
+                for name, x in self.inputs.pop(key).items()
+            }
+            self.hand_on(leaving, Kind.SEND_BACKWARD, key)
 
-    def make_weights(self, works: list[Work]) -> None:
-        """Do what linears put off, each prepared under the one before."""
-        left = deque(works)
-        works.clear()  # each lets go of its factors once done
-        with torch.no_grad():
-            _prepare(left)
-            while left:
-                work, _ = left.popleft()
-                _prepare(left)
-                work()
+    def hand_on(self, tensors: dict[str, Tensor], kind: Kind, key: Key) -> None:
+        """Keep a stage's result for its message, or give it to another stage of this rank."""
+        chunk, microbatch = key
+        other = self.places.stage(self.axis.rank, chunk)
+        other += 1 if kind is Kind.SEND_FORWARD else -1
+        if self.places.rank(other) != self.axis.rank:
+            self.leaving[kind, key] = list(tensors.values())
+            return
+        forward = kind is Kind.SEND_FORWARD
+        receive = Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD
+        place = self.places.chunk(other), microbatch
+        here = PendingMessages([], [], self.axis)
+        self.arriving[receive, place] = {name: (x, here) for name, x in tensors.items()}
 
     def received(self, kind: Kind, key: Key) -> dict[str, Tensor]:
         """Return what a neighbour sent, by name, waiting for it if need be."""
@@ -332,7 +346,7 @@ class _Runner:
         self, microbatch: int, chunk: int, is_received: bool = False
     ) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of what a chunk sends on, or receives, by name."""
-        sender = chunk * self.axis.size + self.axis.rank - is_received
+        sender = self.places.stage(self.axis.rank, chunk) - is_received
         shape = self.shape(microbatch, sender) if callable(self.shape) else self.shape
         return shape if isinstance(shape, Mapping) else {_ONLY: shape}
 
@@ -375,12 +389,6 @@ def _joined(tensors: Mapping[str, Tensor]) -> Payload:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(name or "one tensor" for name in names)
-
-
-def _prepare(works: deque[Work]) -> None:
-    """Begin what the next work waits for."""
-    if works and works[0][1] is not None:
-        works[0][1]()
 
 
 def _wait(pending: list[PendingMessages]) -> None:

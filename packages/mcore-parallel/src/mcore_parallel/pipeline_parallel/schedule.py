@@ -2,8 +2,10 @@
 
 A schedule is one list of ``Action`` a rank. The order of computation is a few lines per
 schedule, as in the paper's figure; ``with_messages`` adds sends and receives. ``simulator``
-checks any schedule, ``runner`` executes it.
+checks any schedule, ``runner`` executes it. Schedules in a V place stages as ``stages`` says.
 """
+
+from collections import Counter
 
 from mcore_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, Schedule, with_messages
@@ -28,9 +30,13 @@ def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Sc
         vpp = config.num_virtual_stages_per_pipeline_rank
         group = config.microbatch_group_size_per_virtual_pipeline_stage
         return interleaved(pp, num_microbatches, vpp, group)
-    if name == "zb-h1":
-        return zero_bubble_h1(pp, num_microbatches)
-    return one_f_one_b(pp, num_microbatches)
+    builders = {
+        "1f1b": one_f_one_b,
+        "zb-h1": zero_bubble_h1,
+        "zb-v": zero_bubble_v,
+        "dualpipev": dualpipe_v,
+    }
+    return builders[name](pp, num_microbatches)
 
 
 def check_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> None:
@@ -43,6 +49,8 @@ def check_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> No
         vpp = config.num_virtual_stages_per_pipeline_rank
         group = config.microbatch_group_size_per_virtual_pipeline_stage or pp
         _check_groups(pp, num_microbatches, vpp, group)
+    if config.v_shaped:
+        _check_v(config.pipeline_schedule, pp, num_microbatches)
 
 
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
@@ -125,7 +133,70 @@ def zero_bubble_h1(pp: int, num_microbatches: int) -> Schedule:
     return with_messages(orders)
 
 
-def forward_only(pp: int, num_microbatches: int, vpp: int = 1) -> Schedule:
+def zero_bubble_v(pp: int, num_microbatches: int) -> Schedule:
+    """Two stages a rank in a V, backward in halves: no bubble where F, I and W last as long.
+
+    Rank ``r`` holds stages ``r`` and ``2 PP - 1 - r``, so that the first rank has embedding and
+    loss. Every rank holds at most 2 PP chunks of a micro-batch, the memory of 1F1B's first
+    rank. Few micro-batches take their places in the order of 2 PP - 1 of them.
+
+    Raises:
+        ValueError: on one pipeline rank.
+
+    Reference:
+        Qi et al. 2024, arXiv:2405.15362 (V-ZB).
+    """
+    _check_v("zb-v", pp, num_microbatches)
+    total = max(num_microbatches, 2 * pp - 1)
+    orders = []
+    for rank in range(pp):
+        lane = _Lane()
+        lane.add(2 * (pp - rank) - 1, "F0")
+        lane.add(rank, "F1 F0")
+        lane.add(pp - rank, "F1 I1 W1")
+        lane.add(total - 2 * pp + rank + 1, "F0 I0 W0 F1 I1 W1")
+        lane.add(pp - rank - 1, "I0 W0 F1 I1 W1")
+        lane.add(rank, "I0 I1")
+        lane.add(pp - rank, "I0 W0")
+        lane.add(rank, "W1")
+        lane.add(rank, "W0")
+        orders.append([a for a in lane.actions if a.microbatch < num_microbatches])
+    return with_messages(orders, v_shaped=True)
+
+
+def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
+    """DualPipe's half, in a V: each forward of one chunk stands beside a backward of the other.
+
+    In the middle of a step backward is whole and next to a forward whose messages it hides; at
+    both ends it is in halves. Every rank holds at most 2 PP + 1 chunks of a micro-batch.
+
+    Raises:
+        ValueError: on one pipeline rank, or with fewer than 2 PP micro-batches.
+
+    Reference:
+        DeepSeek-AI 2024, arXiv:2412.19437 (DualPipe); its half in a V holds each stage once.
+    """
+    _check_v("dualpipev", pp, num_microbatches)
+    orders = []
+    for rank in range(pp):
+        lane, after = _Lane(), pp - rank - 1
+        lane.add(2 * after, "F0")
+        lane.add(rank + 1, "F0 F1")
+        lane.add(after, "I1 W1 F1")
+        lane.add(num_microbatches - 2 * pp + rank + 1, "F0 B1 F1 B0")
+        lane.add(after, "B1 F1 B0")
+        ends = ["B1", "B0"] * (rank + 1)
+        put_off = [word.replace("B", "I") for word in ends[rank + 1 :]]
+        lane.add(1, " ".join(ends[: rank + 1] + put_off))
+        lane.add(after, "W I0")
+        lane.add(rank + 1, "W")
+        orders.append(lane.actions)
+    return with_messages(orders, v_shaped=True)
+
+
+def forward_only(
+    pp: int, num_microbatches: int, vpp: int = 1, v_shaped: bool = False
+) -> Schedule:
     """All forwards and no backward, for evaluation; chunks in turn for each group of PP."""
     order = [
         Action(Kind.FORWARD, microbatch, chunk)
@@ -133,7 +204,50 @@ def forward_only(pp: int, num_microbatches: int, vpp: int = 1) -> Schedule:
         for chunk in range(vpp)
         for microbatch in range(begin, min(begin + pp, num_microbatches))
     ]
-    return with_messages([list(order) for _ in range(pp)])
+    return with_messages([list(order) for _ in range(pp)], v_shaped)
+
+
+class _Lane:
+    """One rank's order of computation, written in words such as ``F1``: kind and chunk.
+
+    Micro-batches of a kind come in turn. ``W`` alone is the oldest weight half put off.
+    """
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._counts: Counter[str] = Counter()
+        self._put_off: list[Action] = []
+
+    def add(self, times: int, words: str) -> None:
+        """Append words so many times over."""
+        for word in words.split() * times:
+            kind = Kind(word[0])
+            if kind is Kind.BACKWARD_WEIGHT:
+                place = next(
+                    i for i, a in enumerate(self._put_off) if word in ("W", f"W{a.chunk}")
+                )
+                self.actions.append(self._put_off.pop(place))
+                continue
+            chunk = int(word[1])
+            turn = f"{'F' if kind is Kind.FORWARD else 'B'}{chunk}"
+            microbatch = self._counts[turn]
+            self._counts[turn] += 1
+            self.actions.append(Action(kind, microbatch, chunk))
+            if kind is Kind.BACKWARD_INPUT:
+                self._put_off.append(Action(Kind.BACKWARD_WEIGHT, microbatch, chunk))
+
+
+def _check_v(name: str, pp: int, num_microbatches: int) -> None:
+    if pp == 1:
+        raise ValueError(
+            f"--pipeline-schedule {name} needs --pipeline-model-parallel-size 2 or more."
+        )
+    if name == "dualpipev" and num_microbatches < 2 * pp:
+        raise ValueError(
+            "--pipeline-schedule dualpipev needs 2 x --pipeline-model-parallel-size = "
+            f"{2 * pp} micro-batches or more, and a step has {num_microbatches}: raise "
+            "--global-batch-size, or use zb-v."
+        )
 
 
 def _name(config: PipelineConfig) -> str:

@@ -10,7 +10,7 @@ stage starts when its rank is free and its input is computed.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 from mcore_parallel.pipeline_parallel.actions import (
     DURATIONS,
@@ -19,6 +19,7 @@ from mcore_parallel.pipeline_parallel.actions import (
     Schedule,
     message_peer,
 )
+from mcore_parallel.pipeline_parallel.stages import Placement
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -51,7 +52,9 @@ def simulate(
     *,
     num_microbatches: int,
     num_chunks: int = 1,
+    v_shaped: bool = False,
     durations: Mapping[Kind, float] | Callable[[int, Action], float] = DURATIONS,
+    message_time: float = 0.0,
 ) -> Simulation:
     """Check a schedule and time it.
 
@@ -59,42 +62,45 @@ def simulate(
         schedule: one list of actions a rank.
         num_microbatches: of the step; each must pass every stage.
         num_chunks: stages on each rank.
+        v_shaped: whether they lie in a V, see ``stages.stage_at``.
         durations: time of each kind of computation, or a function of rank and action where
-            stages differ; messages take none.
+            stages differ.
+        message_time: from the end of a computation until another rank has its result.
 
     Raises:
         ValueError: if the schedule is wrong, saying which rank, which action and why.
     """
-    _check_complete(schedule, num_microbatches, num_chunks)
-    _check_order_on_ranks(schedule, num_chunks)
-    _check_message_order(schedule)
-    _check_rendezvous(schedule)
+    places = Placement(len(schedule), num_chunks, v_shaped)
+    _check_complete(schedule, num_microbatches, places)
+    _check_order_on_ranks(schedule, places)
+    _check_message_order(schedule, places)
+    _check_rendezvous(schedule, places)
     duration = durations if callable(durations) else lambda _, action: durations[action.kind]
-    spans = _time(schedule, num_chunks, duration)
+    spans = _time(schedule, places, duration, message_time)
     makespan = max((span.end for rank in spans for span in rank), default=0.0)
     work = sum(span.end - span.start for rank in spans for span in rank)
     bubble = len(schedule) * makespan / work - 1.0 if work else 0.0
     return Simulation(spans, makespan, _peak_activations(schedule), bubble)
 
 
-def _check_complete(schedule: Schedule, num_microbatches: int, num_chunks: int) -> None:
-    """Each stage does for each micro-batch every required action once, and no other."""
-    pp = len(schedule)
-    kinds = {action.kind for actions in schedule for action in actions}
-    computations = [{Kind.FORWARD}]
-    if kinds & {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}:
-        computations.append({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-    elif kinds & {Kind.BACKWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD}:
-        computations.append({Kind.BACKWARD})
+def _check_complete(schedule: Schedule, num_microbatches: int, places: Placement) -> None:
+    """Each stage does for each micro-batch every required action once, and no other.
+
+    Backward is whole or in halves, which may differ from one micro-batch to the next.
+    """
+    has_backward = any(a.kind in BACKWARDS for actions in schedule for a in actions)
+    has_backward |= any(a.kind is Kind.BACKWARD_WEIGHT for r in schedule for a in r)
     for rank, actions in enumerate(schedule):
-        wanted = {
-            Action(kind, microbatch, chunk)
-            for microbatch in range(num_microbatches)
-            for chunk in range(num_chunks)
-            for kind in set().union(*computations)
-            | _messages(chunk * pp + rank, pp * num_chunks, len(computations) > 1)
-        }
         counts = Counter(actions)
+        wanted = set()
+        for microbatch, chunk in product(range(num_microbatches), range(places.num_chunks)):
+            kinds = {Kind.FORWARD, *_messages(rank, chunk, places, has_backward)}
+            halves = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+            if any(Action(kind, microbatch, chunk) in counts for kind in halves):
+                kinds |= set(halves)
+            elif has_backward:
+                kinds.add(Kind.BACKWARD)
+            wanted |= {Action(kind, microbatch, chunk) for kind in kinds}
         for action in sorted(wanted - set(counts), key=str):
             raise ValueError(f"rank {rank} never does {action}")
         for action, count in counts.items():
@@ -104,64 +110,73 @@ def _check_complete(schedule: Schedule, num_microbatches: int, num_chunks: int) 
                 raise ValueError(f"rank {rank} does {action} {count} times")
 
 
-def _messages(stage: int, num_stages: int, has_backward: bool) -> set[Kind]:
-    kinds = set()
-    if stage > 0:
+def _messages(rank: int, chunk: int, places: Placement, has_backward: bool) -> set[Kind]:
+    stage, kinds = places.stage(rank, chunk), set()
+    if places.has(stage - 1) and places.rank(stage - 1) != rank:
         kinds |= {Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD}
-    if stage < num_stages - 1:
+    if places.has(stage + 1) and places.rank(stage + 1) != rank:
         kinds |= {Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD}
     if not has_backward:
         kinds -= {Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD}
     return kinds
 
 
-def _check_order_on_ranks(schedule: Schedule, num_chunks: int) -> None:
+def _check_order_on_ranks(schedule: Schedule, places: Placement) -> None:
     """Each rank receives or computes a value before it uses or sends it."""
-    pp = len(schedule)
     for rank, actions in enumerate(schedule):
         done: set[Action] = set()
         for action in actions:
-            stage = action.chunk * pp + rank
-            for kinds in _prerequisites(action.kind, stage, pp * num_chunks):
-                if not any(Action(k, action.microbatch, action.chunk) in done for k in kinds):
+            for kinds, chunk in _prerequisites(action.kind, rank, action.chunk, places):
+                if not any(Action(k, action.microbatch, chunk) in done for k in kinds):
                     names = " or ".join(k.value for k in kinds)
-                    raise ValueError(f"rank {rank} does {action} before its {names}")
+                    of = f" of chunk {chunk}" if chunk != action.chunk else ""
+                    raise ValueError(f"rank {rank} does {action} before its {names}{of}")
             done.add(action)
 
 
-def _prerequisites(kind: Kind, stage: int, num_stages: int) -> list[tuple[Kind, ...]]:
-    """List what must come first; of each tuple one kind will do."""
-    is_first, is_last = stage == 0, stage == num_stages - 1
+def _prerequisites(
+    kind: Kind, rank: int, chunk: int, places: Placement
+) -> list[tuple[tuple[Kind, ...], int]]:
+    """List what must come first, and on which chunk; of each tuple one kind will do.
+
+    What another rank computes must have been received, what this one computes, computed.
+    """
+    stage = places.stage(rank, chunk)
+
+    def of(other: int, receive: Kind, compute: tuple[Kind, ...]) -> list:
+        if not places.has(other):
+            return []
+        if places.rank(other) == rank:
+            return [(compute, places.chunk(other))]
+        return [((receive,), chunk)]
+
     if kind is Kind.FORWARD:
-        return [] if is_first else [(Kind.RECEIVE_FORWARD,)]
+        return of(stage - 1, Kind.RECEIVE_FORWARD, (Kind.FORWARD,))
     if kind in BACKWARDS:
-        own: list[tuple[Kind, ...]] = [(Kind.FORWARD,)]
-        return own if is_last else [*own, (Kind.RECEIVE_BACKWARD,)]
-    if kind is Kind.BACKWARD_WEIGHT:
-        return [(Kind.BACKWARD_INPUT,)]
-    if kind is Kind.SEND_FORWARD:
-        return [(Kind.FORWARD,)]
-    if kind is Kind.SEND_BACKWARD:
-        return [BACKWARDS]
-    return []
+        return [((Kind.FORWARD,), chunk), *of(stage + 1, Kind.RECEIVE_BACKWARD, BACKWARDS)]
+    own = {
+        Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
+        Kind.SEND_FORWARD: (Kind.FORWARD,),
+        Kind.SEND_BACKWARD: BACKWARDS,
+    }
+    return [(own[kind], chunk)] if kind in own else []
 
 
 Delivery = tuple[int, bool, int]
 """Stage that receives, whether it is a hidden state, micro-batch."""
 
 
-def _check_message_order(schedule: Schedule) -> None:
+def _check_message_order(schedule: Schedule, places: Placement) -> None:
     """Both ends see messages in one order, which is all that identifies them."""
     sent: dict[tuple[int, int], list[Delivery]] = defaultdict(list)  # by source and target
     received: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
-    pp = len(schedule)
     for rank, actions in enumerate(schedule):
         for action in actions:
-            kind, stage = action.kind, action.chunk * pp + rank
+            kind, stage = action.kind, places.stage(rank, action.chunk)
             if not kind.is_message:
                 continue
             is_forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-            peer = message_peer(kind, rank, pp)
+            peer = message_peer(action, rank, places.pp, places.v_shaped)
             if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 target = stage + (1 if is_forward else -1)
                 sent[rank, peer].append((target, is_forward, action.microbatch))
@@ -182,7 +197,7 @@ def _describe(delivery: Delivery) -> str:
     return f"{what} of stage {stage}, micro-batch {microbatch},"
 
 
-def _check_rendezvous(schedule: Schedule) -> None:
+def _check_rendezvous(schedule: Schedule, places: Placement) -> None:
     """No deadlock, even if ranks wait until each of their posted messages has a peer."""
     pp = len(schedule)
     runs = [
@@ -199,7 +214,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
         run = runs[rank][place[rank]] if place[rank] < len(runs[rank]) else []
         posted[rank], unmet[rank] = set(run), set(run)
         for action in run:
-            peer, other = _other_end(action, rank, pp)
+            peer, other = _other_end(action, rank, places)
             if other in posted[peer]:
                 unmet[rank].discard(action)
                 unmet[peer].discard(other)
@@ -212,22 +227,23 @@ def _check_rendezvous(schedule: Schedule) -> None:
         raise ValueError(f"deadlock: {'; '.join(waits)}")
 
 
-def _other_end(action: Action, rank: int, pp: int) -> tuple[int, Action]:
+def _other_end(action: Action, rank: int, places: Placement) -> tuple[int, Action]:
     kind, step = {
         Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
         Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
         Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1),
         Kind.RECEIVE_BACKWARD: (Kind.SEND_BACKWARD, 1),
     }[action.kind]
-    chunk, peer = divmod(action.chunk * pp + rank + step, pp)
-    return peer, Action(kind, action.microbatch, chunk)
+    other = places.stage(rank, action.chunk) + step
+    return places.rank(other), Action(kind, action.microbatch, places.chunk(other))
 
 
 def _time(
-    schedule: Schedule, num_chunks: int, duration: Callable[[int, Action], float]
+    schedule: Schedule,
+    places: Placement,
+    duration: Callable[[int, Action], float],
+    message_time: float,
 ) -> list[list[Span]]:
-    pp = len(schedule)
-    num_stages = pp * num_chunks
     orders = [[a for a in actions if not a.kind.is_message] for actions in schedule]
     spans: list[list[Span]] = [[] for _ in schedule]
     ends: dict[tuple[int, bool, int], float] = {}  # stage, is forward, micro-batch
@@ -236,15 +252,17 @@ def _time(
         for rank, order in enumerate(orders):
             while len(spans[rank]) < len(order):
                 action = order[len(spans[rank])]
-                stage = action.chunk * pp + rank
+                stage = places.stage(rank, action.chunk)
                 is_forward = action.kind is Kind.FORWARD
-                source = (stage + (-1 if is_forward else 1), is_forward, action.microbatch)
-                has_source = action.kind is not Kind.BACKWARD_WEIGHT
-                has_source &= stage > 0 if is_forward else stage < num_stages - 1
+                other = stage + (-1 if is_forward else 1)
+                source = (other, is_forward, action.microbatch)
+                has_source = action.kind is not Kind.BACKWARD_WEIGHT and places.has(other)
                 if has_source and source not in ends:
                     break
-                free = spans[rank][-1].end if spans[rank] else 0.0
-                start = max(free, ends[source] if has_source else 0.0)
+                start = spans[rank][-1].end if spans[rank] else 0.0
+                if has_source:
+                    is_sent = places.rank(other) != rank
+                    start = max(start, ends[source] + is_sent * message_time)
                 end = start + duration(rank, action)
                 spans[rank].append(Span(action, start, end))
                 if action.kind is not Kind.BACKWARD_WEIGHT:

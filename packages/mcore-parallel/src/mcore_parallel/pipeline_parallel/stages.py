@@ -2,11 +2,14 @@
 
 With PP ranks and VPP stages on each there are PP x VPP stages; stage ``chunk * PP + rank``
 is chunk ``chunk`` of rank ``rank``, so that a micro-batch visits the ranks in turn VPP
-times. Layers are split evenly, or by flags, or by a pipeline layout (a string).
+times. In a V the second chunks lie the other way round: a micro-batch goes down the ranks and
+comes back, and the first rank has both ends of the model. Layers are split evenly, or by
+flags, or by a pipeline layout (a string).
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from mcore_parallel.config import PipelineConfig
 
@@ -23,6 +26,8 @@ class Stage:
     """Multi-token-prediction layers that a pipeline layout places behind ``layers`` here."""
     mtp_stage: int = -1
     """Index of the stage where a layout places them; -1: it places none."""
+    rank: int = -1
+    """Pipeline rank that holds the stage; -1: not said."""
 
     @property
     def has_mtp(self) -> bool:
@@ -35,7 +40,8 @@ def build_stages(config: PipelineConfig, num_layers: int, pp: int) -> list[Stage
     return split_layers(
         num_layers,
         pp,
-        vpp=config.num_virtual_stages_per_pipeline_rank,
+        vpp=config.num_chunks,
+        v_shaped=config.v_shaped,
         first=config.decoder_first_pipeline_num_layers,
         last=config.decoder_last_pipeline_num_layers,
         account_for_embedding=config.account_for_embedding_in_pipeline_split,
@@ -44,9 +50,45 @@ def build_stages(config: PipelineConfig, num_layers: int, pp: int) -> list[Stage
     )
 
 
-def stages_of_rank(stages: list[Stage], pp: int, rank: int) -> list[Stage]:
+def stages_of_rank(stages: Sequence[Stage], rank: int) -> list[Stage]:
     """Return the stages of one pipeline rank, one a chunk, in forward order."""
-    return stages[rank::pp]
+    return [stage for stage in stages if stage.rank == rank]
+
+
+def stage_at(rank: int, chunk: int, pp: int, v_shaped: bool = False) -> int:
+    """Return the stage that is a chunk of a rank; in a V every second chunk runs back."""
+    return chunk * pp + (pp - 1 - rank if v_shaped and chunk % 2 else rank)
+
+
+def place_of(stage: int, pp: int, v_shaped: bool = False) -> tuple[int, int]:
+    """Return the rank that holds a stage and which of its chunks it is."""
+    chunk, place = divmod(stage, pp)
+    return pp - 1 - place if v_shaped and chunk % 2 else place, chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the stages of a pipeline are: ``stage_at`` for one number of ranks and chunks."""
+
+    pp: int
+    num_chunks: int = 1
+    v_shaped: bool = False
+
+    def has(self, stage: int) -> bool:
+        """Whether there is such a stage."""
+        return 0 <= stage < self.pp * self.num_chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """Return the stage that is a chunk of a rank."""
+        return stage_at(rank, chunk, self.pp, self.v_shaped)
+
+    def rank(self, stage: int) -> int:
+        """Return the rank that holds a stage."""
+        return place_of(stage, self.pp, self.v_shaped)[0]
+
+    def chunk(self, stage: int) -> int:
+        """Return which of its rank's chunks a stage is."""
+        return place_of(stage, self.pp, self.v_shaped)[1]
 
 
 def split_layers(
@@ -59,6 +101,7 @@ def split_layers(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
     layout: str = "",
+    v_shaped: bool = False,
 ) -> list[Stage]:
     """Give each stage its layers, in stage order.
 
@@ -71,25 +114,30 @@ def split_layers(
         account_for_embedding: the embedding takes the place of one layer.
         account_for_loss: head and loss take the place of one layer.
         layout: the stages spelled out; see ``PipelineConfig``.
+        v_shaped: place them in a V, see ``stage_at``.
 
     Raises:
         ValueError: if the layers do not divide so, naming the flags to change.
     """
     if layout:
-        return _from_layout(layout, num_layers, pp, vpp)
+        found = _from_layout(layout, num_layers, pp, vpp)
+        return [replace(s, rank=place_of(s.index, pp, v_shaped)[0]) for s in found]
     if pp == 1 and vpp > 1:
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {vpp} needs "
             "--pipeline-model-parallel-size 2 or more."
         )
     if first or last:
-        counts = _uneven_counts(num_layers, pp, vpp, first, last)
+        by_rank = _uneven_counts(num_layers, pp, vpp, first, last)
+        counts = [by_rank[place_of(index, pp, v_shaped)[0]] for index in range(pp * vpp)]
     else:
         counts = _even_counts(num_layers, pp, vpp, account_for_embedding, account_for_loss)
     stages, begin = [], 0
     for index, count in enumerate(counts):
         is_last = index == len(counts) - 1
-        stages.append(Stage(index, range(begin, begin + count), index == 0, is_last))
+        rank, _ = place_of(index, pp, v_shaped)
+        layers = range(begin, begin + count)
+        stages.append(Stage(index, layers, index == 0, is_last, rank=rank))
         begin += count
     return stages
 
@@ -138,7 +186,7 @@ def _uneven_counts(num_layers: int, pp: int, vpp: int, first: int, last: int) ->
                 f"{count} layers of a pipeline rank cannot be split over "
                 f"--num-virtual-stages-per-pipeline-rank {vpp}: change {flags}."
             )
-    return [by_rank[rank] // vpp for _ in range(vpp) for rank in range(pp)]
+    return [count // vpp for count in by_rank]
 
 
 def _from_layout(layout: str, num_layers: int, pp: int, vpp: int) -> list[Stage]:

@@ -1,7 +1,9 @@
 """Weight gradients that linears put off, for schedules that split backward in two."""
 
+from collections import deque
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from mcore_parallel.grad_slot import grad_slot
@@ -71,3 +73,21 @@ class WeightQueue:
 
 Work = tuple[Callable[[], object], Callable[[], None] | None]
 """A function that makes a weight's gradient, and one that begins what it needs."""
+
+
+def make_weights(works: list[Work]) -> None:
+    """Do what linears put off, each prepared under the one before; empties ``works``."""
+    left = deque(works)
+    works.clear()  # each lets go of its factors once done
+    with torch.no_grad():
+        _prepare(left)
+        while left:
+            work, _ = left.popleft()
+            _prepare(left)
+            work()
+
+
+def _prepare(works: deque[Work]) -> None:
+    """Begin what the next work waits for."""
+    if works and works[0][1] is not None:
+        works[0][1]()

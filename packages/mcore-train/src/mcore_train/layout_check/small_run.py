@@ -150,9 +150,7 @@ def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[i
     """
     kinds = layer_kinds(plan)
     stages = plan.stages
-    num_stages = parallel.pipeline_model_parallel_size * (
-        plan.config.pipeline.num_virtual_stages_per_pipeline_rank
-    )
+    num_stages = parallel.pipeline_model_parallel_size * (plan.config.pipeline.num_chunks)
     if num_stages != len(stages):
         end = 2 if _keeps_mtp_apart(plan, parallel) else 1
         stages = stages[: num_stages - end] + _last_stages(stages)[-end:]
@@ -226,6 +224,8 @@ def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> Batc
         kept = pp if number == before.pipeline_model_parallel_size or pp > 2 else 2 * pp
     else:
         kept = min(number, pp + 1)
+    if plan.config.pipeline.pipeline_schedule == "dualpipev":
+        kept = max(kept, 2 * pp)
     micro = min(plan.config.batch.micro_batch_size, 2)
     data_ranks = world_size // (
         parallel.tensor_model_parallel_size * parallel.context_parallel_size * pp

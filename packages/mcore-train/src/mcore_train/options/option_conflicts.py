@@ -26,14 +26,11 @@ def endless_numbers(config: TrainConfig) -> list[str]:
 
 def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name the options that contradict each other or have no effect, one line each."""
-    if (
-        config.pipeline.pipeline_schedule == "zb-h1"
-        and config.recomputation.recompute_granularity == "full"
-    ):
+    if config.pipeline.splits_backward and config.recomputation.recompute_granularity == "full":
         yield (
-            "--pipeline-schedule zb-h1 keeps what a layer computes until its weight gradients "
-            "are made, which --recompute-granularity full exists to avoid: use 1f1b, or "
-            "selective recomputation."
+            f"--pipeline-schedule {config.pipeline.pipeline_schedule} keeps what a layer "
+            "computes until its weight gradients are made, which --recompute-granularity "
+            "full exists to avoid: use 1f1b, or selective recomputation."
         )
     pipeline = config.pipeline
     if config.parallelism.pipeline_model_parallel_size == 1:
@@ -119,7 +116,7 @@ def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
 
 def misplaced_predictions(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
     """Name what is wrong with the layers m of a pipeline layout."""
-    depths, pp = config.model.mtp_num_layers, config.parallelism.pipeline_model_parallel_size
+    depths = config.model.mtp_num_layers
     placed = sum(stage.num_mtp_layers for stage in stages)
     if not placed:
         return
@@ -132,7 +129,8 @@ def misplaced_predictions(stages: Sequence[Stage], config: TrainConfig) -> Itera
     # They embed tokens, as the first stage does, and a tied head on the last.
     is_tied = not config.model.untie_embeddings_and_output_weights
     others = [s for s in stages if s.has_embedding or (s.has_loss and is_tied)]
-    if any(s.index % pp == stage.index % pp for s in others if s is not stage):
+    is_shared = config.pipeline.v_shaped and stage.has_loss
+    if not is_shared and any(s.rank == stage.rank for s in others if s is not stage):
         yield (
             "--pipeline-model-parallel-layout places the layers m on another stage of a rank "
             "that holds the embedding already: move them to that stage, or to another rank."
@@ -181,10 +179,11 @@ def find_offload_conflicts(config: TrainConfig, stages: Sequence[Stage]) -> Iter
 def _sharding_conflicts(config: TrainConfig) -> Iterator[str]:
     """What weights that are gathered layer by layer cannot be combined with."""
     name = f"--data-parallel-sharding-strategy {config.data_parallelism.sharding}"
-    if config.pipeline.pipeline_schedule == "zb-h1":
+    if config.pipeline.splits_backward:
         yield (
-            f"{name} sums a layer's gradients in its backward, and --pipeline-schedule zb-h1 "
-            "makes those of weights later: use 1f1b or interleaved, or optim."
+            f"{name} sums a layer's gradients in its backward, and --pipeline-schedule "
+            f"{config.pipeline.pipeline_schedule} makes those of weights later: use 1f1b or "
+            "interleaved, or optim."
         )
     if config.run.cuda_graph_impl != "none":
         yield (

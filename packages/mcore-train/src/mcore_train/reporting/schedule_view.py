@@ -8,7 +8,7 @@ from mcore_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
-from mcore_parallel.pipeline_parallel.stages import build_stages
+from mcore_parallel.pipeline_parallel.stages import Placement, build_stages
 from mcore_parallel.pipeline_parallel.timeline import timeline_svg, timeline_text
 
 SPLITTING = (
@@ -70,7 +70,8 @@ def draw_schedule(config: ScheduleConfig) -> str:
     simulation = simulate(
         schedule,
         num_microbatches=view.microbatches,
-        num_chunks=config.pipeline.num_virtual_stages_per_pipeline_rank,
+        num_chunks=config.pipeline.num_chunks,
+        v_shaped=config.pipeline.v_shaped,
         durations=_durations(config),
     )
     if view.output:
@@ -94,6 +95,7 @@ def _durations(config: ScheduleConfig) -> Callable[[int, Action], float]:
     stages = build_stages(pipeline, view.layers, view.ranks)
     # A stage of embedding or loss alone is drawn as half a layer.
     shares = [max(0.5, len(stage.layers) + stage.num_mtp_layers) for stage in stages]
+    places = Placement(view.ranks, pipeline.num_chunks, pipeline.v_shaped)
     return lambda rank, action: (
-        DURATIONS[action.kind] * shares[action.chunk * view.ranks + rank]
+        DURATIONS[action.kind] * shares[places.stage(rank, action.chunk)]
     )
