@@ -16,29 +16,21 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.config import KernelConfig, RecomputeConfig
-from mcore_models.encoder_checks import check_encoder_layout
+from mcore_models.encoder_checks import encoder_layout_problems
 from mcore_models.encoder_config import BertConfig
-from mcore_models.initialization import initialize_
+from mcore_models.input_checks import check_inputs
 from mcore_models.layers.heads import MaskedTokenHead, Pooler
 from mcore_models.layers.masked_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.mixers import LayerSetup
-from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.replicated_linear import ReplicatedLinear
-from mcore_models.layers.residual import Residual
-from mcore_models.layers.stack import run_blocks
-from mcore_models.layout_checks import too_long
-from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, TrainableModel
-from mcore_moe.config import MoEConfig
-from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_models.layers.residual import Residual, stream_norm
+from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch
+from mcore_models.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
-from mcore_parallel.pipeline_parallel.stages import Stage
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.precision.fp8 import LinearGemms
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 TEXT, TYPES, PADDING_MASK, IS_RANDOM = "text", "types", "padding_mask", "is_random"
@@ -47,12 +39,8 @@ ROW_MASK = "row_mask"
 SOP_LOSS = "sop loss"
 """Name of the loss of the parts' order, as in Megatron's log."""
 
-_NO_EXPERTS = MoEConfig()
-_KEEP_ALL = RecomputeConfig()
-_ANY_KERNELS = KernelConfig()
 
-
-class BERT(TrainableModel):
+class BERT(StageModel):
     """Token ids with hidden ones to scores of what they were.
 
     Attributes:
@@ -65,6 +53,7 @@ class BERT(TrainableModel):
     """
 
     config: BertConfig
+    layout_problems = staticmethod(encoder_layout_problems)
     entries = MappingProxyType(
         {
             TEXT: Entry(),
@@ -77,126 +66,64 @@ class BERT(TrainableModel):
         }
     )
 
-    def __init__(
+    def build_parts(
         self,
-        config: BertConfig,
         ctx: ParallelContext,
-        *,
-        vocab_size: int,
-        moe: MoEConfig = _NO_EXPERTS,
-        stage: Stage | None = None,
-        seed: int = 1234,
-        recomputing: RecomputeConfig = _KEEP_ALL,
-        kernels: KernelConfig = _ANY_KERNELS,
-        gemms: Sequence[LinearGemms] = (),
-        streams: RngStreams | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        placed: Mapping[str, Any],
+        options: Mapping[str, Any],
+        gemms: Sequence[LinearGemms],
     ) -> None:
-        """Allocate this rank's share and fill it, with no communication; see ``GPT``.
-
-        Raises:
-            ValueError: if the model does not fit the layout, or a kernel is not installed.
-        """
-        super().__init__()
-        check_encoder_layout(config, ctx.config, moe)
-        stage = stage or Stage(0, range(config.num_layers), has_embedding=True, has_loss=True)
-        self.config, self.vocab_size, self.stage = config, vocab_size, stage
-        self.tp, self.cp = ctx.tp, ctx.cp
-        self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
-        self.partial = ctx.tp if self.sequence_parallel else SINGLE
-        self.recomputing = recomputing
-        self.streams = streams or RngStreams(seed, ctx)
-        self.padded_vocab_size = padded_vocab(
-            vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
-        )
+        """Allocate embeddings, layers and heads, see ``StageModel``."""
+        config = self.config
         self.has_binary = "binary" in config.bert_heads
         self.loss_coefficients = {LM_LOSS: 1.0} | ({SOP_LOSS: 1.0} if self.has_binary else {})
-        placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
         self._add_embeddings(ctx, placed)
-        selective = recomputing.recompute_granularity == "selective"
-        recomputed = frozenset(recomputing.recompute_modules if selective else ())
-        self.blocks = nn.ModuleDict(
-            {
-                str(layer): MaskedBlock(
-                    LayerSetup(
-                        config=config,
-                        ctx=ctx,
-                        layer=layer,
-                        streams=self.streams,
-                        moe=moe,
-                        recomputed=recomputed,
-                        kernels=kernels,
-                        gemms=gemms[layer] if gemms else PLAIN_GEMMS,
-                        placed=placed,
-                    ),
-                    post_norm=config.post_layer_norm,
-                )
-                for layer in stage.layers
-            }
-        )
-        self._add_heads(placed)
-        initialize_(self, config, seed)
+        self.blocks = nn.ModuleDict()
+        for layer in self.stage.layers:
+            setup = LayerSetup(
+                config=config, ctx=ctx, layer=layer, gemms=gemms[layer], **options
+            )
+            self.blocks[str(layer)] = MaskedBlock(setup, post_norm=config.post_layer_norm)
+        self._add_heads(ctx, placed)
 
-    def _add_embeddings(self, ctx: ParallelContext, placed: dict[str, Any]) -> None:
+    def _add_embeddings(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
         config, stage = self.config, self.stage
-        split: dict[str, Any] = {
-            "axis": self.tp,
-            "sequence_parallel": self.sequence_parallel,
-            **placed,
-        }
-        if stage.has_embedding or (stage.has_loss and "lm" in config.bert_heads):
-            self.embedding = VocabParallelEmbedding(
-                self.vocab_size,
-                config.hidden_size,
-                padded_vocab_size=self.padded_vocab_size,
-                tied=ctx.embedding_ends if "lm" in config.bert_heads else SINGLE,
-                init_std=0.0,
-                **split,
+        has_head = "lm" in config.bert_heads
+        if stage.has_embedding or (stage.has_loss and has_head):
+            self.add_embedding(ctx.embedding_ends if has_head else SINGLE, placed)
+        if not stage.has_embedding:
+            return
+        table: dict[str, Any] = {**self.split(), **placed}
+        self.position_embedding = PositionEmbedding(
+            config.max_position_embeddings, config.hidden_size, **table
+        )
+        if config.num_tokentypes:
+            self.tokentype_embedding = PositionEmbedding(
+                config.num_tokentypes, config.hidden_size, **table
             )
-        if stage.has_embedding:
-            self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, **split
-            )
-            if config.num_tokentypes:
-                self.tokentype_embedding = PositionEmbedding(
-                    config.num_tokentypes, config.hidden_size, **split
-                )
-            if config.post_layer_norm:
-                self.embedding_norm = self._norm(placed)
-        stream = "tensor_parallel" if self.sequence_parallel else "replicated"
-        self.dropout = StreamDropout(config.hidden_dropout, self.streams, stream)
+        if config.post_layer_norm:
+            self.embedding_norm = stream_norm(config, ctx, **placed)
 
-    def _add_heads(self, placed: dict[str, Any]) -> None:
+    def _add_heads(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
         config, heads = self.config, self.config.bert_heads
         if not self.stage.has_loss:
             return
         if not config.post_layer_norm:
-            self.final_norm = self._norm(placed)
+            self.final_norm = stream_norm(config, ctx, **placed)
         if "lm" in heads:
             self.lm_head = MaskedTokenHead(
                 config,
                 self.vocab_size,
                 self.padded_vocab_size,
-                axis=self.tp,
-                sequence_parallel=self.sequence_parallel,
+                **self.split(),
                 **placed,
             )
         if "pooler" in heads:
-            self.pooler = Pooler(
-                config.hidden_size,
-                axis=self.tp,
-                sequence_parallel=self.sequence_parallel,
-                **placed,
-            )
+            self.pooler = Pooler(config.hidden_size, **self.split(), **placed)
         if self.has_binary:
             self.binary_head = ReplicatedLinear(
                 config.hidden_size, 2, bias=True, axis=self.tp, **placed
             )
-
-    def _norm(self, placed: dict[str, Any]) -> RMSNorm | LayerNorm:
-        size = self.config.hidden_size
-        return build_norm(self.config, size, replicas=self.tp, partial=self.partial, **placed)
 
     def forward(
         self,
@@ -221,20 +148,16 @@ class BERT(TrainableModel):
                 divide over the tensor ranks.
         """
         if self.stage.has_embedding:
-            self._check_length(x.shape[1])
+            check_inputs(
+                (x.shape[0], x.shape[1]), config=self.config, axes=(self.cp, self.cuts)
+            )
             x = self._embed(x, types)
         mask = None
         if padding_mask is not None:
             mask = (padding_mask > 0)[:, None, None, :]  # [B, Z] -> [B, 1, 1, Z]
         inputs = MaskedInputs(mask=mask)
-        stream = run_blocks(
-            list(self.blocks.values()),
-            Residual.begin(x),
-            lambda block, stream: block(stream, inputs),
-            self.recomputing if self.training else _KEEP_ALL,
-            streams=self.streams,
-            saved_by=self._saved_by(),
-        )
+        blocks = list(self.blocks.values())
+        stream = self.run_blocks(blocks, Residual.begin(x), inputs, self.training)
         if self.stage.has_loss and not self.config.post_layer_norm:
             return stream.normed(self.final_norm)[0]
         return stream.total()
@@ -337,9 +260,7 @@ class BERT(TrainableModel):
 
     def _embed(self, tokens: Tensor, types: Tensor | None) -> Tensor:
         num_tokens = tokens.shape[1]
-        positions = torch.arange(num_tokens, device=tokens.device)
-        if self.cp.size > 1:
-            positions = zigzag_positions(num_tokens * self.cp.size, self.cp, tokens.device)
+        positions = self.places(num_tokens, tokens.device)
         x = self.embedding(tokens) + self.position_embedding(positions)
         if self.config.num_tokentypes:
             types = torch.zeros_like(tokens) if types is None else types
@@ -347,18 +268,3 @@ class BERT(TrainableModel):
         if self.config.post_layer_norm:
             x = self.embedding_norm(x)
         return self.dropout(x)
-
-    def _check_length(self, num_tokens: int) -> None:
-        limit, length = self.config.max_position_embeddings, num_tokens * self.cp.size
-        if length > limit:
-            raise ValueError(too_long(length, limit))
-        if self.sequence_parallel and num_tokens % self.tp.size:
-            raise ValueError(
-                f"--sequence-parallel cannot cut {num_tokens} tokens over "
-                f"--tensor-model-parallel-size {self.tp.size}: use a --seq-length that is a "
-                "multiple."
-            )
-
-    def _saved_by(self) -> Any:
-        is_cut = self.recomputing.distribute_saved_activations and not self.sequence_parallel
-        return self.tp if is_cut else SINGLE

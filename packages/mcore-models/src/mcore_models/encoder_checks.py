@@ -37,18 +37,6 @@ _DECODERS_ALONE = (
 Shape = tuple[int, ...]
 
 
-def check_encoder_layout(
-    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig = _NO_EXPERTS
-) -> None:
-    """Raise all of ``encoder_layout_problems`` together.
-
-    Raises:
-        ValueError: one line a problem.
-    """
-    if problems := encoder_layout_problems(config, parallel, moe):
-        raise ValueError("\n".join(problems))
-
-
 def encoder_layout_problems(
     config: TransformerConfig,
     parallel: ParallelConfig,
@@ -126,18 +114,6 @@ def bert_flops_per_token(
     weights += config.hidden_size * padded_vocab_size
     # 3 passes x 2 operations x (scores and their mix) for each pair of a layer.
     return 6.0 * weights + 12.0 * N * H * seq_length * config.num_layers
-
-
-def check_t5_layout(
-    config: T5Config, parallel: ParallelConfig, moe: MoEConfig = _NO_EXPERTS
-) -> None:
-    """Raise all of ``t5_layout_problems`` together.
-
-    Raises:
-        ValueError: one line a problem.
-    """
-    if problems := t5_layout_problems(config, parallel, moe):
-        raise ValueError("\n".join(problems))
 
 
 def t5_layout_problems(

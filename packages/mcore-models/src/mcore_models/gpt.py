@@ -6,48 +6,34 @@ carries the residual stream; ``logits``, ``token_losses`` and ``loss`` are what 
 stage does with it. Auxiliary losses travel beside the stream, as a second root of backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
-from mcore_models.initialization import initialize_
 from mcore_models.input_checks import check_inputs
 from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.block_inputs import BlockInputs, build_inputs
 from mcore_models.layers.mtp import PredictionLayer
-from mcore_models.layers.norm import build_norm
 from mcore_models.layers.position_embedding import PositionEmbedding
-from mcore_models.layers.residual import Residual
-from mcore_models.layers.stack import run_blocks
-from mcore_models.layout_checks import check_layout
+from mcore_models.layers.residual import Residual, stream_norm
 from mcore_models.mtp_model import MTP_TOKENS, MTPLanguageModel
 from mcore_models.protocol import MicroBatch, ModelState
-from mcore_moe.config import MoEConfig
+from mcore_models.stage_model import StageModel
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.pipeline_parallel.stages import Stage
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.precision.fp8 import LinearGemms
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import (
-    VocabParallelEmbedding,
     VocabParallelHead,
-    padded_vocab,
 )
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
 
-_NO_EXPERTS = MoEConfig()
-_KEEP_ALL = RecomputeConfig()
-_ANY_KERNELS = KernelConfig()
 
-
-class GPT(MTPLanguageModel):
+class GPT(StageModel, MTPLanguageModel):
     """Token ids to next-token scores.
 
     Attributes:
@@ -59,99 +45,40 @@ class GPT(MTPLanguageModel):
         head: on the last stage, unless tied.
         mtp: ``mtp_num_layers`` layers that predict further tokens, on the last stage or on that
             where a pipeline layout places them.
-        streams: random streams of dropout; their state belongs in a checkpoint.
     """
 
-    def __init__(
+    def build_parts(
         self,
-        config: TransformerConfig,
         ctx: ParallelContext,
-        *,
-        vocab_size: int,
-        moe: MoEConfig = _NO_EXPERTS,
-        stage: Stage | None = None,
-        seed: int = 1234,
-        recomputing: RecomputeConfig = _KEEP_ALL,
-        kernels: KernelConfig = _ANY_KERNELS,
-        gemms: Sequence[LinearGemms] = (),
-        streams: RngStreams | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        placed: Mapping[str, Any],
+        options: Mapping[str, Any],
+        gemms: Sequence[LinearGemms],
     ) -> None:
-        """Allocate this rank's share and fill it; talks to nobody.
-
-        Args:
-            config: shape and numerics of the layers.
-            ctx: the layout.
-            vocab_size: true number of tokens; tables are padded for the layout.
-            moe: experts, none by default.
-            stage: layers of a pipeline stage; None: all.
-            seed: of the initial weights, equal on all ranks.
-            recomputing: what backward computes again.
-            kernels: which compute it.
-            gemms: of every layer, by global number (``layer_gemms``); empty: of none but in
-                the model's dtype.
-            streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
-            device: of the parameters; None: that of ``ctx``.
-            dtype: of the parameters and activations.
-
-        Raises:
-            ValueError: if the model does not fit the layout, or a kernel is not installed.
-        """
-        super().__init__()
-        check_layout(config, ctx.config, moe)
-        if stage is None:
-            if ctx.pp.size > 1:
-                raise ValueError(
-                    f"--pipeline-model-parallel-size {ctx.pp.size}: give each rank its stage, "
-                    "one of mcore_parallel.pipeline_parallel.stages.split_layers."
-                )
-            stage = Stage(0, range(config.num_layers), has_embedding=True, has_loss=True)
-        self.vocab_size = vocab_size
-        self.begin_stage(config, stage)
-        self.tp, self.cp = ctx.tp, ctx.cp
-        self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
-        # Ranks that each keep a piece of what a recomputed layer begins from.
-        is_shared = recomputing.distribute_saved_activations and not self.sequence_parallel
-        self.recomputing, self.saved_by = recomputing, self.tp if is_shared else SINGLE
-        self.streams = streams or RngStreams(seed, ctx)
-        self.padded_vocab_size = padded_vocab(
-            vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
-        )
-        placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
-        self._add_ends_before(ctx, placed)
+        """Allocate embeddings, layers, norm and head, see ``StageModel``."""
+        config, stage = self.config, self.stage
+        self.add_further_losses()
+        self._add_embeddings(ctx, placed)
 
         def block(layer: int, place: int) -> TransformerBlock:
-            return TransformerBlock(
-                config,
-                ctx,
-                layer,
-                streams=self.streams,
-                moe=moe,
-                recomputing=recomputing,
-                kernels=kernels,
-                gemms=gemms[place] if gemms else PLAIN_GEMMS,
-                **placed,
-            )
+            return TransformerBlock(config, ctx, layer, gemms=gemms[place], **options)
 
         self.blocks = nn.ModuleDict({str(layer): block(layer, layer) for layer in stage.layers})
-        self._add_ends_after(placed)
+        if self.is_normed:
+            self.final_norm = stream_norm(config, ctx, **placed)
+        if stage.has_loss and config.untie_embeddings_and_output_weights:
+            self.head = VocabParallelHead(
+                config.hidden_size, self.vocab_size, **self.vocab_split(), **placed
+            )
         count = config.num_layers
         self.mtp = nn.ModuleList(
             PredictionLayer(config, ctx, block(count - 1, count + depth), **placed)
             for depth in range(config.mtp_num_layers if stage.has_mtp else 0)
         )
-        initialize_(self, config, seed)
 
-    def _add_ends_before(self, ctx: ParallelContext, placed: dict[str, Any]) -> None:
-        """Make the embedding where this stage has one, or is tied to one."""
-        config, is_tied = self.config, not self.config.untie_embeddings_and_output_weights
-        split: dict[str, Any] = {
-            "axis": self.tp,
-            "sequence_parallel": self.sequence_parallel,
-            **placed,
-        }
-        stage = self.stage
+    def _add_embeddings(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
+        """Allocate the embedding where this stage has one, or is tied to one."""
+        config, stage = self.config, self.stage
+        is_tied = not config.untie_embeddings_and_output_weights
         has_copy = (stage.has_loss and is_tied) or self.predicts_further
         is_apart = ctx.pp.size > 1 and not stage.has_embedding and stage.rank != 0
         if has_copy and is_apart and ctx.embedding_ends.size == 1:
@@ -160,40 +87,11 @@ class GPT(MTPLanguageModel):
                 "embedding_stages of ParallelContext.build."
             )
         if stage.has_embedding or has_copy:
-            self.embedding = VocabParallelEmbedding(
-                self.vocab_size,
-                config.hidden_size,
-                padded_vocab_size=self.padded_vocab_size,
-                tied=ctx.embedding_ends if is_tied or config.mtp_num_layers else SINGLE,
-                init_std=0.0,
-                **split,
-            )
-        if self.stage.has_embedding and config.position_embedding_type == "learned_absolute":
+            is_tied = is_tied or config.mtp_num_layers > 0
+            self.add_embedding(ctx.embedding_ends if is_tied else SINGLE, placed)
+        if stage.has_embedding and config.position_embedding_type == "learned_absolute":
             self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, **split
-            )
-        stream = "tensor_parallel" if self.sequence_parallel else "replicated"
-        self.dropout = StreamDropout(config.hidden_dropout, self.streams, stream)
-
-    def _add_ends_after(self, placed: dict[str, Any]) -> None:
-        """Make the last norm where the last layer is, the head where the loss is."""
-        if self.is_normed:
-            self.final_norm = build_norm(
-                self.config,
-                self.config.hidden_size,
-                replicas=self.tp,
-                partial=self.tp if self.sequence_parallel else SINGLE,
-                **placed,
-            )
-        if self.stage.has_loss and self.config.untie_embeddings_and_output_weights:
-            self.head = VocabParallelHead(
-                self.config.hidden_size,
-                self.vocab_size,
-                padded_vocab_size=self.padded_vocab_size,
-                axis=self.tp,
-                sequence_parallel=self.sequence_parallel,
-                init_std=0.0,
-                **placed,
+                config.max_position_embeddings, config.hidden_size, **self.split(), **placed
             )
 
     def forward(
@@ -224,10 +122,9 @@ class GPT(MTPLanguageModel):
                 under context parallelism or with documents, or the documents are of other
                 rows.
         """
-        cuts = self.tp if self.sequence_parallel else SINGLE
         rows, num_tokens = x.shape[:2]
         if not self.stage.has_embedding:  # a hidden state
-            rows, num_tokens = num_tokens, rows * cuts.size
+            rows, num_tokens = num_tokens, rows * self.cuts.size
         # Else the state's owner counts the positions.
         is_counted = state is None or positions is None
         length = check_inputs(
@@ -235,15 +132,14 @@ class GPT(MTPLanguageModel):
             state,
             documents,
             config=self.config,
-            axes=(self.cp, cuts),
+            axes=(self.cp, self.cuts),
             is_counted=is_counted,
         )
-        positions = self._places(positions, num_tokens, state, x.device)
+        positions = self._positions(positions, num_tokens, state, x.device)
         if self.stage.has_embedding:
             x = self._embed(x, positions)
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
-        stream = Residual.begin(x)
-        stream = self._run_blocks(list(self.blocks.values()), stream, inputs)
+        stream = self._run(list(self.blocks.values()), x, inputs)
         if not self.is_normed:
             return stream.total(), stream.aux
         return stream.normed(self.final_norm)[0], stream.aux
@@ -253,12 +149,12 @@ class GPT(MTPLanguageModel):
     ) -> tuple[list[Float[Tensor, "s B D"]], Float[Tensor, ""]]:
         """Run the layers that predict further tokens, see ``MTPLanguageModel``."""
         tokens = batch[MTP_TOKENS]
-        positions = self._places(batch.positions, tokens.shape[1], None, hidden.device)
+        positions = self._positions(batch.positions, tokens.shape[1], None, hidden.device)
         length = tokens.shape[1] * self.cp.size
         inputs = build_inputs(self.config, positions, length, hidden.dtype, batch.documents)
 
         def run(block: nn.Module, x: Tensor) -> Residual:
-            return self._run_blocks([block], Residual.begin(x), inputs)
+            return self._run([block], x, inputs)
 
         found, total = [], torch.zeros((), device=hidden.device)
         for depth, layer in enumerate(self.mtp):
@@ -267,19 +163,9 @@ class GPT(MTPLanguageModel):
             total = total + aux
         return found, total
 
-    def _run_blocks(
-        self, blocks: Sequence[nn.Module], stream: Residual, inputs: BlockInputs
-    ) -> Residual:
-        """Run some blocks, recomputed in training as the flags say."""
+    def _run(self, blocks: Sequence[nn.Module], x: Tensor, inputs: BlockInputs) -> Residual:
         is_trained = self.training and inputs.state is None
-        return run_blocks(
-            blocks,
-            stream,
-            lambda block, x: block(x, inputs),
-            self.recomputing if is_trained else _KEEP_ALL,
-            streams=self.streams,
-            saved_by=self.saved_by,
-        )
+        return self.run_blocks(blocks, Residual.begin(x), inputs, is_trained)
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
         """Score the vocabulary: this rank's slice of it, padding included as zeros.
@@ -368,7 +254,7 @@ class GPT(MTPLanguageModel):
             x = x + self.position_embedding(positions)
         return self.dropout(x)
 
-    def _places(
+    def _positions(
         self,
         positions: Tensor | None,
         num_tokens: int,
@@ -381,6 +267,4 @@ class GPT(MTPLanguageModel):
             return positions[0] if positions.dim() == 2 and len(positions) == 1 else positions
         if state is not None:
             return torch.arange(state.length, state.length + num_tokens, device=device)
-        if self.cp.size == 1:
-            return torch.arange(num_tokens, device=device)
-        return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
+        return self.places(num_tokens, device)

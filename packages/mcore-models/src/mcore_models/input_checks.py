@@ -9,12 +9,13 @@ from mcore_parallel.mesh import Axis
 
 def check_inputs(
     size: tuple[int, int],
-    state: ModelState | None,
-    documents: Documents | None,
+    state: ModelState | None = None,
+    documents: Documents | None = None,
     *,
     config: TransformerConfig,
     axes: tuple[Axis, Axis],
     is_counted: bool = True,
+    flag: str = "--seq-length",
 ) -> int:
     """Compare a pass's inputs with the model and its layout; no communication.
 
@@ -26,6 +27,7 @@ def check_inputs(
         axes: ranks that cut the sequence, and those that cut a rank's part again, one rank
             without sequence parallelism.
         is_counted: whether positions go on from the state's length; else they are given.
+        flag: option that says how long sequences are.
 
     Returns:
         Tokens of the whole sequence, those of the state among them.
@@ -41,11 +43,11 @@ def check_inputs(
         )
     remembered = 0 if state is None else state.length
     if is_counted:
-        check_length(config, num_tokens * cp.size, remembered)
+        check_length(config, num_tokens * cp.size, remembered, flag)
     if num_tokens % tp.size:
         raise ValueError(
             f"--sequence-parallel cannot cut {num_tokens} tokens over "
-            f"--tensor-model-parallel-size {tp.size}: use a --seq-length that is a multiple."
+            f"--tensor-model-parallel-size {tp.size}: use a {flag} that is a multiple."
         )
     if documents is not None:
         if state is not None:

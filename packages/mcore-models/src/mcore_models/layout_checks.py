@@ -226,20 +226,26 @@ def _sequence_problems(
     return problems
 
 
-def check_length(config: TransformerConfig, num_tokens: int, num_remembered: int) -> None:
+def check_length(
+    config: TransformerConfig,
+    num_tokens: int,
+    num_remembered: int,
+    flag: str = "--seq-length",
+) -> None:
     """Refuse sequences that a model's positions do not reach.
 
     Args:
         config: of the model.
         num_tokens: new ones, over all context ranks.
         num_remembered: tokens before them that a state holds.
+        flag: option that says how long sequences are.
 
     Raises:
         ValueError: with the flag to change.
     """
     limit, length = config.max_position_embeddings, num_tokens + num_remembered
     if limit and length > limit:
-        raise ValueError(too_long(length, limit))
+        raise ValueError(too_long(length, limit, flag))
     context = config.original_max_position_embeddings
     if config.rope_type == "longrope" and 0 < num_remembered <= context < length:
         raise ValueError(
@@ -249,11 +255,11 @@ def check_length(config: TransformerConfig, num_tokens: int, num_remembered: int
         )
 
 
-def too_long(seq_length: int, limit: int) -> str:
+def too_long(seq_length: int, limit: int, flag: str = "--seq-length") -> str:
     """Say that a sequence exceeds the positions of a model."""
     return (
         f"a sequence of {seq_length} tokens is longer than --max-position-embeddings {limit}: "
-        f"use --seq-length {limit} or less, or a model with more positions."
+        f"use {flag} {limit} or less, or a model with more positions."
     )
 
 

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_models.config import TransformerConfig
 from mcore_models.layers.mtp import has_token, shifted
 from mcore_models.protocol import (
     LABELS,
@@ -28,7 +27,6 @@ from mcore_models.protocol import (
 )
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
-from mcore_parallel.pipeline_parallel.stages import Stage
 
 MTP_TOKENS, MTP_LABELS, MTP_MASK = "mtp_tokens", "mtp_labels", "mtp_loss_mask"
 """Entries ``[B, S, K]`` that ``prepare`` adds, one slice for each of K depths."""
@@ -44,18 +42,12 @@ class MTPLanguageModel(LanguageModel):
     well, and sends every depth's hidden state on to the loss.
     """
 
-    def begin_stage(self, config: TransformerConfig, stage: Stage) -> None:
-        """Declare entries and losses; call it where the model is built.
-
-        Args:
-            config: of the model.
-            stage: that is built.
-        """
-        self.config, self.stage = config, stage
-        depths = config.mtp_num_layers
+    def add_further_losses(self) -> None:
+        """Declare entries and losses of every depth; call it where the model is built."""
+        depths = self.config.mtp_num_layers
         if depths:
             self.entries = _ENTRIES
-            share = config.mtp_loss_scaling_factor / depths
+            share = self.config.mtp_loss_scaling_factor / depths
             names = {_name(depth): share for depth in range(depths)}
             self.loss_coefficients = MappingProxyType({LM_LOSS: 1.0, **names})
 

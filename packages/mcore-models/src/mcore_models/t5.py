@@ -17,36 +17,28 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.config import KernelConfig, RecomputeConfig
-from mcore_models.encoder_checks import check_t5_layout
+from mcore_models.encoder_checks import t5_layout_problems
 from mcore_models.encoder_config import T5Config, encoder_layers, num_stack_layers
-from mcore_models.initialization import initialize_
+from mcore_models.input_checks import check_inputs
 from mcore_models.layers.heads import OutputBias
 from mcore_models.layers.masked_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.mixers import LayerSetup
-from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
+from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.relative_bias import (
     RelativePositionBias,
     distance_buckets,
     position_scores,
 )
-from mcore_models.layers.residual import Residual
-from mcore_models.layers.stack import run_blocks
-from mcore_models.layout_checks import too_long
-from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, TrainableModel
-from mcore_moe.config import MoEConfig
-from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_models.layers.residual import Residual, stream_norm
+from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch
+from mcore_models.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
-from mcore_parallel.pipeline_parallel.stages import Stage
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.precision.fp8 import LinearGemms
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import (
-    VocabParallelEmbedding,
     VocabParallelHead,
-    padded_vocab,
 )
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
@@ -55,9 +47,6 @@ ENCODER, DECODER, TABLES = "encoder", "decoder", "relative_position_bias"
 """What stages send on: both streams, and the tables of relative positions."""
 _DECODER_LENGTH = "decoder_seq_length"
 
-_NO_EXPERTS = MoEConfig()
-_KEEP_ALL = RecomputeConfig()
-_ANY_KERNELS = KernelConfig()
 
 Streams = Mapping[str, Tensor]
 """``encoder`` ``[S, B, D]``, ``decoder`` ``[S', B, D]``, this rank's tokens; and
@@ -81,7 +70,7 @@ class T5Stack(nn.Module):
         self.final_norm: RMSNorm | LayerNorm | None = None
 
 
-class T5(TrainableModel):
+class T5(StageModel):
     """Two texts to scores of the second one's next tokens.
 
     Attributes:
@@ -92,6 +81,8 @@ class T5(TrainableModel):
     """
 
     config: T5Config
+    layout_problems = staticmethod(t5_layout_problems)
+    num_layers = staticmethod(num_stack_layers)
     entries = MappingProxyType(
         {
             TEXT_ENC: Entry(),
@@ -102,123 +93,57 @@ class T5(TrainableModel):
         }
     )
 
-    def __init__(
+    def build_parts(
         self,
-        config: T5Config,
         ctx: ParallelContext,
-        *,
-        vocab_size: int,
-        moe: MoEConfig = _NO_EXPERTS,
-        stage: Stage | None = None,
-        seed: int = 1234,
-        recomputing: RecomputeConfig = _KEEP_ALL,
-        kernels: KernelConfig = _ANY_KERNELS,
-        gemms: Sequence[LinearGemms] = (),
-        streams: RngStreams | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        placed: Mapping[str, Any],
+        options: Mapping[str, Any],
+        gemms: Sequence[LinearGemms],
     ) -> None:
-        """Allocate this rank's share and fill it, with no communication; see ``GPT``.
-
-        Raises:
-            ValueError: if the model does not fit the layout, or a kernel is not installed.
-        """
-        super().__init__()
-        check_t5_layout(config, ctx.config, moe)
-        stage = stage or Stage(0, range(num_stack_layers(config)), True, True)
-        self.config, self.vocab_size, self.stage = config, vocab_size, stage
-        self.tp, self.cp = ctx.tp, ctx.cp
-        self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        """Allocate embeddings, both stacks and the head, see ``StageModel``."""
+        config, layers = self.config, self.stage.layers
         self.is_relative = config.position_embedding_type == "relative"
         self.is_tied = not config.untie_embeddings_and_output_weights
-        self.recomputing = recomputing
-        self.streams = streams or RngStreams(seed, ctx)
-        self.padded_vocab_size = padded_vocab(
-            vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
-        )
-        placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
-        self._add_embeddings(ctx, placed)
-        selective = recomputing.recompute_granularity == "selective"
-        recomputed = frozenset(recomputing.recompute_modules if selective else ())
+        self._add_ends(ctx, placed)
         depth = encoder_layers(config)
         self.encoder, self.decoder = T5Stack(), T5Stack()
-        for layer in stage.layers:
+        for layer in layers:
             is_decoder = layer >= depth
-            setup = LayerSetup(
-                config=config,
-                ctx=ctx,
-                layer=layer,
-                streams=self.streams,
-                moe=moe,
-                recomputed=recomputed,
-                kernels=kernels,
-                gemms=gemms[layer] if gemms else PLAIN_GEMMS,
-                placed=placed,
-            )
-            block = MaskedBlock(
-                setup,
+            stack = self.decoder if is_decoder else self.encoder
+            stack.blocks[str(layer - depth * is_decoder)] = MaskedBlock(
+                LayerSetup(config=config, ctx=ctx, layer=layer, gemms=gemms[layer], **options),
                 is_decoder=is_decoder,
                 scale=None if config.scale_attention_scores else 1.0,
             )
-            stack = self.decoder if is_decoder else self.encoder
-            stack.blocks[str(layer - depth * is_decoder)] = block
-        self._add_ends_of_stacks(placed)
-        initialize_(self, config, seed)
-
-    def _add_embeddings(self, ctx: ParallelContext, placed: dict[str, Any]) -> None:
-        config, stage = self.config, self.stage
-        split: dict[str, Any] = {
-            "axis": self.tp,
-            "sequence_parallel": self.sequence_parallel,
-            **placed,
-        }
-        sizes: dict[str, Any] = {"padded_vocab_size": self.padded_vocab_size, "init_std": 0.0}
-        if stage.has_embedding or (stage.has_loss and self.is_tied):
-            self.embedding = VocabParallelEmbedding(
-                self.vocab_size,
-                config.hidden_size,
-                tied=ctx.embedding_ends if self.is_tied else SINGLE,
-                **sizes,
-                **split,
-            )
-        if stage.has_embedding and not self.is_relative:
-            self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, **split
-            )
-        if stage.has_loss and not self.is_tied:
-            self.head = VocabParallelHead(config.hidden_size, self.vocab_size, **sizes, **split)
-        if stage.has_loss and self.is_tied and config.add_output_bias:
-            sizes = {"vocab_size": self.vocab_size, "padded_vocab_size": self.padded_vocab_size}
-            self.lm_head = OutputBias(**sizes, axis=self.tp, **placed)
-        stream = "tensor_parallel" if self.sequence_parallel else "replicated"
-        self.dropout = StreamDropout(config.hidden_dropout, self.streams, stream)
-
-    def _add_ends_of_stacks(self, placed: dict[str, Any]) -> None:
-        config, layers = self.config, self.stage.layers
-        if self.stage.has_embedding and self.is_relative:
-            for stack in (self.encoder, self.decoder):
+        has_last = (depth - 1 in layers, self.stage.has_loss)
+        for stack, has_norm in zip((self.encoder, self.decoder), has_last, strict=True):
+            if self.stage.has_embedding and self.is_relative:
                 stack.relative_position_bias = RelativePositionBias(
                     config.relative_attention_num_buckets,
                     config.num_attention_heads,
                     axis=self.tp,
                     **placed,
                 )
-        ends = (
-            (self.encoder, encoder_layers(config) - 1 in layers),
-            (
-                self.decoder,
-                self.stage.has_loss,
-            ),
-        )
-        for stack, is_here in ends:
-            if is_here:
-                stack.final_norm = build_norm(
-                    config,
-                    config.hidden_size,
-                    replicas=self.tp,
-                    partial=self.tp if self.sequence_parallel else SINGLE,
-                    **placed,
-                )
+            if has_norm:
+                stack.final_norm = stream_norm(config, ctx, **placed)
+
+    def _add_ends(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
+        """Allocate embeddings, and the head or what a tied one adds."""
+        config, stage = self.config, self.stage
+        if stage.has_embedding or (stage.has_loss and self.is_tied):
+            self.add_embedding(ctx.embedding_ends if self.is_tied else SINGLE, placed)
+        if stage.has_embedding and not self.is_relative:
+            self.position_embedding = PositionEmbedding(
+                config.max_position_embeddings, config.hidden_size, **self.split(), **placed
+            )
+        if stage.has_loss and not self.is_tied:
+            self.head = VocabParallelHead(
+                config.hidden_size, self.vocab_size, **self.vocab_split(), **placed
+            )
+        if stage.has_loss and self.is_tied and config.add_output_bias:
+            self.lm_head = OutputBias(
+                self.vocab_size, self.padded_vocab_size, axis=self.tp, **placed
+            )
 
     def forward(
         self,
@@ -331,26 +256,23 @@ class T5(TrainableModel):
         return self.logits(output)
 
     def _run(self, stack: T5Stack, x: Tensor, inputs: MaskedInputs) -> Tensor:
-        is_cut = self.recomputing.distribute_saved_activations and not self.sequence_parallel
-        stream = run_blocks(
-            list(stack.blocks.values()),
-            Residual.begin(x),
-            lambda block, stream: block(stream, inputs),
-            self.recomputing if self.training else _KEEP_ALL,
-            streams=self.streams,
-            saved_by=self.tp if is_cut else SINGLE,
-        )
+        blocks = list(stack.blocks.values())
+        stream = self.run_blocks(blocks, Residual.begin(x), inputs, self.training)
         if stack.final_norm is not None:
             return stream.normed(stack.final_norm)[0]
         return stream.total()
 
     def _embed(self, encoder_ids: Tensor, decoder_ids: Tensor) -> dict[str, Tensor]:
         found = {}
-        for name, ids in ((ENCODER, encoder_ids), (DECODER, decoder_ids)):
-            self._check_length(ids.shape[1])
+        for name, ids, flag in (
+            (ENCODER, encoder_ids, "--seq-length"),
+            (DECODER, decoder_ids, "--decoder-seq-length"),
+        ):
+            size, axes = (ids.shape[0], ids.shape[1]), (self.cp, self.cuts)
+            check_inputs(size, config=self.config, axes=axes, flag=flag)
             x = self.embedding(ids)
             if not self.is_relative:
-                x = x + self.position_embedding(self._positions(ids.shape[1], ids.device))
+                x = x + self.position_embedding(self.places(ids.shape[1], ids.device))
             found[name] = self.dropout(x)
         if self.is_relative:
             tables = [stack.relative_position_bias for stack in (self.encoder, self.decoder)]
@@ -362,11 +284,11 @@ class T5(TrainableModel):
     ) -> Shaped[Tensor, "b n q Z"] | None:
         """Return the mask of a stack's own tokens: 0 the encoder, 1 the decoder."""
         x = streams[(ENCODER, DECODER)[number]]
-        num_tokens = x.shape[0] * (self.tp.size if self.sequence_parallel else 1)
+        num_tokens = x.shape[0] * self.cuts.size
         is_decoder = number == 1
         if not self.is_relative and (seen is not None or self.cp.size == 1):
             return seen  # None in a decoder: causal attention needs no mask
-        queries = self._positions(num_tokens, x.device)
+        queries = self.places(num_tokens, x.device)
         keys = torch.arange(num_tokens * self.cp.size, device=x.device)
         visible = seen
         if is_decoder:
@@ -382,19 +304,3 @@ class T5(TrainableModel):
         )
         scores = position_scores(streams[TABLES][number], buckets)
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
-
-    def _positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        if self.cp.size == 1:
-            return torch.arange(num_tokens, device=device)
-        return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
-
-    def _check_length(self, num_tokens: int) -> None:
-        limit, length = self.config.max_position_embeddings, num_tokens * self.cp.size
-        if limit and length > limit:
-            raise ValueError(too_long(length, limit))
-        if self.sequence_parallel and num_tokens % self.tp.size:
-            raise ValueError(
-                f"--sequence-parallel cannot cut {num_tokens} tokens over "
-                f"--tensor-model-parallel-size {self.tp.size}: use a --seq-length and a "
-                "--decoder-seq-length that are multiples."
-            )

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.mixers import MIXERS, LayerSetup
-from mcore_models.layers.norm import build_norm
-from mcore_models.layers.residual import PreNorm, Residual
+from mcore_models.layers.residual import PreNorm, Residual, stream_dropout, stream_norm
 from mcore_moe.config import MoEConfig
 from mcore_parallel.logical_tensors import layer_mixers, layer_norms
-from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.rng import RngStreams, StreamDropout
+from mcore_parallel.rng import RngStreams
 
 _NO_NORM = nn.Identity()
 
@@ -66,38 +65,27 @@ class TransformerBlock(nn.Module):
             dtype: of the parameters.
         """
         super().__init__()
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        selective = recomputing.recompute_granularity == "selective"
-        recomputed = frozenset(recomputing.recompute_modules if selective else ())
         setup = LayerSetup(
             config=config,
             ctx=ctx,
             layer=layer,
             streams=streams,
             moe=moe,
-            recomputed=recomputed,
+            recomputing=recomputing,
             kernels=kernels,
             gemms=gemms,
-            placed=placed,
+            device=device,
+            dtype=dtype,
         )
         self.parallel_residual = config.parallel_residual
         self.mixers = layer_mixers(config, moe)[layer]
         self.norms = layer_norms(config, self.mixers)
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):
-                norm = build_norm(
-                    config,
-                    config.hidden_size,
-                    replicas=ctx.tp,
-                    # Norms under sequence parallelism see this rank's tokens only.
-                    partial=ctx.tp if setup.sequence_parallel else SINGLE,
-                    **placed,
-                )
-                self.add_module(norm_name, norm)
+                self.add_module(norm_name, stream_norm(config, ctx, **setup.placed))
             self.add_module(name, MIXERS[name].build(setup))
-        stream = "tensor_parallel" if setup.sequence_parallel else "replicated"
-        dropout = StreamDropout(config.hidden_dropout, streams, stream)
-        self.residual = PreNorm(dropout, streams, recomputed, config.residual_multiplier)
+        dropout = stream_dropout(config, ctx, streams)
+        self.residual = PreNorm(dropout, streams, setup.recomputed, config.residual_multiplier)
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
         """Transform the residual stream; communicates as the mixers do.

@@ -14,11 +14,14 @@ from mcore_models.encoder_config import T5Config, feed_forward
 from mcore_models.layers.masked_attention import MaskedAttention
 from mcore_models.layers.mixers import MIXERS, LayerSetup
 from mcore_models.layers.mlp import MLP
-from mcore_models.layers.norm import build_norm
-from mcore_models.layers.residual import PostNorm, PreNorm, Residual
+from mcore_models.layers.residual import (
+    PostNorm,
+    PreNorm,
+    Residual,
+    stream_dropout,
+    stream_norm,
+)
 from mcore_parallel.logical_tensors import ffn_size
-from mcore_parallel.mesh import SINGLE
-from mcore_parallel.rng import StreamDropout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,17 +78,9 @@ class MaskedBlock(nn.Module):
         self.is_decoder = is_decoder
         self.norm_name = "post_norm" if post_norm else "norm"
         for name in self._halves():
-            norm = build_norm(
-                config,
-                config.hidden_size,
-                replicas=ctx.tp,
-                # Norms under sequence parallelism see this rank's tokens only.
-                partial=ctx.tp if setup.sequence_parallel else SINGLE,
-                **setup.placed,
-            )
+            norm = stream_norm(config, ctx, **setup.placed)
             self.add_module(f"{name}_{self.norm_name}", norm)
-        stream = "tensor_parallel" if setup.sequence_parallel else "replicated"
-        dropout = StreamDropout(config.hidden_dropout, setup.streams, stream)
+        dropout = stream_dropout(config, ctx, setup.streams)
         kind = PostNorm if post_norm else PreNorm
         self.residual = kind(dropout, setup.streams, setup.recomputed)
 

@@ -9,9 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from mcore_models.config import KernelConfig, TransformerConfig, activation
+from mcore_models.config import (
+    KernelConfig,
+    RecomputeConfig,
+    TransformerConfig,
+    activation,
+)
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.mla import LatentAttention
@@ -19,6 +25,7 @@ from mcore_models.layers.mlp import MLP
 from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.mamba_attention import MambaAttention
+from mcore_models.layers.residual import stream_cuts
 from mcore_moe.config import MoEConfig
 from mcore_moe.layer import MoELayer
 from mcore_moe.over_ranks import moe_axes
@@ -39,18 +46,31 @@ class LayerSetup:
     streams: RngStreams
     """For dropout."""
     moe: MoEConfig
-    recomputed: frozenset[str]
-    """Of ``--recompute-modules``."""
+    recomputing: RecomputeConfig
+    """Its selective modules; full-layer recompute is handled by the model."""
     kernels: KernelConfig
     gemms: LinearGemms
     """What multiplies in the dense linears."""
-    placed: Mapping[str, Any]
-    """``device`` and ``dtype`` of the parameters."""
+    device: torch.device | str | None
+    """Of the parameters."""
+    dtype: torch.dtype | None
+    """Of the parameters."""
+
+    @property
+    def placed(self) -> dict[str, Any]:
+        """Device and dtype."""
+        return {"device": self.device, "dtype": self.dtype}
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Modules that are recomputed by themselves."""
+        is_selective = self.recomputing.recompute_granularity == "selective"
+        return frozenset(self.recomputing.recompute_modules if is_selective else ())
 
     @property
     def sequence_parallel(self) -> bool:
         """Whether tokens are cut over the tensor ranks outside the mixers."""
-        return self.ctx.config.sequence_parallel and self.ctx.tp.size > 1
+        return stream_cuts(self.ctx).size > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,11 +17,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
-from mcore_models.layers.norm import build_norm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
-from mcore_models.layers.residual import Residual
+from mcore_models.layers.residual import Residual, stream_cuts, stream_norm
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.mesh import ParallelContext
 
 
 class PredictionLayer(nn.Module):
@@ -55,19 +54,14 @@ class PredictionLayer(nn.Module):
         super().__init__()
         D = config.hidden_size
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
-        norms: dict[str, Any] = {
-            "replicas": ctx.tp,
-            "partial": ctx.tp if sequence_parallel else SINGLE,
-            **placed,
-        }
-        self.enorm = build_norm(config, D, **norms)
-        self.hnorm = build_norm(config, D, **norms)
+        self.enorm = stream_norm(config, ctx, **placed)
+        self.hnorm = stream_norm(config, ctx, **placed)
+        is_cut = stream_cuts(ctx).size > 1
         self.eh_proj = ReplicatedLinear(
-            2 * D, D, axis=ctx.tp, sequence_parallel=sequence_parallel, **placed
+            2 * D, D, axis=ctx.tp, sequence_parallel=is_cut, **placed
         )
         self.block = block
-        self.final_norm = build_norm(config, D, **norms)
+        self.final_norm = stream_norm(config, ctx, **placed)
 
     def forward(
         self,

@@ -13,9 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.layers.norm import LayerNorm, RMSNorm
+from mcore_models.config import TransformerConfig
+from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.recomputing import recompute, recompute_between
-from mcore_parallel.rng import RngStreams
+from mcore_parallel.rng import RngStreams, StreamDropout
 
 Norm = RMSNorm | LayerNorm | nn.Identity
 """What a half of a layer reads the stream through; some families norm only what it adds."""
@@ -55,6 +57,27 @@ class Residual(NamedTuple):
             return norm(x), Residual(x, None, self.aux)
         normed, x = norm.add_and_norm(self.x, self.branch)
         return normed, Residual(x, None, self.aux)
+
+
+def stream_cuts(ctx: ParallelContext) -> Axis:
+    """Ranks that cut the stream's tokens: ``tp`` under sequence parallelism, else one."""
+    return ctx.tp if ctx.config.sequence_parallel else SINGLE
+
+
+def stream_norm(
+    config: TransformerConfig, ctx: ParallelContext, **placed: Any
+) -> RMSNorm | LayerNorm:
+    """Build a norm of the stream; ``placed`` is its device and dtype."""
+    cuts = stream_cuts(ctx)  # each of these ranks norms its own tokens only
+    return build_norm(config, config.hidden_size, replicas=ctx.tp, partial=cuts, **placed)
+
+
+def stream_dropout(
+    config: TransformerConfig, ctx: ParallelContext, streams: RngStreams
+) -> StreamDropout:
+    """Build dropout of the stream, from the random stream of the tokens that a rank holds."""
+    stream = "tensor_parallel" if stream_cuts(ctx).size > 1 else "replicated"
+    return StreamDropout(config.hidden_dropout, streams, stream)
 
 
 class PreNorm(nn.Module):

@@ -1,0 +1,194 @@
+"""How GPT, BERT and T5 are built under a layout: one constructor, and the parts they share.
+
+The constructor checks model and layout, pads the vocabulary, sets up random streams and
+recompute, calls ``build_parts``, which is where models differ, and fills the weights.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
+from mcore_models.initialization import initialize_
+from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
+from mcore_models.layers.stack import run_blocks
+from mcore_models.layout_checks import layout_problems
+from mcore_models.protocol import TrainableModel
+from mcore_moe.config import MoEConfig
+from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.rng import RngStreams
+from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab
+
+_NO_EXPERTS = MoEConfig()
+_KEEP_ALL = RecomputeConfig()
+_ANY_KERNELS = KernelConfig()
+
+
+class StageModel(TrainableModel):
+    """A model whose tables and layers are shared by tensor, context and pipeline ranks.
+
+    Attributes:
+        embedding: rows of tokens, where ``add_embedding`` was called.
+        cp: ranks that share a sequence.
+        cuts: ranks that hold the tokens between mixers: ``tp`` under sequence parallelism,
+            else one.
+        sequence_parallel: whether they are several.
+        recomputing: what backward computes again.
+        saved_by: ranks that each keep a piece of what a recomputed layer begins from.
+        streams: random streams of dropout; their state belongs in a checkpoint.
+        dropout: of embedded tokens.
+        padded_vocab_size: rows of the tables over all ranks.
+    """
+
+    layout_problems: Callable[..., list[str]] = staticmethod(layout_problems)
+    """What keeps the model from being split, see ``Family``."""
+    num_layers: Callable[..., int] = staticmethod(attrgetter("num_layers"))
+    """Layers that pipeline stages share, see ``Family``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        *,
+        vocab_size: int,
+        moe: MoEConfig = _NO_EXPERTS,
+        stage: Stage | None = None,
+        seed: int = 1234,
+        recomputing: RecomputeConfig = _KEEP_ALL,
+        kernels: KernelConfig = _ANY_KERNELS,
+        gemms: Sequence[LinearGemms] = (),
+        streams: RngStreams | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Allocate this rank's share and fill it; no communication.
+
+        Args:
+            config: shape and numerics of the layers.
+            ctx: the layout.
+            vocab_size: true number of tokens; tables are padded for the layout.
+            moe: experts, none by default.
+            stage: layers of a pipeline stage; None: all.
+            seed: of the initial weights, equal on all ranks.
+            recomputing: what backward computes again.
+            kernels: which compute it.
+            gemms: of every layer, by global number (``layer_gemms``); empty: of none but in
+                the model's dtype.
+            streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
+            device: of the parameters; None: that of ``ctx``.
+            dtype: of the parameters and activations.
+
+        Raises:
+            ValueError: if the model does not fit the layout, or a kernel is not installed.
+        """
+        super().__init__()
+        if problems := self.layout_problems(config, ctx.config, moe):
+            raise ValueError("\n".join(problems))
+        count = self.num_layers(config)
+        if stage is None:
+            if ctx.pp.size > 1:
+                raise ValueError(
+                    f"--pipeline-model-parallel-size {ctx.pp.size}: give each rank its stage, "
+                    "one of mcore_parallel.pipeline_parallel.stages.split_layers."
+                )
+            stage = Stage(0, range(count), has_embedding=True, has_loss=True)
+        self.config, self.vocab_size, self.stage = config, vocab_size, stage
+        self.tp, self.cp = ctx.tp, ctx.cp
+        self.cuts = stream_cuts(ctx)
+        self.sequence_parallel = self.cuts.size > 1
+        is_shared = recomputing.distribute_saved_activations and not self.sequence_parallel
+        self.recomputing, self.saved_by = recomputing, ctx.tp if is_shared else SINGLE
+        self.streams = streams or RngStreams(seed, ctx)
+        self.dropout = stream_dropout(config, ctx, self.streams)
+        self.padded_vocab_size = padded_vocab(
+            vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
+        )
+        placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
+        options: dict[str, Any] = {
+            "streams": self.streams,
+            "moe": moe,
+            "recomputing": recomputing,
+            "kernels": kernels,
+            **placed,
+        }
+        gemms = gemms or (PLAIN_GEMMS,) * (count + config.mtp_num_layers)
+        self.build_parts(ctx, placed, options, gemms)
+        initialize_(self, config, seed)
+
+    @abstractmethod
+    def build_parts(
+        self,
+        ctx: ParallelContext,
+        placed: Mapping[str, Any],
+        options: Mapping[str, Any],
+        gemms: Sequence[LinearGemms],
+    ) -> None:
+        """Allocate what this stage has, from the first layer on; weights are filled later.
+
+        Args:
+            ctx: the layout.
+            placed: ``device`` and ``dtype`` of all parameters.
+            options: of every layer, ``placed`` among them; see ``LayerSetup``.
+            gemms: of every layer, by global number.
+        """
+
+    def add_embedding(self, tied: Axis, placed: Mapping[str, Any]) -> None:
+        """Allocate this rank's rows of the embedding.
+
+        Args:
+            tied: stages that hold the same rows.
+            placed: see ``build_parts``.
+        """
+        self.embedding = VocabParallelEmbedding(
+            self.vocab_size,
+            self.config.hidden_size,
+            tied=tied,
+            **self.vocab_split(),
+            **placed,
+        )
+
+    def vocab_split(self) -> dict[str, Any]:
+        """Options of modules that hold rows of the vocabulary."""
+        return self.split() | {"padded_vocab_size": self.padded_vocab_size, "init_std": 0.0}
+
+    def split(self) -> dict[str, Any]:
+        """Options of modules that are split over the tensor ranks."""
+        return {"axis": self.tp, "sequence_parallel": self.sequence_parallel}
+
+    def run_blocks(
+        self, blocks: Sequence[nn.Module], stream: Residual, inputs: Any, is_trained: bool
+    ) -> Residual:
+        """Run blocks; in training, recomputed as ``recomputing`` says.
+
+        Args:
+            blocks: in order.
+            stream: before the first.
+            inputs: of each block beside the stream.
+            is_trained: whether backward follows.
+        """
+        return run_blocks(
+            blocks,
+            stream,
+            lambda block, x: block(x, inputs),
+            self.recomputing if is_trained else _KEEP_ALL,
+            streams=self.streams,
+            saved_by=self.saved_by,
+        )
+
+    def places(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Count the positions of this context rank's tokens, in the zigzag order of ``cp``.
+
+        Args:
+            num_tokens: of this rank.
+            device: of the result.
+        """
+        if self.cp.size == 1:
+            return torch.arange(num_tokens, device=device)
+        return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
