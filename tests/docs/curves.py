@@ -29,7 +29,7 @@ _COLOURS = (
 _WIDTH, _HEIGHT, _LEFT, _TOP, _LINE = 900, 380, 56, 24, 18
 
 
-def line_chart(curves: Mapping[str, Curve], x_name: str, y_name: str) -> str:
+def line_chart(curves: Mapping[str, Curve], x_name: str, y_name: str, x_step: int = 300) -> str:
     """Draw named curves with their last value in the legend, as SVG."""
     xs = [x for curve in curves.values() for x, _ in curve]
     ys = [y for curve in curves.values() for _, y in curve]
@@ -51,7 +51,7 @@ def line_chart(curves: Mapping[str, Curve], x_name: str, y_name: str) -> str:
         (x0, y0), (x1, _) = place(0, y), place(far, y)
         parts.append(f'<path d="M{x0:.0f} {y0:.1f}H{x1:.0f}" stroke="#dddddd"/>')
         parts.append(f'<text x="{x0 - 8:.0f}" y="{y0 + 4:.1f}" text-anchor="end">{y}</text>')
-    for x in range(0, int(far) + 1, 300):
+    for x in range(0, int(far) + 1, x_step):
         at = f'x="{place(x, low)[0]:.0f}" y="{bottom + 16}"'
         parts.append(f'<text {at} text-anchor="middle">{x}</text>')
     parts.append(f'<text x="{_LEFT}" y="{_TOP - 8}">{escape(y_name)}</text>')

@@ -40,6 +40,7 @@ LATENT = {
     "mscale_all_dim": 1.0,
 }
 CLIP = {"qk_clip": True, "qk_clip_threshold": 0.01, "qk_clip_alpha": 0.4}
+MUP = {"use_mup": True, "mup_base_hidden_size": 8, "mup_base_head_dim": 4}
 PACKED = {"reset_position_ids": True, "reset_attention_mask": True}
 LORA = {"peft": "lora", "lora_dim": 3, "lora_alpha": 5.0}
 DORA = LORA | {"peft": "dora"}
@@ -95,6 +96,7 @@ CASES = {
     "cut_vectors_dp2": (2, CUT_VECTORS),
     "offloaded_pp2_zero": (2, PP2 | OFFLOADED | {"use_distributed_optimizer": True}),
     "offloaded_experts_zero3_dp2": (2, EXPERTS | OFFLOADED | {"use_torch_fsdp2": True}),
+    "mup_tp2_zero": (2, TP2 | MUP | {"use_distributed_optimizer": True}),
     "qk_clip_tp2_documents": (2, TP2 | CLIP | {"num_query_groups": 1} | PACKED),
     "qk_clip_cp2_zero": (
         2,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mcore_ckpt.families import MODEL_TYPES, family_of
+from mcore_ckpt.families import MODEL_TYPES, family_for, family_of
 from mcore_ckpt.families.common import experts, fields
 from mcore_ckpt.families.dense import cohere, gemma2, olmo2
 from mcore_ckpt.mapping.rules import Link, Rule, Table, expand, match_ours, match_theirs
@@ -134,6 +134,16 @@ def test_each_family_refuses_flags_that_it_cannot_say():
             family_of(name).to_theirs(described | {"moe": {}})
     with pytest.raises(ValueError, match="blocks are shared by several layers"):
         family_of("zamba2")
+
+
+def test_a_model_of_mup_is_written_with_the_factors_of_its_width():
+    config = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "use_mup": True}
+    config |= {"mup_base_hidden_size": 8, "mup_base_head_dim": 4, "mup_embedding_mult": 3.0}
+    described = {"family": "gpt", "vocab_size": 9, "config": config, "moe": {}}
+    assert family_for(described) == "granite"
+    theirs = family_of("granite").to_theirs(described)
+    assert (theirs["embedding_multiplier"], theirs["logits_scaling"]) == (3.0, 4.0)
+    assert theirs["attention_multiplier"] == 4**-0.5 * 4 / 16
 
 
 PATTERNS = {*("mamba2", "nemotron_h", "qwen3_next", "bamba", "granitemoehybrid", "falcon_h1")}

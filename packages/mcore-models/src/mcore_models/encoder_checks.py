@@ -28,7 +28,7 @@ _DECODERS_ALONE = (
     *("norm_placement", "parallel_residual", "qk_l2_norm", "softmax_scale"),
     *("attn_logit_softcapping", "softmax_type", "attention_chunk_size"),
     "attention_output_gate",
-    *("embedding_multiplier", "residual_multiplier", "logits_multiplier"),
+    *("embedding_multiplier", "residual_multiplier", "logits_multiplier", "use_mup"),
     *("final_logit_softcapping", "multi_latent_attention", "hybrid_override_pattern"),
     "mtp_num_layers",
 )

@@ -24,6 +24,7 @@ from mcore_models.protocol import MicroBatch, ModelState
 from mcore_models.stage_model import StageModel
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.parametrization import embedding_factor, logits_factor
 from mcore_parallel.precision.fp8 import LinearGemms
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import (
@@ -237,7 +238,7 @@ class GPT(StageModel, MTPLanguageModel):
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         """Multiply what the head reads, which multiplies its scores."""
-        return hidden * factor if (factor := self.config.logits_multiplier) != 1 else hidden
+        return hidden * factor if (factor := logits_factor(self.config)) != 1 else hidden
 
     @property
     def output_weight(self) -> Float[Tensor, "v D"]:
@@ -247,9 +248,9 @@ class GPT(StageModel, MTPLanguageModel):
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        if self.config.embedding_multiplier != 1.0:
+        if (factor := embedding_factor(self.config)) != 1.0:
             # Rounded to the model's dtype first, as published models were trained.
-            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype).item()
+            x = x * torch.tensor(factor, dtype=x.dtype).item()
         if self.config.position_embedding_type == "learned_absolute":
             x = x + self.position_embedding(positions)
         return self.dropout(x)

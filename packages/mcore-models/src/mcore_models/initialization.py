@@ -11,6 +11,7 @@
 | a delta net's decay rates | U(0.01, 16), kept as logarithms |
 | Mamba's step sizes | exp U(ln min, ln max), at least a floor; kept before the softplus |
 
+With ``--use-mup`` spreads fall with the width too, see ``mcore_parallel.parametrization``.
 The smaller residual weights keep the variance of the stream independent of depth: Radford
 et al. 2019, section 2.3 (GPT-2). Mamba's are those of Dao and Gu 2024, arXiv:2405.21060,
 a delta net's those of Yang et al. 2024, arXiv:2412.06464.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_parallel.logical_tensors import num_halves
+from mcore_parallel.parametrization import TABLES, spread_factor
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import NamedParameter, named_parameters
 
@@ -34,7 +36,6 @@ _RESIDUAL = (
     ".delta_net.out_proj.weight",
     ".latent_up.weight",
 )
-_TABLES = ("embedding.weight", "position_embedding.weight", "tokentype_embedding.weight")
 
 
 def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:
@@ -60,11 +61,10 @@ def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:
 
 def initial_std(name: str, config: TransformerConfig) -> float:
     """Standard deviation of a logical matrix by its name."""
-    if name in _TABLES:
+    if name in TABLES:
         return config.embedding_init_method_std or config.init_method_std
-    if name.endswith(_RESIDUAL):
-        return config.init_method_std / math.sqrt(num_halves(config))
-    return config.init_method_std
+    std = config.init_method_std * spread_factor(name, config)
+    return std / math.sqrt(num_halves(config)) if name.endswith(_RESIDUAL) else std
 
 
 def _fill_recurrent_(named: NamedParameter, config: TransformerConfig, seed: int) -> bool:

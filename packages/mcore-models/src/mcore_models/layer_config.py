@@ -15,6 +15,16 @@ NormPlacement = Literal["pre", "output", "sandwich"]
 ParallelResidual = Literal["off", "two_norms", "one_norm"]
 
 
+_MUP = {
+    "mup_base_hidden_size": 0,
+    "mup_embedding_mult": 1.0,
+    "mup_output_mult": 1.0,
+    "mup_attn_scale_power": 1.0,
+    "mup_base_head_dim": 0,
+}
+"""Defaults of what goes with --use-mup."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerConfig(AttentionConfig):
     """What sets the layers of one decoder family apart from another's."""
@@ -115,6 +125,26 @@ class LayerConfig(AttentionConfig):
     logits_multiplier: float = 1.0
     """Factor on the scores of the vocabulary."""
 
+    use_mup: bool = False
+    """Parametrize by muP: --lr, --adam-eps and --init-method-std are those of a model of
+    --mup-base-hidden-size, and hold for every width."""
+
+    mup_base_hidden_size: int = 0
+    """Width at which muP changes nothing; required with --use-mup."""
+
+    mup_embedding_mult: float = 1.0
+    """Factor on embeddings with --use-mup, the same at every width."""
+
+    mup_output_mult: float = 1.0
+    """Factor on the scores of the vocabulary with --use-mup, beside the base width over the
+    model's."""
+
+    mup_attn_scale_power: float = 1.0
+    """With --use-mup attention scores fall with the width of a head to this power."""
+
+    mup_base_head_dim: int = 0
+    """Width of a head at which attention scores are as without muP; 0: the model's own."""
+
     final_logit_softcapping: float = 0.0
     """Bound the scores of the vocabulary by c x tanh(score / c); 0: not at all."""
 
@@ -147,6 +177,7 @@ class LayerConfig(AttentionConfig):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)} must be above 0.")
+        self._check_mup()
         if self.mlp_gate_multiplier != 1 and not is_gated(self):
             raise ValueError("--mlp-gate-multiplier has no effect without a gate (--swiglu).")
         if self.parallel_residual != "off" and self.norm_placement != "pre":
@@ -166,6 +197,23 @@ class LayerConfig(AttentionConfig):
                 "table is where the model begins: use rope or none."
             )
         self._check_windows(num_layers)
+
+    def _check_mup(self) -> None:
+        if not self.use_mup:
+            for name, default in _MUP.items():
+                if getattr(self, name) != default:
+                    raise ValueError(f"{_flag(name)} has no effect without --use-mup.")
+            return
+        if self.mup_base_hidden_size < 1:
+            raise ValueError(
+                f"--mup-base-hidden-size {self.mup_base_hidden_size} must be the width that "
+                "the learning rate was found at, 1 or more."
+            )
+        if self.mup_base_head_dim < 0:
+            raise ValueError(f"--mup-base-head-dim {self.mup_base_head_dim} must be 0 or more.")
+        for name in ("mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be above 0.")
 
     def _check_windows(self, num_layers: int) -> None:
         before, after = self.window_size

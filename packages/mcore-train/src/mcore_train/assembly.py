@@ -25,7 +25,6 @@ from mcore_models.qk_clip.row_factors import track_scores
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
-from mcore_parallel.launch.launcher import num_cores
 from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
@@ -42,10 +41,10 @@ from mcore_parallel.precision.fp8 import (
     layer_gemms,
 )
 from mcore_parallel.rng import RngStreams
-from mcore_train.composition import BertTrainConfig, T5TrainConfig, TrainConfig
+from mcore_train.composition import BertTrainConfig, T5TrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.loss_scaling import LossScaler
-from mcore_train.optimizers import OPTIMIZERS
+from mcore_train.optimizers import build_optimizer
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 
@@ -204,7 +203,7 @@ def assemble(
         ctx=ctx,
         chunks=chunks,
         data_parallel=data_parallel,
-        optimizer=_build_optimizer(config, ctx, data_parallel),
+        optimizer=build_optimizer(config, ctx, data_parallel),
         streams=streams,
         datasets=datasets,
         dtype=dtype,
@@ -251,21 +250,6 @@ def _build_chunks(
         if config.qk_clipping.qk_clip:
             track_scores(chunk)
     return chunks
-
-
-def _build_optimizer(
-    config: TrainConfig, ctx: ParallelContext, data_parallel: GradientSync
-) -> DistributedOptimizer:
-    offload, num_threads = config.offloading, 1
-    if ctx.device.type == "cuda":  # this rank's share of the host's cores, by its GPUs
-        num_threads = max(1, num_cores() // min(ctx.world.size, torch.cuda.device_count()))
-    return DistributedOptimizer(
-        data_parallel,
-        OPTIMIZERS[config.optimizer.optimizer](config),
-        host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
-        host_threads=num_threads,
-        has_main=config.main_weights.main_params_dtype == "fp32",
-    )
 
 
 def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:

@@ -1,10 +1,18 @@
-"""Which update rule ``--optimizer`` names: one entry and one file each."""
+"""Which update rule ``--optimizer`` names: one entry and one file each; and its optimizer."""
 
 from collections.abc import Callable, Mapping
 
+import torch
+
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
+from mcore_parallel.launch.launcher import num_cores
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.sgd import SGD
 from mcore_parallel.optimizers.update_rule import UpdateRule
+from mcore_parallel.parametrization import step_width
+from mcore_parallel.sharding import NamedParameter
 from mcore_train.composition import TrainConfig
 
 OPTIMIZERS: Mapping[str, Callable[[TrainConfig], UpdateRule]] = {
@@ -12,3 +20,26 @@ OPTIMIZERS: Mapping[str, Callable[[TrainConfig], UpdateRule]] = {
     "sgd": lambda config: SGD(config.sgd),
 }
 """By the name of ``--optimizer``."""
+
+
+def build_optimizer(
+    config: TrainConfig, ctx: ParallelContext, data_parallel: GradientSync
+) -> DistributedOptimizer:
+    """Build the optimizer of a run; no communication."""
+    offload, num_threads = config.offloading, 1
+    if ctx.device.type == "cuda":  # this rank's share of the host's cores, by its GPUs
+        num_threads = max(1, num_cores() // min(ctx.world.size, torch.cuda.device_count()))
+
+    def width(named: NamedParameter) -> float:
+        return step_width(
+            [(part.name, part.shape) for part in named.layout.parts], config.model
+        )
+
+    return DistributedOptimizer(
+        data_parallel,
+        OPTIMIZERS[config.optimizer.optimizer](config),
+        step_width=width,
+        host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
+        host_threads=num_threads,
+        has_main=config.main_weights.main_params_dtype == "fp32",
+    )

@@ -40,6 +40,7 @@ from mcore_parallel.logical_tensors import (
 )
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.optional_kernels import works
+from mcore_parallel.parametrization import score_scale
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
@@ -128,6 +129,7 @@ class Attention(nn.Module):
         )
         self.q_norm = self._build_qk_norm(N, tp, placed)
         self.k_norm = self._build_qk_norm(G, tp, placed)
+        self.score_scale = score_scale(config, H)
         self.tp, self.sinks = tp, None
         self.tracker: ScoreTracker | None = None
         if config.softmax_type == "learnable":
@@ -207,7 +209,7 @@ class Attention(nn.Module):
             # Heads that were exchanged over context ranks: this rank's share of them.
             sinks = sinks.chunk(self.cp.size)[self.cp.rank]
         found = {
-            "scale": config.softmax_scale,
+            "scale": self.score_scale,
             "chunk": self.chunk,
             "softcap": config.attn_logit_softcapping,
         }
@@ -218,7 +220,7 @@ class Attention(nn.Module):
         """Attend over the whole sequence, wherever its keys are."""
         if self.tracker is not None and self.training:
             rules: dict[str, Any] = {"window": self.window, "chunk": self.chunk}
-            rules |= {"scale": self.config.softmax_scale, "documents": documents}
+            rules |= {"scale": self.score_scale, "documents": documents}
             self.tracker.note(largest_scores(q, k, cp=self.cp, **rules))
         on_rank = partial(self._attend, documents=documents)
         if self.cp.size == 1:
@@ -228,8 +230,8 @@ class Attention(nn.Module):
         is_whole = self.comm_type == "all_gather" and cannot_be_cut(self.config, self.layer)
         if is_whole:
             return context_attention(q, k, v, self.cp, on_rank)
-        if self.config.softmax_scale:  # blocks divide by the root of the head's width
-            q = q * (self.config.softmax_scale * q.shape[-1] ** 0.5)
+        if self.score_scale:  # blocks divide by the root of the head's width
+            q = q * (self.score_scale * q.shape[-1] ** 0.5)
         if self.comm_type == "p2p":
             return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
         return gathered_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)

@@ -38,6 +38,7 @@ from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.parametrization import score_scale
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
@@ -263,7 +264,9 @@ class LatentAttention(nn.Module):
 
 
 def _score_factor(config: TransformerConfig) -> float:
-    """Factor on all scores beside that of their width: YaRN's, in latent attention only."""
+    """Factor on all scores beside that of their width: muP's, and YaRN's."""
+    width = config.qk_head_dim + config.qk_pos_emb_head_dim
+    factor = score_scale(config, width) * math.sqrt(width) if config.use_mup else 1.0
     if config.rope_type != "yarn":
-        return 1.0
-    return yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
+        return factor
+    return factor * yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim) ** 2

@@ -9,7 +9,7 @@ A flat range has no shapes, so what depends on them (weight decay, which rank co
 norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.optimizers.rounding import round_stochastically_
 from mcore_parallel.optimizers.update_rule import UpdateRule
+from mcore_parallel.optimizers.weight_decay import has_weight_decay
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
@@ -39,15 +40,8 @@ _CUT_MULTIPLE = 64
 """Elements to whose multiples the host's share of a unit is rounded up."""
 
 
-def has_weight_decay(named: NamedParameter) -> bool:
-    """Return whether a parameter decays: all but biases and logically one-dimensional tensors.
-
-    Judged by logical tensors, so a flat slice or a stack of norms is not mistaken for a matrix.
-    """
-    return all(
-        len(part.shape) > 1 and part.name.rpartition(".")[2] != "bias"
-        for part in named.layout.parts
-    )
+def _no_width(_named: NamedParameter) -> float:
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Views over neighbouring parameters of a segment with equal weight decay.
+    """Views over neighbouring parameters of a segment with equal weight decay and width.
 
     The padding between them is included: its gradient is 0, so it stays 0.
     """
@@ -78,6 +72,7 @@ class _Run:
     owned: list[OwnedRange]
     """What it holds of which parameter."""
     decays: bool
+    width: float
     on_host: bool
 
 
@@ -104,6 +99,7 @@ class DistributedOptimizer:
         data_parallel: GradientSync,
         rule: UpdateRule,
         *,
+        step_width: Callable[[NamedParameter], float] = _no_width,
         host_share: float = 0.0,
         host_threads: int = 1,
         has_main: bool = True,
@@ -113,6 +109,9 @@ class DistributedOptimizer:
         Args:
             data_parallel: holds weights and gradients; decides who owns which range.
             rule: how a range is updated, and which moments it keeps.
+            step_width: what divides a parameter's learning rate, and multiplies its gradient
+                and decay (muP): Adam's step has no scale, so this divides its epsilon, and a
+                step's decay stays.
             host_share: of the state that is kept and updated in host memory, the first in the
                 order of updates.
             host_threads: of the processor for these updates.
@@ -134,7 +133,7 @@ class DistributedOptimizer:
             self._segments[unit] = [_new_segment(unit, rule, has_main, *part) for part in parts]
         self._norm_views = owned_views(data_parallel.grad_shards().values())
         self._runs = {
-            unit: [run for segment in segments for run in _runs(segment)]
+            unit: [run for segment in segments for run in _runs(segment, step_width)]
             for unit, segments in self._segments.items()
         }
         self._host = HostUpdates(data_parallel.ctx.device, host_threads)
@@ -209,9 +208,9 @@ class DistributedOptimizer:
         """Update one run by the rule; in bfloat16 in float32, and rounded stochastically."""
         constants: dict[str, Any] = {
             "num_steps": rates.num_steps,
-            "lr": rates.lr,
-            "weight_decay": rates.weight_decay if run.decays else 0.0,
-            "grad_scale": grad_scale,
+            "lr": rates.lr / run.width,
+            "weight_decay": rates.weight_decay * run.width if run.decays else 0.0,
+            "grad_scale": grad_scale if run.width == 1.0 else grad_scale * run.width,
         }
         if run.main.dtype != torch.bfloat16:
             self.rule.update(run.main, grad, run.moments, weights, **constants)
@@ -358,23 +357,23 @@ def _new_segment(
     return _Segment(unit, begin, main, moments, weights, on_host)
 
 
-def _runs(segment: _Segment) -> list[_Run]:
-    """Merge neighbouring parameters with equal decay into as few runs as possible.
+def _runs(segment: _Segment, step_width: Callable[[NamedParameter], float]) -> list[_Run]:
+    """Merge neighbouring parameters with equal rates into as few runs as possible.
 
     Runs in host memory are no longer than a piece that travels at once.
     """
     stop = segment.begin + segment.main.numel()
-    ends: list[tuple[int, int, bool]] = []
+    ends: list[tuple[int, int, tuple[bool, float]]] = []
     ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
     for owned in ranges:
-        decays = has_weight_decay(owned.named)
+        rates = has_weight_decay(owned.named), step_width(owned.named)
         begin, end = owned.offset, owned.offset + owned.stop - owned.first
-        if ends and ends[-1][2] == decays:
+        if ends and ends[-1][2] == rates:
             begin = ends.pop()[0]
-        ends.append((begin, end, decays))
+        ends.append((begin, end, rates))
     grads = _part(segment.unit.own_grads(), segment)
     found = []
-    for begin, end, decays in ends:
+    for begin, end, (decays, width) in ends:
         length = PIECE if segment.on_host else max(1, end - begin)
         for first in range(begin, end, length):
             cut = slice(first, min(end, first + length))
@@ -386,6 +385,7 @@ def _runs(segment: _Segment) -> list[_Run]:
                     weights=segment.weights[cut],
                     owned=list(clipped(ranges, cut.start, cut.stop)),
                     decays=decays,
+                    width=width,
                     on_host=segment.on_host,
                 )
             )

@@ -77,6 +77,7 @@ def shrink_model(
         longrope_long_factor=(model.longrope_long_factor * pairs)[:pairs],
         attention_chunk_size=min(model.attention_chunk_size, length // 2),
         init_method_std=0.1,
+        mup_base_hidden_size=4 if model.use_mup else 0,
         embedding_init_method_std=0.0,
         make_vocab_size_divisible_by=_vocab_multiple(plan, parallel),
         **_shrink_recurrent(model, parallel, layers, before=plan.config.parallelism),

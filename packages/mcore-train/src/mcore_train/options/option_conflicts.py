@@ -112,6 +112,10 @@ def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
         yield "--adam-* and --exp-avg-* have no effect with --optimizer sgd: leave them out."
     if config.optimizer.optimizer == "adam" and config.sgd != SGDConfig():
         yield "--sgd-momentum has no effect with --optimizer adam: leave it out."
+    if config.model.use_mup and config.optimizer.optimizer != "adam":
+        yield "--use-mup knows the rates of Adam: use --optimizer adam."
+    if config.model.use_mup and config.peft.peft != "none":
+        yield "--use-mup knows no rates of adapters: leave it out, or --peft."
 
 
 def misplaced_predictions(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:

@@ -115,6 +115,16 @@ ROPE_VARIANTS: dict[str, Any] = {
 }
 """Defaults of how rotary wavelengths are stretched."""
 
+MUP: dict[str, Any] = {
+    "use_mup": False,
+    "mup_base_hidden_size": 0,
+    "mup_embedding_mult": 1.0,
+    "mup_output_mult": 1.0,
+    "mup_attn_scale_power": 1.0,
+    "mup_base_head_dim": 0,
+}
+"""Defaults of what makes factors follow from the width."""
+
 VARIANTS: dict[str, Any] = {
     **HYBRID,
     **HYBRID_VARIANTS,
@@ -143,6 +153,7 @@ VARIANTS: dict[str, Any] = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,
+    **MUP,
     "final_logit_softcapping": 0.0,
     "mtp_num_layers": 0,
 }
