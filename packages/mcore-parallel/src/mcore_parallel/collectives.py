@@ -109,6 +109,16 @@ def start_shift(x: Shaped[Tensor, "R ..."], axis: Axis) -> Shaped[Tensor, "R ...
     return _ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name)
 
 
+def start_all_to_all(
+    x: Shaped[Tensor, "R ..."], axis: Axis, send: list[int], receive: list[int]
+) -> Shaped[Tensor, "Q ..."]:
+    """Begin an exchange as ``all_to_all`` does; the result may be read after ``wait``."""
+    if axis.size == 1:
+        return x
+    agree(axis.agreement, "all_to_all", x, any_rows=True)
+    return _ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name)
+
+
 class InFlight:
     """A collective of a pair that has begun: launch other work, then ``land``.
 
@@ -121,6 +131,7 @@ class InFlight:
         x: Shaped[Tensor, "..."],
         begin: Callable[[Tensor], Tensor],
         begin_back: Callable[[Tensor], Tensor],
+        decode: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Begin.
 
@@ -128,13 +139,15 @@ class InFlight:
             x: what the collective takes.
             begin: a ``start_`` function.
             begin_back: that of the gradient.
+            decode: from what ``begin`` gave, once it is there, to the result; None: the same.
         """
         self._x = _Depart.apply(x)
-        self._result, self._begin_back = begin(self._x.detach()), begin_back
+        self._result = begin(self._x.detach())
+        self._begin_back, self._decode = begin_back, decode
 
     def land(self) -> Shaped[Tensor, "..."]:
         """Wait for the result and return it; once."""
-        return _Land.apply(self._x, self._result, self._begin_back)
+        return _Land.apply(self._x, self._result, self._begin_back, self._decode)
 
 
 def begin_gather_partial(x: Shaped[Tensor, "s ..."], axis: Axis) -> InFlight:
@@ -256,13 +269,13 @@ class _Depart(torch.autograd.Function):
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _x: Tensor, result: Tensor, begin_back: Any) -> Tensor:
+    def forward(ctx: Any, _x: Tensor, result: Tensor, begin_back: Any, decode: Any) -> Tensor:
         ctx.begin_back = begin_back
-        return wait(result)
+        return wait(result) if decode is None else decode(wait(result))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.begin_back(grad), None, None
+        return ctx.begin_back(grad), None, None, None
 
 
 class _Copy(torch.autograd.Function):
@@ -334,13 +347,9 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
         ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return _exchange(x, axis, send, receive)
+        return wait(start_all_to_all(x, axis, send, receive))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchange(grad, ctx.axis, ctx.receive, ctx.send), None, None, None
-
-
-def _exchange(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
-    agree(axis.agreement, "all_to_all", x, any_rows=True)
-    return wait(_ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name))
+        grad = start_all_to_all(grad, ctx.axis, ctx.receive, ctx.send)
+        return wait(grad), None, None, None

@@ -16,12 +16,13 @@ tensor ranks share are the exception: each casts its own share of their gradient
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from mcore_parallel.config import Fp8Config
@@ -55,7 +56,7 @@ class WeightCasts:
 
     def __init__(self) -> None:
         """Begin without casts."""
-        self._kept: dict[tuple[int, torch.Size], Scaled] | None = None
+        self._kept: dict[tuple[int, torch.Size], Any] | None = None
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -68,12 +69,16 @@ class WeightCasts:
 
     def of(self, weight: Float[Tensor, "F D"], recipe: Recipe, cut: Cut) -> Scaled:
         """Return a weight's cast, made now or earlier; the first time reduces over ``cut``."""
+        return self.kept(weight, lambda: recipe.cast("weight", weight, FORWARD_DTYPE, cut))
+
+    def kept(self, weight: Shaped[Tensor, "..."], make: Callable[[], Any]) -> Any:
+        """Return what ``make`` gives, made now or earlier for the same weight."""
         if self._kept is None:
-            return recipe.cast("weight", weight, FORWARD_DTYPE, cut)
+            return make()
         # Backward sees other tensor objects of the same memory (recomputation).
         key = weight.data_ptr(), weight.shape
         if key not in self._kept:
-            self._kept[key] = recipe.cast("weight", weight, FORWARD_DTYPE, cut)
+            self._kept[key] = make()
         return self._kept[key]
 
 
@@ -182,6 +187,8 @@ class LinearGemms:
     """For ``ColumnParallelLinear``."""
     row: Gemm = PLAIN_GEMM
     """For ``RowParallelLinear``."""
+    casts: WeightCasts | None = None
+    """Where casts of experts' weights are kept; None outside fp8."""
 
 
 PLAIN_GEMMS = LinearGemms()
@@ -212,6 +219,7 @@ def fp8_gemms(
     return LinearGemms(
         Fp8Gemm(x_cut=tokens, weight_cut=rows, grad_cut=split, **common),
         Fp8Gemm(x_cut=split, weight_cut=columns, grad_cut=tokens, **common),
+        casts,
     )
 
 

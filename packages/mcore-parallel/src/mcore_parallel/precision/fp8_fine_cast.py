@@ -71,8 +71,8 @@ def cast_lines_plain(
     dtype: torch.dtype,
 ) -> FineFp8:
     """Cast by known magnitudes, in torch: the reference of the kernel."""
-    rows, row_scales = _scaled(x, row_tops[:, None], dtype, is_power=False)
-    columns, column_scales = _scaled(x.t(), column_tops[:, None], dtype, is_power=False)
+    rows, row_scales = scaled_by_tops(x, row_tops[:, None], dtype, is_power=False)
+    columns, column_scales = scaled_by_tops(x.t(), column_tops[:, None], dtype, is_power=False)
     return FineFp8(rows, row_scales, columns, column_scales)
 
 
@@ -119,6 +119,38 @@ def dequantized_lines(
     return fp8.to(scales.dtype) * whole
 
 
+def scaled_by_tops(
+    x: Float[Tensor, "..."],
+    tops: Float[Tensor, "..."],
+    dtype: torch.dtype,
+    *,
+    is_power: bool,
+) -> tuple[Shaped[Tensor, "..."], Float[Tensor, "..."]]:
+    """Cast numbers by known magnitudes, which become the format's largest number.
+
+    Args:
+        x: floating.
+        tops: of x's dtype or wider; as many dimensions, some of size 1.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
+        is_power: round scales down to powers of two.
+
+    Returns:
+        The numbers, contiguous, and what multiplies them to give x back.
+    """
+    limit = torch.finfo(dtype).max
+    wide = torch.promote_types(x.dtype, torch.float32)
+    floor = tops.to(wide).clamp(min=SMALLEST_AMAX)
+    # By tensors: torch divides a number, and by a number, through a rounded reciprocal.
+    top = torch.full_like(floor, limit)
+    scale, inverse = top / floor, floor / top
+    if is_power:
+        # A mantissa from 0.5 to 1 times a power: twice the least mantissa is the power below.
+        scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
+        inverse = torch.ones_like(scale) / scale
+    scale, inverse = (torch.where(tops.isfinite(), s, float("nan")) for s in (scale, inverse))
+    return (x.to(wide) * scale).clamp(-limit, limit).to(dtype).contiguous(), inverse
+
+
 def _largest_of_lines(x: Tensor) -> tuple[Tensor, Tensor]:
     if _has_kernel(x):
         from mcore_parallel.kernels import fp8_fine_cast as kernels
@@ -133,25 +165,8 @@ def _cast_in_blocks(x: Tensor, dtype: torch.dtype, is_square: bool) -> tuple[Ten
     height = BLOCK if is_square else 1
     blocks = x.reshape(down // height, height, across // BLOCK, BLOCK)
     tops = blocks.abs().amax((1, 3), keepdim=True)
-    narrow, scales = _scaled(blocks, tops, dtype, is_power=True)
+    narrow, scales = scaled_by_tops(blocks, tops, dtype, is_power=True)
     return narrow.reshape(x.shape), scales[:, 0, :, 0]
-
-
-def _scaled(
-    x: Tensor, tops: Tensor, dtype: torch.dtype, *, is_power: bool
-) -> tuple[Tensor, Tensor]:
-    limit = torch.finfo(dtype).max
-    wide = torch.promote_types(x.dtype, torch.float32)
-    floor = tops.to(wide).clamp(min=SMALLEST_AMAX)
-    # By tensors: torch divides a number, and by a number, through a rounded reciprocal.
-    top = torch.full_like(floor, limit)
-    scale, inverse = top / floor, floor / top
-    if is_power:
-        # A mantissa from 0.5 to 1 times a power: twice the least mantissa is the power below.
-        scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
-        inverse = torch.ones_like(scale) / scale
-    scale, inverse = (torch.where(tops.isfinite(), s, float("nan")) for s in (scale, inverse))
-    return (x.to(wide) * scale).clamp(-limit, limit).to(dtype).contiguous(), inverse
 
 
 def _chosen(whole: FineFp8, has_rows: bool) -> FineFp8:
