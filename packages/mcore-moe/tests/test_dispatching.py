@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
-from mcore_moe.dispatching import gather_uneven, reduce_scatter_uneven
+from mcore_moe.dispatching import LocalDispatcher
+from mcore_moe.fp8_rows import cast_rows
 from mcore_moe.permutation import permute, permute_probs, unpermute
+from mcore_moe.uneven import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
@@ -23,6 +25,7 @@ CASES = {
         "moe_expert_capacity_factor": 1.5,
         "moe_pad_expert_input_to_capacity": True,
     },
+    "in fp8": {"moe_dispatch_dtype": "fp8"},
 }
 
 
@@ -40,6 +43,9 @@ def routed_tokens(rank, kind):
 
 def through(config, dispatcher, x, routing, first_expert=0, is_even=False):
     """Expert e multiplies by its weight and by e + 1; tokens come home summed."""
+    leaf = x
+    if isinstance(dispatcher, LocalDispatcher) and config.moe_dispatch_dtype:
+        x = x + (cast_rows(x).wide() - x).detach()  # as it would have arrived
     begun = dispatcher.begin(x, is_even=is_even)
     sent = dispatcher.dispatch(x, limited(routing, config), is_even=is_even, begun=begun)
     counts = sent.plan.counts
@@ -49,7 +55,7 @@ def through(config, dispatcher, x, routing, first_expert=0, is_even=False):
     sums = unpermute(rows * (factor * probs)[:, None], sent.plan)
     y = dispatcher.combine(sums, sent.handle)
     y.square().sum().backward()
-    return y.detach(), x.grad, routing.probs.grad, counts
+    return y.detach(), leaf.grad, routing.probs.grad, counts
 
 
 def check_against_local(kind, dispatcher_type, etp):

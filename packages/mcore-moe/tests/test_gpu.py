@@ -149,6 +149,28 @@ def test_gemms_that_gather_equal_plain_float64(spread, has_main):
         assert (a.double() - b).abs().max() < 1.6e-2 * b.abs().max()
 
 
+@pytest.mark.parametrize("counts", [[200, 0, 56, 1], [0, 0, 257, 0]], ids=str)
+def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
+    from mcore_moe.fp8_rows import cast_rows, cast_rows_plain, fp8_linear
+    from mcore_parallel.precision.fp8 import WeightCasts
+
+    torch.manual_seed(0)
+    offsets = offsets_of(torch.tensor(counts, device="cuda"))
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 192, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for got, want in zip(cast_rows(weight), cast_rows_plain(weight), strict=True):
+        assert torch.equal(got.float(), want.float())
+    grad = torch.randn(300, 192, device="cuda", dtype=torch.bfloat16)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want = sequential_linear(*wide, offsets)
+    expected = [want, *torch.autograd.grad(want, wide, grad.double())]
+    y = fp8_linear(x, weight, offsets, casts=WeightCasts())
+    found = [y, *torch.autograd.grad(y, (x, weight), grad)]
+    for a, b, bound in zip(found, expected, (0.04, 0.04, 4e-3), strict=True):
+        rows = slice(None) if a.dim() == 3 else slice(257)
+        assert (a[rows].double() - b[rows]).norm() < bound * b[rows].norm()
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_layer_by_quack_equals_one_expert_after_the_other(recomputes):
     x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)

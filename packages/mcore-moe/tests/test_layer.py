@@ -180,7 +180,9 @@ WORLDS = {n: [k for k, v in LAYOUTS.items() if v[0] == n] for n in (2, 4, 6)}
     ],
 )
 def test_every_layout_gives_the_gradients_of_one_rank(world_size, dispatcher):
-    run_layouts(WORLDS[world_size], moe_token_dispatcher_type=dispatcher)
+    overlap = world_size == 4  # where the shared expert runs while tokens travel
+    fields = {"moe_shared_expert_overlap": overlap, "moe_token_dispatcher_type": dispatcher}
+    run_layouts(WORLDS[world_size], **fields)
 
 
 def test_all_tokens_on_few_experts_leave_ranks_without_rows():
@@ -205,6 +207,10 @@ def test_all_tokens_on_few_experts_leave_ranks_without_rows():
 )
 def test_other_routings_do_not_depend_on_the_layout(fields):
     run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], **fields)
+
+
+def test_experts_in_fp8_do_not_depend_on_which_rank_holds_them():
+    run_layouts(["ep4 folded over tp2 and cp2"], moe_experts_dtype="fp8")
 
 
 def test_padding_stays_with_its_tokens_on_strided_groups():

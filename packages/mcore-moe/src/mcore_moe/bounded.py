@@ -18,7 +18,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.dispatching import AllGatherDispatcher, AllToAllDispatcher, Trip, plan_kept
+from mcore_moe.dispatching import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Beside,
+    Trip,
+    plan_kept,
+)
 from mcore_moe.permutation import RowPlan, part_of, permute, permute_probs, trimmed, unpermute
 from mcore_moe.routing import Routing
 from mcore_parallel.collectives import InFlight
@@ -34,6 +40,7 @@ def run_bounded(
     routing: Routing,
     experts: Compute,
     limit: float,
+    beside: Beside | None = None,
 ) -> Float[Tensor, "T D"]:
     """Dispatch, compute and combine with no more rows at once than a limit.
 
@@ -46,6 +53,7 @@ def run_bounded(
         experts: of this rank.
         limit: rows that a rank computes at once, in units of the mean over the ranks. One row
             more for each rank that sends is possible, by rounding.
+        beside: called while rows travel, if they do so at once.
     """
     plan = plan_kept(routing, dispatcher.config)
     trip, totals = dispatcher.agree(plan.counts)
@@ -54,7 +62,7 @@ def run_bounded(
     mean = max(1.0, sum(totals) / len(totals))
     num_parts = max(1, ceil(max(totals) / (limit * mean)))
     if num_parts == 1:
-        return unpermute(_exchange(dispatcher, experts, trip, rows, probs), plan)
+        return unpermute(_exchange(dispatcher, experts, trip, rows, probs, beside), plan)
 
     outputs: list[list[Tensor]] = []
     row_blocks, prob_blocks = rows.split(trip.send), probs.split(trip.send)
@@ -83,6 +91,7 @@ def run_with_fixed_rows(
     *,
     is_even: bool,
     begun: InFlight | None,
+    beside: Beside | None = None,
 ) -> Float[Tensor, "T D"]:
     """Gather, compute and reduce-scatter with tensors whose sizes do not depend on routing.
 
@@ -98,9 +107,12 @@ def run_with_fixed_rows(
             as there are ranks of ``ep``: one part.
         is_even: whether all ranks bring equally many tokens.
         begun: what ``dispatcher.begin`` returned for the tokens.
+        beside: called while they travel, if they have begun.
     """
+    if beside is not None and begun is not None:
+        beside()
     plan, sizes = dispatcher.plan(routing, is_even)
-    x = dispatcher.there(x, sizes) if begun is None else begun.land()
+    x = dispatcher.tokens(x, sizes, begun)
     probs = dispatcher.there(routing.probs, sizes)
     num_tokens, topk = plan.slots.shape
     ranks = dispatcher.ep.size
@@ -117,9 +129,14 @@ def run_with_fixed_rows(
 
 
 def _exchange(
-    dispatcher: AllToAllDispatcher, experts: Compute, trip: Trip, rows: Tensor, probs: Tensor
+    dispatcher: AllToAllDispatcher,
+    experts: Compute,
+    trip: Trip,
+    rows: Tensor,
+    probs: Tensor,
+    beside: Beside | None = None,
 ) -> Tensor:
-    sent = dispatcher.there(rows, probs, trip)
+    sent = dispatcher.there(rows, probs, trip, beside)
     return dispatcher.back(experts(sent.x, sent.probs, sent.plan), trip)
 
 

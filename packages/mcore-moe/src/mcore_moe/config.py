@@ -93,6 +93,14 @@ class MoEConfig:
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
     """How tokens travel to the ranks of their experts."""
 
+    moe_dispatch_dtype: Literal["", "fp8"] = ""
+    """Format in which tokens travel to the ranks of their experts; empty: the model's own; fp8:
+    e4m3 with a scale for each token, half the bytes. Results and gradients keep the model's."""
+
+    moe_experts_dtype: Literal["", "fp8"] = ""
+    """Format of the experts' GEMMs; empty: the model's own; fp8: e4m3 with a scale for each row
+    of tokens, gradients and weights; weights' gradients keep the model's."""
+
     moe_apply_probs_on_input: bool = False
     """Multiply an expert's input by the weight of the choice, not its output (Llama 4)."""
 
@@ -107,6 +115,10 @@ class MoEConfig:
 
     moe_shared_expert_intermediate_size: int = 0
     """Width of the expert that every token passes through; 0: none."""
+
+    moe_shared_expert_overlap: bool = False
+    """Compute the shared expert while tokens travel to the ranks of their experts, and in
+    backward while their gradients travel back."""
 
     moe_shared_expert_gate: bool = False
     """Weigh the shared expert by a learned sigmoid of the token."""
@@ -204,11 +216,12 @@ class MoEConfig:
                 f"--moe-router-load-balancing-type {self.moe_router_load_balancing_type}: "
                 "set it to 0, or choose aux_loss."
             )
-        if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
-            raise ValueError(
-                "--moe-shared-expert-gate has no effect without a shared expert: set "
-                "--moe-shared-expert-intermediate-size."
-            )
+        for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
+            if getattr(self, name) and not self.moe_shared_expert_intermediate_size:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} has no effect without a shared expert: set "
+                    "--moe-shared-expert-intermediate-size."
+                )
 
     def _check_capacity(self) -> None:
         limit = self.moe_expert_rows_limit

@@ -16,6 +16,7 @@ their results. A rank may have any number of tokens, also none.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +24,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from mcore_moe.config import MoEConfig, expert_capacity
+from mcore_moe.fp8_rows import exchange_narrow, packed, unpacked
 from mcore_moe.permutation import (
     RowPlan,
     permute,
@@ -32,15 +34,20 @@ from mcore_moe.permutation import (
     unpermute,
 )
 from mcore_moe.routing import Routing
+from mcore_moe.uneven import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import (
     InFlight,
     all_gather,
     all_to_all,
     begin_gather_partial,
-    gather_partial_from,
-    reduce_scatter_to,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
 )
 from mcore_parallel.mesh import SINGLE, Axis
+
+Beside = Callable[[], object]
+"""Launches work that does not need the tokens which travel meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ class Dispatcher(Protocol):
         *,
         is_even: bool = False,
         begun: InFlight | None = None,
+        beside: Beside | None = None,
     ) -> Dispatched:
         """Collect what this rank's experts compute.
 
@@ -81,6 +89,7 @@ class Dispatcher(Protocol):
             is_even: whether all ranks bring equally many tokens, so that none has to say how
                 many; only ``AllGatherDispatcher`` asks.
             begun: what ``begin`` returned for these tokens.
+            beside: may be called, once, while tokens travel.
         """
         ...
 
@@ -120,6 +129,7 @@ class LocalDispatcher:
         *,
         is_even: bool = False,  # noqa: ARG002
         begun: InFlight | None = None,  # noqa: ARG002
+        beside: Beside | None = None,  # noqa: ARG002
     ) -> Dispatched:
         """Plan the rows; on a GPU the host does not wait for it."""
         return Dispatched(x, routing.probs, plan_kept(routing, self.config), None)
@@ -167,6 +177,7 @@ class AllToAllDispatcher:
         *,
         is_even: bool = False,  # noqa: ARG002
         begun: InFlight | None = None,  # noqa: ARG002
+        beside: Beside | None = None,
     ) -> Dispatched:
         """Exchange counts, then rows and weights, over ``ep``; gather them over ``expert_tp``.
 
@@ -176,7 +187,7 @@ class AllToAllDispatcher:
         trip, _ = self.agree(plan.counts)
         plan = trimmed(plan, sum(trip.send))
         rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
-        return replace(self.there(rows, probs, trip), handle=(plan, trip))
+        return replace(self.there(rows, probs, trip, beside), handle=(plan, trip))
 
     def combine(
         self, y: Float[Tensor, "M D"], handle: tuple[RowPlan, Trip]
@@ -207,18 +218,51 @@ class AllToAllDispatcher:
         return Trip(host[: ep.size], receive, chunks.flatten(0, 1)), host[ep.size : 2 * ep.size]
 
     def there(
-        self, rows: Float[Tensor, "R D"], probs: Float[Tensor, " R"], trip: Trip
+        self,
+        rows: Float[Tensor, "R D"],
+        probs: Float[Tensor, " R"],
+        trip: Trip,
+        beside: Beside | None = None,
     ) -> Dispatched:
-        """Send rows, sorted by expert, to the ranks of their experts."""
-        received = trip.receive[self.expert_tp.rank]
+        """Send rows, sorted by expert, to the ranks of their experts.
+
+        Args:
+            rows: of this rank's tokens.
+            probs: weight of each.
+            trip: their numbers.
+            beside: called while they travel, if no ``expert_tp`` gathers them after.
+        """
         sizes = [sum(r) for r in trip.receive]
-        rows, probs = (
-            gather_uneven(all_to_all(x, self.ep, trip.send, received), self.expert_tp, sizes)
-            for x in (rows, probs)
-        )
+
+        def exchange(x: Tensor) -> Tensor:
+            x = all_to_all(x, self.ep, trip.send, trip.receive[self.expert_tp.rank])
+            return gather_uneven(x, self.expert_tp, sizes)
+
+        probs = exchange(probs)
+        if beside is None or self.expert_tp.size > 1 or torch.compiler.is_compiling():
+            rows = self._sent(rows, exchange, trip)
+        else:
+            flight = self._depart(rows, trip)
+            beside()
+            rows = flight.land()
         experts = _experts_of_rows(trip.chunks, sum(sizes))
         plan = plan_rows(experts, trip.chunks.shape[1])
         return Dispatched(rows, probs[:, None], plan, trip)
+
+    def _sent(self, rows: Tensor, exchange: Callable[[Tensor], Tensor], trip: Trip) -> Tensor:
+        if not self.config.moe_dispatch_dtype:
+            return exchange(rows)
+        return exchange_narrow(rows, exchange, lambda grad: self.back(grad, trip))
+
+    def _depart(self, rows: Tensor, trip: Trip) -> InFlight:
+        send, receive = trip.send, trip.receive[0]
+        go = partial(start_all_to_all, axis=self.ep, send=send, receive=receive)
+        back = partial(start_all_to_all, axis=self.ep, send=receive, receive=send)
+        if not self.config.moe_dispatch_dtype:
+            return InFlight(rows, go, back)
+        return InFlight(
+            rows, lambda x: go(packed(x)), back, partial(unpacked, dtype=rows.dtype)
+        )
 
     def back(self, y: Float[Tensor, "M D"], trip: Trip) -> Float[Tensor, "R D"]:
         """Return results to the ranks that sent the rows, in the order of these."""
@@ -247,7 +291,14 @@ class AllGatherDispatcher:
         """Begin to gather tokens over ``ep``, if the ranks bring equally many."""
         if not is_even or self.expert_tp.size > 1 or torch.compiler.is_compiling():
             return None
-        return begin_gather_partial(x, self.ep)
+        if not self.config.moe_dispatch_dtype:
+            return begin_gather_partial(x, self.ep)
+        return InFlight(
+            x,
+            lambda x: start_all_gather(packed(x), self.ep),
+            lambda grad: start_reduce_scatter(grad, self.ep),
+            partial(unpacked, dtype=x.dtype),
+        )
 
     def dispatch(
         self,
@@ -256,23 +307,25 @@ class AllGatherDispatcher:
         *,
         is_even: bool = False,
         begun: InFlight | None = None,
+        beside: Beside | None = None,
     ) -> Dispatched:
         """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; keep own rows.
 
         The host waits for its number of rows, while tokens are gathered, and before that for
         the numbers of tokens of all ranks, unless ``is_even``.
         """
+        if beside is not None and begun is not None:
+            beside()
         plan, sizes = self.plan(routing, is_even)
         num_rows = _to_host(plan.offsets[-1])
-        x = self.there(x, sizes) if begun is None else begun.land()
+        x = self.tokens(x, sizes, begun)
         probs = self.there(routing.probs, sizes)
         return Dispatched(x, probs, trimmed(plan, num_rows()), sizes)
 
     def combine(self, y: Float[Tensor, "M D"], handle: list[list[int]]) -> Float[Tensor, "T D"]:
         """Sum what ranks have for each token over ``expert_tp`` and ``ep``, on its own rank."""
-        sizes = handle
-        partial = reduce_scatter_uneven(y, self.expert_tp, [sum(s) for s in sizes])
-        return reduce_scatter_uneven(partial, self.ep, sizes[self.expert_tp.rank])
+        y = reduce_scatter_uneven(y, self.expert_tp, [sum(sizes) for sizes in handle])
+        return reduce_scatter_uneven(y, self.ep, handle[self.expert_tp.rank])
 
     def plan(self, routing: Routing, is_even: bool) -> tuple[RowPlan, list[list[int]]]:
         """Gather the choices of all ranks, and plan the rows of those that are computed here.
@@ -297,6 +350,17 @@ class AllGatherDispatcher:
         keep = (own >= 0) & (own < num_local)
         return plan_rows(own.where(keep, 0), num_local, keep), sizes
 
+    def tokens(
+        self, x: Float[Tensor, "T D"], sizes: list[list[int]], begun: InFlight | None
+    ) -> Float[Tensor, "M D"]:
+        """Gather tokens, in the dtype in which they travel, or wait for what has begun."""
+        if begun is not None:
+            return begun.land()
+        if not self.config.moe_dispatch_dtype:
+            return self.there(x, sizes)
+        gather = partial(self.there, sizes=sizes)
+        return exchange_narrow(x, gather, partial(self.combine, handle=sizes))
+
     def there(self, x: Shaped[Tensor, "T ..."], sizes: list[list[int]]) -> Tensor:
         """Gather what all ranks have for their tokens; gradients are summed on the way back."""
         x = gather_uneven(x, self.ep, sizes[self.expert_tp.rank])
@@ -315,40 +379,3 @@ def _to_host(number: Int[Tensor, ""]) -> Callable[[], int]:
         return int(on_host)
 
     return wait
-
-
-def gather_uneven(
-    x: Shaped[Tensor, "R ..."], axis: Axis, sizes: list[int]
-) -> Shaped[Tensor, "Q ..."]:
-    """Concatenate the ranks' rows in axis order; the gradient is summed over the ranks.
-
-    Args:
-        x: ``sizes[axis.rank]`` rows.
-        axis: ranks that take part.
-        sizes: rows of each rank; may hold zeros.
-    """
-    if axis.size == 1:
-        return x
-    if len(set(sizes)) == 1:
-        return gather_partial_from(x, axis)
-    copies = x.repeat(axis.size, *(1,) * (x.dim() - 1))
-    return all_to_all(copies, axis, [x.shape[0]] * axis.size, sizes)
-
-
-def reduce_scatter_uneven(
-    x: Shaped[Tensor, "Q ..."], axis: Axis, sizes: list[int]
-) -> Shaped[Tensor, "R ..."]:
-    """Sum over the ranks, keeping own rows, in axis order; the gradient is gathered.
-
-    Args:
-        x: rows of all ranks.
-        axis: ranks that take part.
-        sizes: rows that each rank keeps; may hold zeros.
-    """
-    if axis.size == 1:
-        return x
-    if len(set(sizes)) == 1:
-        return reduce_scatter_to(x, axis)
-    own = sizes[axis.rank]
-    parts = all_to_all(x, axis, sizes, [own] * axis.size)
-    return parts.view(axis.size, own, *x.shape[1:]).sum(0)

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from mcore_moe import quack_gemm
 from mcore_moe.activations import activation_function, weighted_gated
+from mcore_moe.fp8_rows import fp8_linear
 from mcore_moe.grouped_gemm import accumulating_linear, grouped_linear, sequential_linear
 from mcore_moe.permutation import RowPlan, permute, permute_probs, unpermute
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Layout, Part, named_parameters
@@ -81,6 +83,7 @@ class Experts(nn.Module):
         init_std: float = 0.02,
         output_std: float | None = None,
         recompute_activation: bool = False,
+        fp8_casts: WeightCasts | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -102,6 +105,7 @@ class Experts(nn.Module):
             init_std: of fc1; 0.0 leaves all zeros and draws nothing.
             output_std: of fc2; None: as fc1.
             recompute_activation: forget what goes into fc2, make it again in backward.
+            fp8_casts: multiply in fp8, and keep casts of weights there; None: as the weights.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -116,7 +120,7 @@ class Experts(nn.Module):
         self.num_experts, self.num_local_experts = num_experts, num_experts // ep.size
         self.ep, self.expert_tp = ep, expert_tp
         self.gated, self.grouped, self.probs_on_input = gated, grouped, probs_on_input
-        self.recompute_activation = recompute_activation
+        self.recompute_activation, self.fp8_casts = recompute_activation, fp8_casts
         activation_function(activation)  # raises if it is not known
         self.activation, self.clamp, self.offset = activation, clamp, offset
         self.init_std = init_std
@@ -193,7 +197,9 @@ class Experts(nn.Module):
                 lambda rows, probs: summed_linear(rows, self.fc2_weight, plan),  # noqa: ARG005
             )
         linear = grouped_linear if self.grouped else sequential_linear
-        if slot_of(self.fc1_weight) is not None:
+        if self.fp8_casts is not None:
+            linear = partial(fp8_linear, casts=self.fp8_casts)
+        elif slot_of(self.fc1_weight) is not None:
             linear = partial(accumulating_linear, linear=linear)
 
         def first(x: Tensor) -> Tensor:
@@ -221,7 +227,7 @@ class Experts(nn.Module):
     def _gathers(self, x: Tensor, plan: RowPlan) -> bool:
         """Whether GEMMs gather their rows: by quack, without biases, every row a token's."""
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
-        if self.probs_on_input or self.adapter is not None:
+        if self.probs_on_input or self.adapter is not None or self.fp8_casts is not None:
             return False
         if not self.grouped or has_bias or not plan.is_dense or not x.shape[0]:
             return False

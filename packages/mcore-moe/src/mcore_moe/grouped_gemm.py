@@ -127,15 +127,41 @@ class _AccumulatingLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, offsets = ctx.saved_tensors
-        grad, slot = grad.contiguous(), ctx.slot
-        grad_x = None
+        grad, grad_x = grad.contiguous(), None
         if ctx.needs_input_grad[0]:
             grad_x = ctx.linear(grad, weight.transpose(1, 2), offsets)
-        if ctx.needs_input_grad[1] and slot.queue is not None:
-            slot.queue.put(lambda: _add_weight_gradient(slot, grad, x, offsets))
-        elif ctx.needs_input_grad[1]:
-            _add_weight_gradient(slot, grad, x, offsets)
+        if ctx.needs_input_grad[1]:
+            take_weight_gradient(ctx.slot, weight, grad, x, offsets)
         return grad_x, None, None, None
+
+
+def take_weight_gradient(
+    slot: GradSlot | None,
+    weight: Float[Tensor, "e N K"],
+    grad: Float[Tensor, "R N"],
+    x: Float[Tensor, "R K"],
+    offsets: Int[Tensor, " e1"],
+) -> Float[Tensor, "e N K"] | None:
+    """Add the gradient of stacked weights to their main gradient, at once or later.
+
+    Args:
+        slot: of the weights; None: return the gradient.
+        weight: the weights.
+        grad: gradient of the rows' results.
+        x: rows sorted by expert.
+        offsets: where the rows of each begin, and the end of the last.
+    """
+    if slot is None and x.shape[0] and has_grouped_kernel(x, weight):
+        return F.grouped_mm(grad.t(), x, offs=offsets[1:])
+    if slot is None:
+        gradient = torch.empty_like(weight)
+        add_weight_gradient_plain(gradient, grad, x, offsets, overwrite=True)
+        return gradient
+    if slot.queue is not None:
+        slot.queue.put(lambda: _add_weight_gradient(slot, grad, x, offsets))
+    else:
+        _add_weight_gradient(slot, grad, x, offsets)
+    return None
 
 
 def _add_weight_gradient(slot: GradSlot, grad: Tensor, x: Tensor, offsets: Tensor) -> None:

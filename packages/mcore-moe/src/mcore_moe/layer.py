@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from mcore_moe.bounded import run_bounded, run_with_fixed_rows
 from mcore_moe.config import MoEConfig
-from mcore_moe.dispatching import AllGatherDispatcher, AllToAllDispatcher, build_dispatcher
+from mcore_moe.dispatching import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Beside,
+    build_dispatcher,
+)
 from mcore_moe.experts import Experts
 from mcore_moe.latent import latent_projections
 from mcore_moe.over_ranks import check_same
@@ -24,6 +29,7 @@ from mcore_moe.shared import SharedExpert
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.collectives import InFlight, copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
 
@@ -61,6 +67,7 @@ class MoELayer(nn.Module):
         recompute_activation: bool = False,
         recompute_shared: bool = False,
         equal_tokens: bool = False,
+        fp8_casts: WeightCasts | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -89,6 +96,8 @@ class MoELayer(nn.Module):
             recompute_shared: compute the shared expert again in backward.
             equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` bring
                 equally many tokens to every call, so that none has to say how many.
+            fp8_casts: where casts of weights are kept with ``config.moe_experts_dtype``; None:
+                nowhere, every call casts them.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -135,6 +144,7 @@ class MoELayer(nn.Module):
             grouped=config.moe_grouped_gemm,
             probs_on_input=config.moe_apply_probs_on_input,
             recompute_activation=recompute_activation,
+            fp8_casts=(fp8_casts or WeightCasts()) if config.moe_experts_dtype else None,
             **feed_forward,
         )
         self.shared = (
@@ -193,28 +203,40 @@ class MoELayer(nn.Module):
             sent = self.latent_down(sent)
         begun = self.dispatcher.begin(sent, is_even=is_even)
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
-        y = self._exchanged(sent, routing, is_even, begun)
+        shared: list[Tensor] = []
+        beside = None
+        if self.router.config.moe_shared_expert_overlap:
+            beside = lambda: shared.append(self._shared_output(x))  # noqa: E731
+        y = self._exchanged(sent, routing, is_even, begun, beside)
         if self.latent_up is not None:
             y = self.latent_up(y)
         if self.splits_tokens:
             y = reduce_from(F.pad(y, (0, 0, begin, x.shape[0] - end)), self.tp)
         if self.shared is not None:
-            again = self.recompute_shared and self.training
-            y = y + (recompute(self.shared, x) if again else self.shared(x))
+            y = y + (shared[0] if shared else self._shared_output(x))
         return y, aux
 
+    def _shared_output(self, x: Tensor) -> Tensor:
+        assert self.shared is not None
+        again = self.recompute_shared and self.training
+        return recompute(self.shared, x) if again else self.shared(x)
+
     def _exchanged(
-        self, x: Tensor, routing: Routing, is_even: bool, begun: InFlight | None
+        self,
+        x: Tensor,
+        routing: Routing,
+        is_even: bool,
+        begun: InFlight | None,
+        beside: Beside | None,
     ) -> Tensor:
         """Send tokens to their experts, and sum what these say of each."""
         limit, dispatcher = self.router.config.moe_expert_rows_limit, self.dispatcher
         if limit and isinstance(dispatcher, AllToAllDispatcher):
-            return run_bounded(dispatcher, x, routing, self.experts, limit)
+            return run_bounded(dispatcher, x, routing, self.experts, limit, beside)
+        begins = {"is_even": is_even, "begun": begun, "beside": beside}
         if limit and isinstance(dispatcher, AllGatherDispatcher):
-            return run_with_fixed_rows(
-                dispatcher, x, routing, self.experts, limit, is_even=is_even, begun=begun
-            )
-        sent = dispatcher.dispatch(x, routing, is_even=is_even, begun=begun)
+            return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, **begins)
+        sent = dispatcher.dispatch(x, routing, **begins)
         return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
 
     def _check_routers(self) -> None:

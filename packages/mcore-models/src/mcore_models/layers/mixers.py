@@ -6,7 +6,7 @@ here, one in ``logical_tensors.MIXERS`` for its names and shapes, and its module
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,15 +125,19 @@ def _build_mlp(setup: LayerSetup) -> MLP:
 
 
 def _build_experts(setup: LayerSetup) -> MoELayer:
+    # Layers that stay out of fp8 have their experts in the model's dtype, too.
+    is_narrow = setup.moe.moe_experts_dtype and setup.gemms.casts is not None
+    moe = setup.moe if is_narrow else replace(setup.moe, moe_experts_dtype="")
     return MoELayer(
         setup.config.hidden_size,
         ffn_size(setup.config),
-        setup.moe,
+        moe,
         **moe_axes(setup.ctx),
         streams=setup.streams,
         recompute_activation="moe_act" in setup.recomputed,
         recompute_shared="shared_experts" in setup.recomputed,
         equal_tokens=True,
+        fp8_casts=setup.gemms.casts,
         **_feed_forward(setup),
     )
 

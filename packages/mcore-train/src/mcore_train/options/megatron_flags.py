@@ -218,9 +218,6 @@ INSTEAD: dict[str, str] = {
     "--overlap-moe-expert-parallel-comm": (
         "exchanges of experts do not run under other work yet; leave it out."
     ),
-    "--moe-shared-expert-overlap": (
-        "shared experts do not run beside exchanges yet; leave it out."
-    ),
     "--moe-permute-fusion --moe-router-fusion": (
         "leave it out: kernels of the experts are chosen by what is installed."
     ),

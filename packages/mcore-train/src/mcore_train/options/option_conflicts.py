@@ -59,6 +59,7 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     yield from _clip_conflicts(config)
     yield from _recompute_conflicts(config)
     yield from _determinism_conflicts(config)
+    yield from _narrow_expert_conflicts(config)
     if config.run.cuda_graph_impl != "none":
         yield from _graph_conflicts(config)
     if config.logging.tensorboard and not config.saving.save:
@@ -252,6 +253,24 @@ def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
             f"{name} cannot record packed documents, whose borders change from step to step: "
             "leave it out."
         )
+
+
+def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What experts and tokens in fp8 need."""
+    experts = config.experts
+    if experts.moe_dispatch_dtype and config.parallelism.expert_model_parallel_size == 1:
+        yield (
+            f"--moe-dispatch-dtype {experts.moe_dispatch_dtype} has no effect with "
+            "--expert-model-parallel-size 1: leave it out."
+        )
+    if not experts.moe_experts_dtype or not experts.num_experts:
+        return
+    sizes = config.model.hidden_size, expert_size(config.model, experts)
+    name = f"--moe-experts-dtype {experts.moe_experts_dtype}"
+    if not config.fp8.fp8_format:
+        yield f"{name} needs --fp8-format, as other linears do: give it, or leave it out."
+    if any(size % 16 for size in sizes):
+        yield f"{name} needs experts whose sizes are multiples of 16, and theirs are {sizes}."
 
 
 def _expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:

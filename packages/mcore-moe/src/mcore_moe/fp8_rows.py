@@ -1,0 +1,182 @@
+"""Rows in fp8: how tokens travel in half the bytes, and how experts multiply them.
+
+A row is cast to e4m3 by a scale of its own, a weight by one for each row that a GEMM sums
+along. So no scale depends on which rows a rank or an expert gets, and the rows of an expert
+need no alignment. Forward and the input's gradient are fp8 GEMMs; the weight's gradient keeps
+the model's dtype and goes where that of ``grouped_gemm`` goes.
+
+On Hopper the GEMM is torch's scaled grouped GEMM; elsewhere, and for float64, the same fp8
+numbers are multiplied in the dtype of the scales.
+
+Reference:
+    DeepSeek-AI 2024, DeepSeek-V3, 3.3: dispatch and experts in fp8. arXiv:2412.19437.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from mcore_moe.grouped_gemm import sequential_linear, take_weight_gradient
+from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_parallel.precision.fp8 import WeightCasts
+from mcore_parallel.precision.fp8_fine_cast import scaled_by_tops
+
+FP8 = torch.float8_e4m3fn
+
+
+class Rows(NamedTuple):
+    """Rows in fp8."""
+
+    numbers: Shaped[Tensor, "*R D"]
+    """e4m3."""
+    scales: Float[Tensor, "*R 1"]
+    """Multiply the numbers; float32, float64 for float64 rows."""
+
+    def wide(self) -> Float[Tensor, "*R D"]:
+        """Return what the rows stand for, in the dtype of the scales."""
+        return self.numbers.to(self.scales.dtype) * self.scales
+
+
+def cast_rows(x: Float[Tensor, "*R D"]) -> Rows:
+    """Cast rows by their largest magnitudes, in one kernel on a GPU.
+
+    Numbers that are not finite become NaN, and so does all that shares a scale with infinity.
+    """
+    x = x.detach().contiguous()
+    if x.is_cuda and x.dtype == torch.bfloat16 and works(ROW_KERNEL, x.device):
+        from mcore_moe.kernels.fp8_rows import fused_cast_rows
+
+        return Rows(*fused_cast_rows(x))
+    return cast_rows_plain(x)
+
+
+def cast_rows_plain(x: Float[Tensor, "*R D"]) -> Rows:
+    """Reference of ``kernels.fp8_rows.fused_cast_rows`` in plain torch."""
+    tops = x.abs().to(torch.promote_types(x.dtype, torch.float32)).amax(-1, keepdim=True)
+    return Rows(*scaled_by_tops(x, tops, FP8, is_power=False))
+
+
+def exchange_narrow(
+    x: Float[Tensor, "R D"],
+    exchange: Callable[[Tensor], Tensor],
+    back: Callable[[Tensor], Tensor],
+) -> Float[Tensor, "Q D"]:
+    """Exchange rows in fp8, each with its scale; gradients travel as they are.
+
+    Args:
+        x: rows.
+        exchange: of rows of bytes.
+        back: of the results' gradients, to the ranks that sent the rows.
+    """
+    return _ExchangeNarrow.apply(x, exchange, back)
+
+
+def packed(x: Float[Tensor, "R D"]) -> Shaped[Tensor, "R B"]:
+    """Return the numbers and the scale of each row as bytes, which travel together."""
+    numbers, scales = cast_rows(x)
+    scales = scales.reshape(-1).view(torch.uint8).view(x.shape[0], scales.itemsize)
+    return torch.cat([numbers.view(torch.uint8), scales], 1)
+
+
+def unpacked(data: Shaped[Tensor, "R B"], dtype: torch.dtype) -> Float[Tensor, "R D"]:
+    """Return what ``packed`` rows stand for, in the dtype that they had."""
+    wide = torch.promote_types(dtype, torch.float32)
+    numbers, scales = data.split([data.shape[1] - wide.itemsize, wide.itemsize], 1)
+    scales = scales.clone(memory_format=torch.contiguous_format).reshape(-1).view(wide)[:, None]
+    return Rows(numbers.view(FP8), scales).wide().to(dtype)
+
+
+class _ExchangeNarrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Any, back: Any) -> Tensor:
+        ctx.back = back
+        return unpacked(exchange(packed(x)), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.back(grad), None, None
+
+
+def fp8_linear(
+    x: Float[Tensor, "R K"],
+    weight: Float[Tensor, "e N K"],
+    offsets: Int[Tensor, " e1"],
+    *,
+    casts: WeightCasts,
+) -> Float[Tensor, "R N"]:
+    """Multiply as ``grouped_linear`` does, forward and the input's gradient in fp8.
+
+    The result is 4 % off, by the norm of the error over that of the result, and so is the
+    input's gradient. The weight's gradient goes to its main gradient where it has one.
+
+    Args:
+        x: rows sorted by expert.
+        weight: of all experts of this rank.
+        offsets: where the rows of each begin, and the end of the last; int32.
+        casts: where casts of weights are kept while a step lasts.
+    """
+    return _Fp8Linear.apply(x, weight, offsets, casts)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, casts: WeightCasts
+    ) -> Tensor:
+        # Saved tensors may come back as copies; the slot is the original's.
+        ctx.slot, ctx.casts = slot_of(weight), casts
+        x, weight = cast_factor(x), cast_factor(weight)
+        ctx.save_for_backward(x, weight, offsets)
+        rows, _ = casts.kept(weight, lambda: _cast_both(weight))
+        return _multiply(cast_rows(x), rows, offsets, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, offsets = ctx.saved_tensors
+        grad_x = grad_weight = None
+        grad = grad.contiguous()
+        if ctx.needs_input_grad[0]:
+            _, columns = ctx.casts.kept(weight, lambda: _cast_both(weight))
+            grad_x = _multiply(cast_rows(grad), columns, offsets, x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = take_weight_gradient(ctx.slot, weight, grad, x, offsets)
+        return grad_x, grad_weight, None, None
+
+
+def _cast_both(weight: Tensor) -> tuple[Rows, Rows]:
+    """Cast stacked weights for forward, and their transposes for backward."""
+    return cast_rows(weight), cast_rows(weight.mT)
+
+
+def _multiply(a: Rows, b: Rows, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply each expert's rows of a with the rows of its own matrix in b."""
+    narrow = all(size % 16 == 0 for size in b.numbers.shape[1:])
+    if not narrow or not a.numbers.is_cuda or a.scales.dtype != torch.float32:
+        return sequential_linear(a.wide(), b.wide(), offsets).to(dtype)
+    if not a.numbers.shape[0]:
+        return a.numbers.new_empty(0, b.numbers.shape[1], dtype=dtype)
+    return torch._scaled_grouped_mm(
+        a.numbers,
+        b.numbers.mT,
+        a.scales[..., 0],
+        b.scales[..., 0],
+        offs=offsets[1:],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    ).to(dtype)
+
+
+def _try_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    from mcore_moe.kernels.fp8_rows import fused_cast_rows
+
+    x = 3.0 * wave(2, 5, 48, device=device, dtype=torch.bfloat16)
+    pairs = zip(fused_cast_rows(x), cast_rows_plain(x), strict=True)
+    return [(got.float(), want.float()) for got, want in pairs]
+
+
+ROW_KERNEL = OptionalKernel("rows in fp8 by Triton", ("triton",), _try_kernel)
