@@ -1,11 +1,16 @@
-"""Time one mixture-of-experts layer on one GPU, forward and backward, over a table of shapes.
+"""Time one mixture-of-experts layer, forward and backward, over a table of shapes.
 
     python benchmarks/bench_moe_layer.py --name moe-layer-h200 --output benchmarks/results
+    torchrun --nproc-per-node 2 benchmarks/bench_moe_layer.py --name moe-layer-h200-x2 \\
+        --shapes qwen3-30b --on-few 0 0.5 1 --exchanges alltoall alltoall:1.25 allgather:2
 
 Prints one JSON line: for every shape the median with p10 and p90, the TFLOP/s of the experts'
 GEMMs over the whole layer's time, peak memory, and the split of a profiled step. With
 ``--main-grads`` the experts' gradients are added to float32 main gradients, as in training.
 ``--on-few SHARE...`` sends these shares of the tokens to the same few experts, others evenly.
+Over several GPUs the experts are spread, each rank has the shape's tokens, and ``--exchanges``
+names ways to exchange them, ``alltoall`` or ``allgather``, with a limit on rows after a colon;
+kept is what the first rank saw, which has the few experts.
 """
 
 import argparse
@@ -22,8 +27,11 @@ import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 from step_profile import Kernel, device_kernels, heaviest, union_us
 
-from mcore_moe import MoEConfig, MoELayer, replay_routing
+from mcore_moe import MoEConfig, MoELayer, moe_axes, replay_routing
+from mcore_parallel.config import ParallelConfig
 from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.launch import launcher
+from mcore_parallel.mesh import ParallelContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ SHAPES = {
 }
 
 KINDS = (
+    ("communication", re.compile(r"nccl")),
     ("permute", re.compile(r"_copy_rows|_sum_rows|index_?select|gather|indexSelect|Reduce")),
     (
         "sort",
@@ -62,12 +71,31 @@ KINDS = (
 def main() -> None:
     """Run the benchmark that the command line asks for."""
     options = _options()
+    world_size = launcher.read_environment().world_size
+    if world_size == 1:
+        _tabulate(ParallelContext.single("cuda"), options)
+        return
+    config = ParallelConfig(expert_model_parallel_size=world_size)
+    ctx = ParallelContext.build(config, launcher.initialize("cuda"))
+    try:
+        _tabulate(ctx, options)
+    finally:
+        ctx.destroy()
+        launcher.shut_down()
+
+
+def _tabulate(ctx: ParallelContext, options: argparse.Namespace) -> None:
     table = {}
-    for name, share in itertools.product(options.shapes, options.on_few or [None]):
+    cases = itertools.product(options.shapes, options.on_few or [None], options.exchanges)
+    for name, share, exchange in cases:
         key = name if share is None else f"{name}, {share:g} on few"
-        table[key] = _measure(key, SHAPES[name], options, share)
+        key = key if ctx.ep.size == 1 else f"{key}, {exchange}"
+        table[key] = _measure(key, ctx, options, SHAPES[name], share, exchange)
+    if ctx.global_rank:
+        return
     row = {
         "name": options.name,
+        "num_gpus": ctx.ep.size,
         **versions(options),
         "main_grads": options.main_grads,
         "compiled": options.compile,
@@ -79,12 +107,20 @@ def main() -> None:
 
 
 def _measure(
-    name: str, shape: Shape, options: argparse.Namespace, share: float | None
+    name: str,
+    ctx: ParallelContext,
+    options: argparse.Namespace,
+    shape: Shape,
+    share: float | None,
+    exchange: str,
 ) -> dict[str, object]:
     torch.manual_seed(0)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    dispatcher, _, limit = exchange.partition(":")
     config = MoEConfig(
+        moe_token_dispatcher_type=dispatcher,
+        moe_expert_rows_limit=float(limit or 0),
         num_experts=shape.num_experts,
         moe_router_topk=shape.topk,
         moe_aux_loss_coeff=1e-2,
@@ -95,6 +131,8 @@ def _measure(
         shape.hidden_size,
         shape.ffn_hidden_size,
         config,
+        **moe_axes(ctx),
+        equal_tokens=True,
         device="cuda",
         dtype=torch.bfloat16,
         init_std=0.0,
@@ -124,7 +162,8 @@ def _measure(
     median = statistics.median(times)
     # Three matrices an expert, two operations a weight, backward twice forward.
     flops = 18 * shape.tokens * shape.topk * shape.hidden_size * shape.ffn_hidden_size
-    print(name, *heaviest(kernels, 1), sep="\n", file=sys.stderr)
+    if ctx.global_rank == 0:
+        print(name, *heaviest(kernels, 1), sep="\n", file=sys.stderr)
     return {
         **{field: getattr(shape, field) for field in Shape.__slots__},
         **quantiles(times),
@@ -183,6 +222,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--main-grads", action="store_true")
     parser.add_argument("--on-few", nargs="+", type=float, metavar="SHARE")
+    parser.add_argument("--exchanges", nargs="+", default=["alltoall"], metavar="WAY")
     parser.add_argument("--sequential", action="store_true", help="one expert after the other")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--warmup", type=int, default=5)
