@@ -10,7 +10,7 @@ from mcore_parallel.offloading.activations import ActivationOffload
 
 
 class Layer(nn.Module):
-    """Saves its input twice, a strided view, an expanded tensor and its weights."""
+    """Saves its input twice, two halves of one tensor, an expanded one and its weights."""
 
     def __init__(self, width):
         super().__init__()
@@ -18,7 +18,7 @@ class Layer(nn.Module):
 
     def forward(self, x):
         left, right = self.first(x).chunk(2, -1)
-        y = (left.sigmoid() * right).transpose(0, 1)
+        y = (left.square() * right).sigmoid().transpose(0, 1)
         y = y * y.mean(-1, keepdim=True).expand_as(y)
         return x + self.second(y.transpose(0, 1).contiguous()) * x.tanh()
 
