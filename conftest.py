@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, bytecode for the many processes, and patience.
+"""What all tests share: checked shapes, one thread a process, kept bytecode, and patience.
 
 Tests fork, and a fork of a process whose torch computes on several threads waits for ever in
 its first parallel loop. Loading torch and what belongs to it takes three times as long from
@@ -11,6 +11,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
+from mcore_parallel.testing.shape_checks import install_shape_checks
+
+install_shape_checks()  # Before any conftest below imports what is checked.
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("interpreted_kernels.py")
 UNDER_THE_HOOK = f"""
 import runpy
-from jaxtyping import install_import_hook
-install_import_hook(["mcore_parallel", "mcore_moe", "mcore_models"], "beartype.beartype")
+from mcore_parallel.testing.shape_checks import install_shape_checks
+install_shape_checks()
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 

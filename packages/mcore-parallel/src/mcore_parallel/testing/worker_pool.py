@@ -31,7 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-CHECKED_PACKAGES = ("mcore_parallel", "mcore_moe", "mcore_models", "mcore_ckpt", "mcore_infer")
+from mcore_parallel.testing.shape_checks import CHECKED_PACKAGES, install_shape_checks
+
 # Third parties only: our own packages must be imported under the shape hook. torch loads the
 # compiler and sympy behind its back, in backward and in optimizers, for 5 s a process; every
 # child of a test run loads what started it: pytest.
@@ -250,9 +251,7 @@ def _serve_forks(
     # Seen on torch 2.11 with gloo: noise about the default device that no test can act on.
     warnings.filterwarnings("ignore", module="torch.*")
     if check_shapes and importlib.util.find_spec("beartype") is not None:
-        from jaxtyping import install_import_hook
-
-        install_import_hook(list(CHECKED_PACKAGES), "beartype.beartype")
+        install_shape_checks()
     try:
         for module in modules:
             importlib.import_module(module)
