@@ -109,9 +109,9 @@ class PreprocessConfig:
     """Do only this part of --partitions, from 0 on, and leave the joining to merge: for many
     hosts. -1 does all."""
     engine: EngineName = "auto"
-    """What encodes: gigatoken (extra fast) for byte pairs, words for WordPiece and for
-    SentencePiece models as Llama 2's, reference for the tokenizer itself, or the fastest of
-    them that gives the tokenizer's ids."""
+    """What encodes: gigatoken (extra fast) for byte pairs, SentencePiece's included, words for
+    WordPiece, reference for the tokenizer itself, or the fastest of them that gives the
+    tokenizer's ids."""
     verify: Literal["full", "sample", "off"] = "sample"
     """Encode texts by the tokenizer too, and stop where the engine differs: all, one in
     1024 (those over a million characters left out), or none. The manifest says which."""

@@ -17,7 +17,6 @@ from mcore_data.engines.building import (
 from mcore_data.engines.character_check import border_vocabulary
 from mcore_data.engines.gigatoken import GigatokenEngine
 from mcore_data.engines.protocol import special_ids
-from mcore_data.engines.sentencepiece import SentencePieceEngine, _fields
 from mcore_data.engines.wordpiece import WordEngine
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.hf import HFTokenizer
@@ -77,15 +76,14 @@ def assert_equal(engine, tokenizer, texts):
 
 
 @pytest.fixture(scope="module")
-def words(bert, llama2):
+def words(bert):
     """Each tokenizer that words can do, and an engine that all examples teach."""
-    llama = load_tokenizer("Llama2Tokenizer", tokenizer_model=llama2)
-    return [(each, build_engine(each, "words")) for each in (*bert.values(), llama)]
+    return [(each, build_engine(each, "words")) for each in bert.values()]
 
 
 @settings(max_examples=50, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=4))
-def test_words_give_the_ids_of_word_pieces_and_of_sentencepiece(words, texts):
+def test_words_give_the_ids_of_word_pieces(words, texts):
     for tokenizer, engine in words:
         assert engine.name == "words"
         assert_equal(engine, tokenizer, texts)
@@ -93,15 +91,11 @@ def test_words_give_the_ids_of_word_pieces_and_of_sentencepiece(words, texts):
 
 @settings(max_examples=25, deadline=None)
 @given(texts=st.lists(st.text(min_size=1, max_size=40), min_size=8, max_size=8))
-def test_words_give_the_ids_of_any_characters_though_they_forget(bert, llama2, texts):
-    llama = load_tokenizer("SentencePieceTokenizer", tokenizer_model=llama2)
+def test_words_give_the_ids_of_any_characters_though_they_forget(bert, texts):
     for tokenizer in bert.values():
         engine = WordEngine(tokenizer, max_words=5)
         assert_equal(engine, tokenizer, texts[:4])
         assert_equal(engine, tokenizer, texts[4:])
-    engine = SentencePieceEngine(llama, max_words=5)
-    assert_equal(engine, llama, texts[:4])
-    assert_equal(engine, llama, texts[4:])
 
 
 def test_every_character_has_the_ids_of_its_tokenizer_alone_and_between_others(words):
@@ -225,63 +219,9 @@ def test_gigatoken_gives_the_ids_of_sentencepiece_with_its_control_pieces_as_tex
 ):
     pytest.importorskip("gigatoken")
     tokenizer = load_tokenizer("Llama2Tokenizer", tokenizer_model=llama2)
-    engine = build_engine(tokenizer, "gigatoken")
+    engine = build_engine(tokenizer)
     assert engine.name.startswith("gigatoken")
     assert_equal(engine, tokenizer, [*texts, "in </s> the <s>beginning<unk>", "   deep  "])
-
-
-def test_a_sentencepiece_model_gets_words_and_keeps_its_control_pieces_as_text(llama2):
-    for kind in ("Llama2Tokenizer", "SentencePieceTokenizer"):
-        tokenizer = load_tokenizer(kind, tokenizer_model=llama2)
-        engine = build_engine(tokenizer)
-        assert isinstance(engine, SentencePieceEngine)
-        texts = [
-            "",
-            " ",
-            "   deep  ",
-            "in </s> the <s>beginning<unk>",
-            "\u2581a \u2581",
-            "\n\t 1",
-        ]
-        assert_equal(engine, tokenizer, texts)
-        assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, texts)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"model_type": "unigram"}, "model of byte pairs with byte fallback"),
-        ({"byte_fallback": False}, "model of byte pairs with byte fallback"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "without normalisation"),
-        ({"remove_extra_whitespaces": True}, "keeps blanks"),
-        ({"treat_whitespace_as_suffix": True}, "keeps blanks"),
-        ({"split_by_whitespace": False}, "a blank in the middle"),
-    ],
-)
-def test_words_refuse_a_sentencepiece_model_whose_words_they_cannot_tell(
-    tmp_path, corpus, options, reason
-):
-    train_sentencepiece(tmp_path, corpus, **options)
-    tokenizer = load_tokenizer(
-        "SentencePieceTokenizer", tokenizer_model=tmp_path / "tokenizer.model"
-    )
-    with pytest.raises(ValueError, match=reason):
-        build_engine(tokenizer, "words")
-
-
-def test_words_of_sentencepiece_need_such_a_model(bert):
-    with pytest.raises(ValueError, match="needs a SentencePiece model"):
-        SentencePieceEngine(bert["BertWordPieceCase"])
-    with pytest.raises(ValueError, match="cannot read the SentencePiece model"):
-        list(_fields(bytes([1 << 3 | 3])))
-
-
-def test_words_do_a_sentencepiece_model_without_a_blank_in_front(tmp_path, corpus):
-    train_sentencepiece(tmp_path, corpus, add_dummy_prefix=False)
-    tokenizer = load_tokenizer(
-        "SentencePieceTokenizer", tokenizer_model=tmp_path / "tokenizer.model"
-    )
-    assert_equal(build_engine(tokenizer, "words"), tokenizer, ["in the", " in", "", "deep, "])
 
 
 BYTES = {

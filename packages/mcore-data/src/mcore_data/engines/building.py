@@ -1,9 +1,8 @@
 """Bulk encoding: many texts to token ids, by the fastest way that gives the tokenizer's ids.
 
-A tokenizer (``tokenizer.py``) is the reference: it says what is right. An engine does its
-work for whole corpora and is held to it: before the first text by ``differing_probe``, on
-the texts themselves by ``verification.py``. ``build_engine`` chooses one; each lives in a
-file of its own.
+A tokenizer is the reference. An engine does its work for whole corpora and is compared with
+it: before the first text by ``differing_probe``, on the texts themselves by ``spot_check``.
+``build_engine`` chooses one; each has a file.
 """
 
 import logging
@@ -17,7 +16,6 @@ from mcore_data.config import EngineName
 from mcore_data.engines.protocol import Engine, Reference
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -129,10 +127,6 @@ def _special_probes(tokenizer: Tokenizer) -> list[str]:
 
 
 def _build(tokenizer: Tokenizer, name: str, reference: Reference) -> Any:
-    if name == "words" and isinstance(tokenizer, SentencePieceTokenizer):
-        from mcore_data.engines.sentencepiece import SentencePieceEngine
-
-        return SentencePieceEngine(tokenizer)
     if name == "words":
         from mcore_data.engines.wordpiece import WordEngine
 
