@@ -284,7 +284,7 @@ class Engine:
         if flight.landing is not None:
             flight.landing.synchronize()
         ids, *rest = flight.found.tolist()
-        log_probs = rest[0] if rest else ids
+        log_probs = rest[0] if rest else [None] * len(ids)
         return [
             NewToken(
                 request,
