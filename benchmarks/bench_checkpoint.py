@@ -6,8 +6,8 @@
 
 Everything after ``--`` is flags of ``mcore-train gpt``. Steps run on random tokens as
 ``mcore-train`` runs them with ``--async-save``. A step's stall is its time above the median of
-the steps during which nothing was saved; the first save, which pins the host memory, is told
-apart. Each save is durable before the next is asked for. Then rank files are read plainly, for
+the steps during which nothing was saved; the first save, which pins the host memory, is a row
+apart. Each save is durable before the next is requested. Then rank files are read plainly, for
 comparison, and the step is loaded. Rank 0 prints a JSON line after each save and round, and a
 table in the end; ``--output`` always holds what is known so far.
 """
@@ -82,7 +82,7 @@ class Calls(Reporter):
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     at = sys.argv.index("--")
     options, flags = _options(sys.argv[1:at]), sys.argv[at + 1 :]
     flags += ["--save", str(options.folder), "--async-save", "--save-retain-last", "1"]
@@ -129,7 +129,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def training(run: Run, options: argparse.Namespace, tell: Callable[[dict], None]) -> None:
-    """Step through quiet steps and saves; tell the stalls after each save."""
+    """Step through quiet steps and saves; report the stalls after each save."""
     batches = [random_batches(run) for _ in range(4)]
     calls, clock = Calls(), Clock(run.ctx.device)
     under_way: list[bool] = []
@@ -208,7 +208,7 @@ def _percentile(ordered: list[float], share: float) -> float:
 
 
 def bandwidths(run: Run, options: argparse.Namespace, tell: Callable[[dict], None]) -> None:
-    """Compare loading and resharding with plain reads and copies; tell after each round."""
+    """Compare loading and resharding with plain reads and copies; report after each round."""
     step = resolve_folder(options.folder, complete_steps(options.folder)[-1])
     mine = step / f"rank_{run.ctx.global_rank:05d}.safetensors"
     total = sum(file.stat().st_size for file in step.glob("*.safetensors"))
@@ -236,7 +236,7 @@ def bandwidths(run: Run, options: argparse.Namespace, tell: Callable[[dict], Non
 
 
 def rewriting(options: argparse.Namespace, tell: Callable[[dict], None]) -> None:
-    """Reshard a checkpoint of the asked size, and copy as many bytes; on one rank."""
+    """Reshard a checkpoint of ``--reshard-gib``, and copy as many bytes; on one rank."""
     from mcore_ckpt.save_load.saving import save
     from mcore_parallel import SINGLE
     from mcore_parallel.sharding import Piece, Shard

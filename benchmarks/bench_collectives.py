@@ -26,7 +26,7 @@ PARAMETER = 2**20
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     options = _options()
     ctx = ParallelContext.build(ParallelConfig(), launcher.initialize("cuda"))
     try:
@@ -49,7 +49,7 @@ def main() -> None:
 def measure(ctx: ParallelContext, options: argparse.Namespace, bucket_size: int) -> dict:
     """Time both collectives with buckets of ``bucket_size`` elements.
 
-    A bucket's size is told by its float32 gradients; its weights are half as large.
+    A bucket's size is that of its float32 gradients; its weights are half as large.
     """
     model = nn.ParameterList(
         torch.empty(PARAMETER, device=ctx.device, dtype=torch.bfloat16)

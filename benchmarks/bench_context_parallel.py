@@ -36,7 +36,7 @@ HEADS, KV_HEADS, CHANNELS = 32, 8, 128
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     options = _options()
     size = launcher.read_environment().world_size
     device = launcher.initialize("cuda")

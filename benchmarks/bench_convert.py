@@ -5,8 +5,8 @@
 
 `7b` writes a Hugging Face folder of random weights, copies it plainly (the disk's bandwidth),
 converts it to ours without the proof and with it, and back without; each in a process of its
-own, whose peak memory is told, files dropped from the page cache before. The folder needs
-twice the model: 27 GB. `70b` generates weights as they are asked for, turns them into ours,
+own, whose peak memory is reported, files dropped from the page cache before. The folder needs
+twice the model: 27 GB. `70b` generates weights as they are read, turns them into ours,
 or ours into theirs, and sums them. Prints one JSON line.
 """
 
@@ -58,7 +58,7 @@ THREADS = 2
 
 
 class Generated:
-    """Rows of a model that exists only when asked for: windows of random bytes."""
+    """Rows of a model that exists only when read: windows of random bytes."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.entries = {name: TensorEntry(shape, "BF16", ()) for name, shape in shapes.items()}
@@ -96,7 +96,7 @@ def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("size", choices=sorted(SIZES))
     parser.add_argument("--folder", default="/tmp")

@@ -32,7 +32,7 @@ BANDWIDTH = 4.8e12
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     options = _options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layers, hidden, heads, groups, ffn, vocab = GEOMETRIES[options.geometry]

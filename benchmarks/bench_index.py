@@ -20,7 +20,7 @@ from mcore_data.datasets.sample_index import SampleIndexSpec, build_sample_index
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=20_000_000)
     parser.add_argument("--mean-length", type=int, default=1000)

@@ -46,7 +46,7 @@ class Case:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     options = _options()
     torch.manual_seed(0)
     limits, rows = {}, {}

@@ -25,7 +25,7 @@ from mcore_data.loading.loader import build_loader
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--seq-length", type=int, default=4096)

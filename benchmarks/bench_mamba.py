@@ -22,7 +22,7 @@ PEAK_TFLOPS = 989.0
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden-size", type=int, default=2560)
     parser.add_argument("--seq-length", type=int, default=2048)

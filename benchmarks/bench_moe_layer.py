@@ -69,7 +69,7 @@ KINDS = (
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     options = _options()
     world_size = launcher.read_environment().world_size
     if world_size == 1:

@@ -51,7 +51,7 @@ _LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 
 
 def main() -> None:
-    """Run the cases that the command line asks for."""
+    """Run the cases of the command line."""
     options = _options()
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@
 
 Everything after ``--`` is flags of ``mcore-train gpt``; the schedules' own flags are added.
 The durations of each stage's forward, backward and their halves are measured alone on its
-rank and given to the simulator, which knows nothing of messages or of the host: what is
+rank and given to the simulator, which has no messages and no host: what is
 measured beyond its prediction is their cost. Rank 0 prints a table and one JSON line.
 """
 
@@ -49,7 +49,7 @@ Durations = dict[int, dict[Kind, float]]
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     at = sys.argv.index("--")
     options, flags = _options(sys.argv[1:at]), sys.argv[at + 1 :]
     world_size = launcher.read_environment().world_size

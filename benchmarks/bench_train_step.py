@@ -37,7 +37,7 @@ from mcore_train.step import train_step
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark by the command line."""
     own, _, flags = _partition(sys.argv[1:])
     options = _options(own)
     command = FAMILY_COMMANDS[options.program]

@@ -48,7 +48,7 @@ def main() -> None:
     options = _options()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when the context is made
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    torch.backends.cudnn.version()  # another cuDNN than torch's is told before the steps
+    torch.backends.cudnn.version()  # another cuDNN than torch's fails before the steps
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     with contextlib.suppress(AssertionError):

@@ -104,7 +104,7 @@ def spread(values: Sequence[float], key: str, digits: int = 3) -> dict[str, floa
 
 
 def keep(options: argparse.Namespace, row: dict[str, object]) -> None:
-    """Print a result as one JSON line and write it to the folder asked for."""
+    """Print a result as one JSON line and write it to the chosen folder."""
     print(json.dumps(row))
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     layout = ParallelConfig(**vars(parser.parse_args(argv)))
 
-    # Who am I, and whom do I talk to?
+    # This rank's place in the mesh, and its groups.
     ctx = ParallelContext.build(layout, initialize())
 
     # A model: this rank's stage of it, and of each matrix this rank's share.
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
     losses = [train_step(next_batches()) for _ in range(5)]
     with tempfile.TemporaryDirectory() as own:
-        # One folder for all ranks: that of rank 0, whose name the others are told.
+        # One folder for all ranks: that of rank 0, whose name all get.
         folder = _from_first_rank(own, ctx)
         save(folder, 5, shards, world=ctx.world, extra={"num_steps": optimizer.num_steps})
         last = next_batches()
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         optimizer.num_steps = load(folder, shards, world=ctx.world)["num_steps"]
         optimizer.refresh()
         again = train_step(last)
-        _from_first_rank(own, ctx)  # nobody leaves before all have read
+        _from_first_rank(own, ctx)  # no rank leaves before all have read
     if again != losses[-1]:
         raise RuntimeError(f"the step after loading gave {again}, not {losses[-1]}")
     if ctx.global_rank == 0:
@@ -127,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 def _from_first_rank(text: str, ctx: ParallelContext) -> str:
     """Return rank 0's text on every rank."""
-    told = [text]
+    texts = [text]
     if ctx.world.size > 1:
-        torch.distributed.broadcast_object_list(told, src=0, group=ctx.world.group)
-    return told[0]
+        torch.distributed.broadcast_object_list(texts, src=0, group=ctx.world.group)
+    return texts[0]
 
 
 if __name__ == "__main__":

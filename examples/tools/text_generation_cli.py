@@ -1,4 +1,4 @@
-"""Ask a text generation server, prompt after prompt: ``text_generation_cli.py HOST:PORT``.
+"""Send prompts to a text generation server: ``text_generation_cli.py HOST:PORT``.
 
 Standard library only; an empty prompt or the end of the input ends it.
 """
@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 
 
 def main(argv, fields=None):
-    """Ask until there is no prompt; return the exit code."""
+    """Read prompts until there is none; return the exit code."""
     if len(argv) != 1:
         print("usage: text_generation_cli.py HOST:PORT", file=sys.stderr)
         return 2

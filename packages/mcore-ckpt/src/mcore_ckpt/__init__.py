@@ -1,4 +1,4 @@
-"""Distributed checkpoints: save under one layout, load under any other, speak many formats.
+"""Distributed checkpoints: save under one layout, load under any other, in many formats.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.

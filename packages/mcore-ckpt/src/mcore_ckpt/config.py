@@ -1,4 +1,4 @@
-"""What a checkpoint is asked to be: plain frozen data, one field a flag."""
+"""Options of saving and loading: plain frozen data, one field a flag."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ StrictnessLevel = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionConfig:
-    """Which steps stay on disk once a newer one is durable. All, unless told otherwise."""
+    """Which steps stay on disk once a newer one is durable. All by default."""
 
     save_retain_last: int = 0
     """Newest steps to keep; 0: all."""
@@ -47,7 +47,7 @@ class StrictnessConfig:
     dist_ckpt_strictness: StrictnessLevel = "raise_all"
     """Names on one side only. raise_all: an error; log_all: logged, and tensors that the
     checkpoint lacks keep their values; ignore_all: passed over in silence. raise_unexpected,
-    log_unexpected: the same for what the checkpoint lacks, and what nobody asks for is passed
+    log_unexpected: the same for what the checkpoint lacks, and what no model holds is passed
     over; assume_ok_unexpected is raise_unexpected. Megatron's default: assume_ok_unexpected."""
 
     dist_ckpt_shape_mismatch: Literal["raise", "skip"] = "raise"
@@ -58,7 +58,7 @@ class StrictnessConfig:
 
     @property
     def on_missing(self) -> Literal["raise", "log", "ignore"]:
-        """What to do about tensors that are wanted and not in the checkpoint."""
+        """What to do about tensors of the model that the checkpoint lacks."""
         kind = self.dist_ckpt_strictness.partition("_")[0]
         if kind == "log":
             return "log"
@@ -74,7 +74,7 @@ class StrictnessConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalConfig:
-    """Checkpoints on each host's own disk beside those that last; none, unless told where."""
+    """Checkpoints on each host's own disk beside those that last; none by default."""
 
     non_persistent_local_ckpt_dir: str = ""
     """Folder on a disk of each host; empty: no local checkpoints. Needs nvidia-resiliency-ext.

@@ -204,7 +204,7 @@ def prepare_chats(
 def explain(
     run: Path, step: int = 0, sample: int = 0, prefix: str = "", document: int = -1
 ) -> int:
-    """Tell which text made a sample of a step, or which steps read a document.
+    """Show which text made a sample of a step, or which steps read a document.
 
     Args:
         run: run folder or step folder of mcore-train.
@@ -277,6 +277,6 @@ COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {
     "inspect": ("show what a pair holds", inspect),
     "verify": ("check every pointer and token of a pair", verify),
     "prepare-chats": ("tokenize chats for fine-tuning", prepare_chats),
-    "explain": ("tell which text made a sample, or where a document went", explain),
+    "explain": ("show which text made a sample, or where a document went", explain),
     "index": ("build the sample indices of a run beforehand", index),
 }

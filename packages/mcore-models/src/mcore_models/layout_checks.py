@@ -1,4 +1,4 @@
-"""Whether a model fits a layout: pure questions, asked before anything is allocated.
+"""Whether a model fits a layout: pure functions, called before anything is allocated.
 
 All problems are found at once, each with the flag and what it may be, so that every rank
 refuses alike and no collective is left waiting. No torch here.
@@ -34,7 +34,7 @@ def layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Say what keeps a model from being split as asked; an empty list: nothing.
+    """Say what keeps a model from being split; an empty list: nothing.
 
     Args:
         config: of the model.

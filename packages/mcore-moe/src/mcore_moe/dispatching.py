@@ -87,7 +87,7 @@ class Dispatcher(Protocol):
             x: tokens of this rank.
             routing: of the tokens.
             is_even: whether all ranks bring equally many tokens, so that none has to say how
-                many; only ``AllGatherDispatcher`` asks.
+                many; only ``AllGatherDispatcher`` reads it.
             begun: what ``begin`` returned for these tokens.
             beside: may be called, once, while tokens travel.
         """

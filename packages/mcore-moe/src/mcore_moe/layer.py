@@ -178,7 +178,7 @@ class MoELayer(nn.Module):
         Args:
             x: this rank's tokens; whole and equal over ``tp`` unless sequence parallel.
             num_sequences: B when x is the flat view of ``[S, B, D]``: token t belongs to
-                sequence t % B. Only the loss by sequence asks for it.
+                sequence t % B. Only the loss by sequence needs it.
             mask: true for real tokens, false for padding, which no expert computes (the shared
                 one does) and no statistic counts; cut like x. Left out: all are real.
 

@@ -36,7 +36,7 @@ def all_reduce(x: Shaped[Tensor, "..."], axis: Axis, op: str = "sum") -> Shaped[
     """Reduce elementwise over ``axis``; no gradient.
 
     Args:
-        x: any shape and dtype the backend knows; equal shapes on all ranks.
+        x: any shape and dtype of the backend; equal shapes on all ranks.
         axis: ranks that take part; all of them call it.
         op: ``sum``, ``max``, ``min``, ``product`` or ``avg`` (nccl only).
     """

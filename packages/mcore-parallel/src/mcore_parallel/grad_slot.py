@@ -5,9 +5,9 @@ operation that can add to it directly (a GEMM in its epilogue, an embedding row 
 tensor of the parameter's size, its sum and its cast; it then returns None as the parameter's
 gradient. The parameter's hook still runs at the end of backward and counts it.
 
-A layer whose operations all write by ``GradSlot.add_matmul``, or ask ``take_stale`` first, says
-so with ``overwrites``: then ``zero_grad`` leaves the memory as it is, and the first GEMM of a
-step is written over it instead of being added. Neither zeros are written nor read.
+A layer whose operations all write by ``GradSlot.add_matmul``, or call ``take_stale`` first,
+says so with ``overwrites``: then ``zero_grad`` leaves the memory as it is, and the first GEMM
+of a step is written over it instead of being added. Neither zeros are written nor read.
 """
 
 from collections.abc import Callable

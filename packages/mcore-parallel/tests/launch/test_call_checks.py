@@ -58,7 +58,7 @@ def test_messages_of_two_ranks_are_compared_in_their_order(pair):
     sender, receiver = pair
     first, second = (receiver.expect_message(0, torch.ones(n)) for n in (2, 3))
     for n in (2, 4):
-        sender.tell_message(1, torch.ones(n))
+        sender.announce_message(1, torch.ones(n))
     first()
     with pytest.raises(DisagreementError, match=r"\[4\] float32 is sent .* \[3\]") as caught:
         second()
@@ -89,5 +89,5 @@ def test_after_the_first_messages_of_two_ranks_nothing_is_compared(pair):
     pair[1].num_messages[0, 1] = CHECKED_CALLS
     assert pair[1].expect_message(0, torch.ones(2)) is None
     pair[0].num_messages[0, 1] = CHECKED_CALLS
-    pair[0].tell_message(1, torch.ones(2))
+    pair[0].announce_message(1, torch.ones(2))
     assert pair[0].store.num_keys() == 0

@@ -164,13 +164,13 @@ def reconcile(
         return then
     there, here = _in_effect(then, samples), _in_effect(flags, samples)
     if there != here and not options.override_opt_param_scheduler:
-        told = ", ".join(
+        differences = ", ".join(
             f"{name}: {getattr(then, name)} there, {now[name]} here"
             for name in sorted(there.keys() | here.keys())
             if getattr(then, name) != now[name]
         )
         raise ValueError(
-            f"the checkpoint's schedule is not that of the flags ({told}). Give "
+            f"the checkpoint's schedule is not that of the flags ({differences}). Give "
             "--override-opt-param-scheduler to follow the flags, or "
             "--use-checkpoint-opt-param-scheduler to follow the checkpoint."
         )

@@ -111,7 +111,7 @@ def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
 
 
 def build_reporter(plan: Plan, console: Console | None, *, with_lines: bool = True) -> Reporter:
-    """Build the reporter that the plan's flags ask for.
+    """Build the reporter of the plan's flags.
 
     Args:
         plan: names the files.

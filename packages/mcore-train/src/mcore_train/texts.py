@@ -1,6 +1,6 @@
 """Texts that a model writes while it trains: its weights in a serving layout, for a moment.
 
-Pipeline stages and data ranks of training hold what a serving layout wants elsewhere, so the
+Pipeline stages and data ranks of training hold what a serving layout needs elsewhere, so the
 weights travel between the ranks' memory; no file is written. The serving model is made for the
 texts and given up after them, and draws from its own random streams: training goes on to the
 last bit as it would have.

@@ -134,7 +134,7 @@ def convert(
         source: its folder.
         target_format: one of the same.
         output: folder to make; a run folder of ours may exist and gets a release.
-        options: what else is asked.
+        options: casts, cuts and checks.
         on_progress: called for each slab written, then, from the beginning, about each tensor
             read back.
         logits: run our model on the result against transformers, before the result is kept.
@@ -147,7 +147,7 @@ def convert(
     options = options or ConvertOptions()
     _check_formats(source_format, source, target_format, output, options)
     dtype = DTYPE_WORDS.get(options.dtype, "")
-    asked = ReadOptions(dtype, options.config, options.vocab_size, options.optimizer)
+    read_options = ReadOptions(dtype, options.config, options.vocab_size, options.optimizer)
     output = as_path(output)
     options.wanted.check(target_format)
     check_place(output, as_path(source))
@@ -162,7 +162,7 @@ def convert(
         check_room(output, sum(item.num_bytes for item in items))
         return with_progress([read_ahead(item, reading) for item in items], on_progress)
 
-    with opened(source_format, source, asked) as found, ThreadPoolExecutor(1) as reading:
+    with opened(source_format, source, read_options) as found, ThreadPoolExecutor(1) as reading:
         _check_config(found, source, options.config)
         _check_tokens(found, options.vocab_size)
         if logits is not None:

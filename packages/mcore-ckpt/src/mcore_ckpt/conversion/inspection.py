@@ -69,7 +69,7 @@ def format_of(folder: str | Path) -> tuple[str, Path]:
 
 
 def form_of(folder: Path) -> str:
-    """Tell by its files which format a folder of tensors is in; empty: in none."""
+    """Recognize by its files which format a folder of tensors is in; empty: in none."""
     if is_complete(folder):
         return "mcore"
     if (folder / "metadata.json").is_file() or is_legacy(folder):
@@ -254,7 +254,7 @@ def differences(
         One sentence a tensor that is missing in one or differs; empty if they are equal.
 
     Raises:
-        ValueError: if a folder holds no checkpoint, or neither asks for the config.
+        ValueError: if a folder holds no checkpoint, or neither says which model it is.
         CheckpointError: if files are damaged.
     """
     forms = [format_of(one), format_of(other)]

@@ -130,7 +130,7 @@ def write_dcp(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch:
     """Write a directory of torch.distributed.checkpoint; return whose names it has.
 
     Raises:
-        ValueError: if the names asked for cannot say the model.
+        ValueError: if ``dcp_names`` cannot name the model's tensors.
     """
     if wanted.dcp_names == "mcore":
         items = our_items(source)

@@ -52,7 +52,7 @@ class UpcycleOptions:
     """Whether weights are a softmax over all experts, which do not sum to 1."""
 
     moe_aux_loss_coeff: float = 0.0
-    """Weight of the load-balancing loss that the checkpoint asks for."""
+    """Weight of the load-balancing loss, written to the checkpoint."""
 
     router_std: float = 0.02
     """Of the normal numbers that the routers begin with; 0: zeros."""

@@ -75,7 +75,7 @@ def family_of(model_type: str) -> Any:
     """Return the module of a family.
 
     Raises:
-        ValueError: for a model type that no family speaks of.
+        ValueError: for a model type of no family.
     """
     if model_type in _REFUSED:
         raise ValueError(f"model_type {model_type!r} cannot run here: {_REFUSED[model_type]}.")

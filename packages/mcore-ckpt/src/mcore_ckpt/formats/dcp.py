@@ -95,7 +95,7 @@ def read_dcp_folder(path: str | Path) -> DcpFolder:
 
     Raises:
         ValueError: if it is no such directory.
-        CheckpointError: if its ``.metadata`` is damaged or asks for unknown names.
+        CheckpointError: if its ``.metadata`` is damaged or names classes that are not allowed.
     """
     path = Path(path)
     try:

@@ -120,7 +120,7 @@ class _Writer:
             # torch.save writes a tensor's whole storage, whatever part of it is seen.
             if value.untyped_storage().nbytes() != value.numel() * value.element_size():
                 value = value.clone()
-            # Not straight to the file: torch would tell of a full disk as of its own fault.
+            # Not straight to the file: torch would report a full disk as its own fault.
             buffer = io.BytesIO()
             torch.save(value, buffer)
             file.write(buffer.getbuffer())

@@ -34,7 +34,7 @@ class OpenCheckpoint:
     theirs: Rows
     """Its tensors under its own names."""
     ours: Rows
-    """Its tensors under logical names, resized as asked."""
+    """Its tensors under logical names, resized to ``vocab_size``."""
     hf: dict[str, Any] = field(default_factory=dict)
     """``model_type`` and carried fields of the Hugging Face model that it came from."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class OpenCheckpoint:
     not_carried: tuple[str, ...] = ()
     """Files beside its weights that are not converted."""
     state: OptimizerState | None = None
-    """The optimizer's, if it was asked for."""
+    """The optimizer's, if it was to be read."""
     quantization: str = ""
     """How the folder stores its matrices, which are widened on the way; empty: as they are."""
     took_config: bool = False

@@ -206,8 +206,8 @@ class MatrixPart:
 class WidenedRows:
     """Quantized matrices of the unified layout as float32; their scales disappear.
 
-    ``M.weight`` is ``codes * weight_scale * weight_scale_2 * pre_quant_scale``: what a linear
-    multiplies inputs with that nobody rounds.
+    ``M.weight`` is ``codes * weight_scale * weight_scale_2 * pre_quant_scale``: the weight of a
+    linear whose inputs are not rounded.
     """
 
     def __init__(self, under: Rows, plan: QuantPlan) -> None:

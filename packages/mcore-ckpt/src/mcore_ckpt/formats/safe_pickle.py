@@ -1,6 +1,6 @@
 """Pickles of foreign programs, read as data: nothing in them is ever called.
 
-An unpickler normally imports and calls whatever the file names. This one knows a short list of
+An unpickler normally imports and calls whatever the file names. This one has a short list of
 names, gives an inert record of our own for each, and refuses every other by its name, so a
 hostile file can at most be refused. What a record was built with can be looked at.
 """
@@ -195,7 +195,7 @@ def load_inert(
         special: what stands for certain full names, instead of a record.
 
     Raises:
-        CheckpointError: if it asks for a name that is not known, or is damaged.
+        CheckpointError: if it names a class that is not allowed, or is damaged.
     """
     file = BytesIO(content) if isinstance(content, bytes) else content
     try:

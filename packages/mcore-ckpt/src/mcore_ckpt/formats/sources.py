@@ -1,6 +1,6 @@
 """Checkpoints of every format, opened: which model it is, and its tensors under our names.
 
-Nothing is read but what says where things are; tensors come by rows when they are asked for.
+Nothing is read but what says where things are; tensors are read by rows, when they are used.
 """
 
 import json
@@ -67,27 +67,27 @@ _STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state",
 
 @contextmanager
 def opened(
-    form: str, path: str | Path, asked: ReadOptions | None = None
+    form: str, path: str | Path, options: ReadOptions | None = None
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of a format; its files are closed at the end.
 
     Args:
         form: one of ``FORMATS``.
         path: its folder, or a run folder with a pointer to it.
-        asked: what the user says about it.
+        options: what the user says about it.
 
     Raises:
         ValueError: if it cannot be represented, or does not say which model it is.
-        CheckpointError: if files are damaged, or hold a pickle that asks for unknown names.
+        CheckpointError: if files are damaged, or hold a pickle of classes that are not allowed.
     """
     read = {"hf": _open_hf, "mcore": _open_mcore, "dcp": _open_dcp, "megatron": _open_megatron}
     open_it = _open_peft if form == "hf" and is_peft_folder(path) else read[form]
-    with open_it(as_path(path), asked or ReadOptions()) as found:
+    with open_it(as_path(path), options or ReadOptions()) as found:
         yield found
 
 
 @contextmanager
-def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_hf(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
     config = dict(folder.config)
     quantization = quantization_name(config, folder.path)
@@ -104,24 +104,24 @@ def _open_hf(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
         small: dict[str, Any] = {"tokenizer": tokenizer, "generation": generation}
         small["not_carried"] = not_carried(folder.path)
         small["quantization"] = quantization
-        yield _link(table, theirs, description, asked, hf=hf, **small)
+        yield _link(table, theirs, description, options, hf=hf, **small)
 
 
 @contextmanager
-def _open_peft(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_peft(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
     """Open the model that a folder of PEFT makes with its base."""
     with _open_hf(base_folder(path), ReadOptions()) as base:
         adapters = read_adapters(path, base.links)
-        theirs = _cast(Merged(base.ours, adapters.rows, adapters.config), asked)
+        theirs = _cast(Merged(base.ours, adapters.rows, adapters.config), options)
         links = [Link((name,), name) for name in theirs.entries]
         tokenizer, _ = small_files(path)
-        described = _described(base.description, links, theirs, asked)
+        described = _described(base.description, links, theirs, options)
         small = {"tokenizer": tokenizer or base.tokenizer, "generation": base.generation}
         yield OpenCheckpoint(*described, hf=base.hf, not_carried=base.not_carried, **small)
 
 
 @contextmanager
-def _open_mcore(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_mcore(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
     step = resolve_folder(path)
     index = read_index(step)
     check_files(step, index)
@@ -140,16 +140,16 @@ def _open_mcore(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
         if adapter := index.extra.get(ADAPTER):
             stored, hf = stack.enter_context(_merged(step, stored, adapter))
         links = [Link((name,), name) for name in stored.entries]
-        theirs = _cast(stored, asked)
+        theirs = _cast(stored, options)
         found = OpenCheckpoint(
-            *_described(description, links, theirs, asked),
+            *_described(description, links, theirs, options),
             hf=hf,
             tokenizer=tokenizer,
             generation=generation,
             left_behind=len(index.tensors) - len(tensors),
         )
-        if asked.optimizer:
-            found = _with_state(found, read_native(index, reader, theirs, str(step)), asked)
+        if options.optimizer:
+            found = _with_state(found, read_native(index, reader, theirs, str(step)), options)
         yield found
 
 
@@ -167,15 +167,15 @@ def _merged(
 
 
 @contextmanager
-def _open_dcp(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_dcp(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
     folder = read_dcp_folder(path)
     extra = _our_extra(folder)
-    if extra is None and not asked.config:
+    if extra is None and not options.config:
         raise ValueError(
             f"{path} does not say which model it holds: give --config with the config.json of "
             "the model, or a folder that has one."
         )
-    description = extra["model"] if extra else _asked_description(asked.config)
+    description = extra["model"] if extra else _given_description(options.config)
     table, prefix = _dialect(folder, description)
     links = expand(table)
     listed = {
@@ -192,7 +192,7 @@ def _open_dcp(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
             table,
             Source(reader, entries),
             description,
-            asked,
+            options,
             hf=dict((extra or {}).get("hf", {})),
             tokenizer=tokenizer,
             generation=generation,
@@ -202,22 +202,24 @@ def _open_dcp(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
 
 
 @contextmanager
-def _open_megatron(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_megatron(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
     step = _megatron_step(path)
     tokenizer, _ = small_files(step / "tokenizer")
     _, generation = small_files(step)
     small = {"tokenizer": tokenizer, "generation": generation}
     if is_legacy(step):
-        if asked.optimizer:
+        if options.optimizer:
             raise ValueError(
                 f"{step} is in Megatron's old form, whose optimizer state has no names: leave "
                 "--optimizer out to convert the weights."
             )
-        legacy = read_legacy_folder(step, asked.vocab_size, _asked_description(asked.config))
+        legacy = read_legacy_folder(
+            step, options.vocab_size, _given_description(options.config)
+        )
         with Reader(step) as reader:
             theirs = Source(reader, legacy.tensors)
-            more = {"took_config": bool(asked.config)}
-            yield _link(legacy.table, theirs, legacy.description, asked, **more, **small)
+            more = {"took_config": bool(options.config)}
+            yield _link(legacy.table, theirs, legacy.description, options, **more, **small)
         return
     folder = read_dcp_folder(step)
     if _WORDS not in folder.tensors:
@@ -225,7 +227,7 @@ def _open_megatron(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     padded = folder.tensors[_WORDS].shape[0]
     common, common_file = _common_state(step, folder)
     extra = json.loads(common[EXTRA]) if EXTRA in common else {}
-    description = extra.get("model") or _megatron_description(step, common, padded, asked)
+    description = extra.get("model") or _megatron_description(step, common, padded, options)
     weights = [name for name in folder.tensors if not name.startswith(_STATE)]
     has_own_norm = any(".pre_mlp_layernorm." in name for name in weights)
     impl = "transformer_engine" if has_own_norm else "local"
@@ -234,22 +236,22 @@ def _open_megatron(path: Path, asked: ReadOptions) -> Iterator[OpenCheckpoint]:
     more = {
         "hf": dict(extra.get("hf", {})),
         "left_behind": len(folder.tensors) - len(weights),
-        "took_config": bool(asked.config) and not extra,
+        "took_config": bool(options.config) and not extra,
     }
     with Reader(step) as reader:
-        found = _link(table, Source(reader, entries), description, asked, **more, **small)
-        if asked.optimizer:
+        found = _link(table, Source(reader, entries), description, options, **more, **small)
+        if options.optimizer:
             both = (found.theirs, RenamedRows(found.links, found.theirs))
             state = read_megatron(folder, reader, table, both, common, common_file)
-            found = _with_state(found, state, asked)
+            found = _with_state(found, state, options)
         yield found
 
 
 def _with_state(
-    found: OpenCheckpoint, state: OptimizerState, asked: ReadOptions
+    found: OpenCheckpoint, state: OptimizerState, options: ReadOptions
 ) -> OpenCheckpoint:
     """Add an optimizer's state, its rows of vocabulary resized like the weights'."""
-    sizes = dict.fromkeys(_PADDED, asked.vocab_size) if asked.vocab_size else {}
+    sizes = dict.fromkeys(_PADDED, options.vocab_size) if options.vocab_size else {}
     parts = {
         kind: replace(part, ours=Resized(part.ours, sizes))
         for kind, part in state.parts.items()
@@ -259,10 +261,10 @@ def _with_state(
 
 
 def _megatron_description(
-    step: Path, common: Mapping[str, Any], padded: int, asked: ReadOptions
+    step: Path, common: Mapping[str, Any], padded: int, options: ReadOptions
 ) -> dict[str, Any]:
-    if asked.config:
-        return _asked_description(asked.config)
+    if options.config:
+        return _given_description(options.config)
     arguments = common.get("args")
     if not isinstance(arguments, Record):
         raise ValueError(
@@ -270,7 +272,7 @@ def _megatron_description(
             "the model."
         )
     values = {"padded_vocab_size": padded, **arguments.fields()}
-    return megatron_names.from_arguments(values, asked.vocab_size)
+    return megatron_names.from_arguments(values, options.vocab_size)
 
 
 def describe_native(step: Path, index: Index) -> dict[str, Any]:
@@ -289,31 +291,33 @@ def describe_native(step: Path, index: Index) -> dict[str, Any]:
 
 
 def _link(
-    table: Table, theirs: Rows, description: dict[str, Any], asked: ReadOptions, **more: Any
+    table: Table, theirs: Rows, description: dict[str, Any], options: ReadOptions, **more: Any
 ) -> OpenCheckpoint:
     """Match tensors with a table; every tensor must be used, and once."""
     links = expand(table)
     for name in match_theirs(table, links, theirs.entries):
         compare_copy(theirs, name, table.copies[name])
-    return OpenCheckpoint(*_described(description, links, _cast(theirs, asked), asked), **more)
+    return OpenCheckpoint(
+        *_described(description, links, _cast(theirs, options), options), **more
+    )
 
 
 def _described(
-    description: dict[str, Any], links: Sequence[Link], theirs: Rows, asked: ReadOptions
+    description: dict[str, Any], links: Sequence[Link], theirs: Rows, options: ReadOptions
 ) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
     ours: Rows = RenamedRows(links, theirs)
     check_shapes(description, ours.entries)
-    if asked.vocab_size and asked.vocab_size != description["vocab_size"]:
-        ours = Resized(ours, dict.fromkeys(_PADDED, asked.vocab_size))
-        description = {**description, "vocab_size": asked.vocab_size}
+    if options.vocab_size and options.vocab_size != description["vocab_size"]:
+        ours = Resized(ours, dict.fromkeys(_PADDED, options.vocab_size))
+        description = {**description, "vocab_size": options.vocab_size}
     return description, links, theirs, ours
 
 
-def _cast(theirs: Rows, asked: ReadOptions) -> Rows:
-    return Cast(theirs, asked.dtype) if asked.dtype else theirs
+def _cast(theirs: Rows, options: ReadOptions) -> Rows:
+    return Cast(theirs, options.dtype) if options.dtype else theirs
 
 
-def _asked_description(config: str) -> dict[str, Any]:
+def _given_description(config: str) -> dict[str, Any]:
     """Read a description out of what ``--config`` names; empty if nothing is named."""
     if not config:
         return {}

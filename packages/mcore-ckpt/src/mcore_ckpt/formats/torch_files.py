@@ -98,7 +98,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int = -1) -> Any:
         as ``Record``s.
 
     Raises:
-        CheckpointError: if it is no such file, it asks for a name that is not known, or a
+        CheckpointError: if it is no such file, it names a class that is not allowed, or a
             tensor does not lie in order or within the file.
     """
     descriptor = os.open(path, os.O_RDONLY)

@@ -106,8 +106,8 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
         held = Source(reader, entries)
         parts[kind] = Part(tuple(Link((name,), name) for name in entries), held, held)
     check_parts(parts, weights)
-    told = (*NUMBERS, "schedule", "recipe")
-    progress = {name: index.extra[name] for name in told if name in index.extra}
+    names = (*NUMBERS, "schedule", "recipe")
+    progress = {name: index.extra[name] for name in names if name in index.extra}
     count = sum(len(part.links) for part in parts.values())
     return OptimizerState(_without_empty(parts), progress, count)
 

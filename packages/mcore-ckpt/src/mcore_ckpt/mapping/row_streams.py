@@ -16,7 +16,7 @@ from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.shard_plans import plan_reads
 
 Progress = Callable[[int, int, str], None]
-"""Told bytes done, bytes in all, and the tensor at hand."""
+"""Called with bytes done, bytes in all, and the tensor at hand."""
 
 
 @runtime_checkable
@@ -95,7 +95,7 @@ def _slabs_ahead(item: Item, reading: ThreadPoolExecutor) -> Iterator[Tensor]:
 
 
 def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:
-    """Tell about every slab that passes."""
+    """Report every slab that passes."""
     if on_progress is None:
         return list(items)
     total, done = sum(item.num_bytes for item in items), 0
@@ -113,11 +113,11 @@ def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[I
 def named_with_progress(
     sizes: Mapping[str, int], on_progress: Progress | None, doing: str
 ) -> Iterator[str]:
-    """Give names one by one, and tell when the caller is done with each.
+    """Give names one by one, and report when the caller is done with each.
 
     Args:
         sizes: bytes of each name.
-        on_progress: who is told, if anyone.
+        on_progress: called for each.
         doing: what is done, put before the name.
     """
     total, done = sum(sizes.values()), 0

@@ -151,7 +151,7 @@ def unstacked(
         links: of the table; say how many leading dimensions are indices.
 
     Raises:
-        ValueError: if a tensor has fewer dimensions than its table wants.
+        ValueError: if a tensor has fewer dimensions than its table needs.
     """
     depths = {name: len(index) for name, index in (split_index(k.theirs) for k in links)}
     found: dict[str, TensorEntry] = {}
@@ -189,7 +189,7 @@ def expand(table: Table) -> list[Link]:
     Layers come in order, and each foreign tensor once.
 
     Raises:
-        ValueError: if two rules speak of one tensor.
+        ValueError: if two rules name one tensor.
     """
     links: list[Link] = []
     layer = 0
@@ -207,7 +207,7 @@ def expand(table: Table) -> list[Link]:
     for names in ([n for link in links for n in link.ours], [link.theirs for link in links]):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
-            raise ValueError(f"two rules speak of {', '.join(twice)}")
+            raise ValueError(f"two rules name {', '.join(twice)}")
     return links
 
 

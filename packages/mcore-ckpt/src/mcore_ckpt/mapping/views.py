@@ -28,7 +28,7 @@ class RenamedRows:
         """Look at shapes only.
 
         Raises:
-            ValueError: if a foreign tensor has not the rows that its link wants.
+            ValueError: if a foreign tensor has other rows than its link.
         """
         self._theirs = theirs
         self._links: dict[str, tuple[Link, int]] = {}

@@ -65,7 +65,7 @@ class _Job:
     def _run(self, work: Callable[["_Job"], Any]) -> None:
         try:
             self.result = work(self)
-        except Exception as error:  # noqa: BLE001 - told to all ranks by the next poll
+        except Exception as error:  # noqa: BLE001 - all ranks raise it at the next poll
             self.failure = str(error) or repr(error)
 
     @property
@@ -103,7 +103,7 @@ class _Pending:
     job: _Job
     tries_left: int
     requested_s: float
-    told: list[bytes] = field(default_factory=list)
+    reports: list[bytes] = field(default_factory=list)
     """What each rank wrote; empty until all have."""
 
 
@@ -299,8 +299,8 @@ class AsyncSaver:
         if has_failed:
             self._retry(pending)
             return None
-        if not pending.told:
-            pending.told = gather_bytes(job.result, self._world)
+        if not pending.reports:
+            pending.reports = gather_bytes(job.result, self._world)
             pending.job = self._commit_job(pending)
             return None
         folder = step_folder(pending.begun.run_folder, pending.begun.step)
@@ -315,15 +315,15 @@ class AsyncSaver:
 
         def work(_job: _Job) -> None:
             if is_root:
-                told = [unpack(content) for content in pending.told]
-                commit_step(pending.begun, told, retention)
+                reports = [unpack(content) for content in pending.reports]
+                commit_step(pending.begun, reports, retention)
 
         return _Job(work)
 
     def _retry(self, pending: _Pending) -> None:
         step = pending.begun.step
-        told = gather_json(pending.job.failure, self._world)
-        faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+        reports = gather_json(pending.job.failure, self._world)
+        faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
         if pending.tries_left == 0:
             self.last_failure = f"step {step} was not saved: {faults}"
             log.error("%s; training goes on", self.last_failure)
@@ -331,14 +331,14 @@ class AsyncSaver:
             return
         log.warning("writing step %s failed, trying again: %s", step, faults)
         pending.tries_left -= 1
-        if pending.told:
+        if pending.reports:
             pending.job = self._commit_job(pending)
         else:
             pending.job = _write_job(pending.begun, pending.copies)
 
     def _give_up_hanging(self, pending: _Pending) -> None:
-        told = gather_json(pending.job.is_silent(self._silent_s), self._world)
-        ranks = [rank for rank, is_silent in enumerate(told) if is_silent]
+        reports = gather_json(pending.job.is_silent(self._silent_s), self._world)
+        ranks = [rank for rank, is_silent in enumerate(reports) if is_silent]
         self.last_failure = (
             f"step {pending.begun.step} was not saved: ranks {ranks} have written nothing to "
             f"{pending.begun.folder} for {self._silent_s:.0f} s"

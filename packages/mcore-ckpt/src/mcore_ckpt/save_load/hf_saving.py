@@ -114,7 +114,7 @@ def plan_hf(
         writes: what each rank would write, from ``plan_writes``.
 
     Raises:
-        ValueError: if the weights are not those that the links speak of.
+        ValueError: if the weights are not those of the links.
     """
     ours = {
         name.removeprefix(_PREFIX): TensorEntry(claim.shape, claim.dtype, ())

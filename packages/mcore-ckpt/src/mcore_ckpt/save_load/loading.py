@@ -77,10 +77,10 @@ def load(
         folder: a step folder, a run folder for its latest step, or a Hugging Face folder, whose
             weights have the names ``model.<logical name>``.
         shards: logical name to pieces, which are written in place.
-        world: the ranks that load together. What none of them asks for is an error: left out,
-            this rank must ask for everything.
+        world: the ranks that load together. A tensor of the checkpoint that none of them
+            loads is an error; left out, this rank must load all.
         strictness: what to do about names, shapes and dtypes that differ; each kind is an
-            error that lists them all, unless told otherwise.
+            error that lists them all by default.
         checksums: check the bytes that are read, and all small files of the step.
         cast: convert dtypes that differ, whatever ``strictness`` says of them.
         ignore: beginnings of names in the checkpoint that need not be loaded, such as
@@ -252,10 +252,10 @@ def _advice(ways: Sequence[str]) -> str:
 
 def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:
     """Return what is an error, log what is to be logged."""
-    told = [f"{kind}: {problem}" for problem in problems]
-    if told and level == "log":
-        log.warning("%s", listed(told))
-    return told if level == "raise" else []
+    sentences = [f"{kind}: {problem}" for problem in problems]
+    if sentences and level == "log":
+        log.warning("%s", listed(sentences))
+    return sentences if level == "raise" else []
 
 
 def read_tensor(

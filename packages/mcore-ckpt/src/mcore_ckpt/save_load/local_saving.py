@@ -47,7 +47,7 @@ class LocalSaver:
     """Saves to and loads from local disks; all ranks call every method together."""
 
     def __init__(self, config: LocalConfig, world: Axis) -> None:
-        """Open this rank's folder; makes groups for copies if they are asked for.
+        """Open this rank's folder; makes groups for copies if ``config`` has any.
 
         Args:
             config: where, and how many copies.
@@ -106,8 +106,8 @@ class LocalSaver:
             self._manager.save(_State.of(shards, extra or {}), step)
         except Exception as error:  # noqa: BLE001 - the package's own; raised again below
             refusal = str(error)
-        told = gather_json(self._files.failure, self._world)
-        faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+        reports = gather_json(self._files.failure, self._world)
+        faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
         if refusal:
             raise CheckpointError(f"local step {step} was not saved: {faults or refusal}")
         if faults:
@@ -150,13 +150,15 @@ class LocalSaver:
             owners = [owner for owner, giver in enumerate(givers) if giver == world.rank]
             given = {owner: self._files.read(step, owner) for owner in owners}
         hollow = {o: [s.keys, s.extra] for o, s in given.items() if o != world.rank}
-        told = {int(o): what for each in gather_json(hollow, world) for o, what in each.items()}
-        mine = given[world.rank] if world.rank in given else _State.empty(*told[world.rank])
+        reports = {
+            int(o): what for each in gather_json(hollow, world) for o, what in each.items()
+        }
+        mine = given[world.rank] if world.rank in given else _State.empty(*reports[world.rank])
         tensors = {owner: list(state.tensors) for owner, state in given.items()}
         tensors[world.rank] = list(mine.tensors)
         moves = [
             Move(givers[owner], owner, num_bytes, (owner, number))
-            for owner, (keys, _) in sorted(told.items())
+            for owner, (keys, _) in sorted(reports.items())
             for number, num_bytes in enumerate(_State.sizes(keys))
             if num_bytes
         ]
@@ -191,7 +193,7 @@ class _State:
 
     @classmethod
     def empty(cls, keys: Sequence[Sequence[Any]], extra: Mapping[str, Any]) -> "_State":
-        """Make room for pieces that another rank tells of."""
+        """Make room for pieces that another rank describes."""
         ours = [(n, tuple(s), dtype, tuple(o), tuple(k)) for n, s, dtype, o, k in keys]
         state = cls(ours, [], extra)
         state.init_tensors()
@@ -277,7 +279,7 @@ class _Files:
             remove(folder)
             folder.mkdir(parents=True)
             _write(folder, state)
-        except Exception as error:  # noqa: BLE001 - told to all ranks by LocalSaver.save
+        except Exception as error:  # noqa: BLE001 - all ranks raise it in LocalSaver.save
             self.failure = str(error) or repr(error)
 
     def read(self, iteration: int, rank: int) -> _State:

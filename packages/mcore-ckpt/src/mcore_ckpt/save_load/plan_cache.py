@@ -14,7 +14,7 @@ from mcore_parallel.sharding import Shard
 class PlanCache:
     """The last plan of a world that saves again and again, used while it fits.
 
-    Ranks then tell each other a hash of what they hold, and plan only if one has changed.
+    Ranks then exchange a hash of what they hold, and plan only if one has changed.
     What several ranks hold is compared once a plan: at its first save, which takes the longer
     by one look at all of it, and at no later one.
     """
@@ -53,8 +53,8 @@ class PlanCache:
         text = json.dumps(table, separators=(",", ":"))
         keys = gather_json(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), world)
         if keys != self._keys:
-            told = gather_json(table, world)
-            every = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in told]
+            tables = gather_json(table, world)
+            every = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in tables]
             self._plan = (every, plan_writes(every))
             self._keys, self._is_compared = keys, False
         return self._plan

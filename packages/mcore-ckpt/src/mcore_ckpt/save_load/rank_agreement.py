@@ -1,8 +1,8 @@
 """Ranks that must know the same, or fail together: JSON over collectives, no pickle.
 
 A rank that raises alone leaves the others waiting in their next collective. Work that can
-fail on one rank therefore runs inside ``agreed``, which ends with every rank telling every
-other whether it is well.
+fail on one rank therefore runs inside ``agreed``, which ends with an exchange of what
+failed on each rank.
 """
 
 import json
@@ -79,8 +79,8 @@ def agreed(axis: Axis) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
-    told = None if failure is None else [_kind(failure), str(failure)]
-    answers = gather_json(told, axis)
+    failed = None if failure is None else [_kind(failure), str(failure)]
+    answers = gather_json(failed, axis)
     if failure is not None:
         raise failure
     faults = {rank: answer for rank, answer in enumerate(answers) if answer}

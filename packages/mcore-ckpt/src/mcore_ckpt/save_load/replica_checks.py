@@ -32,7 +32,7 @@ ROUNDING = 0.05
 far above what orders of summation do, and far below what other data or other layers do."""
 
 _PART_BYTES = 1 << 26
-_TOLD = 12
+_MOST_NAMED = 12
 
 
 def compare_replicas(
@@ -71,12 +71,14 @@ def compare_replicas(
         _is_far(common[number], held.get(number, []), claims, world, device)
         for number in unlike
     )
-    told = gather_json({number: own.get(number, []) for number in unlike[:_TOLD]}, world)
+    reports = gather_json(
+        {number: own.get(number, []) for number in unlike[:_MOST_NAMED]}, world
+    )
     sentences = [
-        f"{_name(common[number], claims)}: unlike on {_groups(number, told)}"
-        for number in unlike[:_TOLD]
+        f"{_name(common[number], claims)}: unlike on {_groups(number, reports)}"
+        for number in unlike[:_MOST_NAMED]
     ]
-    sentences += [_name(common[number], claims) for number in unlike[_TOLD:]]
+    sentences += [_name(common[number], claims) for number in unlike[_MOST_NAMED:]]
     if is_far:
         raise ValueError(
             f"cannot save what ranks hold under one name, but not alike: {listed(sentences)}\n"
@@ -209,10 +211,10 @@ def _name(write: Write, claims: Sequence[Mapping[str, Claim]]) -> str:
     return write.name if write.box[1] == shape else f"{write.name} {box_text(write.box)}"
 
 
-def _groups(number: int, told: Sequence[Mapping[str, Sequence[int]]]) -> str:
+def _groups(number: int, reports: Sequence[Mapping[str, Sequence[int]]]) -> str:
     """Say which ranks hold the same: ``ranks [0, 2] and [1, 3]``."""
     ranks: dict[int, list[int]] = {}
-    for rank, digests in enumerate(told):
+    for rank, digests in enumerate(reports):
         for one in digests[str(number)]:
             ranks.setdefault(one, []).append(rank)
     return "ranks " + " and ".join(str(group) for group in ranks.values())

@@ -136,10 +136,10 @@ def save(
         chunks: dict[str, Any] = {}
         with agreed(world):
             chunks = write(begun, [[tensor] for tensor in begun.memory])
-        told = gather_json(chunks, world)
+        reports = gather_json(chunks, world)
         with agreed(world):
             if world.rank == 0:
-                commit_step(begun, told, retention)
+                commit_step(begun, reports, retention)
     finally:
         lock.release()
     return step_folder(run_folder, step)
@@ -232,21 +232,21 @@ def write(begun: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, A
 
 def commit_step(
     begun: PlannedSave,
-    told: Sequence[Mapping[str, Any]],
+    reports: Sequence[Mapping[str, Any]],
     retention: RetentionConfig = KEEP_ALL,
 ) -> Path:
     """Make a written step the newest, then delete what need not be kept; for rank 0 alone.
 
     Args:
         begun: what ``begin`` gave.
-        told: what ``write`` gave on each rank.
+        reports: what ``write`` gave on each rank.
         retention: which older steps are deleted.
 
     Raises:
         CheckpointError: if another job took the run folder over, or files are not to be seen.
     """
     begun.lock.check()
-    index = _index(begun.folder, begun.claims, told, begun.beside.extra)
+    index = _index(begun.folder, begun.claims, reports, begun.beside.extra)
     for name, source in begun.beside.folders.items():
         copy_durably(Path(source), begun.folder / name)
     for name, content in begun.beside.files.items():
@@ -332,12 +332,12 @@ def _slabs(sections: Sequence[Iterable[Tensor]]) -> Iterator[Tensor]:
 def _index(
     folder: Path,
     claims: Sequence[Mapping[str, Claim]],
-    told: Sequence[Mapping[str, Any]],
+    reports: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
 ) -> Index:
     files: dict[str, FileEntry] = {}
     chunks: dict[str, list[Chunk]] = {name: [] for mine in claims for name in mine}
-    for rank, answer in enumerate(told):
+    for rank, answer in enumerate(reports):
         for name, (size, header) in answer["files"].items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != size:

@@ -72,7 +72,7 @@ def exchange(
 
 
 def travel_device(tensors: Iterable[Tensor], world: Axis) -> torch.device:
-    """Return where bytes travel: on the GPU if any rank's tensors are there; asks all ranks."""
+    """Return where bytes travel: on the GPU if any rank's tensors are there; one all-reduce."""
     if any_rank([any(tensor.is_cuda for tensor in tensors)], world)[0]:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -102,7 +102,7 @@ class Index:
     tensors: Mapping[str, TensorEntry]
     """By name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """JSON that whoever saved wanted kept."""
+    """JSON of the caller who saved."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Tensor files."""
     beside: Mapping[str, FileEntry] = field(default_factory=dict)

@@ -186,7 +186,7 @@ def plan_sharing(
     """Let one rank of a host read what several of it want, so that all read as much. Pure.
 
     Args:
-        claims: what each rank wants.
+        claims: what each rank loads.
         hosts: name of each rank's host.
         names: tensors that are loaded.
 
@@ -252,7 +252,7 @@ def load_differences(
     """Compare tensors that exist on both sides: shapes, dtypes, and sound chunks.
 
     Args:
-        wanted: what this rank asks for.
+        wanted: what this rank loads.
         index: what the checkpoint holds.
     """
     shapes, dtypes, faults = {}, {}, []
@@ -280,7 +280,7 @@ def load_differences(
 
 
 def name_problems(wanted: Iterable[str], held: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Compare names: those wanted and absent, and those held and unasked for.
+    """Compare names: those of the model that are absent, and those that no model loads.
 
     Returns:
         Two lists; a missing name is followed by its nearest unasked-for neighbour.

@@ -33,7 +33,7 @@ def as_path(where: str | Path) -> Path:
         return Path("/", found["rest"])
     path = StorePath(f"{found['scheme']}:", found["rest"])
     try:
-        path.system  # noqa: B018 - a missing package is told here, not in a thread
+        path.system  # noqa: B018 - a missing package raises here, not in a thread
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"{where}: {str(error).rstrip('.')}. For s3, install mcore-ckpt[s3]; for other "

@@ -1,7 +1,7 @@
 """Chats for supervised fine-tuning: messages to tokens, with a mark on what is to be learnt.
 
 What counts is decided by position: the template is rendered once for each turn of the
-assistant, up to where it begins to speak and to where it has spoken, and the text between
+assistant, up to where a turn of it begins and to where it ends, and the text between
 is encoded by itself. So a prompt has the very tokens that it has at generation, and no token
 id (a padding that is also an end of turn, say) is ever taken for a mark.
 """
@@ -32,7 +32,7 @@ TOKENS, LEARNT = "_tokens", "_learnt"
 
 Render = Callable[..., str]
 """``render(messages, add_generation_prompt, **names)``: text of some messages; with True, up to
-where the assistant begins to speak. ``names`` are further variables, such as ``tools``."""
+where a turn of the assistant begins. ``names`` are further variables, such as ``tools``."""
 
 
 @dataclass(frozen=True, slots=True)

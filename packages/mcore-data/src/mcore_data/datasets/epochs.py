@@ -1,7 +1,7 @@
 """A dataset gone through again and again, each epoch in an order of its own.
 
 Megatron shuffles the documents of all epochs together, so its order depends on how many
-samples a run asks for. Here epoch e is built by itself, from the seed and e: the first
+samples a run needs. Here epoch e is built by itself, from the seed and e: the first
 samples stay what they are however many more are wanted later, which a mixture that changes
 during a run needs. Epoch 0 is Megatron's one-epoch order.
 """

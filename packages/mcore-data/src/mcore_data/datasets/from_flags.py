@@ -44,7 +44,7 @@ def build_gpt_datasets(
 ) -> Datasets:
     """Datasets for train, valid and test; None where the flags give no data.
 
-    Test data that no ``--split`` asks for are None too where a dataset is too small for any.
+    Test data without a share of ``--split`` are None too where a dataset is too small for any.
 
     Every rank builds its own, with no communication; with a cache folder the indices are
     shared by memory map.

@@ -77,7 +77,7 @@ def build_engine(
         tokenizer: what the ids must be equal to.
         name: ``auto`` takes the fastest that is installed, can do this tokenizer and passes
             the probes; any other name takes that one or fails.
-        reference: gives the tokenizer's ids; None asks the tokenizer itself.
+        reference: gives the tokenizer's ids; None: the tokenizer itself.
 
     Raises:
         ValueError: if the named engine cannot do this tokenizer, or parts from it.

@@ -35,7 +35,7 @@ class GigatokenEngine:
             model is BPE with byte fallback.
         forget_after: characters after which words are learnt again, which bounds memory:
             new text takes some 250 bytes for a thousand characters.
-        reference: gives the tokenizer's ids; None asks the tokenizer itself.
+        reference: gives the tokenizer's ids; None: the tokenizer itself.
 
     Raises:
         ImportError: if gigatoken is not installed.

@@ -1,6 +1,6 @@
 """Index arrays kept on disk under the hash of what decides them.
 
-Every process of a job may ask at the same time, on a shared disk too. Files appear whole,
+Every process of a job may call at the same time, on a shared disk too. Files appear whole,
 by rename, and all builders write the same bytes; a lock only spares the work of building
 twice, so nothing breaks where the file system has no locks. No process waits for a peer
 by a collective: a crashed builder's lock is gone with it.

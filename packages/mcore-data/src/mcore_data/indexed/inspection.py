@@ -90,7 +90,7 @@ def find_pairs(name: str | Path) -> list[str]:
 
 
 def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
-    """Say what is sound about a pair as far as its index and manifest tell; reads no token.
+    """Check a pair by its index and manifest; reads no token.
 
     Args:
         prefix: of the pair.

@@ -94,7 +94,7 @@ def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
 def check_files(prefix: str | Path, facts: Mapping[str, Any]) -> None:
     """Hold all files to the sizes and checksums of the manifest; reads all of them.
 
-    A pair that was renamed with its manifest is still known: the suffixes tell.
+    A pair that was renamed with its manifest is recognized by its suffixes.
 
     Raises:
         CorruptDatasetError: if one differs or is missing.

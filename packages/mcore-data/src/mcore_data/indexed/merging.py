@@ -34,7 +34,7 @@ def merge_pairs(
         ValueError: if there are none, or they differ in dtype or kind, or by their manifests
             in tokenizer; if another pair stands at ``output_prefix``, or another process is
             writing there.
-        CorruptDatasetError: if a pair is damaged, as its index or its manifest tells.
+        CorruptDatasetError: if a pair is damaged, by its index or its manifest.
     """
     if not prefixes:
         raise ValueError(f"there are no pairs to join into {output_prefix}.")
@@ -78,7 +78,7 @@ def merge_pairs(
 
 
 def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None:
-    """Refuse to replace a pair, but by one of the same files, as far as manifests tell."""
+    """Refuse to replace a pair, but by one of the same files, by their manifests."""
     have_manifests = all(pair["files"] for pair in merged_from)
     if bin_path(prefix).is_file() and not (
         have_manifests and read_manifest(prefix).get("merged_from") == merged_from

@@ -27,7 +27,7 @@ def is_remote(prefix: str) -> bool:
 def fetch_index(prefix: str, cache_path: str | Path) -> Path:
     """Copy ``<prefix>.idx`` into a local folder if it is not there; returns its path.
 
-    Any number of processes may ask at once. The name holds the address and the file's size
+    Any number of processes may call at once. The name holds the address and the file's size
     and version in the store, so a file that was written again is fetched again.
 
     Raises:

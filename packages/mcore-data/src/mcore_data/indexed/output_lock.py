@@ -1,4 +1,4 @@
-"""What a long job asks of its outputs before it starts.
+"""What a long job checks of its outputs before it starts.
 
 That files can be written there, that no other process writes the same ones, and that nothing
 finished is lost: a pair that another command made stays, unless it is to be replaced.

@@ -137,7 +137,7 @@ class _Grouped:
 
 @dataclass(frozen=True, slots=True)
 class _Batches:
-    """A dataset as torch's loader asks it for many samples at once; None is a filler."""
+    """A dataset from which torch's loader fetches many samples at once; None is a filler."""
 
     dataset: MapDataset
 

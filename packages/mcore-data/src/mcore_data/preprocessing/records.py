@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-# First bytes of files that are taken for text where their suffix does not tell.
+# First bytes of files that are taken for text where their suffix is unknown.
 _MAGIC = {
     b"\x1f\x8b": "gzip's bytes: name the file .gz, or unpack it into the pipe",
     b"\x28\xb5\x2f\xfd": "Zstandard's bytes: name the file .zst, or unpack it into the pipe",

@@ -12,7 +12,7 @@ def find_remote(
     Args:
         url: with a scheme.
         data_files: picks those of a folder.
-        refresh: ask the store anew instead of what this process remembers.
+        refresh: list the store again instead of using this process's cache.
 
     Raises:
         ImportError: if fsspec or the store's own package is not installed.

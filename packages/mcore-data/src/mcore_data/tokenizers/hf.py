@@ -2,7 +2,7 @@
 
 All of them become one ``tokenizer.json`` with a ``tokenizer_config.json`` beside it, which
 is also how they are saved: the folder opens in ``transformers`` as it stands. Truncation
-and padding that a ``tokenizer.json`` asks for are switched off.
+and padding of a ``tokenizer.json`` are switched off.
 """
 
 import hashlib

@@ -71,7 +71,7 @@ class Visit:
 
 
 class RunData:
-    """The training data of a run, as its last checkpoint tells it.
+    """The training data of a run, as its last checkpoint describes it.
 
     Args:
         run: run folder or step folder.

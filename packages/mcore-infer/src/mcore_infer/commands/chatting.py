@@ -31,7 +31,7 @@ def chat(
         model: which one.
         sampling: how tokens are drawn; --num-tokens of each answer.
         engine: limits of what is computed together.
-        system: What the model is told before the conversation.
+        system: System message that begins the conversation.
         chat_template: File with a Jinja template; left out, the tokenizer's own, or ChatML.
         seed: Of the draws; answer i draws from seed + i.
     """

@@ -138,7 +138,7 @@ def score_windows(
     windows = sorted(windows, key=lambda w: w.end - w.begin, reverse=True)
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    # Every rank runs as many forwards as the others: experts may talk across them.
+    # Every rank runs as many forwards as the others: experts may exchange tokens across them.
     for first in range(0, len(windows), batch * axis.size):
         begin = first + batch * axis.rank
         group = windows[begin : begin + batch]

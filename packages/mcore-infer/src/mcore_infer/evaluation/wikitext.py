@@ -71,7 +71,7 @@ class WikitextScore:
 
 
 def detokenizer_name(path: str) -> str:
-    """Say which detokenizer a file's path asks for: ``ptb``, ``wiki`` or none (empty)."""
+    """Choose the detokenizer by a file's path: ``ptb``, ``wiki`` or none (empty)."""
     return next((name for name in ("ptb", "wiki") if name in path.lower()), "")
 
 

@@ -50,7 +50,7 @@ class QuantizedLinears:
     modules: Mapping[str, str]
     """Of each logical matrix, without ``.weight``, the source's name of it."""
     noted: Noted
-    """Hears which logical tensors went out as codes."""
+    """Collects which logical tensors were written as codes."""
 
     def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
         """List the codes and scales of a linear.

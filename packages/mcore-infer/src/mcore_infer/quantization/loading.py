@@ -188,7 +188,7 @@ def pack_(linear: Linear, layout: QuantLayout, own: RankScales, choices: TileCho
     full = full.repeat_interleave(wide, 1)[:, : weight.shape[1]]
     packed = layout.packed(encode(weight.float() / full, layout.code)).contiguous()
     linear.gemm = QuantizedGemm(layout, packed, scales, own.group, rounding, choices)
-    # Of the weight's shape, which callers may ask for, without its memory.
+    # Of the weight's shape, for callers that read it, without its memory.
     hollow = torch.zeros(1, 1, device=device, dtype=weight.dtype).expand(weight.shape)
     linear.weight = nn.Parameter(hollow, requires_grad=False)
 

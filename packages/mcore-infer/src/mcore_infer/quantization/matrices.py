@@ -51,7 +51,7 @@ class FusedMatrix:
     """``[F, D]``; writing to it changes the model."""
     members: tuple[Member, ...]
     norm: RMSNorm | LayerNorm | None
-    """The norm that makes its input and nobody else's; None: there is none."""
+    """The norm that makes its input, and no other matrix's; None: there is none."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Fields:
         return value
 
     def refuse(self, name: str, why: str, allowed: Iterable[Any] = ()) -> None:
-        """Refuse a field, unless it has a value that asks for nothing."""
+        """Refuse a field, unless its value has no effect."""
         value = self.take(name)
         if value is not None and not any(
             value == one and type(value) is type(one) for one in allowed

@@ -28,7 +28,7 @@ GPU_BACKENDS = [
 used."""
 
 DETERMINISTIC_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Torch's kernels whose backward adds in one order, if torch is told to be deterministic."""
+"""Torch's kernels whose backward adds in one order, under torch's deterministic algorithms."""
 
 _TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
     "auto": GPU_BACKENDS,
@@ -194,7 +194,7 @@ def _plain(
     sinks: Tensor | None,
     dropout_prob: float,
 ) -> Float[Tensor, "S B N H"]:
-    """Attend with all scores in memory, float32 or wider: what no fused kernel knows.
+    """Attend with all scores in memory, float32 or wider: what no fused kernel has.
 
     A sink's score is one more column of the softmax, which mixes nothing: Xiao et al. 2023,
     arXiv:2309.17453, in the learned form. Caps: Gemma team 2024, arXiv:2408.00118.
@@ -255,7 +255,7 @@ def _has_varlen(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> bo
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: int
 ) -> Tensor:
-    """Attend within documents by the kernel that knows their borders, without any mask."""
+    """Attend within documents by the kernel that takes their borders, without any mask."""
     pieces = documents.flat()
     borders, longest = pieces.cu_seqlens(q.device), pieces.longest
     J = v.shape[-1]
@@ -273,5 +273,5 @@ def _varlen(
         scale=scale,
         window_size=(window, 0),
     )
-    assert isinstance(out, Tensor)  # a pair where more was asked for
+    assert isinstance(out, Tensor)  # a pair where log-sum-exps are returned too
     return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)[..., :J]

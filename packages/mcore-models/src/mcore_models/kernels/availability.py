@@ -23,12 +23,12 @@ def is_installed(package: str) -> bool:
 def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], package: str, extra: str) -> str:
     """Say why kernels for 16-bit tensors on Hopper cannot be used; empty: they can.
 
-    What is installed is asked last, and so never by a call that is being compiled: torch's
+    What is installed is checked last, and so never by a call that is being compiled: torch's
     compiler cannot trace the question.
 
     Args:
         x: one of the tensors that they would read.
-        particular: what else speaks against them: whether it does, and how to say it.
+        particular: what else excludes them: whether it does, and how to say it.
         package: that brings the kernels.
         extra: says how to install it.
     """

@@ -34,7 +34,7 @@ def is_installed() -> bool:
 def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
     """Say why these tensors need another backend; empty: they do not.
 
-    The kernels are tried the first time that nothing else speaks against them.
+    The kernels are tried the first time that nothing else excludes them.
     """
     why_not = misfit(q, v, dropout_prob)
     return why_not or failure_of(FLASH4_KERNEL, q.device, *kind(q, v))

@@ -40,7 +40,7 @@ def attach_adapters(
         seed: of A, equal on all ranks.
 
     Raises:
-        ValueError: if there is nothing to do, or ``dora`` is asked of experts.
+        ValueError: if there is nothing to do, or ``dora`` is to adapt routed experts.
     """
     if config.peft == "none":
         raise ValueError("--peft none adds no adapters: use lora or dora.")

@@ -79,7 +79,7 @@ class Agreement:
         if self.rank == 0:
             self.store.set(key, f"{call}\n{site}")
             return
-        first, first_site = self._told(
+        first, first_site = self._received(
             key,
             f"rank {self.ranks[self.rank]} calls {call} at {site}; rank {self.ranks[0]} did "
             "not come",
@@ -90,7 +90,7 @@ class Agreement:
                 f"of their group: {first} at {first_site}, but {call} at {site}"
             )
 
-    def tell_message(self, peer: int, x: Tensor) -> None:
+    def announce_message(self, peer: int, x: Tensor) -> None:
         """Announce the shape and dtype of a message to its receiver.
 
         Args:
@@ -121,7 +121,7 @@ class Agreement:
 
     def _compare_message(self, peer: int, key: str, expected: str, site: str) -> None:
         sender, receiver = self.ranks[peer], self.ranks[self.rank]
-        sent, sent_at = self._told(
+        sent, sent_at = self._received(
             key, f"rank {receiver} expects {expected} at {site}; rank {sender} sent nothing"
         )
         if sent != expected:
@@ -130,7 +130,7 @@ class Agreement:
                 f"{sent_at}, but {expected} is expected at {site}"
             )
 
-    def _told(self, key: str, otherwise: str) -> list[str]:
+    def _received(self, key: str, otherwise: str) -> list[str]:
         """Wait for another rank's call or message; return its description and call site."""
         try:
             self.store.wait([key], timedelta(seconds=self.timeout_s))

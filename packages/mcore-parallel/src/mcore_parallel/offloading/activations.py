@@ -143,7 +143,7 @@ class ActivationOffload:
         saved.tensor = tensor
 
     def give_back(self, buffer: "_Buffer") -> None:
-        """Take a buffer back whose tensor nobody needs any more."""
+        """Take a buffer back whose tensor is no longer needed."""
         self._free[buffer.memory.numel()].append(buffer)
 
 

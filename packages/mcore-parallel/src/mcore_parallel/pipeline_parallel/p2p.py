@@ -107,7 +107,7 @@ def _announced(messages: Sequence[Message], axis: Axis) -> list[Callable[[], Non
     checks = []
     for message in messages:
         if message.is_send:
-            agreement.tell_message(message.peer, message.tensor)
+            agreement.announce_message(message.peer, message.tensor)
         else:
             checks.append(agreement.expect_message(message.peer, message.tensor))
     return [check for check in checks if check is not None]

@@ -182,7 +182,7 @@ def _bent_(gradient: Tensor, slope: Tensor | None) -> Tensor:
 
 
 def _scored(x: Tensor, matrix: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Compute logits, bounded smoothly if asked, and then the slope of each."""
+    """Compute logits, bounded smoothly by ``softcap``, and then the slope of each."""
     logits = x @ matrix.t()
     if not softcap:
         return logits, None

@@ -11,7 +11,7 @@ from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 
 
 class WeightCopies:
-    """Compares the copies of a run's weights, and knows when they were equal last."""
+    """Compares the copies of a run's weights, and records when they were equal last."""
 
     def __init__(self, data_parallel: GradientSync, iteration: int) -> None:
         """Begin at a step whose copies are equal; no communication.

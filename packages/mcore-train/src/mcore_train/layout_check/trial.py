@@ -86,7 +86,7 @@ class Rows:
     """Places in a step's batch whose rows count nothing."""
     is_packed: bool = False
     """Whether the documents of a row do not see each other; their positions begin anew where
-    the plan asks for it."""
+    the plan has it."""
 
     def __len__(self) -> int:
         return self.global_batch_size * self.num_steps
@@ -217,18 +217,18 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     norm = float(run.optimizer.grad_norm()) * unscale
     aux_loss = sum_over(losses.aux_loss, ctx)
     interval = Interval(run)
-    told = [train_one(run, first, interval)]
-    told += [train_one(run, next(batches), interval) for _ in range(saved_step - 1)]
+    each = [train_one(run, first, interval)]
+    each += [train_one(run, next(batches), interval) for _ in range(saved_step - 1)]
     after = whole_weights(run)
     saved = ""
     if folder is not None:
         saved = fingerprint(run)
         save_run(run)
-    told += [
+    each += [
         train_one(run, next(batches), interval) for _ in range(plan.train_iters - saved_step)
     ]
     return Trial(
-        losses=told,
+        losses=each,
         aux_loss=aux_loss,
         grad_norm=norm,
         logits=logits,

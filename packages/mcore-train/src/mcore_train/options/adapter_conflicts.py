@@ -11,7 +11,7 @@ from mcore_train.composition import TrainConfig
 def find_adapter_conflicts(
     config: TrainConfig, family: Family, vocab_size: int, stages: Sequence[Stage]
 ) -> Iterator[str]:
-    """Name what contradicts the adapters that are asked for, one line each.
+    """Name what contradicts the adapters, one line each.
 
     Args:
         config: all options.

@@ -124,7 +124,7 @@ def _pattern_flags(args: list[str]) -> list[str]:
     if not set(pattern) & {
         "*",
         "P",
-    }:  # a head count without effect, which the config wants all the same
+    }:  # a head count without effect, which the config checks all the same
         found += ["--num-attention-heads", "1"]
     stages = pattern.split("|")
     if len(stages) > 1 and _last_value(args, "--pipeline-model-parallel-size") not in ("", "1"):

@@ -60,7 +60,7 @@ def draw_schedule(config: ScheduleConfig) -> str:
 
     Raises:
         ValueError: if the schedule does not take so many ranks and micro-batches, the layers
-            do not divide into stages as asked, or the file cannot be written or is named as
+            do not divide into these stages, or the file cannot be written or is named as
             another kind of picture.
     """
     view = config.view

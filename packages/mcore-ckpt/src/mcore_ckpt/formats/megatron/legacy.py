@@ -85,7 +85,7 @@ def read_legacy_folder(
 
     Raises:
         ValueError: if arguments are missing, or say what we cannot represent.
-        CheckpointError: if files are damaged or ask for unknown names, or shards do not fit.
+        CheckpointError: if files are damaged or name other classes, or shards do not fit.
     """
     states = _states(folder)
     first = next(iter(states.values()))[1]

@@ -101,7 +101,7 @@ def table(
 
 
 def extra_states(table: Table) -> list[str]:
-    """List the objects that Megatron's linear layers ask for beside their weights.
+    """List the objects that Megatron's linear layers load beside their weights.
 
     Layers of Transformer Engine keep scales of fp8 there, others nothing; but all must find
     theirs: one for each layer, and for each expert of it.

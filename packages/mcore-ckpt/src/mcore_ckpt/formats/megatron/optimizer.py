@@ -38,7 +38,7 @@ from mcore_parallel.sharding import flat_boxes
 
 _PREFIX = "optimizer.state."
 _NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<word>\w+)\.(?P<weight>.+)")
-"""Older releases number the optimizers, experts have one of their own; names tell enough."""
+"""Older releases number the optimizers, experts have one of their own; names are enough."""
 
 _GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.\w+\.optimizer/shard_.*")
 _MAIN_WORDS = ("param", "fp32_param")
@@ -236,9 +236,9 @@ def _progress(
     scheduler = scheduler if isinstance(scheduler, Mapping) else {}
     steps = {count for tree, file in trees for count in _steps(tree, file)}
     if len(steps) != 1:
-        told = ", ".join(map(str, sorted(steps))) or "none"
+        found = ", ".join(map(str, sorted(steps))) or "none"
         raise ValueError(
-            f"{step} must say one number of updates for all weights, and says {told}."
+            f"{step} must say one number of updates for all weights, and says {found}."
         )
     numbers = {"iteration": common.get("iteration")}
     numbers["consumed_train_samples"] = arguments.get("consumed_train_samples")
