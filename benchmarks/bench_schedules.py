@@ -1,13 +1,15 @@
 """Time pipeline schedules and put the simulator's prediction beside each.
 
     torchrun --nproc-per-node 4 benchmarks/bench_schedules.py --name llama-3-8b-pp4-h200 \
-        --schedules 1f1b interleaved zb-h1 -- --recipe recipes/model/llama-3-8b.toml --bf16 \
-        --mock-data --train-iters 40 --pipeline-model-parallel-size 4 --global-batch-size 16
+        --schedules 1f1b interleaved zb-h1 zb-v dualpipev -- \
+        --recipe recipes/model/llama-3-8b.toml --bf16 --mock-data --train-iters 40 --lr 1e-4 \
+        --pipeline-model-parallel-size 4 --global-batch-size 16
 
 Everything after ``--`` is flags of ``mcore-train gpt``; the schedules' own flags are added.
 The durations of each stage's forward, backward and their halves are measured alone on its
 rank and given to the simulator, which has no messages and no host: what is
-measured beyond its prediction is their cost. Rank 0 prints a table and one JSON line.
+measured beyond its prediction is their cost. Beside the peak memory stands the planner's
+figure. Rank 0 prints a table and one JSON line.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from bench_train_step import random_batches
+from bench_train_step import planned_gib, random_batches
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_parallel.config import PipelineConfig
@@ -26,6 +28,7 @@ from mcore_parallel.pipeline_parallel.actions import Action, Kind
 from mcore_parallel.pipeline_parallel.runner import StageFunction
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
+from mcore_parallel.pipeline_parallel.weight_queue import make_weights
 from mcore_train.assembly import Run, assemble
 from mcore_train.losses import count_valid
 from mcore_train.options.parsing import parse
@@ -41,7 +44,7 @@ FLAGS = {
         "--num-virtual-stages-per-pipeline-rank",
         "2",
     ],
-    "zb-h1": ["--pipeline-schedule", "zb-h1"],
+    **{name: ["--pipeline-schedule", name] for name in ("zb-h1", "zb-v", "dualpipev")},
 }
 
 Durations = dict[int, dict[Kind, float]]
@@ -59,9 +62,15 @@ def main() -> None:
     with joined_world(next(iter(plans.values()))) as ctx:
         rows: dict[str, dict] = {}
         for name, plan in plans.items():
-            rows[name] = measure(assemble(plan, ctx), options)
+            ends = plan.embedding_stages
+            own = ParallelContext.build(ctx.config, ctx.device, embedding_stages=ends)
+            rows[name] = measure(assemble(plan, own), options)
+            rows[name]["planned_gib"] = round(
+                planned_gib([*flags, *FLAGS[name]], world_size), 2
+            )
             gc.collect()  # the next run needs the memory of this one
             torch.cuda.empty_cache()
+            own.destroy()
             if ctx.global_rank == 0:
                 report(options, flags, world_size, rows)
 
@@ -71,7 +80,10 @@ def report(
 ) -> None:
     """Print what is measured so far, and keep it if a folder is given."""
     for name, row in rows.items():
-        print(f"{name:12s} {row['ms']:9.2f} ms, predicted {row['predicted_ms']:9.2f}")
+        print(
+            f"{name:12s} {row['ms']:9.2f} ms, predicted {row['predicted_ms']:9.2f}; "
+            f"{row['peak_gib']} GiB, planned {row['planned_gib']}"
+        )
     row = {"name": options.name, **versions(options), "flags": " ".join(flags)}
     counts = {"warmup": options.warmup, "steps": options.steps}
     keep(options, {**row, "num_gpus": world_size, **counts, "schedules": rows})
@@ -111,7 +123,8 @@ def predict(
     simulation = simulate(
         build_schedule(pipeline, pp, num_microbatches),
         num_microbatches=num_microbatches,
-        num_chunks=pipeline.num_virtual_stages_per_pipeline_rank,
+        num_chunks=pipeline.num_chunks,
+        v_shaped=pipeline.v_shaped,
         durations=duration,
     )
     return {
@@ -141,47 +154,30 @@ def chunk_durations(
     function: StageFunction,
     options: argparse.Namespace,
 ) -> dict[Kind, float]:
-    """Time one chunk's forward, then both, then both without the weights' gradients.
-
-    The last is what a schedule that puts the weights off does first.
-    """
+    """Time one chunk's forward, then both, then both with the weights put off."""
     chunk, x = run.chunks[number], None
     if not chunk.stage.has_embedding:
         x = torch.randn(
             payload_shape(run, batches, 0, 0), device=run.ctx.device, dtype=run.dtype
         )
 
-    def median(backward: bool) -> float:
+    def median(backward: bool, weights: bool = True) -> float:
         def step(_: int) -> None:
             output = function(None if x is None else x.detach().requires_grad_(), 0).output
             if backward:
                 torch.autograd.backward(output, torch.ones_like(output))
-                make_weights(run)
+            works = [] if run.weight_queue is None else run.weight_queue.take()
+            if weights:
+                make_weights(works)
 
         return quantiles(time_steps(step, options.warmup, options.steps))["ms"]
 
     forward, both = median(False), median(True)
-    chunk.requires_grad_(False)
-    if x is None:  # the first stage's blocks are differentiated for the embedding's sake
-        chunk.embedding.requires_grad_(True)
-    first = median(True)
-    chunk.requires_grad_(True)
-    return {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD: both - forward,
-        Kind.BACKWARD_INPUT: first - forward,
-        Kind.BACKWARD_WEIGHT: both - first,
-    }
-
-
-def make_weights(run: Run) -> None:
-    """Do what the linears put off, if this schedule lets them; nothing where none was."""
-    works = [] if run.weight_queue is None else run.weight_queue.take()
-    with torch.no_grad():
-        for work, prepare in works:
-            if prepare is not None:
-                prepare()
-            work()
+    durations = {Kind.FORWARD: forward, Kind.BACKWARD: both - forward}
+    if run.weight_queue is not None:
+        first = median(True, weights=False)
+        durations |= {Kind.BACKWARD_INPUT: first - forward, Kind.BACKWARD_WEIGHT: both - first}
+    return durations
 
 
 def durations_of_all(ctx: ParallelContext, own: Durations) -> list[Durations]:

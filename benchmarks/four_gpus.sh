@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# What wants four H200s of one host, most valuable first; one JSON line each under benchmarks/results.
+#
+#   benchmarks/four_gpus.sh [--world 4|2] [--minutes 10] [--output DIR] [--only PATTERN] [--list]
+#
+# A line whose JSON is in the folder already is left out, so that several calls of ten minutes go
+# through the list; one that fails is named and the next one begins. --world 2 rehearses the
+# same flags with fewer layers. PY names the Python; a peer that is not installed is left out.
+set -u
+cd "$(dirname "$0")/.."
+world=4 minutes=10 out=benchmarks/results only=. list=
+while [ $# -gt 0 ]; do
+  case $1 in
+    --world) world=$2; shift 2 ;;
+    --minutes) minutes=$2; shift 2 ;;
+    --output) out=$2; shift 2 ;;
+    --only) only=$2; shift 2 ;;
+    --list) list=1; shift ;;
+    *) echo "unknown option $1" >&2; exit 2 ;;
+  esac
+done
+PY=${PY:-python}
+COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}
+PYTHONPATH=$(ls -d "$PWD"/packages/*/src | tr '\n' ':')$PWD/benchmarks:${PYTHONPATH:-}
+export PYTHONPATH PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+mkdir -p "$out"
+logs=$(mktemp -d)
+end=$((SECONDS + 60 * minutes - 10))
+
+launch() {  # NAME LIMIT_S RANKS SCRIPT WORDS...
+  local name=$1 limit=$2 ranks=$3; shift 3
+  [[ $name =~ $only ]] || return
+  [ -n "$list" ] && { echo "$name: $*"; return; }
+  [ -e "$out/$name.json" ] && return
+  local left=$((end - SECONDS)) begin=$SECONDS
+  if [ "$left" -lt "$limit" ]; then
+    echo "$name: needs up to $limit s, and $left s are left: call again"
+    return
+  fi
+  timeout -k 10 "$limit" "$PY" -m torch.distributed.run --nproc-per-node "$ranks" \
+    --master-port $((29500 + RANDOM % 400)) "$@" > "$logs/$name.txt" 2>&1
+  local code=$?
+  if [ $code -eq 0 ]; then
+    echo "$name: $((SECONDS - begin)) s"
+    [ -e "$out/$name.json" ] || grep -h '^{' "$logs/$name.txt" | tail -1 > "$out/$name.json"
+    cat "$out/$name.json" | tr -d '\n' | cut -c1-900; echo
+  else
+    echo "$name: FAILED with $code after $((SECONDS - begin)) s"
+    grep -hE "Error|error:" "$logs/$name.txt" | tail -3 | cut -c1-300
+  fi
+}
+step() {  # NAME LIMIT_S FLAGS...: a training step
+  local name=$1 limit=$2; shift 2
+  launch "$name" "$limit" "${ranks:-$world}" benchmarks/bench_train_step.py --name "$name" --warmup "${warmup:-5}" \
+    --steps "${steps:-10}" --profiled-steps "${profiled:-1}" --output "$out" --commit "$COMMIT" -- $common "$@"
+}
+peer() {  # NAME LIMIT_S WORDS...: megatron-core, where it is installed
+  local name=$1 limit=$2; shift 2
+  "$PY" -c "import megatron.core, transformer_engine" 2>/dev/null || { echo "$name: no megatron-core here"; return; }
+  launch "$name" "$limit" "$world" benchmarks/peer_megatron_core.py "$@"
+}
+
+common="--bf16 --mock-data --train-iters 60 --lr 1e-4"
+zero="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+narrow="--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+llama="--recipe recipes/model/llama-3-8b.toml"
+wide30="--num-layers 60 --hidden-size 6656 --num-attention-heads 52 --ffn-hidden-size 17920 --max-position-embeddings 4096 --vocab-size 32000 --seq-length 4096 --micro-batch-size 1 --untie-embeddings-and-output-weights"
+at="h200-x$world"
+if [ "$world" -eq 4 ]; then
+  layers= peer_layers=32 qwen="--num-layers 20" mixtral="--num-layers 12" large= few=16
+else  # a rehearsal: the same flags on fewer layers
+  layers="--num-layers 4" peer_layers=4 qwen="--num-layers 4" mixtral="--num-layers 2" few=8
+  large="--num-layers 4"
+fi
+
+# 1 and 2: the 8B beside megatron-core, bf16 and fp8.
+step "llama-3-8b-$at-dp" 150 $llama $layers $zero --global-batch-size $((4 * world))
+peer "megatron-core-llama-3-8b-$at-dp" 170 --num-layers $peer_layers --accumulate 4 --output "$out"
+step "llama-3-8b-$at-dp-fp8" 150 $llama $layers $zero --global-batch-size $((4 * world)) --fp8-format hybrid --fp8-recipe delayed
+# 3: experts.
+step "qwen3-30b-$at-ep" 150 --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss
+step "mixtral-8x7b-$at-ep" 150 --recipe recipes/model/mixtral-8x7b.toml $mixtral --seq-length 4096 --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((4 * world))
+# 4: 30B and 70B.
+warmup=2 steps=5 profiled=0
+step "llama-30b-$at-zero3" 180 $wide30 $large --use-torch-fsdp2 --global-batch-size $((2 * world)) $narrow --recompute-granularity full
+step "llama-70b-$at-tp-bf16-states" 280 --recipe recipes/model/llama-3-70b.toml $large --tensor-model-parallel-size "$world" --sequence-parallel --main-params-dtype bf16 --grad-reduce-in-bf16 $narrow --recompute-granularity full --use-distributed-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.4 --global-batch-size 2
+unset warmup steps profiled
+# 5: pipeline schedules, measured over predicted.
+launch "llama-3-8b-pp-schedules-$at" 280 "$world" benchmarks/bench_schedules.py --name "llama-3-8b-pp-schedules-$at" \
+  --warmup 1 --steps 4 --output "$out" --commit "$COMMIT" -- $common $llama $layers $narrow \
+  --pipeline-model-parallel-size "$world" --global-batch-size "$few"
+# 6: weak and strong scaling; sequences of a rank, then of the step, stay the same.
+for ranks in 1 2 4; do
+  [ "$ranks" -gt "$world" ] && continue
+  steps=20 step "llama-3-8b-8-layers-weak-x$ranks-of-$world" 100 $llama ${layers:---num-layers 8} $zero --global-batch-size $((4 * ranks))
+  steps=20 step "llama-3-8b-8-layers-strong-x$ranks-of-$world" 100 $llama ${layers:---num-layers 8} $zero --global-batch-size 16
+  steps=20 step "qwen3-30b-4-layers-weak-x$ranks-of-$world" 100 --recipe recipes/model/qwen3-30b-a3b.toml --num-layers 4 --use-distributed-optimizer --expert-model-parallel-size "$ranks" --global-batch-size $((4 * ranks)) --moe-router-load-balancing-type aux_loss
+done
+unset ranks
+# 7: writing text, on one GPU: no benchmark decodes over tensor ranks yet.
+launch "decode-llama-3-8b-fp8-$at" 150 1 benchmarks/bench_decode.py --name "decode-llama-3-8b-fp8-$at" --quantize fp8-channel --output "$out" --commit "$COMMIT"
+# 8: multi-token prediction in a layout, the longest sequences, determinism.
+step "llama-3-8b-mtp-$at-tp2" 150 $llama ${layers:---num-layers 16} $zero --tensor-model-parallel-size 2 --sequence-parallel --mtp-num-layers 1 --global-batch-size "$world"
+warmup=1 steps=2 profiled=0
+step "llama-3-8b-long-$at-cp" 280 $llama $layers --seq-length $((65536 * world)) --max-position-embeddings $((65536 * world)) --context-parallel-size "$world" --use-torch-fsdp2 --recompute-granularity full $narrow --global-batch-size 1
+unset warmup steps profiled
+launch "determinism-$at" 200 "$world" benchmarks/bench_determinism.py --name "determinism-$at" --output "$out" --commit "$COMMIT"
+rm -r "$logs"
