@@ -17,11 +17,11 @@ from mcore_moe.config import MoEConfig
 from mcore_moe.grouped_gemm import WEIGHT_GRAD_KERNEL
 from mcore_moe.permutation import ROWS_KERNELS
 from mcore_moe.routing import TOP_KERNEL
-from mcore_parallel.config import Fp8Config
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.adamw import ADAM_KERNEL
 from mcore_parallel.optional_kernels import OptionalKernel
+from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8_cast import CAST_KERNEL
 from mcore_parallel.precision.fp8_fine_cast import FINE_CAST_KERNEL
 from mcore_parallel.tensor_parallel.embedding import ROWS_KERNEL

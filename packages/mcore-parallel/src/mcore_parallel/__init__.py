@@ -17,7 +17,7 @@ _EXPORTS: dict[str, str] = {
     "DataParallel": "data_parallel.ddp",
     "DataParallelConfig": "config",
     "Documents": "context_parallel.packed_sequences",
-    "Fp8Config": "config",
+    "Fp8Config": "precision.config",
     "DisagreementError": "launch.call_checks",
     "FullyShardedDataParallel": "data_parallel.fully_sharded",
     "GradientSync": "data_parallel.gradient_sync",

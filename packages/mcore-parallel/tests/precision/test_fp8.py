@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mcore_parallel.config import Fp8Config, ParallelConfig
+from mcore_parallel.config import (
+    ParallelConfig,
+)
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
+from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import (
     Fp8Gemm,
     WeightCasts,

@@ -20,12 +20,12 @@ from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import (
     DataParallelConfig,
-    Fp8Config,
     ParallelConfig,
     PipelineConfig,
 )
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig, SGDConfig
+from mcore_parallel.precision.config import Fp8Config
 from mcore_train.config import (
     BatchConfig,
     EvalConfig,

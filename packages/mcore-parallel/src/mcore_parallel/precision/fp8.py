@@ -25,9 +25,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mcore_parallel.config import Fp8Config
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8_recipes import (
     Blockwise,
