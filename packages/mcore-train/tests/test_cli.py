@@ -75,6 +75,8 @@ def test_a_schedule_is_drawn_as_text_and_as_a_picture(capsys, tmp_path):
     assert "rank 1" in out
     assert "bubble" in out
     assert picture.read_text().startswith("<svg")
+    assert main(["schedule", "show", *words[:4], "--pipeline-schedule", "auto"]) == 0
+    assert capsys.readouterr().out.startswith("schedule            time   bubble\nzb-v ")
 
 
 def test_a_stage_takes_as_long_as_it_has_layers_and_megatrons_names_are_known(capsys):

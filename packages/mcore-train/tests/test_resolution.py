@@ -94,6 +94,13 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
              "recompute_granularity": "full"}, "zb-h1 keeps what a layer computes"),
         (4, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1",
              "use_torch_fsdp2": True}, "use 1f1b or interleaved, or optim"),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipev"},
+         "needs 2 x --pipeline-model-parallel-size = 4 micro-batches or more"),
+        (1, {"pipeline_schedule": "auto"}, "auto has no effect with"),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "auto",
+             "pipeline_memory_cap": "h2000"}, "--pipeline-memory-cap h2000 is not known"),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "auto",
+             "pipeline_memory_cap": "0.0001"}, "zb-v takes 0.0 GiB"),
         (2, {"cuda_graph_impl": "full_iteration", "use_torch_fsdp2": True},
          "cannot record --data-parallel-sharding-strategy optim_grads_params"),
         (2, {"main_params_dtype": "bf16", "bf16": True, "use_torch_fsdp2": True},
@@ -143,6 +150,18 @@ def test_each_conflict_says_what_to_change(world_size, changes, told):
     with pytest.raises(ConflictError) as refusal:
         plan(world_size, **changes)
     assert told in " ".join(str(refusal.value).split())
+
+
+def test_auto_is_the_fastest_schedule_that_fits_the_memory_and_the_other_options():
+    layout = {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "train_iters": 2}
+    auto = {**layout, "pipeline_schedule": "auto"}
+    free = plan(2, **auto)
+    assert free.config.pipeline.v_shaped
+    assert free == plan(2, **layout, pipeline_schedule=free.config.pipeline.pipeline_schedule)
+    whole = plan(2, **auto, recompute_granularity="full").config.pipeline
+    assert (whole.pipeline_schedule, whole.num_chunks) == ("interleaved", 2)
+    ramp = plan(2, **auto, rampup_batch_size=(2, 2, 8)).config.pipeline
+    assert ramp.pipeline_schedule == "zb-v"  # dualpipev takes 4 micro-batches or more
 
 
 def test_a_ramp_of_many_sizes_is_resolved_without_building_their_schedules():

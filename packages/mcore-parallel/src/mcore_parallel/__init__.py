@@ -76,6 +76,7 @@ _EXPORTS: dict[str, str] = {
     "run_command": "testing.ranks",
     "run_ranks": "testing.ranks",
     "run_schedule": "pipeline_parallel.runner",
+    "search_schedules": "pipeline_parallel.search",
     "simulate": "pipeline_parallel.simulator",
     "sliced": "sharding",
     "split_layers": "pipeline_parallel.stages",

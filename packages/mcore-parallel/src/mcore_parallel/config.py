@@ -224,8 +224,12 @@ class PipelineConfig:
 
     pipeline_schedule: str = ""
     """Order of forwards and backwards: 1f1b, interleaved, zb-h1, and with two stages on each
-    rank in a V, the first rank at both ends of the model, zb-v and dualpipev. Empty:
-    interleaved when ranks hold several stages, else 1f1b."""
+    rank in a V, the first rank at both ends of the model, zb-v and dualpipev; auto: the fastest
+    that fits, by simulation. Empty: interleaved when ranks hold several stages, else 1f1b."""
+
+    pipeline_memory_cap: str = ""
+    """Memory of a rank that --pipeline-schedule auto may plan with: GiB, or a GPU's name, such
+    as h200, for nine tenths of its memory. Empty: any."""
 
     num_virtual_stages_per_pipeline_rank: int = 1
     """Stages (model chunks) that each pipeline rank holds; above 1 the schedule interleaves."""
@@ -264,10 +268,15 @@ class PipelineConfig:
         Raises:
             ValueError: if a number is out of range, or two options contradict.
         """
-        if self.pipeline_schedule not in ("", *SCHEDULES):
+        if self.pipeline_schedule not in ("", "auto", *SCHEDULES):
             raise ValueError(
                 f"--pipeline-schedule {self.pipeline_schedule} is not known: "
-                f"use {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}."
+                f"use {', '.join(SCHEDULES)} or auto."
+            )
+        if self.pipeline_memory_cap and self.pipeline_schedule != "auto":
+            raise ValueError(
+                "--pipeline-memory-cap has no effect without --pipeline-schedule auto: leave "
+                "it out."
             )
         num_chunks = self.num_virtual_stages_per_pipeline_rank
         if num_chunks < 1:
@@ -278,6 +287,11 @@ class PipelineConfig:
             raise ValueError(
                 f"--pipeline-schedule {self.pipeline_schedule} runs two stages on a rank, but "
                 f"--num-virtual-stages-per-pipeline-rank is {num_chunks}: leave that out."
+            )
+        if num_chunks > 1 and self.pipeline_schedule == "auto":
+            raise ValueError(
+                "--pipeline-schedule auto chooses the stages of a rank too: leave "
+                "--num-virtual-stages-per-pipeline-rank out, or use interleaved."
             )
         if num_chunks > 1 and self.pipeline_schedule in ("1f1b", "zb-h1"):
             raise ValueError(

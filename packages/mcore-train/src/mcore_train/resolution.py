@@ -29,6 +29,7 @@ from mcore_train.options.option_conflicts import (
     find_text_conflicts,
     misplaced_predictions,
 )
+from mcore_train.schedule_choice import choose_schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -143,7 +144,11 @@ def resolve(
     """
     if lines := endless_numbers(config):
         raise ConflictError(lines)
-    lines = [
+    micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
+    vocab_size = _vocab_size(config, tokenizer_vocab_size)
+    number = _global_batch_size(config, world_size) // micro
+    config, lines = choose_schedule(config, family, world_size, vocab_size, number)
+    lines += [
         *_layout_conflicts(config, world_size),
         *_model_conflicts(config, family),
         *_batch_conflicts(config, world_size),
@@ -159,10 +164,8 @@ def resolve(
     lines += find_offload_conflicts(config, stages or ())
     lines += misplaced_predictions(stages or (), config)
     if not lines:  # a model that can be described
-        vocab_size = _vocab_size(config, tokenizer_vocab_size)
         lines += find_adapter_conflicts(config, family, vocab_size, stages or ())
     batch_size = _global_batch_size(config, world_size)
-    micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
     for size in ramp.sizes() if ramp else (batch_size,):
         known = len(lines)
@@ -179,7 +182,6 @@ def resolve(
     assert stages is not None
     assert schedule is not None
     assert ramp is not None
-    vocab_size = _vocab_size(config, tokenizer_vocab_size)
     return Plan(
         config=config,
         family=family,

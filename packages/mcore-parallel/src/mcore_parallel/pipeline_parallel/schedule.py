@@ -14,6 +14,8 @@ from mcore_parallel.pipeline_parallel.actions import Action, Kind, Schedule, wit
 def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Schedule:
     """Return the schedule that the config names; empty: by the number of stages on a rank.
 
+    What auto stands for, ``search_schedules`` says.
+
     Args:
         config: schedule, stages on a rank and size of groups.
         pp: pipeline ranks.
@@ -251,6 +253,10 @@ def _check_v(name: str, pp: int, num_microbatches: int) -> None:
 
 
 def _name(config: PipelineConfig) -> str:
+    if config.pipeline_schedule == "auto":
+        raise ValueError(
+            "--pipeline-schedule auto is no schedule: take one of search_schedules."
+        )
     is_interleaved = config.num_virtual_stages_per_pipeline_rank > 1
     return config.pipeline_schedule or ("interleaved" if is_interleaved else "1f1b")
 

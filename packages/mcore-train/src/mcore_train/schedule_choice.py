@@ -1,0 +1,173 @@
+"""``--pipeline-schedule auto``: the fastest schedule that fits, from the flags alone.
+
+Costs are estimated: GEMMs and attention by their floating-point operations at one speed,
+attention's backward at 2.5 times its forward (Dao 2023, arXiv:2307.08691), messages by their
+bytes. Every rank computes the same choice.
+"""
+
+import logging
+from dataclasses import replace
+
+from mcore_models.counting import GPU_GIB, USABLE
+from mcore_models.families import Family
+from mcore_models.flops import rank_bytes
+from mcore_parallel.config import PipelineConfig
+from mcore_parallel.pipeline_parallel.actions import Kind
+from mcore_parallel.pipeline_parallel.schedule import check_schedule
+from mcore_parallel.pipeline_parallel.search import (
+    Candidate,
+    Costs,
+    search_schedules,
+    search_table,
+)
+from mcore_train.composition import TrainConfig
+
+FLOPS = 500e12
+"""Of a GPU in a second, as an H200 reaches in bf16 layers."""
+LINK_BYTES = 50e9
+"""Of a message in a second: one port of 400 Gbit/s."""
+
+log = logging.getLogger(__name__)
+
+
+def choose_schedule(
+    config: TrainConfig, family: Family, world_size: int, vocab_size: int, num_microbatches: int
+) -> tuple[TrainConfig, list[str]]:
+    """Put the best schedule in the place of auto, and log what was compared.
+
+    Args:
+        config: all options.
+        family: of the model.
+        world_size: ranks of the job.
+        vocab_size: tokens of the model.
+        num_microbatches: of a step, on each data rank.
+
+    Returns:
+        The config with a schedule, and why there is none, if so.
+    """
+    pipeline = config.pipeline
+    if pipeline.pipeline_schedule != "auto":
+        return config, []
+    plain = replace(pipeline, pipeline_schedule="", pipeline_memory_cap="")
+    unchanged = replace(config, pipeline=plain)
+    pp = config.parallelism.pipeline_model_parallel_size
+    if pp == 1:
+        problem = "has no effect with --pipeline-model-parallel-size 1: leave it out."
+        return unchanged, [f"--pipeline-schedule auto {problem}"]
+    try:
+        cap = _cap_bytes(pipeline.pipeline_memory_cap)
+        candidates = search_schedules(
+            pipeline,
+            family.num_layers(config.model),
+            pp,
+            max(1, num_microbatches),
+            estimate_costs(config, family, vocab_size),
+            lambda tried: _memory(
+                config, family, world_size, vocab_size, num_microbatches, tried
+            ),
+            cap,
+            lambda tried: _problem(config, tried, num_microbatches),
+        )
+    except ValueError as error:
+        return unchanged, [str(error)]
+    if candidates[0].problem:
+        return unchanged, [_nothing_fits(candidates, pipeline)]
+    chosen = candidates[0].pipeline
+    log.info(
+        "--pipeline-schedule auto takes %s:\n%s", candidates[0].name, search_table(candidates)
+    )
+    return replace(config, pipeline=chosen), []
+
+
+def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Costs:
+    """Estimate the seconds of a layer, of the loss and of a message for one micro-batch."""
+    model, parallel, batch = config.model, config.parallelism, config.batch
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    length, layers = batch.seq_length, family.num_layers(model)
+
+    def forward(seq_length: int, vocabulary: int) -> float:
+        return family.flops_per_token(model, vocabulary, seq_length, config.experts) / 3
+
+    gemm = forward(1, 0)
+    core = forward(length, 0) - gemm
+    head = forward(1, vocab_size) - gemm
+    tokens = batch.micro_batch_size * length // cp
+    unit = tokens / tp / FLOPS
+    kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    layer = (gemm + core, gemm + 2.5 * core, gemm)
+    width = 2 * model.hidden_size / (tp if parallel.sequence_parallel else 1)
+    return Costs(
+        layer={kind: unit * cost / layers for kind, cost in zip(kinds, layer, strict=True)},
+        # Head and loss make all their gradients at once.
+        loss=dict(zip(kinds, (unit * head, 2 * unit * head, 0.0), strict=True)),
+        message=tokens * width / LINK_BYTES,
+    )
+
+
+def _memory(
+    config: TrainConfig,
+    family: Family,
+    world_size: int,
+    vocab_size: int,
+    num_microbatches: int,
+    pipeline: PipelineConfig,
+) -> int:
+    narrow = config.precision.bf16 or config.precision.fp16
+    return rank_bytes(
+        config.model,
+        vocab_size,
+        config.parallelism,
+        world_size=world_size,
+        seq_length=config.batch.seq_length,
+        micro_batch_size=config.batch.micro_batch_size,
+        num_microbatches=num_microbatches,
+        moe=config.experts,
+        recomputing=config.recomputation,
+        data_parallel=config.data_parallelism,
+        adam=config.adam,
+        main_weights=config.main_weights,
+        offload=config.offloading,
+        pipeline=pipeline,
+        weight_bytes=2 if narrow else 4,
+        shapes_of=family.tensor_shapes,
+    ).total
+
+
+def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: int) -> str:
+    """Say what refuses a schedule: a small first batch, or options beside it."""
+    if config.batch.rampup_batch_size and config.batch.global_batch_size:
+        share = num_microbatches / config.batch.global_batch_size
+        first = max(1, int(config.batch.rampup_batch_size[0] * share))
+        check_schedule(pipeline, config.parallelism.pipeline_model_parallel_size, first)
+    if not pipeline.splits_backward:
+        return ""
+    if config.recomputation.recompute_granularity == "full":
+        return "not with --recompute-granularity full"
+    return "not with sharded gradients" if config.data_parallelism.is_fully_sharded else ""
+
+
+def _cap_bytes(text: str) -> float:
+    """Read a GPU's name, of which nine tenths may be planned with, or GiB.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    known = GPU_GIB.get(text.lower().replace("_", "-"))
+    try:
+        gib = USABLE * known if known else float(text or "inf")
+    except ValueError:
+        gib = 0.0
+    if gib <= 0:
+        raise ValueError(
+            f"--pipeline-memory-cap {text} is not known: use {', '.join(GPU_GIB)}, or GiB."
+        )
+    return gib * 2**30
+
+
+def _nothing_fits(candidates: list[Candidate], pipeline: PipelineConfig) -> str:
+    cap = pipeline.pipeline_memory_cap or "any memory"
+    reasons = "; ".join(f"{each.name} {each.problem[:60]}" for each in candidates)
+    return (
+        f"--pipeline-schedule auto finds nothing for --pipeline-memory-cap {cap} ({reasons}): "
+        "raise the cap, or split or recompute more."
+    )
