@@ -44,6 +44,18 @@ def test_the_founding_program_gives_equal_losses_on_one_and_two_ranks():
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
+def test_one_switch_trains_in_fp8():
+    plain = program(1, hidden_size=32)
+    parallel_state.set_fp8_training_enabled(True)
+    try:
+        narrow = program(1, hidden_size=32)
+    finally:
+        parallel_state.set_fp8_training_enabled(False)
+    assert narrow != plain
+    assert narrow == pytest.approx(plain, rel=5e-3)
+    assert program(1, hidden_size=32) == plain
+
+
 def test_its_mixture_of_experts_runs():
     moe_layer = MixtureOfExperts(hidden_size=12, ffn_hidden_size=20, num_experts=8, top_k=2)
     assert moe_layer(torch.randn(2, 3, 12)).shape == (2, 3, 12)

@@ -278,6 +278,31 @@ def test_options_of_training_make_gradients_and_moments_narrower_and_pipelines_f
     assert half.activations - both.activations == pytest.approx(plain.activations / 8, rel=1e-6)
 
 
+def test_a_13b_trains_on_one_gpu_of_80_gb_by_recompute_and_offload_alone():
+    shape = {"hidden_size": 5120, "num_attention_heads": 40, "ffn_hidden_size": 13824}
+    model = TransformerConfig(num_layers=40, untie_embeddings_and_output_weights=True, **shape)
+
+    def gib(**options):
+        data = DataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_bf16=True)
+        found = rank_bytes(
+            model,
+            32000,
+            ParallelConfig(),
+            world_size=1,
+            seq_length=4096,
+            data_parallel=data,
+            **options,
+        )
+        return found.total / 2**30
+
+    usable = 0.9 * 79
+    recomputing = RecomputeConfig(recompute_granularity="full")
+    offload = OffloadConfig(optimizer_cpu_offload=True)
+    assert gib(recomputing=recomputing) > usable
+    assert gib(offload=offload) > usable
+    assert gib(recomputing=recomputing, offload=offload) < usable
+
+
 def test_what_data_ranks_share_and_what_the_host_keeps_is_counted():
     model = load_preset("llama-3-8b")
     size = num_parameters(model.config, model.vocab_size)

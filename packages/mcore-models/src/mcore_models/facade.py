@@ -24,8 +24,9 @@ from mcore_models.layers.rope import build_rotary
 from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel.collectives import all_reduce, reduce_from
-from mcore_parallel.facade import current_context
+from mcore_parallel.facade import current_context, current_fp8
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.fp8 import WeightCasts, layer_gemms
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import NamedParameter, named_parameters
 
@@ -53,6 +54,8 @@ class GPTModel(nn.Module):
     ) -> None:
         """Build the model on this rank's device, by the layout of ``parallel_state``.
 
+        In fp8 if ``parallel_state.set_fp8_training_enabled`` says so.
+
         Args:
             config: shape and numerics of the layers.
             vocab_size: true number of tokens.
@@ -73,7 +76,10 @@ class GPTModel(nn.Module):
                     "which schedules micro-batches and cuts sequences: GPTModel takes whole "
                     "batches. Use tensor, expert or data ranks here."
                 )
-        self.gpt = GPT(config, ctx, vocab_size=vocab_size, moe=moe, seed=seed, dtype=dtype)
+        depths = config.num_layers, config.mtp_num_layers
+        gemms = layer_gemms(current_fp8(), ctx, depths[0], WeightCasts(), None, depths[1])
+        options: dict[str, Any] = {"vocab_size": vocab_size, "moe": moe, "seed": seed}
+        self.gpt = GPT(config, ctx, gemms=gemms, dtype=dtype, **options)
         self._ctx = ctx
         for named in named_parameters(self.gpt):
             if named.parameter.requires_grad:

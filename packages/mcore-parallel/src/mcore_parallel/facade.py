@@ -7,14 +7,17 @@ code reads it, so contexts built by hand are independent of it.
 """
 
 from contextvars import ContextVar
+from typing import Literal
 
 import torch.distributed as dist
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.precision.config import Fp8Config
 
 _CONTEXT: ContextVar[ParallelContext | None] = ContextVar("mcore_context", default=None)
+_FP8: ContextVar[Fp8Config | None] = ContextVar("mcore_fp8", default=None)
 
 
 def initialize_model_parallel(
@@ -74,6 +77,26 @@ def destroy_model_parallel() -> None:
 def model_parallel_is_initialized() -> bool:
     """Whether ``initialize_model_parallel`` has set a rank grid."""
     return _CONTEXT.get() is not None
+
+
+def set_fp8_training_enabled(
+    enabled: bool, *, fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+) -> None:
+    """Let models that the facades build from now on multiply in fp8, or no more.
+
+    Inputs and weights become e4m3, gradients e5m2, where GEMMs are: see ``Fp8Gemm``. No
+    communication. Recipes that remember steps, or need other formats, are the trainer's.
+
+    Args:
+        enabled: whether they do.
+        fp8_recipe: how tensors are scaled.
+    """
+    _FP8.set(Fp8Config(fp8_format="hybrid", fp8_recipe=fp8_recipe) if enabled else None)
+
+
+def current_fp8() -> Fp8Config:
+    """Return what ``set_fp8_training_enabled`` has set, for the facades of other packages."""
+    return _FP8.get() or Fp8Config()
 
 
 def current_context() -> ParallelContext:
