@@ -130,6 +130,7 @@ def planned(script, **variables):
 
 
 LLAMA = "llama/train_llama_70b.sh"
+LLAMA_FP8 = "llama/train_llama3_8b_h100_fp8.sh"
 MIXTRAL = "mixtral/train_mixtral_8x7b_distributed.sh"
 BERT = "bert/train_bert_340m_distributed.sh"
 
@@ -150,6 +151,19 @@ def test_the_llama_script_hears_its_variables():
     assert (plan.world_size, plan.data_parallel_size, len(plan.stages)) == (16, 2, 1)
     assert plan.config.data.data_path == ("book",)
     assert plan.config.saving.save == "run"
+
+
+def test_the_fp8_script_trains_on_mock_data_and_gathers_what_its_recipe_casts():
+    plan = planned(LLAMA_FP8)
+    config = plan.config
+    assert (plan.world_size, plan.data_parallel_size, plan.num_microbatches) == (8, 8, 16)
+    assert (config.model.num_layers, config.model.hidden_size) == (32, 4096)
+    assert (config.data.mock_data, config.precision.bf16) == (True, True)
+    assert (config.fp8.fp8_format, config.fp8.fp8_recipe) == ("hybrid", "tensorwise")
+    assert config.data_parallelism.fp8_param_gather
+    delayed = planned(LLAMA_FP8, FP8_RECIPE="delayed", TP="2").config
+    assert (delayed.fp8.fp8_recipe, delayed.parallelism.sequence_parallel) == ("delayed", True)
+    assert not delayed.data_parallelism.fp8_param_gather
 
 
 def test_the_mixtral_script_has_an_expert_a_gpu_and_four_stages():

@@ -94,6 +94,9 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
              "recompute_granularity": "full"}, "zb-h1 keeps what a layer computes"),
         (4, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1",
              "use_torch_fsdp2": True}, "use 1f1b or interleaved, or optim"),
+        (2, {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "rowwise",
+             "use_distributed_optimizer": True, "fp8_param_gather": True},
+         "--fp8-param-gather needs --bf16"),
         (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipev"},
          "needs 2 x --pipeline-model-parallel-size = 4 micro-batches or more"),
         (1, {"pipeline_schedule": "auto"}, "auto has no effect with"),
@@ -153,14 +156,16 @@ def test_each_conflict_says_what_to_change(world_size, changes, told):
 
 
 def test_auto_is_the_fastest_schedule_that_fits_the_memory_and_the_other_options():
-    layout = {"pipeline_model_parallel_size": 2, "global_batch_size": 8, "train_iters": 2}
+    wide = {"hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048}
+    layout = {**wide, "pipeline_model_parallel_size": 2, "global_batch_size": 8}
     auto = {**layout, "pipeline_schedule": "auto"}
     free = plan(2, **auto)
     assert free.config.pipeline.v_shaped
     assert free == plan(2, **layout, pipeline_schedule=free.config.pipeline.pipeline_schedule)
     whole = plan(2, **auto, recompute_granularity="full").config.pipeline
     assert (whole.pipeline_schedule, whole.num_chunks) == ("interleaved", 2)
-    ramp = plan(2, **auto, rampup_batch_size=(2, 2, 8)).config.pipeline
+    length = {"train_iters": 0, "train_samples": 40, "rampup_batch_size": (2, 2, 8)}
+    ramp = plan(2, **auto, **length).config.pipeline
     assert ramp.pipeline_schedule == "zb-v"  # dualpipev takes 4 micro-batches or more
 
 

@@ -140,6 +140,10 @@ class DataParallelConfig:
     accumulate_allreduce_grads_in_fp32: bool = False
     """Keep and reduce main gradients in float32; so it is without --grad-reduce-in-bf16."""
 
+    fp8_param_gather: bool = False
+    """Send weights that --fp8-recipe tensorwise casts in fp8 when the distributed optimizer
+    gathers them: half the bytes, and the same numbers in every GEMM."""
+
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to multiples of 65536 elements, which NCCL moves faster on many ranks."""
 
@@ -162,6 +166,11 @@ class DataParallelConfig:
             raise ValueError(
                 "--overlap-param-gather needs --use-distributed-optimizer: without it no "
                 "weights are gathered."
+            )
+        if self.fp8_param_gather and self.sharding != "optim":
+            raise ValueError(
+                "--fp8-param-gather sends what the distributed optimizer gathers: it needs "
+                "--use-distributed-optimizer."
             )
         self._check_sharding()
 

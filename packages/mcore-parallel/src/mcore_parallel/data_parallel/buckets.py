@@ -7,22 +7,25 @@ collectives. The parameter buffer has the offsets of the gradient buffer, so the
 optimizer gathers updated weights straight into the parameters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.data_parallel.fp8_gather import Fp8Gather
 from mcore_parallel.data_parallel.gradient_sync import Copy, OwnedRange
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter
 
+PendingGather = dist.Work | Fp8Gather
+"""What ``wait`` is called on before gathered weights are read."""
 ALIGNMENT = 64
 """Elements to whose multiples a parameter's start is rounded up."""
 END_MULTIPLE = 128
@@ -108,6 +111,7 @@ class Bucket:
         data: both, the ranks that hold equal weights.
         kind: whose data ranks share it, ``dense`` or ``expert``.
         is_late: whether its gradients need sums over other axes before the data sum.
+        is_narrow: whether its weights are gathered in fp8, see ``fp8_gather``.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Bucket:
         shard: Axis,
         replica: Axis,
         data: Axis,
+        scales: Axis | None = None,
     ) -> None:
         """Move the parameters into the bucket; their ``data`` is replaced by views of it."""
         first = slots[0].named.parameter
@@ -126,6 +131,7 @@ class Bucket:
         self.shard, self.replica, self.data = shard, replica, data
         self.kind = slots[0].named.layout.data
         self.is_late = _lateness(slots[0].named) != ""
+        self.is_narrow, self._scales = scales is not None, scales
         self.ranges = shard_ranges(size, shard.size)
         self.params = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(size, dtype=grad_dtype, device=first.device)
@@ -215,8 +221,14 @@ class Bucket:
             agree(self.replica.agreement, "all_reduce of gradients", self.owned(self.grads))
             dist.all_reduce(self.owned(self.grads), group=self.replica.group)
 
-    def gather_params(self, async_op: bool = False) -> dist.Work | None:
+    def gather_params(self, async_op: bool = False) -> PendingGather | None:
         """All-gather the ranges that the ranks own into ``params``, in place."""
+        if self._scales is not None:
+            gather = Fp8Gather(self, self._scales, async_op=async_op)
+            if async_op:
+                return gather
+            gather.wait()
+            return None
         if self.shard.size == 1:
             return None
         agree(self.shard.agreement, "all_gather of weights", self.params)
@@ -229,6 +241,7 @@ def build_buckets(
     parameters: Sequence[tuple[int, NamedParameter]],
     ctx: ParallelContext,
     config: DataParallelConfig,
+    narrow: Collection[nn.Parameter] = (),
 ) -> list[Bucket]:
     """Put every trainable parameter into a bucket; equal on all data ranks.
 
@@ -241,16 +254,18 @@ def build_buckets(
         parameters: model chunk and parameter, in registration order.
         ctx: gives the data axes.
         config: bucket size, sharding, gradient dtype.
+        narrow: weights to gather in fp8, in buckets of their own.
 
     Returns:
         Buckets in the order in which backward completes them, late ones last.
     """
     groups: dict[tuple, list[tuple[int, int, NamedParameter]]] = {}
     for order, (chunk, named) in enumerate(reversed(parameters)):
-        key = (named.parameter.dtype, named.layout.data, _lateness(named))
+        is_narrow = named.parameter in narrow
+        key = (named.parameter.dtype, named.layout.data, _lateness(named), is_narrow)
         groups.setdefault(key, []).append((order, chunk, named))
     built: list[tuple[tuple[bool, int], Bucket]] = []
-    for (dtype, kind, _), members in groups.items():
+    for (dtype, kind, _, is_narrow), members in groups.items():
         data = ctx.data_axes()[kind]
         plans = plan_buckets(
             [named.parameter.numel() for _, _, named in members],
@@ -271,7 +286,8 @@ def build_buckets(
                 Slot(members[i][2], members[i][1], start)
                 for i, start in zip(plan.members, plan.starts, strict=True)
             ]
-            bucket = Bucket(slots, plan.size, grad_dtype, shard, replica, data)
+            scales = ctx.axis("tp", "cp", "dp") if is_narrow else None
+            bucket = Bucket(slots, plan.size, grad_dtype, shard, replica, data, scales)
             last = max(members[i][0] for i in plan.members)
             built.append(((bucket.is_late, last), bucket))
     return [bucket for _, bucket in sorted(built, key=lambda entry: entry[0])]

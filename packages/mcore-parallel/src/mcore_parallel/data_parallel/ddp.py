@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.buckets import Bucket, Slot, build_buckets
+from mcore_parallel.data_parallel.fp8_gather import fp8_weights
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.grads import sum_partial_gradients, sum_tied_gradients
 from mcore_parallel.data_parallel.param_gather import ParameterGathering
@@ -81,7 +82,8 @@ class DataParallel(GradientSync):
                 if only is None or named.parameter in only:
                     found.setdefault(named.parameter, (index, named))
         self._named = [named for _, named in found.values()]
-        self.buckets = build_buckets(_trainable(list(found.values())), ctx, config)
+        narrow = fp8_weights(chunks) if config.fp8_param_gather else ()
+        self.buckets = build_buckets(_trainable(list(found.values())), ctx, config, narrow)
         self._is_syncing = [True] * len(chunks)
         self._is_syncing_weights = [True] * len(chunks)
         self._is_finished = self._is_checked = False

@@ -277,7 +277,7 @@ class DistributedOptimizer:
         """Compare rounded main weights with the weights, which the update would overwrite."""
         ctx = self.data_parallel.ctx
         differs = torch.zeros((), device=ctx.device)
-        for segment in self._kept_apart():
+        for segment in (s for s in self._kept_apart() if not s.unit.is_narrow):
             pairs = zip(segment.main.split(_RUN), segment.weights.split(_RUN), strict=True)
             for main, weights in pairs:
                 rounded = main.to(weights.device).to(weights.dtype).view(torch.uint8)

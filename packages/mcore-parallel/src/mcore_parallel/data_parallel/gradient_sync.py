@@ -62,6 +62,11 @@ class OwnedUnit(Protocol):
         ...
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the model's weights hold less than main weights rounded to their dtype."""
+        ...
+
+    @property
     def members(self) -> Sequence[NamedParameter]:
         """Parameters of the unit, also those of which this rank owns nothing."""
         ...

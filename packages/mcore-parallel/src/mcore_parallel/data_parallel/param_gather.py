@@ -8,10 +8,9 @@ use a weight without calling its module; a block waits for its own.
 
 from collections.abc import Iterable, Sequence
 
-import torch.distributed as dist
 from torch import nn
 
-from mcore_parallel.data_parallel.buckets import Bucket
+from mcore_parallel.data_parallel.buckets import Bucket, PendingGather
 
 
 class ParameterGathering:
@@ -26,7 +25,7 @@ class ParameterGathering:
             buckets: of all the chunks' parameters.
         """
         self._handles = []
-        self._works: dict[Bucket, dist.Work] = {}
+        self._works: dict[Bucket, PendingGather] = {}
         first: set[Bucket] = set()
         for chunk in chunks:
             container = dict(chunk.named_children()).get("blocks")

@@ -22,6 +22,8 @@ class ShardedParameter:
         grads: their gradients, flat.
     """
 
+    is_narrow = False
+
     def __init__(
         self, named: NamedParameter, parameter: nn.Parameter, shard: Axis, replica: Axis
     ) -> None:

@@ -82,6 +82,14 @@ def cast(
 
 def cast_plain(x: Float[Tensor, "T D"], amax: Float[Tensor, " 1"], dtype: torch.dtype) -> Fp8:
     """Cast a matrix with a known largest magnitude, in torch: the reference of the kernel."""
+    rows, scale_inv = cast_rows(x, amax, dtype)
+    return Fp8(rows, rows.t().contiguous(), scale_inv)
+
+
+def cast_rows(
+    x: Float[Tensor, "..."], amax: Float[Tensor, " 1"], dtype: torch.dtype
+) -> tuple[Shaped[Tensor, "..."], Float[Tensor, " 1"]]:
+    """Cast a tensor as ``cast_plain`` does; return it in its own order, and what undoes it."""
     limit = torch.finfo(dtype).max
     wide = torch.promote_types(x.dtype, torch.float32)
     floor = amax.to(wide).clamp(min=SMALLEST_AMAX)
@@ -91,14 +99,13 @@ def cast_plain(x: Float[Tensor, "T D"], amax: Float[Tensor, " 1"], dtype: torch.
         torch.where(amax.isfinite(), s, float("nan")) for s in (top / floor, floor / top)
     )
     scaled = torch.where(x.isfinite(), x, float("nan")).to(wide) * scale
-    rows = scaled.clamp(-limit, limit).to(dtype)
-    return Fp8(rows, rows.t().contiguous(), scale_inv)
+    return scaled.clamp(-limit, limit).to(dtype), scale_inv
 
 
 def dequantized(
-    fp8: Shaped[Tensor, "T D"], scale_inv: Float[Tensor, " 1"]
-) -> Float[Tensor, "T D"]:
-    """Return what a cast matrix stands for, in the dtype of its scale."""
+    fp8: Shaped[Tensor, "*T"], scale_inv: Float[Tensor, " 1"]
+) -> Float[Tensor, "*T"]:
+    """Return what a cast tensor stands for, in the dtype of its scale."""
     return fp8.to(scale_inv.dtype) * scale_inv
 
 

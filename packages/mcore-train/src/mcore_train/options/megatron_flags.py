@@ -120,8 +120,8 @@ INSTEAD: dict[str, str] = {
     ("--fp8-margin --fp8-interval --fp8-quantizer-factory --fp8-output-proj --no-fp8-wgrad"): (
         "use --fp8-format with a --fp8-recipe: all three GEMMs of a linear, no margin."
     ),
-    "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
-        "weights are gathered in bfloat16 and cast once a step; leave it out."
+    "--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
+        "use --fp8-param-gather to gather weights in fp8; they are cast once a step."
     ),
     "--fp4-* --*fp8* --moe-router-padding-for-*": (
         "use --fp8-format e4m3 or hybrid, which attention and dense layers follow."

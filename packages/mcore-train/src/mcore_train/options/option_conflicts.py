@@ -152,6 +152,13 @@ def _state_conflicts(config: TrainConfig) -> Iterator[str]:
                 f"--main-params-dtype bf16: {config.data_parallelism.sharding} keeps rows of "
                 "float32, which are the main weights: leave one out, or use optim."
             )
+    is_cast = config.fp8.fp8_format and config.fp8.fp8_recipe == "tensorwise"
+    has_main = config.precision.bf16 and config.main_weights.main_params_dtype == "fp32"
+    if config.data_parallelism.fp8_param_gather and not (is_cast and has_main):
+        yield (
+            "--fp8-param-gather needs --bf16 with main weights in float32, and --fp8-format "
+            "with --fp8-recipe tensorwise, whose casts it sends."
+        )
     if config.data_parallelism.main_grads_dtype == "bf16" and not config.precision.bf16:
         yield "--main-grads-dtype bf16 has no effect without --bf16."
 
