@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 _EXPORTS: dict[str, str] = {
     "Engine": "engine.engine",
-    "EngineConfig": "engine.engine",
+    "EngineConfig": "engine.plans",
     "ExportReport": "export.exporting",
     "Generation": "writing",
+    "Grammars": "structured",
     "InferenceConfig": "config",
     "LoadedModel": "loading",
     "NewToken": "writing",
@@ -19,6 +20,7 @@ _EXPORTS: dict[str, str] = {
     "SamplingConfig": "config",
     "ScoreRequest": "writing",
     "StaticCache": "cache",
+    "Structure": "structured",
     "TextScore": "evaluation.scoring",
     "TextStream": "streaming",
     "TokenRules": "writing",

@@ -6,6 +6,7 @@ All rows of a batch have the same length; memory for the longest text is taken a
 the first use of a layer, whose tensors give number of heads, dtype and device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,13 +79,14 @@ class _StaticLayer:
         own = (self.keys, None if self.has_shared_values else self.values)
         return sum(t.nbytes for t in (*own, *(self.recurrent or ())) if t is not None)
 
-    def recall(self) -> tuple[Tensor, ...] | None:
-        """Return the state of a recurrent layer; None before its first tokens."""
-        return self.recurrent
-
-    def keep(self, *tensors: Shaped[Tensor, "..."]) -> None:
-        """Replace the state of a recurrent layer."""
-        self.recurrent = tensors
+    def run(
+        self,
+        mix: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+        *inputs: Shaped[Tensor, "S B ..."],
+    ) -> Shaped[Tensor, "S B ..."]:
+        """Mix new tokens of a recurrent layer, and replace its state."""
+        y, self.recurrent = mix(self.recurrent, *inputs)
+        return y
 
     def attend(
         self,

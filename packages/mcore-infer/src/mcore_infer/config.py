@@ -1,6 +1,10 @@
 """Options of sampling as plain frozen data; imports the standard library only."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Drafts = Literal["ngram", "model", "mtp"]
+"""What proposes tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,12 @@ class SamplingConfig:
     ignore_eod: bool = False
     """Write on after an end of document."""
 
+    beam_width: int = 0
+    """Search for the likeliest text with so many beams, instead of drawing one; 0: draw."""
+
+    length_penalty: float = 1.0
+    """A beam's score is its log probability over its length to this power."""
+
     def __post_init__(self) -> None:
         """Check the values and that the two ways to cut off are not mixed.
 
@@ -92,6 +102,24 @@ class SamplingConfig:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {getattr(self, name)} must be from -100 to 100.")
 
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if not 0 <= self.beam_width <= 128:
+            raise ValueError(f"--beam-width {self.beam_width} must be from 0 (off) to 128.")
+        if not -10 <= self.length_penalty <= 10:
+            raise ValueError(f"--length-penalty {self.length_penalty} must be from -10 to 10.")
+        if not self.beam_width:
+            if self.length_penalty != 1:
+                raise ValueError("--length-penalty scores beams: give a --beam-width.")
+            return
+        is_drawn = self.temperature != 1 or self.min_p or self.top_p or self.top_k > 1
+        if is_drawn or self.has_penalties or self.stop_words:
+            raise ValueError(
+                f"--beam-width {self.beam_width} searches for the likeliest text: leave "
+                "temperature, top-k, top-p, min-p, penalties and stop words out."
+            )
+
     @property
     def has_penalties(self) -> bool:
         """Whether scores depend on what was written."""
@@ -131,7 +159,19 @@ class InferenceConfig:
     """Cut prompts where a step is full; else each is computed whole."""
 
     enable_prefix_caching: bool = True
-    """Compute equal beginnings of prompts once."""
+    """Compute equal beginnings of prompts once. Off where layers are recurrent, and with
+    proposals of mtp."""
+
+    num_speculative_tokens: int = 0
+    """Tokens that are proposed for each text and step, and checked by one forward; 0: none.
+    Texts stay the same, token for token."""
+
+    speculative_drafts: Drafts = "ngram"
+    """What proposes them: what followed the same tokens earlier in the text (ngram), a smaller
+    model (model), or the model's own layer that predicts further tokens (mtp)."""
+
+    draft_load: str = ""
+    """Folder of the smaller model, of the same tokenizer."""
 
     def __post_init__(self) -> None:
         """Check each value.
@@ -145,11 +185,23 @@ class InferenceConfig:
             "inference_dynamic_batching_buffer_size_gb": 0,
             "inference_dynamic_batching_block_size": 1,
             "inference_dynamic_batching_max_tokens": self.inference_max_requests,
+            "num_speculative_tokens": 0,
         }
         for name, least in lowest.items():
             if not least <= getattr(self, name) < float("inf"):
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {getattr(self, name)} must be {least} or more.")
+        has_draft = bool(self.num_speculative_tokens) and self.speculative_drafts == "model"
+        if has_draft != bool(self.draft_load):
+            raise ValueError(
+                f"--draft-load {self.draft_load!r} goes with --speculative-drafts model and "
+                "--num-speculative-tokens 1 or more, and they with it."
+            )
+        if self.speculative_drafts != "ngram" and not self.num_speculative_tokens:
+            raise ValueError(
+                f"--speculative-drafts {self.speculative_drafts} proposes nothing: give "
+                "--num-speculative-tokens 1 or more."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

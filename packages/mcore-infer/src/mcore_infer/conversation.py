@@ -33,6 +33,7 @@ class Conversation:
         *,
         system: str = "",
         seed: int = 1234,
+        draft: LanguageModel | None = None,
     ) -> None:
         """Begin a conversation.
 
@@ -44,10 +45,12 @@ class Conversation:
             config: limits of the engine.
             system: message before the conversation; empty: none.
             seed: answer i draws from ``seed + i``.
+            draft: model that proposes tokens, see ``build_engine``.
         """
         self.model, self.tokenizer, self.render = model, tokenizer, render
         self.sampling, self.system, self.seed = sampling, system, seed
-        self.engine = None if engine_refusal(model.config) else build_engine(model, config)
+        is_refused = bool(engine_refusal(model.config))
+        self.engine = None if is_refused else build_engine(model, config, draft)
         self.limit = self.engine.config.max_sequence_tokens if self.engine else 0
         self._num_answers = 0
         self.messages: list[dict[str, str]] = []

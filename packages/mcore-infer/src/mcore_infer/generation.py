@@ -196,6 +196,8 @@ class _Writer:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
         if not prompts or not all(prompts):
             raise ValueError("generation needs prompts of at least one token each.")
+        if sampling.beam_width:
+            raise ValueError("beam search needs an engine: see build_engine.")
         self.model, self.sampling = model, sampling
         self.device = next(model.parameters()).device
         self.rows = [

@@ -54,6 +54,8 @@ class LoadedModel:
     """The step folder that was read."""
     data: Axis = SINGLE
     """Ranks that hold the same model and may share work."""
+    draft: LanguageModel | None = None
+    """A smaller one that proposes tokens to it."""
 
     @property
     def ends(self) -> tuple[int, ...]:

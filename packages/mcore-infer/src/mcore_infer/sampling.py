@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.structured import allowed_tokens
 from mcore_infer.writing import TokenRules, Top, Writing
 
 
@@ -75,12 +76,18 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
     return scores
 
 
-def choose(logits: Float[Tensor, "B V"], writings: Sequence[Writing]) -> Int[Tensor, " B"]:
-    """Choose the next token of texts: penalties and rules, then ``sample``; takes their draws.
+def choose(
+    logits: Float[Tensor, "B V"],
+    writings: Sequence[Writing],
+    places: Sequence[int] | None = None,
+) -> Int[Tensor, " B"]:
+    """Choose the next token of texts: penalties, rules, what they are held to, ``sample``.
 
     Args:
         logits: scores without padding of the vocabulary.
         writings: one a row.
+        places: how many tokens further on each row stands than its text; their draws are not
+            taken, see ``Writing.draw_ahead``. None: the next, and takes its draw.
 
     Raises:
         ValueError: if a ``top_k`` exceeds V.
@@ -91,8 +98,19 @@ def choose(logits: Float[Tensor, "B V"], writings: Sequence[Writing]) -> Int[Ten
         for i in changed:
             text = writings[i]
             logits[i] = penalized(logits[i], text.prompt, text.ids, text.sampling, text.rules)
+    if held := [i for i, writing in enumerate(writings) if writing.matcher is not None]:
+        matchers = [matcher for w in writings if (matcher := w.matcher) is not None]
+        allowed = allowed_tokens(matchers, logits.shape[-1], logits.device)
+        logits = logits.clone()
+        logits[held] = logits[held].masked_fill(~allowed, -torch.inf)
     # The likeliest token needs no draw, and a draw costs the host as much as a kernel.
-    numbers = [0.0 if w.sampling.top_k == 1 else w.draw() for w in writings]
+    if places is None:
+        numbers = [0.0 if w.sampling.top_k == 1 else w.draw() for w in writings]
+    else:
+        numbers = [
+            0.0 if w.sampling.top_k == 1 else w.draw_ahead(place)
+            for w, place in zip(writings, places, strict=True)
+        ]
     draws = torch.tensor(numbers, dtype=torch.float64).to(logits.device)
     rows_of: dict[SamplingConfig, list[int]] = {}
     for row, writing in enumerate(writings):

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.structured import Matcher
 
 Top = tuple[tuple[int, float], ...]
 """The likeliest tokens of one place, best first: ids and log probabilities."""
@@ -27,6 +28,17 @@ class NewToken:
 
 
 @dataclass(frozen=True, slots=True)
+class Beam:
+    """A text that beam search found."""
+
+    ids: tuple[int, ...]
+    score: float
+    """Sum of log probabilities over its length to the power of the length penalty."""
+    has_end: bool
+    """Whether its last token ends it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """What was written after one prompt."""
 
@@ -42,6 +54,8 @@ class Generation:
     """Of the prompt's tokens behind the first, where requested."""
     prompt_top: tuple[Top, ...] = ()
     """The likeliest tokens of those places, where requested."""
+    beams: tuple[Beam, ...] = ()
+    """What beam search found, best first; the first is the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +90,7 @@ class Writing:
         prompt: token ids.
         sampling: how tokens are chosen.
         rules: changes to single tokens' scores.
+        matcher: of what the text is held to.
         changes_scores: whether penalties or rules change scores before they are cut.
         tokens: so far, without stop sequences.
         finish_reason: why it ended; None while it goes on.
@@ -91,6 +106,7 @@ class Writing:
         eod: int | None = None,
         stop: Sequence[Sequence[int]] = (),
         rules: TokenRules | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         """Begin with nothing.
 
@@ -102,13 +118,16 @@ class Writing:
             eod: id that ends it; None: none does.
             stop: token sequences that end it and are cut off.
             rules: changes to single tokens' scores.
+            matcher: of what the text is held to, at its beginning; None: nothing.
         """
+        self.matcher = matcher
         self.prompt, self.sampling = list(prompt), sampling
         self.rules = rules or TokenRules()
         self.changes_scores = sampling.has_penalties or self.rules != TokenRules()
         self.num_tokens, self.eod = num_tokens, eod
         self.stop = [list(s) for s in stop if s]
         self.random = torch.Generator().manual_seed(seed)
+        self._draws: list[float] = []  # known, not taken
         self.tokens: list[NewToken] = []
         self.num_released = 0
         self.finish_reason: Literal["stop", "length"] | None = None
@@ -122,7 +141,8 @@ class Writing:
     @property
     def needs_last_token(self) -> bool:
         """Whether the choice of a token depends on the ones before, but for the model's."""
-        return self.changes_scores or bool(self.sampling.top_p_decay)
+        is_held = self.matcher is not None
+        return self.changes_scores or is_held or bool(self.sampling.top_p_decay)
 
     @property
     def cut(self) -> SamplingConfig:
@@ -135,7 +155,20 @@ class Writing:
 
     def draw(self) -> float:
         """Return the next random number, uniform in [0, 1)."""
-        return torch.rand((), generator=self.random, dtype=torch.float64).item()
+        number = self.draw_ahead(0)
+        self.forget_draws(1)
+        return number
+
+    def draw_ahead(self, place: int) -> float:
+        """Return the number that ``draw`` returns after ``place`` others."""
+        while len(self._draws) <= place:
+            number = torch.rand((), generator=self.random, dtype=torch.float64)
+            self._draws.append(number.item())
+        return self._draws[place]
+
+    def forget_draws(self, count: int) -> None:
+        """Go on behind numbers that ``draw_ahead`` returned."""
+        del self._draws[:count]
 
     def add(self, token: NewToken) -> list[NewToken]:
         """Take a token; return those that nothing will take back any more."""
@@ -149,7 +182,11 @@ class Writing:
                 self.finish_reason = "stop"
                 break
         else:
-            if token.id == self.eod:
+            held = self.matcher
+            if held is not None and not held.take(token.id):
+                self.tokens.pop()
+                self.finish_reason = "stop"
+            elif token.id == self.eod or (held is not None and held.is_over):
                 self.finish_reason = "stop"
             elif len(self.tokens) == self.num_tokens:
                 self.finish_reason = "length"

@@ -1,5 +1,7 @@
 """The kernel of decoding against its reference, and steps recorded as graphs, on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,21 +50,42 @@ def test_the_gemm_of_a_few_rows_multiplies(rows, features, channels):
     assert error < 4e-3  # half a unit in the last place of bfloat16
 
 
-def test_recorded_steps_write_what_unrecorded_ones_do():
+HYBRID = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "mamba_num_groups": 1,
+    "mamba_state_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_drafts"), [("", 0), ("", 3), ("M*-M*-", 0), ("P-G-*-", 0)]
+)
+def test_recorded_steps_write_what_unrecorded_ones_do(pattern, num_drafts):
+    """Dense, with proposals of the text, and with recurrent states."""
     config = TransformerConfig(
-        num_layers=3, hidden_size=128, num_attention_heads=4, num_query_groups=2,
-        max_position_embeddings=256, init_method_std=0.1,
+        num_layers=6 if pattern else 3, hidden_size=128, num_attention_heads=4,
+        num_query_groups=2, max_position_embeddings=256, init_method_std=0.1,
+        hybrid_override_pattern=pattern, **(HYBRID if pattern else {}),
     )  # fmt: skip
     model = GPT(config, ParallelContext.single("cuda"), vocab_size=500).eval()
     limits = EngineConfig(max_sequence_tokens=128, page_tokens=16, max_requests=5, num_pages=40)
     sampling = SamplingConfig(num_tokens=40, top_k=1)
     texts = []
     for is_recorded in (True, False):
-        engine = Engine(model, limits)
-        engine.decoder.is_recorded = engine.runs_ahead = is_recorded
+        drafts = num_drafts if is_recorded else 0
+        engine = Engine(model, replace(limits, num_speculative_tokens=drafts))
+        engine.decoder.is_recorded = is_recorded
+        engine.runs_ahead = is_recorded and not drafts
         for i in range(7):
             engine.add(list(range(i, 30 + 5 * i)), sampling)
         done = dict(e for e in engine.run() if isinstance(e, tuple))
         texts.append([done[i].ids for i in range(7)])
+        assert not (is_recorded and engine.cache.waits_for_device)
+        assert bool(engine.speculation.accepted) == bool(drafts)
         torch.cuda.empty_cache()
     assert texts[0] == texts[1]

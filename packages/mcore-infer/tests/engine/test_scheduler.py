@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_infer.engine.pages import PagePool, first_key, next_key
-from mcore_infer.engine.scheduler import Scheduler, SchedulerConfig
+from mcore_infer.engine.plans import SchedulerConfig
+from mcore_infer.engine.scheduler import Scheduler
 
 
 def next_token(tokens):
@@ -28,7 +29,8 @@ class Memory:
         for chunk in step.chunks:
             if not self.scheduler.has(chunk.request):  # it ended before this step
                 continue
-            text = self.texts[chunk.request]
+            drafts = chunk.tokens[len(chunk.tokens) - chunk.num_drafts :]
+            text = [*self.texts[chunk.request], *drafts]
             end = chunk.begin + len(chunk.tokens)
             assert chunk.tokens in ((-1,), tuple(text[chunk.begin : end]))
             for place in range(chunk.begin, end):
@@ -40,7 +42,9 @@ class Memory:
         for chunk in step.chunks:
             if not self.scheduler.has(chunk.request):
                 continue
-            text, end = self.texts[chunk.request], chunk.begin + len(chunk.tokens)
+            drafts = chunk.tokens[len(chunk.tokens) - chunk.num_drafts :]
+            text = [*self.texts[chunk.request], *drafts]
+            end = chunk.begin + len(chunk.tokens)
             window = self.scheduler.window
             first = 0 if window < 0 else max(0, chunk.begin - window)
             for place in range(first, end):
@@ -48,19 +52,34 @@ class Memory:
                 assert self.pages[page, place % size] == tuple(text[: place + 1])
             if chunk.wants_token:
                 assert end == len(text)
-                new[chunk.request] = next_token(text)
+                right = straight(self.texts[chunk.request], len(drafts) + 1)[-len(drafts) - 1 :]
+                count = next((i for i, d in enumerate(drafts) if d != right[i]), len(drafts))
+                new[chunk.request] = right[: count + 1]
         return new
 
 
-def run(scheduler, memory, num_new, steps=10_000, aborts=(), *, runs_ahead=False):
+def run(scheduler, memory, num_new, steps=10_000, aborts=(), *, runs_ahead=False, num_drafts=0):
     """Run to the end; return the texts of the requests that were not aborted."""
     left = dict(num_new)
     ahead = None
+
+    def drafts():
+        """Right up to some place, which is none, all, or one between."""
+        found = {}
+        for request in scheduler.writing:
+            text = memory.texts[request]
+            count = min(num_drafts, left[request] - 1)
+            found[request] = straight(text, count)[len(text) :]
+            if wrong := len(text) % (num_drafts + 1):
+                found[request][wrong - 1 : wrong] = [9]
+            found[request] = found[request][: max(0, count)]
+        return found
+
     for number in range(steps):
         for request in {r for when, r in aborts if when == number and scheduler.has(r)}:
             scheduler.finish(request)
             left.pop(request)
-        step = ahead or scheduler.plan()
+        step = ahead or scheduler.plan(drafts() if num_drafts else {})
         if step is None:
             break
         assert step.num_tokens <= scheduler.config.max_tokens
@@ -72,13 +91,13 @@ def run(scheduler, memory, num_new, steps=10_000, aborts=(), *, runs_ahead=False
         for request in {r for when, r in aborts if -when == number and scheduler.has(r)}:
             scheduler.finish(request)
             left.pop(request)
-        ends = any(left.get(request) == 1 for request in new)
+        ends = any(left.get(request) == len(tokens) for request, tokens in new.items())
         ahead = scheduler.plan_ahead(step) if runs_ahead and not ends else None
         scheduler.complete(step, new)
-        for request, token in new.items():
+        for request, tokens in new.items():
             if request in left:
-                memory.texts[request].append(token)
-                left[request] -= 1
+                memory.texts[request] += tokens
+                left[request] -= len(tokens)
                 if not left[request]:
                     scheduler.finish(request)
     assert not scheduler.num_running, "requests stand still"
@@ -111,9 +130,19 @@ requests = st.lists(
     prefix_cache=st.booleans(),
     aborts=st.lists(st.tuples(st.integers(-20, 20), st.integers(0, 7)), max_size=3),
     runs_ahead=st.booleans(),
+    num_drafts=st.sampled_from([0, 0, 1, 3]),
 )
 def test_every_text_is_what_it_would_be_alone_however_few_pages_there_are(
-    requests, page_tokens, spare, max_requests, extra, window, prefix_cache, aborts, runs_ahead
+    requests,
+    page_tokens,
+    spare,
+    max_requests,
+    extra,
+    window,
+    prefix_cache,
+    aborts,
+    runs_ahead,
+    num_drafts,
 ):
     longest = max(prompt + new for prompt, new, _ in requests)
     pool = PagePool(-(-longest // page_tokens) + spare, page_tokens)
@@ -133,7 +162,8 @@ def test_every_text_is_what_it_would_be_alone_however_few_pages_there_are(
         memory.texts[i] = list(prompt)
         scheduler.add(i, prompt, new)
     num_new = {i: new for i, (_, new, _) in enumerate(requests)}
-    done = run(scheduler, memory, num_new, aborts=aborts, runs_ahead=runs_ahead)
+    options = {"runs_ahead": runs_ahead, "num_drafts": num_drafts}
+    done = run(scheduler, memory, num_new, aborts=aborts, **options)
     for i, text in done.items():
         assert text == straight(prompts[i], requests[i][1])
 
@@ -146,7 +176,7 @@ def test_a_prompt_sent_twice_is_shared_but_for_its_last_page_and_token(length):
         scheduler.add(request, prompt, 1)
         step = scheduler.plan()
         computed.append(step.num_tokens)
-        scheduler.complete(step, {request: 1})
+        scheduler.complete(step, {request: [1]})
         scheduler.finish(request)
     assert computed == [length, length - (length - 1) // 4 * 4]
 
@@ -157,7 +187,7 @@ def test_texts_under_another_salt_or_with_prompt_scores_share_nothing():
     def computed(request, **options):
         scheduler.add(request, [1, 2, 3, 4, 5], 1, **options)
         step = scheduler.plan()
-        scheduler.complete(step, {request: 0})
+        scheduler.complete(step, {request: [0]})
         scheduler.finish(request)
         return step.num_tokens
 
@@ -180,13 +210,13 @@ def test_keys_are_megatrons():
 def test_writing_goes_on_while_a_long_prompt_is_read():
     scheduler = Scheduler(SchedulerConfig(max_requests=4, max_tokens=8), PagePool(100, 4))
     scheduler.add(0, [1], 50)
-    scheduler.complete(scheduler.plan(), {0: 1})
+    scheduler.complete(scheduler.plan(), {0: [1]})
     scheduler.add(1, [2] * 60, 5)
     for _ in range(9):
         step = scheduler.plan()
         assert step.chunks[0].request == 0
         assert step.num_tokens <= 8
-        new = {c.request: 1 for c in step.chunks if c.wants_token}
+        new = {c.request: [1] for c in step.chunks if c.wants_token}
         assert 0 in new
         scheduler.complete(step, new)
     assert 1 in new

@@ -18,6 +18,7 @@ from mcore_infer.server.app import Limits, Server
 from mcore_infer.server.front import Front
 from mcore_infer.server.job import Served
 from mcore_infer.server.worker import EngineWorker
+from mcore_infer.structured import Grammars
 from mcore_parallel.mesh import ParallelContext
 
 TEMPLATE = (
@@ -95,6 +96,7 @@ def run_server(loaded, limits=None, **fields):
     fields = {"inference_max_requests": 16, "inference_dynamic_batching_block_size": 4} | fields
     engine = build_engine(loaded.model, InferenceConfig(**fields))
     tokenizer = loaded.tokenizer
+    engine.grammars = Grammars(tokenizer, loaded.model.vocab_size)
     served = Served(
         name="tiny",
         tokenizer=tokenizer,
@@ -129,7 +131,7 @@ def run_server(loaded, limits=None, **fields):
 @pytest.fixture(scope="session")
 def client(long_model):
     """A client of a server that runs for the whole session."""
-    client, end = run_server(long_model)
+    client, end = run_server(long_model, num_speculative_tokens=2)
     yield client
     client.wait_until_idle()
     end()

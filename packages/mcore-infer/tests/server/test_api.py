@@ -55,6 +55,7 @@ def test_prompts_come_back_with_their_text_tokens_segments_and_scores(client, lo
         {"random_seed": 4},
         {"stop_token": 101},
         {"logprobs": True},
+        {"beam_width": 2},
     ],
     ids=lambda fields: list(fields)[-1],
 )
@@ -67,6 +68,20 @@ def test_every_field_changes_the_answer(client, long_model, fields):
     before, after = client.post("/api", **base), client.post("/api", **{**base, **fields})
     assert before[0] == after[0] == 200
     assert before[1] != after[1]
+
+
+def test_beams_come_best_first_with_their_scores(client, long_model):
+    fields = {"prompts": ["In the"], "tokens_to_generate": 5, "beam_width": 3, "stop_token": 7}
+    for penalty in (1.0, 0.0):
+        answer = client.post("/api", **fields, length_penalty=penalty)[1]
+        assert set(answer) == {"text", "tokens", "segments", "scores"}
+        assert len(answer["text"]) == 3
+        assert answer["scores"] == sorted(answer["scores"], reverse=True)
+        for tokens, score in zip(answer["tokens"], answer["scores"], strict=True):
+            hidden, _ = long_model.model(torch.tensor([tokens[:-1]]))
+            scores = long_model.model.logits(hidden)[5:, 0, :257].log_softmax(-1)
+            total = scores.gather(-1, torch.tensor(tokens[6:])[:, None]).sum().item()
+            assert score == pytest.approx(total / (len(tokens) - 6) ** penalty, abs=1e-9)
 
 
 def test_lines_end_a_text_and_a_colon_forbids_them(client):
@@ -103,7 +118,10 @@ LONG = ["a"] * 129
         ({"prompts": ["a" * 600]}, "maximum context length was exceeded"),
         ({"max_len": 3}, "max_len is no longer used"),
         ({"sentences": ["a"]}, "sentences is no longer used"),
-        ({"beam_width": 2}, "beam_width is no longer used"),
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 2, "logprobs": True}, "beam_width takes one prompt"),
+        ({"beam_width": 2, "top_k": 3}, "--beam-width 2 searches for the likeliest"),
+        ({"beam_width": 128, "stop_on_eol": True}, "beam_width takes one prompt"),
         ({"tokens_to_generate": -1}, "tokens_to_generate"),
         ({"tokens_to_generate": True}, "tokens_to_generate"),
         ({"tokens_to_generate": 1.0}, "tokens_to_generate"),
@@ -127,7 +145,7 @@ LONG = ["a"] * 129
         ({"random_seed": -1}, "random_seed"),
         ({"stop_token": "x"}, "stop_token"),
         ({"stop_token": 257}, "stop_token"),
-        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"length_penalty": 2.0}, "--length-penalty scores beams"),
         ({"tokens_to_generat": 3}, "did you mean tokens_to_generate?"),
     ],
 )

@@ -153,9 +153,14 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
             "/v1/chat/completions",
             {
                 "messages": [{"role": "user", "content": "a"}],
-                "response_format": {"type": "json_object"},
+                "response_format": {"type": "yaml"},
             },
-            "cannot hold a model to a schema",
+            "type yaml is none of text, json_object, json_schema, regex",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "regex", "pattern": "["}},
+            "this regular expression cannot be held to",
         ),
         (
             "/v1/chat/completions",

@@ -1,6 +1,8 @@
 """OpenAI's interfaces against the engine alone, whole and as streams."""
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -9,6 +11,14 @@ import torch
 from mcore_infer import SamplingConfig, generate, generate_text
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["n"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
 
 
 def expected_text(long_model, prompt, num_tokens=8, **fields):
@@ -209,3 +219,29 @@ def test_a_text_longer_than_the_context_is_cut_and_says_so(client, long_model):
     sampling = SamplingConfig(num_tokens=12, ignore_eod=True)
     ids = generate(long_model.model, [[97] * 500], sampling, seed=1)[0].ids
     assert long_model.tokenizer.decode(list(ids)).startswith(answer["choices"][0]["text"])
+
+
+def test_an_answer_is_held_to_its_format_beside_free_ones(client):
+    """On a server that proposes tokens, whose counts its metrics show."""
+    free = {"prompt": "abc abc abc", "max_tokens": 40, "seed": 5}
+    expected = client.post("/v1/completions", **free)[1]["choices"][0]["text"]
+    held = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    with ThreadPoolExecutor() as pool:
+        beside = pool.submit(client.post, "/v1/completions", **free)
+        answers = client.stream(
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": "a"}],
+            response_format=held,
+            max_tokens=200,
+            seed=3,
+        )
+        text = "".join(a["choices"][0]["delta"].get("content") or "" for a in answers)
+        assert json.loads(text)["n"] in range(10)
+        assert answers[-1]["choices"][0]["finish_reason"] == "stop"
+        assert beside.result()[1]["choices"][0]["text"] == expected
+    number = {"type": "regex", "pattern": "[0-9]{3}-[ab]"}
+    _, answer = client.post("/v1/completions", prompt="a", response_format=number, n=2)
+    assert all(re.fullmatch("[0-9]{3}-[ab]", c["text"]) for c in answer["choices"])
+    measures = client.send("GET", "/metrics")[2].decode()
+    steps = re.search(r"^mcore_speculative_steps (\d+)$", measures, re.MULTILINE)
+    assert int(steps[1]) > 0

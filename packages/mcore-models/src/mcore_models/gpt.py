@@ -164,6 +164,19 @@ class GPT(StageModel, MTPLanguageModel):
             total = total + aux
         return found, total
 
+    def draft_hidden(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, state: ModelState
+    ) -> Tensor:
+        """Run the first layer that predicts further tokens, see ``MTPLanguageModel``."""
+        positions = self._positions(positions, tokens.shape[1], state, hidden.device)
+        length = tokens.shape[1]
+        inputs = build_inputs(self.config, positions, length, hidden.dtype, None, state)
+        return self.mtp[0](
+            hidden,
+            self._embed(tokens, positions),
+            lambda block, x: self._run([block], x, inputs),
+        )[0]
+
     def _run(self, blocks: Sequence[nn.Module], x: Tensor, inputs: BlockInputs) -> Residual:
         is_trained = self.training and inputs.state is None
         return self.run_blocks(blocks, Residual.begin(x), inputs, is_trained)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_models.layers.mtp import has_token, shifted
@@ -24,6 +24,7 @@ from mcore_models.protocol import (
     Entry,
     LanguageModel,
     MicroBatch,
+    ModelState,
 )
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
@@ -70,6 +71,23 @@ class MTPLanguageModel(LanguageModel):
         Args:
             hidden: of ``forward``, normed.
             batch: has ``mtp_tokens``.
+        """
+
+    @abstractmethod
+    def draft_hidden(
+        self,
+        hidden: Float[Tensor, "T 1 D"],
+        tokens: Int[Tensor, "1 T"],
+        positions: Int[Tensor, " T"],
+        state: ModelState,
+    ) -> Float[Tensor, "T 1 D"]:
+        """Run the first of these layers while text is written; ``logits`` scores what it says.
+
+        Args:
+            hidden: of ``forward``, normed; or what this returned for the token before.
+            tokens: each one place behind its hidden state.
+            positions: of the hidden states.
+            state: what the layer remembers of earlier ones; extended by these.
         """
 
     @property

@@ -7,7 +7,7 @@ be inherited for one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -93,12 +93,22 @@ class LayerState(Protocol):
 class RecurrentState(Protocol):
     """What one recurrent layer remembers: tensors that each forward replaces."""
 
-    def recall(self) -> tuple[Tensor, ...] | None:
-        """Return what ``keep`` was given in the last forward; None before the first."""
-        ...
+    def run(
+        self,
+        mix: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+        *inputs: Shaped[Tensor, "S B ..."],
+    ) -> Shaped[Tensor, "S B ..."]:
+        """Mix the new tokens with what is remembered, and remember what is behind them.
 
-    def keep(self, *tensors: Shaped[Tensor, "..."]) -> None:
-        """Remember the state after this forward's tokens in place of the one before."""
+        Args:
+            mix: takes the state before some texts' tokens (a tuple of tensors ``[B, ...]``;
+                None: their first) and their inputs, and returns its output and the state
+                behind. May be called for parts of the batch.
+            inputs: of all tokens.
+
+        Returns:
+            The outputs of all tokens.
+        """
         ...
 
 

@@ -94,6 +94,10 @@ class ByteTokenizer:
         data = token.encode()
         return data[0] if len(data) == 1 else None
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Return what each id stands for; None: no text."""
+        return [*(bytes([i]) for i in range(256)), None]
+
     def fingerprint(self) -> str:
         """Hash of the type."""
         return hashlib.sha256(b"ByteTokenizer").hexdigest()

@@ -92,6 +92,20 @@ class SentencePieceTokenizer:
         piece = self._model.piece_to_id(token)
         return None if piece == self._model.unk_id() else piece
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Return what each id stands for inside a text; None: no text."""
+        known = [self._bytes(i) for i in range(len(self._model))]
+        return known + [None] * len(self._special)
+
+    def _bytes(self, i: int) -> bytes | None:
+        model = self._model
+        if model.is_control(i) or model.is_unknown(i) or model.is_unused(i):
+            return None
+        piece = model.id_to_piece(i)
+        if model.is_byte(i):  # <0x0A>
+            return bytes([int(piece[3:-1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
     def fingerprint(self) -> str:
         """Hash of the model file and what was added."""
         digest = hashlib.sha256(self.path.read_bytes())

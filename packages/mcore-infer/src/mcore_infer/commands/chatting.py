@@ -36,7 +36,7 @@ def chat(
         seed: Of the draws; answer i draws from seed + i.
     """
     template = Path(chat_template).read_text(encoding="utf-8") if chat_template else ""
-    with opened(model) as (loaded, tokenizer, _):
+    with opened(model, draft=engine.draft_load) as (loaded, tokenizer, _):
         from mcore_data.datasets.chat import load_template
         from mcore_infer.conversation import Conversation
 
@@ -50,6 +50,7 @@ def chat(
             engine,
             system=system,
             seed=seed,
+            draft=loaded.draft,
         )
         print(_HELP, file=sys.stderr)
         _converse(conversation)

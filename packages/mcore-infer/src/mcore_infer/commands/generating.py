@@ -1,7 +1,13 @@
 """The command ``mcore-infer generate``: text from prompts."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig
+
+if TYPE_CHECKING:
+    from mcore_infer.structured import Structure
 
 
 def generate(
@@ -11,6 +17,8 @@ def generate(
     prompt: tuple[str, ...] = ("",),
     num_samples: int = 1,
     seed: int = 1234,
+    json_schema: str = "",
+    regex: str = "",
 ) -> int:
     """Write on after a prompt; the text streams to standard output.
 
@@ -22,13 +30,17 @@ def generate(
             begins a document.
         num_samples: Texts for each prompt, each from draws of its own.
         seed: Of the draws; text i draws from seed + i.
+        json_schema: Texts are JSON of this schema; @FILE reads it from a file, {} is any.
+        regex: Texts match this expression from beginning to end.
     """
+    structure = _structure(json_schema, regex)
     if num_samples < 1:
         raise ValueError(f"--num-samples {num_samples} must be 1 or more.")
-    with opened(model) as (loaded, tokenizer, is_first):
+    with opened(model, draft=engine.draft_load) as (loaded, tokenizer, is_first):
         from mcore_infer.engine.building import stream_texts
         from mcore_infer.generation import prompt_ids, stop_ids
         from mcore_infer.streaming import TextStream
+        from mcore_infer.structured import Grammars
 
         beginnings = [text for text in prompt for _ in range(num_samples)]
         texts = [TextStream(tokenizer) for _ in beginnings]
@@ -40,6 +52,9 @@ def generate(
             seed=seed,
             eod=None if sampling.ignore_eod else tokenizer.eod,
             stop=stop_ids(tokenizer, sampling),
+            draft=loaded.draft,
+            structure=structure,
+            grammars=Grammars(tokenizer, loaded.model.vocab_size, loaded.ends),
         )
         pieces: list[list[str]] = [[] for _ in beginnings]
         is_streamed = is_first and len(beginnings) == 1
@@ -56,3 +71,17 @@ def generate(
             for beginning, text, parts in zip(beginnings, texts, pieces, strict=True):
                 print(f"{beginning}{''.join(parts)}{text.rest()}\n")
     return 0
+
+
+def _structure(json_schema: str, regex: str) -> "Structure | None":
+    if json_schema and regex:
+        raise ValueError("--json-schema and --regex exclude each other.")
+    if not json_schema and not regex:
+        return None
+    from mcore_infer.structured import Structure
+
+    if regex:
+        return Structure("regex", regex)
+    if json_schema.startswith("@"):
+        json_schema = Path(json_schema[1:]).read_text(encoding="utf-8")
+    return Structure("json_schema", json_schema)

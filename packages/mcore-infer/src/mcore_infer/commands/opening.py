@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -31,8 +31,15 @@ class ModelOptions:
 
 
 @contextmanager
-def opened(options: ModelOptions) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
-    """Join the world and load the model; also yield whether this rank prints."""
+def opened(
+    options: ModelOptions, *, draft: str = ""
+) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
+    """Join the world and load the model; also yield whether this rank prints.
+
+    Args:
+        options: which, and where.
+        draft: folder of the model that proposes tokens; empty: none.
+    """
     from mcore_ckpt.storage.paths import resolve_folder
     from mcore_data.tokenizers.building import load_tokenizer
     from mcore_infer.loading import load_model
@@ -41,12 +48,15 @@ def opened(options: ModelOptions) -> Iterator[tuple["LoadedModel", "Tokenizer", 
     from mcore_parallel.mesh import ParallelContext
 
     folder = resolve_folder(options.load, options.ckpt_step)  # before any rank waits
+    draft_folder = resolve_folder(draft) if draft else None
     environment = read_environment()
     tp = options.tensor_model_parallel_size or environment.world_size
     try:
         device = initialize(options.device)
         ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=tp), device)
         loaded = load_model(folder, ctx)
+        if draft_folder is not None:
+            loaded = replace(loaded, draft=load_model(draft_folder, ctx).model)
         tokenizer = loaded.tokenizer
         if options.tokenizer:
             tokenizer = load_tokenizer(options.tokenizer)

@@ -40,13 +40,18 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
     is_first = read_environment().rank == 0
     limits = _limits(server)
     place = _listen(server) if is_first else nullcontext()  # no model is loaded for nothing
-    with place as listening, opened(model) as (loaded, tokenizer, _):
+    with (
+        place as listening,
+        opened(model, draft=engine.draft_load) as (loaded, tokenizer, _),
+    ):
         from mcore_data.datasets.chat import load_template
         from mcore_infer.engine.building import build_engine
         from mcore_infer.server.job import Served
         from mcore_infer.server.worker import follow
+        from mcore_infer.structured import Grammars
 
-        running = build_engine(loaded.model, engine)
+        running = build_engine(loaded.model, engine, loaded.draft)
+        running.grammars = Grammars(tokenizer, loaded.model.vocab_size, loaded.ends)
         if listening is None:
             with _no_exit_on_signals():
                 follow(running, loaded.model.tp)

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mcore_infer.config import InferenceConfig, SamplingConfig
-from mcore_infer.engine.decoding import last_logits
-from mcore_infer.engine.engine import Engine, EngineConfig, engine_refusal
-from mcore_infer.engine.paged import PagedCache, step_tensors
-from mcore_infer.engine.scheduler import Chunk, Step
+from mcore_infer.engine.checks import engine_refusal
+from mcore_infer.engine.engine import Engine
+from mcore_infer.engine.paged import PagedCache
+from mcore_infer.engine.plans import Chunk, EngineConfig, Step
+from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.generation import room, stream
+from mcore_infer.structured import Grammars, Structure
 from mcore_infer.writing import NewToken
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
@@ -20,7 +22,9 @@ _GPU_SHARE = 0.8
 _CPU_BYTES = 2 << 30
 
 
-def build_engine(model: LanguageModel, config: InferenceConfig) -> Engine:
+def build_engine(
+    model: LanguageModel, config: InferenceConfig, draft: LanguageModel | None = None
+) -> Engine:
     """Build an engine whose cache fits; all ranks of ``tp`` get the same number of pages.
 
     Runs the model on one token to measure a page, and all-reduces over ``tp``.
@@ -28,6 +32,7 @@ def build_engine(model: LanguageModel, config: InferenceConfig) -> Engine:
     Args:
         model: whole, in eval mode; on a GPU its plain GEMMs are replaced, see ``Engine``.
         config: limits and memory.
+        draft: model that proposes tokens, see ``load_draft``.
 
     Raises:
         ValueError: if an engine cannot run the model, or not two pages fit.
@@ -35,23 +40,31 @@ def build_engine(model: LanguageModel, config: InferenceConfig) -> Engine:
     page_tokens = config.inference_dynamic_batching_block_size
     limit = sequence_limit(model, config)
     pages_of_one = -(-limit // page_tokens)
-    page_bytes = measured_page_bytes(model, page_tokens)
+    page_bytes, slot_bytes = measured_bytes(model, page_tokens)
+    if config.speculative_drafts == "mtp":
+        page_bytes += page_bytes // model.config.num_layers + 1  # the layer's own
+    if draft is not None:
+        page_bytes += measured_bytes(draft, page_tokens)[0]
+    states_bytes = (config.inference_max_requests + 1) * slot_bytes  # one is for padding
     device = next(model.parameters()).device
     if config.inference_dynamic_batching_buffer_size_gb:
         memory = int(config.inference_dynamic_batching_buffer_size_gb * 2**30)
-        num_pages = memory // page_bytes - 1  # one is for padding
+        num_pages = (memory - states_bytes) // page_bytes - 1  # one is for padding
     else:
         memory = _CPU_BYTES
         if device.type == "cuda":
             memory = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
         wanted = config.inference_max_requests * pages_of_one
-        num_pages = min(memory // page_bytes - 1, wanted)
+        num_pages = min((memory - states_bytes) // page_bytes - 1, wanted)
     fewest = all_reduce(torch.tensor(num_pages, device=device), model.tp, "min")
     num_pages = int(fewest.item())
     if num_pages < 1:
         raise ValueError(
-            f"a cache of {memory} bytes does not hold two pages of {page_bytes}: raise "
-            "--inference-dynamic-batching-buffer-size-gb."
+            f"a cache of {memory} bytes does not hold two pages of {page_bytes}"
+            + f" and {states_bytes} of recurrent states" * (states_bytes > 0)
+            + ": raise --inference-dynamic-batching-buffer-size-gb"
+            + " or lower --inference-max-requests" * (states_bytes > 0)
+            + "."
         )
     return Engine(
         model,
@@ -63,7 +76,10 @@ def build_engine(model: LanguageModel, config: InferenceConfig) -> Engine:
             prefix_cache=config.enable_prefix_caching,
             num_pages=num_pages,
             page_tokens=page_tokens,
+            num_speculative_tokens=config.num_speculative_tokens,
+            speculative_drafts=config.speculative_drafts,
         ),
+        draft,
     )
 
 
@@ -75,22 +91,24 @@ def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:
 
 
 @torch.no_grad()
-def measured_page_bytes(model: LanguageModel, page_tokens: int) -> int:
-    """Bytes that a page takes on this rank, in all layers, whatever they keep.
+def measured_bytes(model: LanguageModel, page_tokens: int) -> tuple[int, int]:
+    """Bytes that a page and a request's recurrent state take on this rank, in all layers.
 
-    Runs the model on one token; communicates over ``tp`` as the model does.
+    A page of a model without attention takes 1. Runs the model on one token; communicates over
+    ``tp`` as the model does.
 
     Raises:
         ValueError: if an engine cannot run the model.
     """
     if reason := engine_refusal(model.config):
         raise ValueError(f"{reason}: write with generate().")
-    cache = PagedCache(1, page_tokens)
+    cache = PagedCache(1, page_tokens, 1)
     chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
     step = step_tensors(Step((chunk,), ()), page_tokens, next(model.parameters()).device)
     cache.step = step
-    last_logits(model, step.tokens, step.positions, cache, step.last)
-    return cache.num_bytes // 2  # the page, and the one for padding
+    model(step.tokens, step.positions, cache)
+    # The page and the slot, and those for padding.
+    return max(1, cache.num_bytes // 2), cache.num_state_bytes // 2
 
 
 def stream_texts(
@@ -102,22 +120,37 @@ def stream_texts(
     seed: int = 1234,
     eod: int | None = None,
     stop: Sequence[Sequence[int]] = (),
+    draft: LanguageModel | None = None,
+    structure: Structure | None = None,
+    grammars: Grammars | None = None,
 ) -> Iterator[NewToken]:
     """Write after prompts on an engine, or as ``stream`` does where no engine can.
 
-    See ``stream`` for the arguments; ``config`` has the limits of the engine.
+    See ``stream`` for the arguments; ``config`` has the limits of the engine, ``draft``
+    proposes tokens, and texts are held to ``structure`` by ``grammars``.
 
     Raises:
         ValueError: if a prompt is empty, too long, or does not fit the cache.
     """
-    if engine_refusal(model.config):
+    if reason := engine_refusal(model.config):
+        if structure is not None:
+            raise ValueError(f"{reason}: texts cannot be held to a structure.")
         yield from stream(model, prompts, sampling, seed=seed, eod=eod, stop=stop)
         return
-    engine = build_engine(model, config)
+    engine = build_engine(model, config, draft)
+    engine.grammars = grammars
     limit = engine.config.max_sequence_tokens
     for i, prompt in enumerate(prompts):
         wanted = room(model, sampling.num_tokens, prompt, limit, f"prompt {i}")
-        engine.add(prompt, sampling, num_tokens=wanted, seed=seed + i, eod=eod, stop=stop)
+        engine.add(
+            prompt,
+            sampling,
+            num_tokens=wanted,
+            seed=seed + i,
+            eod=eod,
+            stop=stop,
+            structure=structure,
+        )
     for event in engine.run():
         if isinstance(event, NewToken):
             yield event

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_infer.engine.paged import DecodeTensors, PagedCache
-from mcore_infer.engine.scheduler import Step
+from mcore_infer.engine.paged import PagedCache
+from mcore_infer.engine.plans import Step
+from mcore_infer.engine.step_layout import DecodeTensors
 from mcore_models.protocol import LanguageModel
 from mcore_moe.layer import MoELayer
 from mcore_parallel.collectives import all_gather
@@ -61,12 +62,18 @@ class Decoder:
     """Runs the model on one new token of each request.
 
     Attributes:
-        sizes: numbers of rows, ascending.
+        sizes: numbers of rows, a text's last token and its drafts each, ascending.
         is_recorded: whether steps run as CUDA graphs.
     """
 
     def __init__(
-        self, model: LanguageModel, cache: PagedCache, max_requests: int, table_pages: int
+        self,
+        model: LanguageModel,
+        cache: PagedCache,
+        max_requests: int,
+        table_pages: int,
+        *,
+        num_drafts: int = 0,
     ) -> None:
         """Allocate the inputs; graphs are recorded when their size is first needed.
 
@@ -76,44 +83,53 @@ class Decoder:
             cache: of the engine.
             max_requests: most requests of a step.
             table_pages: most pages of a request.
+            num_drafts: most proposals for a request in a step.
         """
         self.model, self.cache = model, cache
-        self.sizes = decode_sizes(max_requests)
+        self.sizes = decode_sizes(max_requests * (1 + num_drafts))
         device = next(model.parameters()).device
         # Experts read the sizes of their inputs on the host.
         has_experts = any(isinstance(module, MoELayer) for module in model.modules())
         self.is_recorded = device.type == "cuda" and not has_experts
         if device.type == "cuda":
             read_few_rows_fast(model)
-        self._inputs = {size: DecodeTensors(size, table_pages, device) for size in self.sizes}
-        self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._inputs = {
+            size: DecodeTensors(size, table_pages, device, num_drafts=num_drafts)
+            for size in self.sizes
+        }
+        self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.is_recorded else None
 
-    def logits(self, step: Step, tokens: Tensor | None = None) -> Float[Tensor, "R V"]:
-        """Score the token after each chunk's one; the next call overwrites the result.
+    def run(
+        self, step: Step, tokens: Tensor | None = None
+    ) -> tuple[Float[Tensor, "R 1 D"], Float[Tensor, "R V"]]:
+        """Return hidden state and scores after each token; the next call overwrites them.
 
         Communicates as the model does.
 
         Args:
-            step: of one token each.
-            tokens: of the chunks, ``[R]``, where the host does not know them yet.
+            step: of chunks that are writing.
+            tokens: of the rows, ``[R]``, where the host does not know them yet.
         """
-        size = next(s for s in self.sizes if s >= len(step.chunks))
+        size = next(s for s in self.sizes if s >= step.num_tokens)
         inputs = self._inputs[size]
-        inputs.fill(step, self.cache.page_tokens, self.cache.num_pages, tokens)
         if size not in self._replays:
+            # Of padding alone: a recurrent state takes a token in only once.
+            inputs.fill(Step((), ()), self.cache.page_tokens, self.cache.padding)
             self._replays[size] = self._recorded(inputs)
-        return self._replays[size]()[: len(step.chunks)]
+        inputs.fill(step, self.cache.page_tokens, self.cache.padding, tokens)
+        hidden, logits = self._replays[size]()
+        return hidden[: step.num_tokens], logits[: step.num_tokens]
 
-    def _forward(self, inputs: DecodeTensors) -> Tensor:
+    def _forward(self, inputs: DecodeTensors) -> tuple[Tensor, Tensor]:
         self.cache.step = inputs
-        return last_logits(self.model, inputs.tokens, inputs.positions, self.cache)
+        hidden, _ = self.model(inputs.tokens, inputs.positions, self.cache)
+        return hidden, whole_logits(self.model, hidden)
 
-    def _recorded(self, inputs: DecodeTensors) -> Callable[[], Tensor]:
+    def _recorded(self, inputs: DecodeTensors) -> Callable[[], tuple[Tensor, Tensor]]:
         if not self.is_recorded:
             return lambda: self._forward(inputs)
-        # Outside of the graph first: kernels are compiled and tried, workspaces allocated. The
-        # step is computed again by the replay, to the same places.
+        # Outside of the graph first: kernels are compiled and tried, workspaces allocated.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -126,33 +142,11 @@ class Decoder:
         with torch.cuda.graph(graph, pool=self._pool):
             out = self._forward(inputs)
 
-        def replay() -> Tensor:
+        def replay() -> tuple[Tensor, Tensor]:
             graph.replay()
             return out
 
         return replay
-
-
-def last_logits(
-    model: LanguageModel,
-    tokens: Tensor,
-    positions: Tensor,
-    cache: PagedCache,
-    rows: Tensor | None = None,
-) -> Float[Tensor, "R V"]:
-    """Run a step; score the tokens after some of its own, the whole vocabulary.
-
-    All-gathers the vocabulary over ``tp``.
-
-    Args:
-        model: whole, in eval mode.
-        tokens: of the step, ``[1, T]``.
-        positions: of the tokens in their requests, ``[T]``.
-        cache: whose ``step`` they are.
-        rows: of the step; None: all.
-    """
-    hidden, _ = model(tokens, positions, cache)
-    return whole_logits(model, hidden if rows is None else hidden[rows])
 
 
 def whole_logits(model: LanguageModel, hidden: Float[Tensor, "R 1 D"]) -> Float[Tensor, "R V"]:

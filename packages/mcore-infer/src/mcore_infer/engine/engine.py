@@ -6,18 +6,37 @@ on its neighbours, nor on how its prompt was cut, nor on pages that it shares or
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.engine.beams import Beams
+from mcore_infer.engine.checks import (
+    check_beams,
+    check_request,
+    check_speculation,
+    engine_refusal,
+    has_recurrent_layers,
+)
 from mcore_infer.engine.decoding import Decoder, whole_logits
-from mcore_infer.engine.paged import PagedCache, step_tensors
+from mcore_infer.engine.mtp_drafts import MTPDrafter
+from mcore_infer.engine.paged import PagedCache
 from mcore_infer.engine.pages import PagePool
+from mcore_infer.engine.plans import Chunk, EngineConfig, Step
 from mcore_infer.engine.prompt_scores import PromptScores
-from mcore_infer.engine.scheduler import Scheduler, SchedulerConfig, Step
-from mcore_infer.sampling import choose, log_probs_of, top_log_probs
+from mcore_infer.engine.scheduler import Scheduler
+from mcore_infer.engine.speculative import (
+    Drafter,
+    ModelDrafter,
+    NgramDrafter,
+    SpeculationCounts,
+    decided,
+)
+from mcore_infer.engine.step_layout import step_tensors
+from mcore_infer.sampling import log_probs_of, top_log_probs
+from mcore_infer.structured import Grammars, Matcher, Structure
 from mcore_infer.writing import (
     Generation,
     NewToken,
@@ -26,23 +45,9 @@ from mcore_infer.writing import (
     Top,
     Writing,
 )
-from mcore_models.config import TransformerConfig, window
+from mcore_models.config import window
+from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.collectives import all_reduce
-
-_BY_LENGTH = ("dynamic", "longrope")
-"""Ways to stretch rotary positions that depend on how long a text is."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig(SchedulerConfig):
-    """Limits of an engine and the size of its cache."""
-
-    num_pages: int = 256
-    """Pages of the key/value cache."""
-
-    page_tokens: int = 64
-    """Tokens in a page."""
 
 
 @dataclass(slots=True)
@@ -51,7 +56,7 @@ class _Flight:
 
     step: Step
     requests: list[int]
-    """That get a token, by row."""
+    """That get a token, by row; one with drafts has several rows."""
     chosen: Tensor | None = None
     """The tokens, ``[R]``, on the device."""
     found: Tensor | None = None
@@ -59,7 +64,7 @@ class _Flight:
     landing: torch.cuda.Event | None = None
     """When they are there."""
     top: dict[int, Top] = field(default_factory=dict)
-    """The likeliest tokens, by request."""
+    """The likeliest tokens, by row."""
 
 
 class Engine:
@@ -69,15 +74,21 @@ class Engine:
 
     Attributes:
         model: whole, in eval mode.
-        config: limits.
+        config: limits; ``prefix_cache`` is off where layers are recurrent, whose state is kept
+            for the last token alone, and with proposals of the model's own layer.
         scheduler: what is waiting and running.
-        cache: keys and values.
+        cache: keys and values, and recurrent states.
         decoder: runs the steps in which every request writes.
+        drafter: proposes tokens; None: each step writes one of each request.
+        speculation: what became of its proposals.
+        grammars: of the tokenizer, for structured output; None: there is none.
         runs_ahead: whether a step may start before the tokens of the one before are read; on
             a GPU the host's work then takes no time of its own.
     """
 
-    def __init__(self, model: LanguageModel, config: EngineConfig) -> None:
+    def __init__(
+        self, model: LanguageModel, config: EngineConfig, draft: LanguageModel | None = None
+    ) -> None:
         """Take no memory yet.
 
         Args:
@@ -85,6 +96,7 @@ class Engine:
                 by ones with a kernel for few rows (``FewRowsGemm``); on a CPU it stays as it
                 is.
             config: limits.
+            draft: smaller model that proposes tokens, on the same ranks.
 
         Raises:
             ValueError: if the model is in training mode, or an engine cannot run it.
@@ -93,27 +105,56 @@ class Engine:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
         if reason := engine_refusal(model.config):
             raise ValueError(f"{reason}: write with generate().")
+        if config.num_speculative_tokens:
+            check_speculation(model, config.speculative_drafts, draft)
+        is_whole = has_recurrent_layers(model.config) or config.speculative_drafts == "mtp"
+        if is_whole:
+            config = replace(config, prefix_cache=False)
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]
-        self.cache = PagedCache(config.num_pages, config.page_tokens)
+        self.cache = PagedCache(config.num_pages, config.page_tokens, config.max_requests)
         self.scheduler = Scheduler(
             config,
             PagePool(config.num_pages, config.page_tokens),
             window=-1 if min(windows) < 0 else max(windows),
         )
+        table_pages = -(-config.max_sequence_tokens // config.page_tokens)
         self.decoder = Decoder(
             model,
             self.cache,
             config.max_requests,
-            -(-config.max_sequence_tokens // config.page_tokens),
+            table_pages,
+            num_drafts=config.num_speculative_tokens,
         )
+        self.drafter = self._drafter(draft, table_pages)
+        self.speculation = SpeculationCounts()
+        self.grammars: Grammars | None = None
         self._writings: dict[int, Writing] = {}
         self._scores: dict[int, ScoreRequest] = {}
         self._prompt_scores: dict[int, PromptScores] = {}
+        self._beams = Beams(self.add, self.abort)
         self._num_requests = 0
         self._flight: _Flight | None = None  # a step started before its predecessor was read
-        self.runs_ahead = self.device.type == "cuda"
+        self.runs_ahead = self.device.type == "cuda" and self.drafter is None
+
+    def _drafter(self, draft: LanguageModel | None, table_pages: int) -> Drafter | None:
+        config, most = self.config, self.config.num_speculative_tokens
+        if not most:
+            return None
+        if config.speculative_drafts == "ngram":
+            return NgramDrafter(most)
+        cache = PagedCache(config.num_pages, config.page_tokens)
+        if isinstance(self.model, MTPLanguageModel) and draft is None:
+            return MTPDrafter(self.model, most, cache)
+        assert draft is not None
+        return ModelDrafter(
+            draft,
+            most,
+            cache=cache,
+            max_requests=config.max_requests,
+            table_pages=table_pages,
+        )
 
     def add(
         self,
@@ -126,6 +167,7 @@ class Engine:
         stop: Sequence[Sequence[int]] = (),
         rules: TokenRules | None = None,
         scores: ScoreRequest | None = None,
+        structure: Structure | None = None,
     ) -> int:
         """Queue a request; no communication.
 
@@ -138,6 +180,7 @@ class Engine:
             stop: token sequences that end it and are cut off.
             rules: changes to single tokens' scores.
             scores: log probabilities to compute; None: of the written tokens.
+            structure: what the text is held to; None: nothing.
 
         Returns:
             The number of the request.
@@ -154,8 +197,11 @@ class Engine:
             eod=eod,
             stop=stop,
             rules=rules,
+            matcher=self._matcher(structure),
         )
-        self._check(writing, scores)
+        check_request(self.model, writing, scores)
+        if sampling.beam_width:
+            return self._search(writing)
         self.scheduler.add(request, prompt, writing.num_tokens, shares_prefix=not scores.prompt)
         self._writings[request] = writing
         self._scores[request] = scores
@@ -164,35 +210,30 @@ class Engine:
         self._num_requests += 1
         return request
 
-    def _check(self, writing: Writing, scores: ScoreRequest) -> None:
-        """Refuse what the model cannot compute, before a step does."""
-        limit, vocab_size = self.model.config.max_position_embeddings, self.model.vocab_size
-        length = len(writing.prompt)
-        if limit and length + writing.num_tokens > limit:
-            raise ValueError(
-                f"the maximum context length was exceeded: {length} tokens of prompt and "
-                f"{writing.num_tokens} to write are more than the {limit} positions of the "
-                "model. Shorten the prompt or write fewer."
-            )
-        rules = writing.rules
-        ids = [*writing.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise ValueError(
-                f"token ids {min(ids)} to {max(ids)} leave the vocabulary, 0 to "
-                f"{vocab_size - 1}."
-            )
-        if writing.sampling.top_k > vocab_size or scores.num_top > vocab_size:
-            raise ValueError(
-                f"--top-k {writing.sampling.top_k} or {scores.num_top} log probabilities a "
-                f"token exceed the vocabulary of {vocab_size} tokens."
-            )
+    def _search(self, writing: Writing) -> int:
+        check_beams(writing, self.model.vocab_size)
+        self.scheduler.check(writing.prompt, writing.num_tokens)
+        number = self._num_requests
+        self._num_requests += 1
+        self._beams.begin(number, writing)
+        return number
+
+    def _matcher(self, structure: Structure | None) -> Matcher | None:
+        if structure is None:
+            return None
+        if self.grammars is None:
+            raise ValueError("structured output needs an engine that knows its tokenizer.")
+        return self.grammars.matcher(structure)
 
     def abort(self, request: int) -> None:
         """Forget a request, wherever it is; one that is over is none."""
+        self._beams.end(request)
         if self._writings.pop(request, None) is not None:
             del self._scores[request]
             self._prompt_scores.pop(request, None)
             self.scheduler.finish(request)
+            if self.drafter is not None:
+                self.drafter.forget(request)
 
     @property
     def has_work(self) -> bool:
@@ -209,14 +250,17 @@ class Engine:
             Tokens that nothing will take back (``row`` is the request), and each request that
             ended, with all that it wrote.
         """
-        flight = self._flight or self._launch(self.scheduler.plan())
+        flight = self._flight or self._launch(self._plan())
         self._flight = None
         if flight is None:
             return []
         if self.runs_ahead:
             self._flight = self._launch(self._plan_ahead(flight), flight.chosen)
         new = self._landed(flight)
-        self.scheduler.complete(flight.step, {token.row: token.id for token in new})
+        ids: dict[int, list[int]] = {}
+        for token in new:
+            ids.setdefault(token.row, []).append(token.id)
+        self.scheduler.complete(flight.step, ids)
         return list(self._take(new))
 
     def run(self) -> Iterator[NewToken | tuple[int, Generation]]:
@@ -224,18 +268,28 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
+    def _plan(self) -> Step | None:
+        """Plan a step, and let the drafter fill its proposals in."""
+        if self.drafter is None:
+            return self.scheduler.plan()
+        ready = {number: self._writings[number] for number in self.scheduler.writing}
+        step = self.scheduler.plan(self.drafter.wanted(ready))
+        return None if step is None else self.drafter.filled(step, self._writings)
+
     def _launch(self, step: Step | None, tokens: Tensor | None = None) -> "_Flight | None":
         """Start a step; ``tokens`` are those that the step before it chooses."""
         if step is None:
             return None
         logits = self._logits(step, tokens)
-        requests = [chunk.request for chunk in step.chunks if chunk.wants_token]
+        scored = [chunk for chunk in step.chunks if chunk.wants_token]
+        requests = [chunk.request for chunk in scored for _ in range(1 + chunk.num_drafts)]
         if not requests:
             return _Flight(step, [])
-        # One rank decides: kernels that round differently must not part the ranks' texts.
-        tp = self.model.tp
-        chosen = choose(logits, [self._writings[request] for request in requests])
-        chosen = all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
+        places = None
+        if self.drafter is not None:
+            places = [place for chunk in scored for place in range(1 + chunk.num_drafts)]
+        writings = [self._writings[request] for request in requests]
+        chosen = decided(logits, writings, places, self.model)
         wanted = [self._scores[request] for request in requests]
         # All at once: the host waits for the device one time a step.
         found = chosen[None].double()
@@ -248,7 +302,7 @@ class Engine:
         if most := max(scores.num_top for scores in wanted):
             rows = [i for i, scores in enumerate(wanted) if scores.num_top]
             for row, best in zip(rows, top_log_probs(logits[rows], most), strict=True):
-                flight.top[requests[row]] = best[: wanted[row].num_top]
+                flight.top[row] = best[: wanted[row].num_top]
         return flight
 
     def _plan_ahead(self, flight: "_Flight") -> Step | None:
@@ -266,11 +320,16 @@ class Engine:
 
     def _logits(self, step: Step, tokens: Tensor | None) -> Tensor:
         """Run the model; score the tokens that chunks want, ``[R, V]``."""
-        if all(chunk.wants_token and len(chunk.tokens) == 1 for chunk in step.chunks):
-            return self.decoder.logits(step, tokens)
+        if all(chunk.is_writing for chunk in step.chunks):
+            hidden, logits = self.decoder.run(step, tokens)
+            if self.drafter is not None:
+                self.drafter.follow(step, hidden)
+            return logits
         inputs = step_tensors(step, self.config.page_tokens, self.device)
         self.cache.step = inputs
         hidden, _ = self.model(inputs.tokens, inputs.positions, self.cache)
+        if self.drafter is not None:
+            self.drafter.follow(step, hidden)
         for chunk, view in zip(step.chunks, inputs.chunks, strict=True):
             if chunk.request in self._prompt_scores:
                 own = hidden[view.begin : view.end]
@@ -285,40 +344,51 @@ class Engine:
             flight.landing.synchronize()
         ids, *rest = flight.found.tolist()
         log_probs = rest[0] if rest else [None] * len(ids)
-        return [
-            NewToken(
-                request,
-                int(token),
-                log_prob if self._scores[request].log_probs else None,
-                flight.top.get(request, ()),
-            )
-            for request, token, log_prob in zip(flight.requests, ids, log_probs, strict=True)
-            if request in self._writings
-        ]
+        new, row = [], 0
+        for chunk in flight.step.chunks:
+            rows = range(row, row + (1 + chunk.num_drafts) * chunk.wants_token)
+            row = rows.stop
+            if chunk.request in self._writings:
+                new += [
+                    NewToken(
+                        chunk.request,
+                        int(ids[i]),
+                        log_probs[i] if self._scores[chunk.request].log_probs else None,
+                        flight.top.get(i, ()),
+                    )
+                    for i in rows[: self._num_right(chunk, ids[rows.start : rows.stop])]
+                ]
+        return new
+
+    def _num_right(self, chunk: Chunk, chosen: Sequence[float]) -> int:
+        """Count the tokens up to the first that is not what was proposed, with it."""
+        if self.drafter is None or not chosen:
+            return len(chosen)
+        drafts = chunk.tokens[len(chunk.tokens) - chunk.num_drafts :]
+        wrong = (i for i, draft in enumerate(drafts) if draft != chosen[i])
+        right = 1 + next(wrong, len(drafts))
+        self._writings[chunk.request].forget_draws(right)
+        if chunk.num_drafts:
+            self.speculation.steps += 1
+            self.speculation.drafted += chunk.num_drafts
+            self.speculation.accepted += right - 1
+        return right
 
     def _take(self, new: Sequence[NewToken]) -> Iterator[NewToken | tuple[int, Generation]]:
         for token in new:
             request = token.row
-            writing = self._writings[request]
-            yield from writing.add(token)
+            writing = self._writings.get(request)
+            if writing is None:  # ended by a token before this one
+                continue
+            released = writing.add(token)
+            if request not in self._beams:
+                yield from released
             if writing.finish_reason:
                 result = writing.result()
                 if request in self._prompt_scores:
                     result = self._prompt_scores[request].added_to(result)
                 self.abort(request)
-                yield request, result
-
-
-def engine_refusal(config: TransformerConfig) -> str:
-    """Return why an engine cannot run a model; empty: it can."""
-    if config.rope_type in _BY_LENGTH:
-        return (
-            f"--rope-type {config.rope_type} turns by the length of a text, and an engine "
-            "computes texts of several lengths together"
-        )
-    if set(config.hybrid_override_pattern) & set("MGP"):
-        return (
-            "an engine's pages hold keys and values, not the state of recurrent layers (Mamba, "
-            "gated delta net)"
-        )
-    return ""
+                if request in self._beams:
+                    yield from self._beams.take(request, result)
+                else:
+                    yield request, result

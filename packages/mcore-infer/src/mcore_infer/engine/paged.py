@@ -1,159 +1,31 @@
-"""Keys and values in pages: the memory of the engine, and a step's view of it.
+"""Keys and values in pages, recurrent state in slots: the memory of the engine.
 
 The tokens of all chunks of a step lie one after the other in a batch of one row. Each layer
 writes their keys and values to the places that the scheduler gave, then every chunk attends
-to its own request's pages.
+to its own request's pages. A recurrent layer has a state for each slot; chunks of equal length
+run side by side from those of their requests, and the first chunk of a request from none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.scheduler import Chunk, Step
+from mcore_infer.engine.step_layout import (
+    ChunkView,
+    DecodeTensors,
+    StepTensors,
+    on_device,
+)
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend
 from mcore_parallel.optional_kernels import works
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkView:
-    """Where one chunk's tokens and their request's keys are."""
-
-    begin: int
-    """First token in the row of the step."""
-    end: int
-    first: int
-    """Position of that token in its request."""
-    pages: Int[Tensor, " P"]
-    """Of the request, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """A step on the device."""
-
-    tokens: Int[Tensor, "1 T"]
-    positions: Int[Tensor, " T"]
-    places: Int[Tensor, " T"]
-    """Where each token's key goes: page times tokens of a page, plus offset."""
-    last: Int[Tensor, " R"]
-    """Of the chunks that want a token: their last one, in the row."""
-    chunks: tuple[ChunkView, ...]
-
-
-def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
-    """Lay a step out for the model; copies to the device without waiting for it."""
-    tokens = [token for chunk in step.chunks for token in chunk.tokens]
-    positions = [p for chunk in step.chunks for p in _positions(chunk)]
-    places = [
-        chunk.pages[p // page_tokens] * page_tokens + p % page_tokens
-        for chunk in step.chunks
-        for p in _positions(chunk)
-    ]
-    last, views, begin = [], [], 0
-    pages = _on([page for chunk in step.chunks for page in chunk.pages], device)
-    pages_of = pages.split([len(chunk.pages) for chunk in step.chunks])
-    for chunk, its_pages in zip(step.chunks, pages_of, strict=True):
-        end = begin + len(chunk.tokens)
-        views.append(ChunkView(begin, end, chunk.begin, its_pages))
-        if chunk.wants_token:
-            last.append(end - 1)
-        begin = end
-    return StepTensors(
-        _on(tokens, device)[None],
-        _on(positions, device),
-        _on(places, device),
-        _on(last, device),
-        tuple(views),
-    )
-
-
-class DecodeTensors:
-    """A step of one token each, padded to a fixed number of rows; memory that is kept.
-
-    Rows without a request write to the padding page and read it.
-
-    Attributes:
-        tokens: ``[1, R]``.
-        positions: ``[R]``.
-        places: ``[R]``, see ``StepTensors``.
-        lengths: keys of each request, the new one included, ``[R]``.
-        tables: pages of each request, in order, ``[R, M]``.
-    """
-
-    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
-        """Allocate rows without requests; fill them with ``fill``.
-
-        Args:
-            num_rows: R.
-            num_pages: M, most pages of a request.
-            device: where the model is.
-        """
-        # A step may be laid out while the one before is on its way to the device.
-        self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(2)]
-        self._device = self._mirrors[0].memory.to(device)
-        rows, self.tables = _rows_and_tables(self._device, num_rows, num_pages)
-        self.tokens, self.positions, self.places, self.lengths = rows[0][None], *rows[1:]
-
-    def fill(
-        self, step: Step, page_tokens: int, padding_page: int, tokens: Tensor | None = None
-    ) -> None:
-        """Copy a step in, in one transfer that the host does not wait for.
-
-        The step before the last must be over: its tokens are known.
-
-        Args:
-            step: of one token each.
-            page_tokens: tokens in a page.
-            padding_page: page of rows without a request.
-            tokens: of the chunks, ``[R]``, where the host does not know them yet.
-        """
-        self._mirrors.reverse()
-        self._mirrors[0].fill(step, page_tokens, padding_page)
-        self._device.copy_(self._mirrors[0].memory, non_blocking=True)
-        if tokens is not None:
-            self.tokens[0, : len(tokens)] = tokens
-
-
-class _Mirror:
-    """A step in the host's memory, laid out as on the device."""
-
-    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
-        self.memory = torch.zeros(
-            num_rows * (4 + num_pages), dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
-        rows, tables = _rows_and_tables(self.memory, num_rows, num_pages)
-        self.rows, self.tables = rows.numpy(), tables.numpy()
-        self.pages: list[tuple[int, ...]] = [()] * num_rows  # as in the tables
-
-    def fill(self, step: Step, page_tokens: int, padding_page: int) -> None:
-        """Lay a step out; of the tables only what changed."""
-        num_used = len(step.chunks)
-        begins = [chunk.begin for chunk in step.chunks]
-        self.rows[0, :num_used] = [chunk.tokens[0] for chunk in step.chunks]
-        self.rows[1, :num_used] = begins
-        self.rows[2, :num_used] = [
-            chunk.pages[-1] * page_tokens + chunk.begin % page_tokens for chunk in step.chunks
-        ]
-        self.rows[3, :num_used] = [begin + 1 for begin in begins]
-        self.rows[:, num_used:] = [[0], [0], [padding_page * page_tokens], [1]]
-        held = [chunk.pages for chunk in step.chunks]
-        for row, pages in enumerate([*held, *[(padding_page,)] * (len(self.pages) - num_used)]):
-            if self.pages[row] != pages:
-                self.pages[row] = pages
-                # -1: out of every window.
-                self.tables[row, : len(pages)] = [max(0, page) for page in pages]
-
-
-def _rows_and_tables(
-    memory: Tensor, num_rows: int, num_pages: int
-) -> tuple[Int[Tensor, "4 R"], Int[Tensor, "R M"]]:
-    rows, tables = memory.split([4 * num_rows, num_rows * num_pages])
-    return rows.view(4, num_rows), tables.view(num_rows, num_pages)
+Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+"""See ``mcore_models.protocol.RecurrentState``."""
 
 
 class PagedCache:
@@ -162,18 +34,20 @@ class PagedCache:
     Attributes:
         num_pages: pages in memory, besides one for padding, which is the last.
         page_tokens: tokens in a page.
+        num_slots: recurrent states in memory, besides one for padding, which is the last.
         step: what the next forward computes.
         waits_for_device: whether a step of decoding has waited, and so cannot be recorded.
     """
 
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, num_slots: int = 0) -> None:
         """Take no memory yet: a layer takes its own when its first tokens come.
 
         Args:
             num_pages: pages in memory.
             page_tokens: tokens in a page.
+            num_slots: requests that run together.
         """
-        self.num_pages, self.page_tokens = num_pages, page_tokens
+        self.num_pages, self.page_tokens, self.num_slots = num_pages, page_tokens, num_slots
         self.step: StepTensors | DecodeTensors | None = None
         self.waits_for_device = False
         self._layers: dict[int, _PagedLayer] = {}
@@ -190,19 +64,77 @@ class PagedCache:
         return self._layers[number]
 
     @property
+    def padding(self) -> tuple[int, int]:
+        """Page and slot of rows without a request."""
+        return self.num_pages, self.num_slots
+
+    @property
     def num_bytes(self) -> int:
-        """Memory taken so far."""
+        """Memory of the pages taken so far."""
         tensors = (t for layer in self._layers.values() for t in (layer.keys, layer.values))
         return sum(t.nbytes for t in tensors if t is not None)
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Memory of the recurrent states taken so far."""
+        return sum(t.nbytes for layer in self._layers.values() for t in layer.states)
+
 
 class _PagedLayer:
-    """The keys and values of one layer, a ``LayerState``."""
+    """What one layer keeps: keys and values, or a state: ``LayerState``, ``RecurrentState``."""
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
         self.keys: Float[Tensor, "P Z G H"] | None = None
         self.values: Float[Tensor, "P Z G J"] | None = None
+        self.states: tuple[Float[Tensor, "W ..."], ...] = ()  # of all slots
+
+    def run(self, mix: Mix, *inputs: Shaped[Tensor, "T 1 ..."]) -> Shaped[Tensor, "T 1 ..."]:
+        """Mix each request's tokens from its own state, and replace it.
+
+        Chunks of one length run side by side.
+        """
+        step = self.cache.step
+        assert step is not None
+        if not self.states:
+            _, state = mix(None, *(x[:1] for x in inputs))
+            slots = self.cache.num_slots + 1
+            self.states = tuple(x.new_zeros(slots, *x.shape[1:]) for x in state)
+        if isinstance(step, DecodeTensors):
+            rows = [x.transpose(0, 1) for x in inputs]  # [R, 1, ...] -> [1, R, ...]
+            return self._run_from(mix, step.slots, step.positions == 0, rows).transpose(0, 1)
+        lengths: dict[int, list[ChunkView]] = {}
+        for chunk in step.chunks:
+            lengths.setdefault(chunk.end - chunk.begin, []).append(chunk)
+        outputs: list[Tensor] = []
+        for chunks in lengths.values():
+            rows = [
+                torch.cat([x[chunk.begin : chunk.end] for chunk in chunks], 1) for x in inputs
+            ]
+            slots = on_device([chunk.slot for chunk in chunks], rows[0].device)
+            is_first = on_device([not chunk.first for chunk in chunks], rows[0].device).bool()
+            outputs += self._run_from(mix, slots, is_first, rows).split(1, 1)
+        begins = [chunk.begin for chunks in lengths.values() for chunk in chunks]
+        return torch.cat(
+            [y for _, y in sorted(zip(begins, outputs, strict=True), key=itemgetter(0))]
+        )
+
+    def _run_from(
+        self,
+        mix: Mix,
+        slots: Int[Tensor, " R"],
+        is_first: Bool[Tensor, " R"],
+        inputs: Sequence[Shaped[Tensor, "L R ..."]],
+    ) -> Shaped[Tensor, "L R ..."]:
+        """Mix tokens of several requests side by side; a first token knows of none before."""
+        before = (
+            held[slots].masked_fill(is_first.view(-1, *[1] * (held.dim() - 1)), 0)
+            for held in self.states
+        )
+        y, behind = mix(tuple(before), *inputs)
+        for held, new in zip(self.states, behind, strict=True):
+            held[slots] = new
+        return y
 
     def attend(
         self,
@@ -227,6 +159,9 @@ class _PagedLayer:
         if isinstance(step, DecodeTensors):
             decode = self._kernel(q, k, v, scores)
             if decode is not None and v is not None:
+                if step.have_drafts:  # of one request: a row reads what another writes
+                    memories = (self.keys, values)
+                    write_to_pages(memories, (k[:, 0], v[:, 0]), step.places)
                 new, pages = (k[:, 0], v[:, 0]), (self.keys, values)
                 where = (step.tables, step.lengths)
                 return decode(q[:, 0], *new, *pages, *where, window=window, **scores)[:, None]
@@ -297,14 +232,3 @@ def reference_decode(
         k, v = (memory[held].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values))
         rows.append(attend(query[None, None], k, v, window=window, **scores)[0, 0])
     return torch.stack(rows)
-
-
-def _positions(chunk: Chunk) -> range:
-    return range(chunk.begin, chunk.begin + len(chunk.tokens))
-
-
-def _on(numbers: list[int] | list[list[int]], device: torch.device) -> Tensor:
-    tensor = torch.tensor(numbers, dtype=torch.int64)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -9,78 +9,12 @@ nothing but the calls before them, so that all ranks make the same ones.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from mcore_infer.engine.pages import Key, PagePool, first_key, next_key
+from mcore_infer.engine.plans import Chunk, SchedulerConfig, Step
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerConfig:
-    """Limits of a step."""
-
-    max_requests: int = 64
-    """Requests that are computed together; each has a slot."""
-
-    max_tokens: int = 2048
-    """Tokens of one step, of prompts and of writing together; at least ``max_requests``."""
-
-    max_sequence_tokens: int = 2048
-    """Prompt and new tokens of one request."""
-
-    chunked_prefill: bool = True
-    """Cut prompts where a step is full; else a prompt is computed whole, in a step of its own
-    size where it exceeds ``max_tokens``."""
-
-    prefix_cache: bool = True
-    """Share the pages of equal beginnings. Not for models with a recurrent state."""
-
-    def __post_init__(self) -> None:
-        """Check the limits against each other.
-
-        Raises:
-            ValueError: with the option to change.
-        """
-        if self.max_requests < 1:
-            raise ValueError(f"--inference-max-requests {self.max_requests} must be 1 or more.")
-        if self.max_tokens < self.max_requests:
-            raise ValueError(
-                f"--inference-dynamic-batching-max-tokens {self.max_tokens} must be at least "
-                f"--inference-max-requests {self.max_requests}: each request that writes takes "
-                "a token of every step."
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The part of one request that a step computes."""
-
-    request: int
-    """Number that the caller gave."""
-    slot: int
-    """Row of per-request memory, below ``max_requests``; kept while the request runs."""
-    begin: int
-    """Position of the first token."""
-    tokens: tuple[int, ...]
-    """To be computed; their keys and values go behind those of earlier tokens. ``(-1,)``: the
-    one that a step in flight chooses."""
-    pages: tuple[int, ...]
-    """Of the whole request up to the last of these tokens; those out of every window are
-    ``-1``."""
-    wants_token: bool
-    """Whether the step chooses the token after the last of these."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What is computed together."""
-
-    chunks: tuple[Chunk, ...]
-    preempted: tuple[int, ...]
-    """Requests that lost their pages before this step and will be computed again."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all chunks."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+_NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +95,19 @@ class Scheduler:
         """
         if request in self._requests:
             raise ValueError(f"request {request} is queued already")
+        self.check(prompt, max_new_tokens)
+        keys = [first_key(salt)]
+        new = _Request(request, list(prompt), shares_prefix, self._num_arrived, keys)
+        self._num_arrived += 1
+        self._requests[request] = new
+        self._waiting.append(new)
+
+    def check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Refuse what could never run.
+
+        Raises:
+            ValueError: with the limit.
+        """
         if not prompt or max_new_tokens < 0:
             raise ValueError("a request needs a prompt of at least one token.")
         limit, total = self.config.max_sequence_tokens, len(prompt) + max_new_tokens
@@ -184,29 +131,36 @@ class Scheduler:
                 f"--inference-dynamic-batching-max-tokens {self.config.max_tokens} without "
                 "--enable-chunked-prefill."
             )
-        keys = [first_key(salt)]
-        new = _Request(request, list(prompt), shares_prefix, self._num_arrived, keys)
-        self._num_arrived += 1
-        self._requests[request] = new
-        self._waiting.append(new)
 
-    def plan(self) -> Step | None:
+    @property
+    def writing(self) -> list[int]:
+        """Requests whose next step computes one token, by order of arrival."""
+        return [r.id for r in self._running if r.num_left == 1 and not r.is_over]
+
+    def plan(self, drafts: Mapping[int, Sequence[int]] = _NO_DRAFTS) -> Step | None:
         """Choose the next step; None where nothing can be computed now.
 
         A request whose tokens are in flight is left out until ``complete``.
+
+        Args:
+            drafts: proposals for what follows the text of requests that are ``writing``; as
+                many are taken as fit beside one token of each and the pages that are free.
         """
         preempted: list[int] = []
         chunks: dict[int, Chunk] = {}
         budget = self.config.max_tokens
         is_writing = [r for r in self._running if r.num_left == 1]
         is_reading = [r for r in self._running if r.num_left > 1]
+        spare = budget - len(is_writing)
         for request in is_writing + is_reading:
             if request.slot < 0:  # preempted by one before it
                 continue
             count = self._share(request, budget)
             if count and self._make_room(request, count, chunks, preempted):
-                chunks[request.id] = self._chunk(request, count)
-                budget -= count
+                proposed = self._fitting(request, drafts.get(request.id, ())[:spare])
+                spare -= len(proposed)
+                chunks[request.id] = self._chunk(request, count, proposed)
+                budget -= count + len(proposed)
         while not preempted and self._waiting and self._slots:
             request = self._waiting[0]
             count = self._begin(request, budget)
@@ -247,24 +201,27 @@ class Scheduler:
             )
         return Step(tuple(chunks), ())
 
-    def complete(self, step: Step, new_tokens: Mapping[int, int]) -> None:
+    def complete(self, step: Step, new_tokens: Mapping[int, Sequence[int]]) -> None:
         """Take the results of a step.
 
         Args:
             step: what ``plan`` returned.
             new_tokens: by request, for every chunk that wants one and whose request was
-                neither finished nor aborted since.
+                neither finished nor aborted since: the drafts that were right, and the token
+                after them.
         """
         for chunk in step.chunks:
             request = self._requests[chunk.request]
             request.num_computed += len(chunk.tokens)
+            if chunk.num_drafts and not request.is_over:
+                request.num_computed -= 1 + chunk.num_drafts - len(new_tokens[chunk.request])
             request.num_in_flight -= len(chunk.tokens)
             if request.is_over:
                 if not request.num_in_flight:
                     self._drop(request)
                 continue
             if chunk.wants_token:
-                request.tokens.append(new_tokens[chunk.request])
+                request.tokens += new_tokens[chunk.request]
             self._publish(request)
             self._leave_window(request)
 
@@ -348,15 +305,24 @@ class Scheduler:
         self._give_back(request)
         del self._requests[request.id]
 
-    def _chunk(self, request: _Request, count: int) -> Chunk:
+    def _fitting(self, request: _Request, drafts: Sequence[int]) -> Sequence[int]:
+        """Take pages for drafts; as many fit as are free, none is taken from others."""
+        free = self.pool.num_free + len(request.pages)
+        drafts = drafts[: free * self.pool.page_tokens - request.num_computed - 1]
+        missing = self._num_pages(request.num_computed + 1 + len(drafts)) - len(request.pages)
+        request.pages += [self.pool.take() for _ in range(missing)]
+        return drafts
+
+    def _chunk(self, request: _Request, count: int, drafts: Sequence[int] = ()) -> Chunk:
         begin = request.num_computed
         return Chunk(
             request.id,
             request.slot,
             begin,
-            tuple(request.tokens[begin : begin + count]),
+            (*request.tokens[begin : begin + count], *drafts),
             tuple(request.pages),
             wants_token=begin + count == len(request.tokens),
+            num_drafts=len(drafts),
         )
 
     def _publish(self, request: _Request) -> None:

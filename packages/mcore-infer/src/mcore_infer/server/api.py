@@ -23,7 +23,6 @@ MAX_TEMPERATURE = 100.0
 _GONE = {
     "max_len": "is no longer used: give tokens_to_generate.",
     "sentences": "is no longer used: give prompts.",
-    "beam_width": "is no longer used: there is no beam search.",
 }
 
 
@@ -52,10 +51,14 @@ def read_api(body: dict[str, Any], served: Served) -> Job:
     if fields.flag("stop_on_eol"):
         stop = ("\n",)
     rules = _rules(served) if fields.flag("prevent_newline_after_colon") else TokenRules()
-    fields.refuse(
-        "length_penalty", "scores beams, and there is no beam search: leave it out.", [1, 1.0]
-    )
     fields.finish()
+    if sampling.beam_width and (is_scored or len(prompts) > 1 or stop or rules != TokenRules()):
+        raise RequestError(
+            400,
+            "beam_width takes one prompt, no logprobs, stop_on_eol, stop_on_double_eol or "
+            "prevent_newline_after_colon.",
+            "beam_width",
+        )
     requests, answers = [], []
     for i, prompt in enumerate(prompts):
         ids = _prompt_ids(served, prompt, add_bos)
@@ -118,6 +121,8 @@ class ApiReply:
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         """Return texts, tokens and segments, prompts included, and scores where wanted."""
+        if self.requests[0].sampling.beam_width:
+            return self._beams()
         texts = [
             prompt + "".join(piece.text for piece in of_one)
             for prompt, of_one in zip(self.prompts, pieces, strict=True)
@@ -137,6 +142,20 @@ class ApiReply:
         if scores.num_top:
             reply["top_n_logprobs"] = [self._top(answer) for answer in self.answers]
         return reply
+
+    def _beams(self) -> dict[str, Any]:
+        """Return the same of every beam, best first, and their scores."""
+        (request,), (answer,) = self.requests, self.answers
+        assert answer.result is not None
+        beams, decode = answer.result.beams, self.served.tokenizer.decode
+        tokens = [[*request.prompt, *beam.ids] for beam in beams]
+        texts = [decode(beam.ids[: len(beam.ids) - beam.has_end]) for beam in beams]
+        return {
+            "text": [self.prompts[0] + text for text in texts],
+            "tokens": tokens,
+            "segments": [self._segments(ids) for ids in tokens],
+            "scores": [beam.score for beam in beams],
+        }
 
     def _segments(self, ids: Sequence[int]) -> list[str]:
         stream = TextStream(self.served.tokenizer)
@@ -183,7 +202,18 @@ def _sampling(fields: Fields) -> SamplingConfig:
         raise RequestError(400, "cannot set both top-k and top-p samplings.", "top_p")
     decay = fields.number("top_p_decay", 0.0, 0, 1)
     bound = fields.number("top_p_bound", 0.0, 0, 1)
-    return checked(lambda: replace(config, top_p=top_p, top_p_decay=decay, top_p_bound=bound))
+    width = fields.integer("beam_width", 0, 1, 128)
+    penalty = fields.number("length_penalty", 1.0, -10, 10)
+    return checked(
+        lambda: replace(
+            config,
+            top_p=top_p,
+            top_p_decay=decay,
+            top_p_bound=bound,
+            beam_width=width,
+            length_penalty=penalty,
+        )
+    )
 
 
 def _rules(served: Served) -> TokenRules:

@@ -153,13 +153,17 @@ class Server:
 
     async def measures(self, _request: Request) -> Response:
         """Return what was done, for Prometheus."""
-        scheduler = self.front.worker.requests.engine.scheduler
+        engine = self.front.worker.requests.engine
+        scheduler, speculation = engine.scheduler, engine.speculation
         text = self.metrics.text(
             {
                 "requests_running": ("Requests that hold pages.", scheduler.num_running),
                 "requests_waiting": ("Requests that hold none.", scheduler.num_waiting),
                 "pages_free": ("Pages of the cache to give.", scheduler.pool.num_free),
                 "pages": ("Pages of the cache.", scheduler.pool.num_pages),
+                "speculative_steps": ("Checks of proposed tokens.", speculation.steps),
+                "speculative_drafted": ("Tokens that were proposed.", speculation.drafted),
+                "speculative_accepted": ("Of these, right.", speculation.accepted),
             }
         )
         return Response(text, media_type="text/plain; version=0.0.4")

@@ -53,16 +53,6 @@ def read_chat(body: dict[str, Any], served: Served) -> Job:
 
 
 def _check_format(fields: Fields) -> None:
-    wanted = Fields(fields.object("response_format"))
-    kind = wanted.text("type", "text")
-    if kind != "text":
-        raise RequestError(
-            400,
-            f"response_format {kind[:40]} is not supported: this server cannot hold a model "
-            "to a schema. Leave it out, or use type text.",
-            "response_format",
-        )
-    wanted.finish()
     for name in ("functions", "function_call"):
         fields.refuse(name, "is no longer used: give tools and tool_choice.")
     fields.refuse("modalities", "must be text.", [["text"]])

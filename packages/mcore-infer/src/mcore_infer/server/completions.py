@@ -81,6 +81,7 @@ def text_request(
         stop=() if options.ignore_eos else [[token] for token in served.ends],
         rules=options.rules,
         scores=scores,
+        structure=options.structure,
     )
 
 

@@ -1,8 +1,10 @@
 """What a request to the server becomes: texts to write, and how their reply looks."""
 
+import json
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 from mcore_data.datasets.chat import Render
@@ -11,6 +13,7 @@ from mcore_infer.config import SamplingConfig
 from mcore_infer.server.answer import Answer, Piece
 from mcore_infer.server.fields import Fields, RequestError
 from mcore_infer.server.worker import TextRequest
+from mcore_infer.structured import Structure
 from mcore_infer.writing import TokenRules
 
 MAX_TEXTS = 128
@@ -87,6 +90,7 @@ class TextOptions:
     has_usage: bool
     """Whether a stream ends with the counts."""
     ignore_eos: bool
+    structure: Structure | None
 
 
 WITHOUT_EFFECT = (
@@ -131,7 +135,36 @@ def read_options(fields: Fields, served: Served) -> TextOptions:
         is_stream=is_stream,
         has_usage=has_usage,
         ignore_eos=fields.flag("ignore_eos"),
+        structure=_structure(fields),
     )
+
+
+def _structure(fields: Fields) -> Structure | None:
+    """Read ``response_format``: text, json_object, json_schema, or regex with a pattern."""
+    wanted, name = Fields(fields.object("response_format")), "response_format"
+    kind = wanted.text("type", "text")
+    found = None
+    if kind == "json_object":
+        found = Structure("json_schema", '{"type": "object"}')
+    elif kind == "regex":
+        found = Structure("regex", wanted.text("pattern"))
+    elif kind == "json_schema":
+        given = Fields(wanted.object("json_schema"))
+        schema = given.object("schema")
+        given.finish(["name", "description", "strict"])
+        found = Structure("json_schema", json.dumps(schema))
+    elif kind != "text":
+        raise RequestError(
+            400,
+            f"{name}: type {kind[:40]} is none of text, json_object, json_schema, regex.",
+            name,
+        )
+    wanted.finish()
+    if found is not None and find_spec("llguidance") is None:
+        raise RequestError(
+            400, f"{name} needs a server with pip install 'mcore-infer[structured]'.", name
+        )
+    return found
 
 
 def checked(build: Callable[[], SamplingConfig]) -> SamplingConfig:

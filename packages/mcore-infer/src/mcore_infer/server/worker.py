@@ -17,6 +17,7 @@ import torch
 
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
+from mcore_infer.structured import Structure
 from mcore_infer.writing import Generation, NewToken, ScoreRequest, TokenRules
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import Axis
@@ -39,6 +40,7 @@ class TextRequest:
     stop: Sequence[Sequence[int]] = ()
     rules: TokenRules = field(default_factory=TokenRules)
     scores: ScoreRequest = field(default_factory=ScoreRequest)
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Requests:
                         stop=request.stop,
                         rules=request.rules,
                         scores=request.scores,
+                        structure=request.structure,
                     )
                 )
             except ValueError as error:
@@ -260,7 +263,8 @@ def _orders_from(fields: dict[str, Any]) -> Orders:
 
 
 def _request_from(fields: dict[str, Any]) -> TextRequest:
-    rules, scores, sampling = (fields.pop(name) for name in ("rules", "scores", "sampling"))
+    names = ("rules", "scores", "sampling", "structure")
+    rules, scores, sampling, structure = (fields.pop(name) for name in names)
     sampling["stop_words"] = tuple(sampling["stop_words"])
     bias = tuple((token, value) for token, value in rules["bias"])
     never_after = rules["never_after"] and tuple(rules["never_after"])
@@ -268,5 +272,6 @@ def _request_from(fields: dict[str, Any]) -> TextRequest:
         sampling=SamplingConfig(**sampling),
         rules=TokenRules(bias=bias, never_after=never_after),
         scores=ScoreRequest(**scores),
+        structure=structure and Structure(**structure),
         **fields,
     )

@@ -181,13 +181,17 @@ class DeltaNet(nn.Module):
         if not isinstance(remembered, RecurrentState):
             raise TypeError(
                 f"{type(remembered).__name__} holds no recurrent state, which layer "
-                f"{self.layer} (gated delta net) needs: give it recall and keep, see "
-                "RecurrentState."
+                f"{self.layer} (gated delta net) needs: give it run, see RecurrentState."
             )
-        before, state = remembered.recall() or (None, None)
-        y, state = self._mix(mixed, b, a, before=before, state=state)
-        remembered.keep(self.conv1d.recent(mixed, before), state)
-        return y
+
+        def mix(
+            known: tuple[Tensor, Tensor] | None, mixed: Tensor, b: Tensor, a: Tensor
+        ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            before, state = (known[0].transpose(0, 1), known[1]) if known else (None, None)
+            y, state = self._mix(mixed, b, a, before=before, state=state)
+            return y, (self.conv1d.recent(mixed, before).transpose(0, 1), state)
+
+        return remembered.run(mix, mixed, b, a)
 
     def _over_context(
         self,

@@ -187,12 +187,17 @@ class Mamba(nn.Module):
         if not isinstance(remembered, RecurrentState):
             raise TypeError(
                 f"{type(remembered).__name__} holds no recurrent state, which layer "
-                f"{self.layer} (Mamba) needs: give it recall and keep, see RecurrentState."
+                f"{self.layer} (Mamba) needs: give it run, see RecurrentState."
             )
-        before, state = remembered.recall() or (None, None)
-        y, state = self._scan(xBC, dt, before=before, state=state)
-        remembered.keep(self.conv1d.recent(xBC, before), state)
-        return y
+
+        def mix(
+            known: tuple[Tensor, Tensor] | None, xBC: Tensor, dt: Tensor
+        ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            before, state = (known[0].transpose(0, 1), known[1]) if known else (None, None)
+            y, state = self._scan(xBC, dt, before=before, state=state)
+            return y, (self.conv1d.recent(xBC, before).transpose(0, 1), state)
+
+        return remembered.run(mix, xBC, dt)
 
     def _over_context(
         self, xBC: Tensor, dt: Tensor, documents: Documents | None

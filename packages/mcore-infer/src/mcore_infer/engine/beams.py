@@ -1,0 +1,138 @@
+"""Beam search: the likeliest texts, of which the best few are kept at every token.
+
+Every kept text is a request of one token, whose likeliest successors come back with it. Its
+complete pages are those of the step before, shared as any equal beginning is, and the tokens
+of its last page are computed again.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from mcore_infer.config import SamplingConfig
+from mcore_infer.writing import Beam, Generation, NewToken, ScoreRequest, Top, Writing
+
+_ONE_TOKEN = SamplingConfig(num_tokens=1, top_k=1)
+
+
+class BeamSearch:
+    """The texts of one prompt; no model.
+
+    A text's score is the sum of its log probabilities over its length to the power of
+    ``length_penalty``, as Megatron's and transformers' are. The search ends when as many texts
+    are over as there are beams, and none that goes on is better at its present length.
+
+    Attributes:
+        live: texts that go on, best first, and the sums of their log probabilities.
+        over: texts that ended, best first.
+    """
+
+    def __init__(self, writing: Writing) -> None:
+        """Begin with the empty text.
+
+        Args:
+            writing: of the prompt; says how many beams there are, how length counts, and which
+                tokens end a text, and are then its last.
+        """
+        self.width = writing.sampling.beam_width
+        self.length_penalty = writing.sampling.length_penalty
+        self.num_tokens = writing.num_tokens
+        self.ends = {token for sequence in writing.stop for token in sequence} | {writing.eod}
+        self.live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+        self.over: list[Beam] = []
+
+    def take(self, tops: Sequence[Top]) -> bool:
+        """Go on by one token; return whether the search is over.
+
+        Args:
+            tops: the likeliest successors of each live text, twice as many as there are beams:
+                so many go on even if all others end.
+        """
+        found = [
+            ((*ids, token), total + log_prob)
+            for (ids, total), top in zip(self.live, tops, strict=True)
+            for token, log_prob in top
+        ]
+        found.sort(key=lambda text: -text[1])
+        length = len(found[0][0])
+        self.live = []
+        for place, (ids, total) in enumerate(found[: 2 * self.width]):
+            if ids[-1] not in self.ends:
+                self.live.append((ids, total))
+            elif place < self.width:
+                self._end(ids, total, "stop")
+        self.live = self.live[: self.width]
+        is_full = len(self.over) == self.width
+        best = self.live[0][1] if self.live else -float("inf")
+        if is_full and self.over[-1].score >= best / length**self.length_penalty:
+            return True
+        if length < self.num_tokens:
+            return not self.live
+        for ids, total in self.live:
+            self._end(ids, total, "length")
+        return True
+
+    def _end(self, ids: tuple[int, ...], total: float, reason: str) -> None:
+        beam = Beam(ids, total / len(ids) ** self.length_penalty, reason == "stop")
+        self.over = sorted([*self.over, beam], key=lambda beam: -beam.score)[: self.width]
+
+
+class Beams:
+    """The searches of an engine, and the requests of one token that they run."""
+
+    def __init__(self, add: Callable[..., int], abort: Callable[[int], None]) -> None:
+        """Begin without any.
+
+        Args:
+            add: of the engine.
+            abort: of the engine.
+        """
+        self._add, self._abort = add, abort
+        self._searches: dict[int, tuple[Sequence[int], BeamSearch]] = {}
+        self._steps: dict[int, dict[int, Top]] = {}  # search -> request -> successors
+        self._searching: dict[int, int] = {}  # request -> search
+
+    def __contains__(self, request: int) -> bool:
+        """Whether a request is a step of a search."""
+        return request in self._searching
+
+    def begin(self, number: int, writing: Writing) -> None:
+        """Start a search under a number of its own."""
+        self._searches[number] = writing.prompt, BeamSearch(writing)
+        self._step(number)
+
+    def end(self, number: int) -> None:
+        """Forget a search, and abort its requests; one that is over is none."""
+        self._searches.pop(number, None)
+        for request in self._steps.pop(number, {}):
+            del self._searching[request]
+            self._abort(request)
+
+    def take(
+        self, request: int, result: Generation
+    ) -> Iterator[NewToken | tuple[int, Generation]]:
+        """Take the result of a request; yield what its search wrote when that is over."""
+        number = self._searching[request]
+        step = self._steps[number]
+        step[request] = result.top[0]
+        if not all(step.values()):
+            return
+        _, search = self._searches[number]
+        is_over = search.take(list(step.values()))
+        for done in self._steps.pop(number):
+            del self._searching[done]
+        if not is_over:
+            self._step(number)
+            return
+        del self._searches[number]
+        best = search.over[0]
+        yield from (NewToken(number, token, None) for token in best.ids)
+        reason = "stop" if best.has_end else "length"
+        yield number, Generation(best.ids, (), reason, beams=tuple(search.over))
+
+    def _step(self, number: int) -> None:
+        prompt, search = self._searches[number]
+        scores = ScoreRequest(log_probs=False, num_top=2 * search.width)
+        requests = [
+            self._add([*prompt, *ids], _ONE_TOKEN, scores=scores) for ids, _ in search.live
+        ]
+        self._steps[number] = dict.fromkeys(requests, ())
+        self._searching |= dict.fromkeys(requests, number)

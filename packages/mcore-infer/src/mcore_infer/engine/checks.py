@@ -1,0 +1,122 @@
+"""What an engine refuses: models, draft models and requests."""
+
+from mcore_infer.config import Drafts
+from mcore_infer.writing import ScoreRequest, Writing
+from mcore_models.config import TransformerConfig
+from mcore_models.mtp_model import MTPLanguageModel
+from mcore_models.protocol import LanguageModel
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""Ways to stretch rotary positions that depend on how long a text is."""
+
+
+def check_request(model: LanguageModel, writing: Writing, scores: ScoreRequest) -> None:
+    """Refuse what the model cannot compute, before a step does.
+
+    Raises:
+        ValueError: with what to change.
+    """
+    limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
+    length = len(writing.prompt)
+    if limit and length + writing.num_tokens > limit:
+        raise ValueError(
+            f"the maximum context length was exceeded: {length} tokens of prompt and "
+            f"{writing.num_tokens} to write are more than the {limit} positions of the "
+            "model. Shorten the prompt or write fewer."
+        )
+    rules = writing.rules
+    ids = [*writing.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"token ids {min(ids)} to {max(ids)} leave the vocabulary, 0 to {vocab_size - 1}."
+        )
+    if writing.sampling.top_k > vocab_size or scores.num_top > vocab_size:
+        raise ValueError(
+            f"--top-k {writing.sampling.top_k} or {scores.num_top} log probabilities a "
+            f"token exceed the vocabulary of {vocab_size} tokens."
+        )
+
+
+def check_beams(writing: Writing, vocab_size: int) -> None:
+    """Refuse what beam search cannot keep.
+
+    Raises:
+        ValueError: with what to change.
+    """
+    if writing.changes_scores or writing.matcher is not None or not writing.num_tokens:
+        raise ValueError(
+            "beam search takes no biases, forbidden tokens or structure, and writes a token "
+            "or more."
+        )
+    if any(len(sequence) > 1 for sequence in writing.stop):
+        raise ValueError("beam search ends at single tokens: give no longer stop sequence.")
+    if 2 * writing.sampling.beam_width > vocab_size:
+        raise ValueError(
+            f"--beam-width {writing.sampling.beam_width} exceeds half the vocabulary of "
+            f"{vocab_size} tokens."
+        )
+
+
+def check_speculation(
+    model: LanguageModel, drafts: Drafts, draft: LanguageModel | None
+) -> None:
+    """Refuse proposals that a model cannot check, or that nothing can make.
+
+    Args:
+        model: of the engine.
+        drafts: what proposes.
+        draft: the draft model.
+
+    Raises:
+        ValueError: with what to change.
+    """
+    if has_recurrent_layers(model.config):
+        raise ValueError(
+            "a recurrent state cannot go back behind a wrong proposal: set "
+            "--num-speculative-tokens 0."
+        )
+    if (drafts == "model") != (draft is not None):
+        raise ValueError(
+            f"--speculative-drafts {drafts} "
+            + ("has no use for a draft model." if draft else "needs a --draft-load folder.")
+        )
+    if drafts == "mtp" and not (isinstance(model, MTPLanguageModel) and model.predicts_further):
+        raise ValueError(
+            "--speculative-drafts mtp: this model has no layer that predicts further tokens "
+            "(--mtp-num-layers). Use ngram, or a draft model."
+        )
+    if draft is not None:
+        _check_draft(draft, model)
+
+
+def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
+    if reason := engine_refusal(draft.config):
+        raise ValueError(f"the draft model: {reason}.")
+    if has_recurrent_layers(draft.config):
+        raise ValueError("a draft model with recurrent layers cannot go back: take another.")
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the draft model has {draft.vocab_size} tokens and the model {model.vocab_size}: "
+            "take one with the same tokenizer."
+        )
+    positions, own = draft.config.max_position_embeddings, model.config.max_position_embeddings
+    if positions and not 0 < own <= positions:
+        raise ValueError(
+            f"the draft model has {positions} positions and the model {own or 'no limit'}: "
+            "take one with as many."
+        )
+
+
+def engine_refusal(config: TransformerConfig) -> str:
+    """Return why an engine cannot run a model; empty: it can."""
+    if config.rope_type in _BY_LENGTH:
+        return (
+            f"--rope-type {config.rope_type} turns by the length of a text, and an engine "
+            "computes texts of several lengths together"
+        )
+    return ""
+
+
+def has_recurrent_layers(config: TransformerConfig) -> bool:
+    """Whether a model keeps a state besides keys and values: its prefixes are not shared."""
+    return bool(set(config.hybrid_override_pattern) & set("MGP"))

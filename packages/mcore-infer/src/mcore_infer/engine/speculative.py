@@ -1,0 +1,252 @@
+"""Speculative decoding: several tokens a step, the same text.
+
+A drafter proposes what may follow, and one forward scores the text after every proposal. The
+engine chooses each token as it always does, by the draw of its place, and goes on behind the
+first proposal that is another: a text is that of writing without drafts, token for token, and
+so is its distribution, whatever is proposed. For a fixed proposal this accepts as often as
+rejection sampling does, with the probability that the model gives to it; a draft model draws
+by the numbers that the model will draw by, so that both mostly agree where they think alike.
+
+Reference:
+    Leviathan et al. 2023, arXiv:2211.17192. Chen et al. 2023, arXiv:2302.01318. Daliri et al.
+    2024, drafter-invariant speculative decoding. arXiv:2408.07978.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_infer.engine.decoding import Decoder
+from mcore_infer.engine.paged import PagedCache
+from mcore_infer.engine.plans import Chunk, Step
+from mcore_infer.engine.step_layout import step_tensors
+from mcore_infer.sampling import choose
+from mcore_infer.writing import Writing
+from mcore_models.protocol import LanguageModel
+from mcore_parallel.collectives import all_reduce
+
+_LONGEST, _SHORTEST = 4, 2
+"""Tokens at the end of a text that are looked up in it."""
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """What became of proposals so far."""
+
+    steps: int = 0
+    """In which some were checked, counted for each request."""
+    drafted: int = 0
+    """Tokens that were proposed."""
+    accepted: int = 0
+    """Of these, right."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes tokens; all ranks of ``tp`` make the same calls.
+
+    Attributes:
+        shares_prefixes: whether it has what it needs of tokens that another request computed.
+    """
+
+    shares_prefixes: bool
+
+    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
+        """Return proposals for requests that write, -1 for those that ``filled`` finds."""
+        ...
+
+    def filled(self, step: Step, writings: Mapping[int, Writing], /) -> Step:
+        """Return a step with every proposal known; its pages are there."""
+        ...
+
+    def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
+        """See what the model computed.
+
+        Args:
+            step: the same, filled.
+            hidden: of its tokens, the next step overwrites it.
+        """
+        ...
+
+    def forget(self, request: int) -> None:
+        """Drop what is known of a request that is over."""
+        ...
+
+
+def num_wanted(writing: Writing, most: int) -> int:
+    """Tokens to propose: none where a choice depends on the one before but for the model's."""
+    if writing.needs_last_token:
+        return 0
+    return max(0, min(most, writing.num_tokens - len(writing.tokens) - 1))
+
+
+class NgramDrafter:
+    """Proposes what followed the text's last tokens where they stood before.
+
+    Reference:
+        Saxena 2023, prompt lookup decoding.
+    """
+
+    shares_prefixes = True
+
+    def __init__(self, num_drafts: int) -> None:
+        """Know of no text.
+
+        Args:
+            num_drafts: tokens to propose, at most.
+        """
+        self.num_drafts = num_drafts
+        self._texts: dict[int, _Ngrams] = {}
+
+    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
+        """Look the ends of texts up."""
+        found: dict[int, Sequence[int]] = {}
+        for request, writing in writings.items():
+            if most := num_wanted(writing, self.num_drafts):
+                ngrams = self._texts.setdefault(request, _Ngrams(writing.prompt))
+                ngrams.extend(writing.ids[len(ngrams.tokens) - len(writing.prompt) :])
+                found[request] = ngrams.next(most)
+        return found
+
+    def filled(self, step: Step, _writings: Mapping[int, Writing], /) -> Step:
+        """Return the step as it is."""
+        return step
+
+    def follow(self, step: Step, hidden: Tensor) -> None:
+        """Need nothing."""
+
+    def forget(self, request: int) -> None:
+        """Drop a text."""
+        self._texts.pop(request, None)
+
+
+class _Ngrams:
+    """A text and where its short sequences stood last, but for those at its end."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self.tokens)
+            for size in range(_SHORTEST, min(_LONGEST, end) + 1):
+                self._ends[tuple(self.tokens[-size:])] = end
+            self.tokens.append(token)
+
+    def next(self, most: int) -> list[int]:
+        for size in range(min(_LONGEST, len(self.tokens)), _SHORTEST - 1, -1):
+            if end := self._ends.get(tuple(self.tokens[-size:])):
+                return self.tokens[end : end + most]
+        return []
+
+
+class ModelDrafter:
+    """Proposes what a smaller model would write, by the same draws.
+
+    Its keys and values lie in pages of the same numbers, so that whatever the scheduler does
+    with pages holds for both models.
+    """
+
+    shares_prefixes = True
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        num_drafts: int,
+        *,
+        cache: PagedCache,
+        max_requests: int,
+        table_pages: int,
+    ) -> None:
+        """Take no memory yet.
+
+        Args:
+            model: of the same vocabulary, whole, in eval mode, over the same ``tp``.
+            num_drafts: tokens to propose.
+            cache: as many pages as the model's.
+            max_requests: most requests of a step.
+            table_pages: most pages of a request.
+        """
+        self.model, self.num_drafts, self.cache = model, num_drafts, cache
+        self.decoder = Decoder(model, cache, max_requests, table_pages, num_drafts=num_drafts)
+
+    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
+        """Propose for every request that can have proposals."""
+        most = {r: num_wanted(w, self.num_drafts) for r, w in writings.items()}
+        return {request: (-1,) * count for request, count in most.items() if count}
+
+    def filled(self, step: Step, writings: Mapping[int, Writing], /) -> Step:
+        """Write on after each text that has proposals, one token a forward."""
+        chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
+        if not chunks:
+            return step
+        texts = [writings[chunk.request] for chunk in chunks]
+        tokens = None
+        found: list[Tensor] = []
+        for place in range(max(chunk.num_drafts for chunk in chunks)):
+            # All go on to the longest: what is too much falls on pages of their own, or none.
+            single = Step(tuple(_single(chunk, place) for chunk in chunks), ())
+            logits = self.decoder.run(single, tokens)[1]
+            tokens = decided(logits, texts, [place] * len(texts), self.model)
+            found.append(tokens)
+        return with_drafts(step, chunks, torch.stack(found, 1).tolist())
+
+    def follow(self, step: Step, hidden: Tensor) -> None:
+        """Read what the model read."""
+        if all(chunk.is_writing for chunk in step.chunks):
+            self.decoder.run(step)
+            return
+        inputs = step_tensors(step, self.cache.page_tokens, hidden.device)
+        self.cache.step = inputs
+        self.model(inputs.tokens, inputs.positions, self.cache)
+
+    def forget(self, request: int) -> None:
+        """Keep nothing by request."""
+
+
+def _single(chunk: Chunk, place: int) -> Chunk:
+    """Return the chunk of a text's last token or of a draft behind it; the last stays last."""
+    place = min(place, chunk.num_drafts)
+    token = chunk.tokens[0] if not place else -1
+    return replace(chunk, begin=chunk.begin + place, tokens=(token,), num_drafts=0)
+
+
+def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[int]]) -> Step:
+    """Put proposals in their places.
+
+    Args:
+        step: has chunks without proposals too.
+        chunks: those with.
+        drafts: of each, at least as many as it has.
+    """
+    known = {
+        chunk.request: replace(chunk, tokens=(chunk.tokens[0], *row[: chunk.num_drafts]))
+        for chunk, row in zip(chunks, drafts, strict=True)
+    }
+    return replace(step, chunks=tuple(known.get(c.request, c) for c in step.chunks))
+
+
+def decided(
+    logits: Float[Tensor, "R V"],
+    writings: Sequence[Writing],
+    places: Sequence[int] | None,
+    model: LanguageModel,
+) -> Int[Tensor, " R"]:
+    """Choose tokens on one rank for all: kernels that round differently must not part them.
+
+    All-reduces over ``tp``.
+
+    Args:
+        logits: whole vocabulary.
+        writings: one a row.
+        places: see ``choose``.
+        model: whose ranks they are.
+    """
+    chosen = choose(logits, writings, places)
+    return all_reduce(chosen if model.tp.rank == 0 else torch.zeros_like(chosen), model.tp)

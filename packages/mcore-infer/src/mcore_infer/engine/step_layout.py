@@ -1,0 +1,190 @@
+"""A step as tensors on the device: where its tokens lie, and where their memory is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from mcore_infer.engine.plans import Chunk, Step
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkView:
+    """Where one chunk's tokens and their request's keys are."""
+
+    begin: int
+    """First token in the row of the step."""
+    end: int
+    first: int
+    """Position of that token in its request."""
+    pages: Int[Tensor, " P"]
+    """Of the request, in order."""
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A step on the device."""
+
+    tokens: Int[Tensor, "1 T"]
+    positions: Int[Tensor, " T"]
+    places: Int[Tensor, " T"]
+    """Where each token's key goes: page times tokens of a page, plus offset."""
+    last: Int[Tensor, " R"]
+    """Tokens after which one is chosen, in the row: the last of chunks that want one, and
+    those before drafts."""
+    chunks: tuple[ChunkView, ...]
+
+
+def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
+    """Lay a step out for the model; copies to the device without waiting for it."""
+    tokens = [token for chunk in step.chunks for token in chunk.tokens]
+    positions = [p for chunk in step.chunks for p in _positions(chunk)]
+    places = [
+        chunk.pages[p // page_tokens] * page_tokens + p % page_tokens
+        for chunk in step.chunks
+        for p in _positions(chunk)
+    ]
+    last, views, begin = [], [], 0
+    pages = on_device([page for chunk in step.chunks for page in chunk.pages], device)
+    pages_of = pages.split([len(chunk.pages) for chunk in step.chunks])
+    for chunk, its_pages in zip(step.chunks, pages_of, strict=True):
+        end = begin + len(chunk.tokens)
+        views.append(ChunkView(begin, end, chunk.begin, its_pages, chunk.slot))
+        if chunk.wants_token:
+            last += range(end - 1 - chunk.num_drafts, end)
+        begin = end
+    return StepTensors(
+        on_device(tokens, device)[None],
+        on_device(positions, device),
+        on_device(places, device),
+        on_device(last, device),
+        tuple(views),
+    )
+
+
+class DecodeTensors:
+    """A step of one token a row, padded to a fixed number of rows; memory that is kept.
+
+    Drafts are rows of their own, with the pages of their request. Rows without a request write
+    to the padding page and slot, and read them.
+
+    Attributes:
+        tokens: ``[1, R]``.
+        positions: ``[R]``.
+        places: ``[R]``, see ``StepTensors``.
+        lengths: keys of each request, the new one included, ``[R]``.
+        slots: of each request, ``[R]``.
+        have_drafts: whether rows may be of the same request.
+        tables: pages of each request, in order, ``[R, M]``.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_pages: int,
+        device: torch.device,
+        *,
+        num_drafts: int = 0,
+    ) -> None:
+        """Allocate rows without requests; fill them with ``fill``.
+
+        Args:
+            num_rows: R.
+            num_pages: M, most pages of a request.
+            device: where the model is.
+            num_drafts: rows besides its first that a request may have. So many steps more
+                than two may be on their way to the device.
+        """
+        self.have_drafts = num_drafts > 0
+        # A step may be laid out while those before are on their way to the device.
+        count = 3 + num_drafts if num_drafts else 2
+        self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(count)]
+        self._device = self._mirrors[0].memory.to(device)
+        rows, self.tables = _rows_and_tables(self._device, num_rows, num_pages)
+        self.tokens, self.positions, self.places, self.lengths, self.slots = (
+            rows[0][None],
+            *rows[1:],
+        )
+
+    def fill(
+        self,
+        step: Step,
+        page_tokens: int,
+        padding: tuple[int, int],
+        tokens: Tensor | None = None,
+    ) -> None:
+        """Copy a step in, in one transfer that the host does not wait for.
+
+        The step before the last must be over, that is its tokens known; with drafts, so many
+        and one more may not be.
+
+        Args:
+            step: of chunks that are writing.
+            page_tokens: tokens in a page.
+            padding: page and slot of rows without a request.
+            tokens: of the chunks, ``[R]``, where the host does not know them yet.
+        """
+        self._mirrors.append(self._mirrors.pop(0))
+        self._mirrors[0].fill(step, page_tokens, *padding)
+        self._device.copy_(self._mirrors[0].memory, non_blocking=True)
+        if tokens is not None:
+            self.tokens[0, : len(tokens)] = tokens
+
+
+class _Mirror:
+    """A step in the host's memory, laid out as on the device."""
+
+    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
+        self.memory = torch.zeros(
+            num_rows * (5 + num_pages), dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        rows, tables = _rows_and_tables(self.memory, num_rows, num_pages)
+        self.rows, self.tables = rows.numpy(), tables.numpy()
+        self.pages: list[tuple[int, ...]] = [()] * num_rows  # as in the tables
+
+    def fill(self, step: Step, page_tokens: int, padding_page: int, padding_slot: int) -> None:
+        """Lay a step out; of the tables only what changed."""
+        rows = [
+            (token, chunk.begin + i, chunk.pages, chunk.slot)
+            for chunk in step.chunks
+            for i, token in enumerate(chunk.tokens)
+        ]
+        num_used = len(rows)
+        self.rows[0, :num_used] = [row[0] for row in rows]
+        self.rows[1, :num_used] = [row[1] for row in rows]
+        self.rows[2, :num_used] = [
+            pages[place // page_tokens] * page_tokens + place % page_tokens
+            for _, place, pages, _ in rows
+        ]
+        self.rows[3, :num_used] = [row[1] + 1 for row in rows]
+        self.rows[4, :num_used] = [row[3] for row in rows]
+        padding = [0, 0, padding_page * page_tokens, 1, padding_slot]
+        self.rows[:, num_used:] = [[number] for number in padding]
+        held = [row[2] for row in rows]
+        for row, pages in enumerate([*held, *[(padding_page,)] * (len(self.pages) - num_used)]):
+            if self.pages[row] != pages:
+                self.pages[row] = pages
+                # -1: out of every window.
+                self.tables[row, : len(pages)] = [max(0, page) for page in pages]
+
+
+def _rows_and_tables(
+    memory: Tensor, num_rows: int, num_pages: int
+) -> tuple[Int[Tensor, "5 R"], Int[Tensor, "R M"]]:
+    rows, tables = memory.split([5 * num_rows, num_rows * num_pages])
+    return rows.view(5, num_rows), tables.view(num_rows, num_pages)
+
+
+def _positions(chunk: Chunk) -> range:
+    return range(chunk.begin, chunk.begin + len(chunk.tokens))
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copy numbers to a device without waiting for it."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,97 @@
+"""Texts that are held to a schema or an expression, beside others that are not."""
+
+import json
+import re
+
+import pytest
+import tokenizers
+
+from mcore_data.tokenizers.hf import HFTokenizer, set_byte_level
+from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
+from mcore_infer import Engine, EngineConfig, SamplingConfig, generate
+from mcore_infer.structured import Grammars, Structure
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ann", "bob"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 9},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "n", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+DRAWN = SamplingConfig(num_tokens=39)
+
+
+def bpe():
+    """A byte-level tokenizer whose tokens cross the borders of JSON."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    set_byte_level(core)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=256,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:150],  # ASCII
+        show_progress=False,
+    )
+    core.train_from_iterator(['{"name":"bob","n":1,"tags":[true,false]}'] * 20, trainer)
+    return HFTokenizer(core)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), bpe()], ids=["bytes", "bpe"])
+def test_texts_keep_to_their_structure_and_leave_their_neighbours(model, tokenizer):
+    engine = Engine(model, EngineConfig(max_sequence_tokens=40, num_pages=64, page_tokens=4))
+    engine.grammars = Grammars(tokenizer, model.vocab_size)
+    schema = Structure("json_schema", json.dumps(SCHEMA))
+    kinds = [None, schema, Structure("regex", "[a-c]{2}-[0-9]+"), None, schema]
+    samplings = [DRAWN, DRAWN, DRAWN, SamplingConfig(num_tokens=9, top_k=1), DRAWN]
+    for runs_ahead in (False, True):
+        engine.runs_ahead = runs_ahead
+        numbers = [
+            engine.add([1], sampling, seed=i, structure=kind, eod=tokenizer.eod)
+            for i, (kind, sampling) in enumerate(zip(kinds, samplings, strict=True))
+        ]
+        results = dict(event for event in engine.run() if isinstance(event, tuple))
+        texts = []
+        for i, number in enumerate(numbers):
+            ids = list(results[number].ids)
+            texts.append(tokenizer.decode([t for t in ids if t != tokenizer.eod]))
+            if kinds[i] is None:
+                alone = generate(model, [[1]], samplings[i], seed=i, eod=tokenizer.eod)
+                assert ids == list(alone[0].ids)
+        for i in (1, 4):
+            found = json.loads(texts[i])
+            assert list(found) == ["name", "n", "tags"]
+            assert found["name"] in ("ann", "bob")
+            assert found["n"] in range(10)
+            assert results[numbers[i]].finish_reason == "stop"
+        assert re.fullmatch("[a-c]{2}-[0-9]+", texts[2])
+
+
+def test_a_text_ends_before_what_its_vocabulary_cannot_say(model, caplog):
+    engine = Engine(model, EngineConfig(max_sequence_tokens=40))
+    engine.grammars = Grammars(bpe(), model.vocab_size)
+    number = engine.add([1], DRAWN, structure=Structure("regex", "ab\u20ac"))
+    result = dict(event for event in engine.run() if isinstance(event, tuple))[number]
+    assert engine.grammars.tokenizer.decode(list(result.ids)) == "ab"
+    assert result.finish_reason == "stop"
+    assert "ends early" in caplog.text
+
+
+def test_what_no_grammar_holds_is_refused(model):
+    engine = Engine(model, EngineConfig(max_sequence_tokens=40))
+    any_json = Structure("json_schema", "{}")
+    with pytest.raises(ValueError, match="an engine that knows its tokenizer"):
+        engine.add([1], DRAWN, structure=any_json)
+    engine.grammars = Grammars(ByteTokenizer(), model.vocab_size)
+    with pytest.raises(ValueError, match=r"(?s)regular expression cannot be held to: .*\[0-9"):
+        engine.add([1], DRAWN, structure=Structure("regex", "[0-9"))
+    with pytest.raises(ValueError, match="JSON schema cannot be held to: Invalid type: frog"):
+        engine.add([1], DRAWN, structure=Structure("json_schema", '{"type": "frog"}'))
+    with pytest.raises(ValueError, match="the schema is no JSON: "):
+        engine.add([1], DRAWN, structure=Structure("json_schema", "{"))
+    engine.grammars = Grammars(NullTokenizer(20), model.vocab_size)
+    with pytest.raises(ValueError, match="the bytes of a NullTokenizer's tokens"):
+        engine.add([1], DRAWN, structure=any_json)
+    assert not engine.has_work
