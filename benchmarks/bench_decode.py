@@ -35,26 +35,8 @@ def main() -> None:
     """Run the benchmark by the command line."""
     options = _options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layers, hidden, heads, groups, ffn, vocab = GEOMETRIES[options.geometry]
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        ffn_hidden_size=ffn,
-        max_position_embeddings=8192,
-        rotary_base=500000,
-        untie_embeddings_and_output_weights=True,
-    )
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = GPT(
-        config, ParallelContext.single(device), vocab_size=vocab, device="meta", dtype=dtype
-    )
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
-    model.eval()
+    model = build(options.geometry, device)
+    dtype, vocab = next(model.parameters()).dtype, model.vocab_size
     if options.quantize:
         round_to_nearest_(model, LAYOUTS[METHODS[options.quantize]])
     parameters = {n: p for n, p in model.named_parameters() if not n.startswith("embedding")}
@@ -79,6 +61,30 @@ def main() -> None:
     if device == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     keep(options, row)
+
+
+def build(geometry: str, device: str) -> GPT:
+    """Build a model of random weights: bfloat16 on a GPU, float32 on a CPU."""
+    layers, hidden, heads, groups, ffn, vocab = GEOMETRIES[geometry]
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        ffn_hidden_size=ffn,
+        max_position_embeddings=8192,
+        rotary_base=500000,
+        untie_embeddings_and_output_weights=True,
+    )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = GPT(
+        config, ParallelContext.single(device), vocab_size=vocab, device="meta", dtype=dtype
+    )
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
+    return model.eval()
 
 
 def measure(model: GPT, options: argparse.Namespace, batch: int, vocab: int) -> dict:
