@@ -104,6 +104,8 @@ def choose(
         logits = logits.clone()
         logits[held] = logits[held].masked_fill(~allowed, -torch.inf)
     # The likeliest token needs no draw, and a draw costs the host as much as a kernel.
+    if all(writing.sampling.top_k == 1 for writing in writings):
+        return logits.argmax(-1)
     if places is None:
         numbers = [0.0 if w.sampling.top_k == 1 else w.draw() for w in writings]
     else:
