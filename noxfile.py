@@ -31,6 +31,11 @@ EXTRAS = {
         ],
     ),
     "lm-eval": ("import lm_eval", ["packages/mcore-infer/tests/evaluation/test_harness.py"]),
+    # Needs a Chromium too: the system's, or `playwright install chromium`.
+    "browser": (
+        "import playwright.sync_api",
+        ["packages/mcore-infer/tests/server/test_page.py"],
+    ),
 }
 # Files of tests run side by side; more processes than this would wait for one another's ranks.
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4")

@@ -28,6 +28,7 @@ GROUPS = {
     "lts": set(),
     "s3": {"moto", "s3fs", "pytest"},
     "lm-eval": {"lm-eval", "pytest"},
+    "browser": {"playwright", "pytest"},
     "resiliency": {"nvidia-resiliency-ext", "pytest"},
 }
 KERNELS = {"flash-attn-4", "quack-kernels", "nvidia-resiliency-ext", "s3fs"}

@@ -265,6 +265,16 @@ NAMED = {
     "tools": st.lists(JSON, max_size=2),
     "stream_options": JSON,
     "ignore_eos": st.booleans(),
+    "beam_width": COUNTS,
+    "length_penalty": st.floats(-1, 3),
+    "response_format": JSON
+    | st.sampled_from(
+        [
+            {"type": "json_object"},
+            {"type": "regex", "pattern": "a+"},
+            {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
+        ]
+    ),
 }
 
 
