@@ -1,7 +1,8 @@
-"""The picture of docs/training.md: how each architecture learns the shipped book.
+"""Pictures of curves: how architectures learn the shipped book, and how experts share work.
 
-Curves come from benchmarks/results/book-curves.json, one line a case of tests/e2e/test_book.py.
-`uv run python tests/docs/curves.py` writes docs/book_curves.svg anew; with files of that test
+Curves of training come from benchmarks/results/{book,balance}-curves.json, one line a case of
+tests/e2e/test_book.py; those of a layer whose tokens crowd on few experts from a result of
+bench_moe_layer.py. `uv run python tests/docs/curves.py` draws all anew; with files of that test
 as arguments it takes their curves first.
 """
 
@@ -12,8 +13,13 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[2]
-PICTURE = ROOT / "docs/book_curves.svg"
-RESULTS = ROOT / "benchmarks/results/book-curves.json"
+RESULTS = ROOT / "benchmarks/results"
+CROWDED = "moe-layer-on-few-h200-x2.json"
+_EXCHANGES = {
+    "alltoall": "all-to-all",
+    "alltoall:1.25": "all-to-all, rows limited to 1.25",
+    "allgather:2": "all-gather, fixed rows",
+}
 
 Curve = Sequence[tuple[float, float]]
 _COLOURS = (
@@ -29,8 +35,10 @@ _COLOURS = (
 _WIDTH, _HEIGHT, _LEFT, _TOP, _LINE = 900, 380, 56, 24, 18
 
 
-def line_chart(curves: Mapping[str, Curve], x_name: str, y_name: str, x_step: int = 300) -> str:
-    """Draw named curves with their last value in the legend, as SVG."""
+def line_chart(
+    curves: Mapping[str, Curve], x_name: str, y_name: str, x_step: float = 300
+) -> str:
+    """Draw named curves with their last value in the legend, as SVG; ``x_step`` labels x."""
     xs = [x for curve in curves.values() for x, _ in curve]
     ys = [y for curve in curves.values() for _, y in curve]
     right, bottom = _WIDTH - 330, _HEIGHT - 40
@@ -51,9 +59,9 @@ def line_chart(curves: Mapping[str, Curve], x_name: str, y_name: str, x_step: in
         (x0, y0), (x1, _) = place(0, y), place(far, y)
         parts.append(f'<path d="M{x0:.0f} {y0:.1f}H{x1:.0f}" stroke="#dddddd"/>')
         parts.append(f'<text x="{x0 - 8:.0f}" y="{y0 + 4:.1f}" text-anchor="end">{y}</text>')
-    for x in range(0, int(far) + 1, x_step):
-        at = f'x="{place(x, low)[0]:.0f}" y="{bottom + 16}"'
-        parts.append(f'<text {at} text-anchor="middle">{x}</text>')
+    for i in range(int(far / x_step) + 1):
+        at = f'x="{place(i * x_step, low)[0]:.0f}" y="{bottom + 16}"'
+        parts.append(f'<text {at} text-anchor="middle">{i * x_step:g}</text>')
     parts.append(f'<text x="{_LEFT}" y="{_TOP - 8}">{escape(y_name)}</text>')
     parts.append(
         f'<text x="{right}" y="{bottom + 32}" text-anchor="end">{escape(x_name)}</text>'
@@ -74,22 +82,57 @@ def line_chart(curves: Mapping[str, Curve], x_name: str, y_name: str, x_step: in
 
 
 def book_curves() -> str:
-    """Draw the kept curves."""
-    rows = json.loads(RESULTS.read_text())["curves"]
-    curves = {row["name"]: [(x, y) for x, y in row["curve"]] for row in rows}
+    """Draw how architectures learn."""
+    curves = {row["name"]: row["curve"] for row in _rows("book")}
     return line_chart(curves, "steps of 2048 tokens", "training loss, nats per token")
 
 
+def balance_curves() -> str:
+    """Draw the load of the busiest expert under every way of balancing, with the loss."""
+    curves = {
+        f"{row['name']}, held-out loss {row['held_out']:.3f}, load": row["curve"]
+        for row in _rows("balance")
+    }
+    y_name = "rows of the busiest of 16 experts, in units of the mean"
+    return line_chart(curves, "steps of 2048 tokens", y_name, 100)
+
+
+def crowded_curves() -> str:
+    """Draw time and memory of experts on two GPUs over the share of tokens on one of them."""
+    curves = {}
+    for name, row in json.loads((RESULTS / CROWDED).read_text())["shapes"].items():
+        _, share, exchange = name.split(", ")
+        for unit, value in (("ms", row["ms"]), ("GiB", row["peak_gib"])):
+            curve = curves.setdefault(f"{_EXCHANGES[exchange]}, {unit}", [])
+            curve.append((float(share.split()[0]), value))
+    x_name = "share of the tokens that choose the same 8 of 128 experts"
+    return line_chart(curves, x_name, "forward and backward, ms; peak memory, GiB", 0.25)
+
+
+PICTURES = {
+    "book_curves.svg": book_curves,
+    "expert_balance.svg": balance_curves,
+    "expert_crowding.svg": crowded_curves,
+}
+"""What draws each file of docs."""
+
+
+def _rows(kind: str) -> list[dict]:
+    return json.loads((RESULTS / f"{kind}-curves.json").read_text())["curves"]
+
+
 def _take(files: Sequence[str]) -> None:
-    kept = json.loads(RESULTS.read_text())
-    rows = {row["name"]: row for row in kept["curves"]}
-    for file in files:
-        row = json.loads(Path(file).read_text())
+    for file in map(Path, files):
+        path = RESULTS / f"{file.name.split('-')[0]}-curves.json"
+        kept = json.loads(path.read_text())
+        rows = {row["name"]: row for row in kept["curves"]}
+        row = json.loads(file.read_text())
         rows[row["name"]] = row
-    lines = ",\n  ".join(json.dumps(row) for row in rows.values())
-    RESULTS.write_text(f'{{"made_by": "{kept["made_by"]}", "curves": [\n  {lines}\n]}}\n')
+        lines = ",\n  ".join(json.dumps(row) for row in rows.values())
+        path.write_text(f'{{"made_by": "{kept["made_by"]}", "curves": [\n  {lines}\n]}}\n')
 
 
 if __name__ == "__main__":
     _take(sys.argv[1:])
-    PICTURE.write_text(book_curves())
+    for file, draw in PICTURES.items():
+        (ROOT / "docs" / file).write_text(draw())
