@@ -138,6 +138,15 @@ def test_a_vocabulary_that_needs_no_padding_gets_none():
         ({"hidden_dropout": 0.1}, "dropout: its numbers"),
         ({"num_experts": 8, "moe_expert_capacity_factor": 1.0}, "capacity"),
         ({"num_experts": 8, "moe_input_jitter_eps": 0.1}, "jitter"),
+        (
+            {
+                "bf16": True,
+                "fp8_format": "hybrid",
+                "use_distributed_optimizer": True,
+                "fp8_param_gather": True,
+            },
+            "fp8-param-gather",
+        ),
         ({"num_experts": 8, "moe_router_load_balancing_type": "global_aux_loss"}, "global"),
     ],
 )
@@ -156,6 +165,12 @@ def test_overlapped_reduction_gets_several_buckets_and_interleaving_its_groups()
         "recompute_granularity": "full",
         "recompute_num_layers": 4,
     }
+    v_shaped = {
+        "pipeline_model_parallel_size": 4,
+        "pipeline_schedule": "dualpipev",
+        "global_batch_size": 32,
+    }
+    assert small_run_of(LLAMA | v_shaped, 4)[1].num_microbatches == 8
     small, plan = small_run_of(LLAMA | flags, 4)
     assert small.config.data_parallelism.ddp_bucket_size > 0
     assert len(plan.stages) == 4

@@ -337,7 +337,7 @@ def _shrink_buckets(
         size = 2 * slot + 1
     elif shards > 1:
         size = model.hidden_size
-    return replace(own, ddp_bucket_size=size)
+    return replace(own, ddp_bucket_size=size, fp8_param_gather=False)
 
 
 def _shrink_evaluation(evaluation: EvalConfig) -> EvalConfig:
