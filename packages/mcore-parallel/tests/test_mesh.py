@@ -5,6 +5,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mcore_parallel import mesh
 from mcore_parallel.collectives import all_reduce
@@ -131,6 +133,22 @@ def destroyed():
     ctx.destroy()
     after = set(dist.distributed_c10d._world.pg_names.values())
     return len(during - before), after - before
+
+
+def doubled_in_two_contexts():
+    """Of a DTensor over each, the first destroyed before the second is built."""
+    found = []
+    for _ in range(2):
+        ctx = ParallelContext.build(ParallelConfig())
+        over = DeviceMesh.from_group(ctx.dp.group, "cpu")
+        tensor = distribute_tensor(torch.arange(4.0), over, [Shard(0)])
+        found.append((tensor * 2).full_tensor().tolist())
+        ctx.destroy()
+    return found
+
+
+def test_a_mesh_over_a_context_is_none_of_one_that_was_destroyed():
+    assert run_ranks(doubled_in_two_contexts, 2) == [[[0.0, 2.0, 4.0, 6.0]] * 2] * 2
 
 
 def test_destroy_leaves_no_group_behind_and_may_be_repeated():

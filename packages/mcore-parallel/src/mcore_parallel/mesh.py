@@ -8,6 +8,7 @@ and ``None``, torch's name for the whole world, never reaches torch.distributed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -242,6 +243,19 @@ class ParallelContext:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups = []
+        forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor keeps of layouts, each with the mesh on which it was first computed.
+
+    Meshes over equal ranks are equal to it, so that a tensor of a new mesh would communicate
+    over the groups of an old one.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 _Key = tuple[tuple[int, ...], Communicator | None]

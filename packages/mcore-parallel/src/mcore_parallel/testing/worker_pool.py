@@ -326,13 +326,11 @@ def _start_afresh() -> None:
     """Forget what earlier tests left here: random state, compiled code, meshes of DTensors."""
     import torch
 
+    from mcore_parallel.mesh import forget_meshes
+
     torch.manual_seed(0)
     torch.compiler.reset()
-    if "torch.distributed.tensor" in sys.modules:
-        # Layouts are remembered with their mesh, and meshes are equal whatever their groups.
-        from torch.distributed.tensor import debug
-
-        debug._clear_sharding_prop_cache()
+    forget_meshes()
 
 
 def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
