@@ -175,7 +175,7 @@ def _open_dcp(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
             f"{path} does not say which model it holds: give --config with the config.json of "
             "the model, or a folder that has one."
         )
-    description = extra["model"] if extra else _given_description(options.config)
+    description = extra["model"] if extra else _description_in(options.config)
     table, prefix = _dialect(folder, description)
     links = expand(table)
     listed = {
@@ -213,9 +213,7 @@ def _open_megatron(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]
                 f"{step} is in Megatron's old form, whose optimizer state has no names: leave "
                 "--optimizer out to convert the weights."
             )
-        legacy = read_legacy_folder(
-            step, options.vocab_size, _given_description(options.config)
-        )
+        legacy = read_legacy_folder(step, options.vocab_size, _description_in(options.config))
         with Reader(step) as reader:
             theirs = Source(reader, legacy.tensors)
             more = {"took_config": bool(options.config)}
@@ -264,7 +262,7 @@ def _megatron_description(
     step: Path, common: Mapping[str, Any], padded: int, options: ReadOptions
 ) -> dict[str, Any]:
     if options.config:
-        return _given_description(options.config)
+        return _description_in(options.config)
     arguments = common.get("args")
     if not isinstance(arguments, Record):
         raise ValueError(
@@ -317,7 +315,7 @@ def _cast(theirs: Rows, options: ReadOptions) -> Rows:
     return Cast(theirs, options.dtype) if options.dtype else theirs
 
 
-def _given_description(config: str) -> dict[str, Any]:
+def _description_in(config: str) -> dict[str, Any]:
     """Read a description out of what ``--config`` names; empty if nothing is named."""
     if not config:
         return {}

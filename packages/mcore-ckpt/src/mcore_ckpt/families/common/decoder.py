@@ -156,13 +156,6 @@ def read_rms_silu(
     return read_common(fields, partial=partial, theta=theta)
 
 
-def gpt(
-    config: dict[str, Any], vocab_size: int, moe: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Put a description of a GPT together."""
-    return {"family": "gpt", "vocab_size": vocab_size, "config": config, "moe": moe or {}}
-
-
 def attention_rules(
     description: Mapping[str, Any], norms: Mapping[str, str] | None = None
 ) -> list[Rule]:

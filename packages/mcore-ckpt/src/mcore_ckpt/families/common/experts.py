@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_ckpt.families.common.fields import setting, settings
+from mcore_ckpt.families.common.fields import require_value, setting, settings
 from mcore_ckpt.mapping.rules import Rule
 from mcore_parallel.logical_tensors import expert_size, moe_layers
 
@@ -79,7 +79,7 @@ def require_experts(description: Mapping[str, Any]) -> None:
     """
     if not expert_setting(description, "num_experts"):
         raise ValueError("it cannot say a model without experts")
-    for name in (
+    names = (
         "moe_router_score_function",
         "moe_router_topk_scaling_factor",
         "moe_router_num_groups",
@@ -88,10 +88,18 @@ def require_experts(description: Mapping[str, Any]) -> None:
         "moe_apply_probs_on_input",
         "moe_shared_expert_intermediate_size",
         "moe_expert_capacity_factor",
-    ):
-        value = expert_setting(description, name)
-        if value != MOE_DEFAULTS[name]:
-            raise ValueError(f"it cannot say --{name.replace('_', '-')} {value}")
+    )
+    require_routing(description, {name: MOE_DEFAULTS[name] for name in names})
+
+
+def require_routing(description: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuse experts whose fields a family cannot say.
+
+    Raises:
+        ValueError: as ``require``.
+    """
+    for name, wanted in values.items():
+        require_value(name, expert_setting(description, name), wanted)
 
 
 def no_experts(description: Mapping[str, Any]) -> None:

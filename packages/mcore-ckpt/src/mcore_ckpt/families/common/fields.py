@@ -272,6 +272,18 @@ class Fields:
                 + ", ".join(f"{name}={self._left[name]!r}" for name in unknown)
             )
 
+    def described(
+        self, config: dict[str, Any], moe: dict[str, Any] | None = None, family: str = "gpt"
+    ) -> dict[str, Any]:
+        """Put a description together; take the vocabulary's size, and ``finish``.
+
+        Raises:
+            ValueError: naming fields that were not read.
+        """
+        vocab_size = self.take("vocab_size")
+        self.finish()
+        return {"family": family, "vocab_size": vocab_size, "config": config, "moe": moe or {}}
+
 
 def _unlike(name: str, value: Any) -> str:
     """Say what a field must be, if its value is of another kind; empty: it is as it must be."""
@@ -307,10 +319,14 @@ def require(description: Mapping[str, Any], **values: Any) -> None:
         ValueError: with the flag, its value and what it would have to be.
     """
     for name, wanted in values.items():
-        value = setting(description, name)
-        if value != wanted:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"it cannot say {flag} {value}: only {wanted}")
+        require_value(name, setting(description, name), wanted)
+
+
+def require_value(name: str, value: Any, wanted: Any) -> None:
+    """Refuse a field's value; as ``require``, for one field of any config."""
+    if value != wanted:
+        flag = "--" + name.replace("_", "-")
+        raise ValueError(f"it cannot say {flag} {value}: only {wanted}")
 
 
 def refuse_variants(description: Mapping[str, Any], *said: str) -> None:

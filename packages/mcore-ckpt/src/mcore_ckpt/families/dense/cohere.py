@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_common, write_common
+from mcore_ckpt.families.common.decoder import decoder_table, read_common, write_common
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.mapping.rules import Table
@@ -64,9 +64,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = Fields(config, absent=ABSENT)
     ours = read_cohere(fields, theta=5e5)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import gpt
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.common.layer_types import read_skipped, read_windows, write_windows
 from mcore_ckpt.families.dense.cohere import ABSENT, read_cohere, table, write_cohere
@@ -27,9 +26,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     skipped = read_skipped({"config": ours}, "window_attn_skip_freq", ones=False)
     ours["rope_skip_freq"] = _flipped(ours["window_attn_skip_freq"], skipped)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

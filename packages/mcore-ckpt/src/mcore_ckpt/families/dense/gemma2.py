@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_common, write_common
+from mcore_ckpt.families.common.decoder import decoder_table, read_common, write_common
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import read_windows, write_windows
@@ -107,9 +107,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = Fields(config, keep=("layer_types",), absent=ABSENT)
     ours = read_gemma(fields, every=2)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import gpt
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL
 from mcore_ckpt.families.dense.gemma2 import ABSENT, read_gemma, table, write_gemma
@@ -41,9 +40,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ours = read_gemma(fields, every=6, theta=1e6) | {"qk_layernorm": True}
     if ours["window_size"][0] >= 0:
         ours["rotary_base_local"] = float(local)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

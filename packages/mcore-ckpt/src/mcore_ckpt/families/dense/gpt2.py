@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import gpt
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
     Fields,
@@ -54,9 +53,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         "init_method_std": fields.take("initializer_range", 0.02),
         "untie_embeddings_and_output_weights": not tied,
     }
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

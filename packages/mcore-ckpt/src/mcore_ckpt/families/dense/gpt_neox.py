@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import gpt, read_common, write_common
+from mcore_ckpt.families.common.decoder import read_common, write_common
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.mapping.rules import Rule, Table
@@ -48,9 +48,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         "parallel_residual": "two_norms" if is_parallel else "off",
         "hidden_dropout": fields.take("hidden_dropout", 0.0),
     }
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A model that muP parametrizes is written as one, with the factors of its width.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.common.decoder import decoder_table, read_rms_silu, write_rms_silu
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import MUP, Fields, require, setting, settings
 from mcore_parallel.parametrization import embedding_factor, logits_factor, score_scale
@@ -33,9 +33,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     ours["logits_multiplier"] = 1.0 / fields.take("logits_scaling", 1.0)
     ours["add_attention_bias"] = fields.take("attention_bias", False)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

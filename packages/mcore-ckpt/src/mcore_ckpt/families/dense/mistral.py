@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.common.decoder import decoder_table, read_rms_silu, write_rms_silu
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import Fields, require, setting
 
@@ -20,9 +20,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = Fields(config, absent=_ABSENT)
     ours = read_rms_silu(fields) | {"window_size": read_window(fields)}
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

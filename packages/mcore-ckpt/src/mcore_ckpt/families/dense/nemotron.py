@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_common, write_common
+from mcore_ckpt.families.common.decoder import decoder_table, read_common, write_common
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import Fields, require, setting
 
@@ -34,9 +34,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ours = read_common(fields, partial=True) | _FIXED
     if biased:
         ours["add_attention_bias"] = True
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

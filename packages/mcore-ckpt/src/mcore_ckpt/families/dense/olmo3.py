@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import gpt, read_rms_silu
+from mcore_ckpt.families.common.decoder import read_rms_silu
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, read_windows, write_windows
 from mcore_ckpt.families.dense.olmo2 import ABSENT, FIXED, table, write_olmo
@@ -34,9 +34,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has rope_parameters[{LOCAL!r}]={local!r}, which mcore cannot "
             "represent here: only a base (--rotary-base-local)."
         )
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

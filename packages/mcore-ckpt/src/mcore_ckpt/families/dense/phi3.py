@@ -7,7 +7,6 @@ from mcore_ckpt.families.common.decoder import (
     ANGLES,
     around,
     attention_rules,
-    gpt,
     read_rms_silu,
     tied_copies,
     write_rms_silu,
@@ -41,9 +40,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         fields.must_be(name, 0.0)
     fields.take("original_max_position_embeddings", 0)
     ours = read_rms_silu(fields, partial=True) | {"window_size": read_window(fields)}
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.common.decoder import decoder_table, read_rms_silu, write_rms_silu
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.dense.qwen2 import ABSENT, read_upper_windows, write_upper_windows
@@ -25,9 +25,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ours |= read_upper_windows(fields, ours["num_layers"])
     if biased:
         ours["add_attention_bias"] = True
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

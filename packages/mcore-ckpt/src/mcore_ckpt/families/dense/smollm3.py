@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.common.decoder import decoder_table, read_rms_silu, write_rms_silu
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import read_skipped, write_pattern
@@ -30,9 +30,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     if rotated is None:
         rotated = [(layer + 1) % interval != 0 for layer in range(ours["num_layers"])]
     ours["rope_skip_freq"] = write_pattern([not has for has in rotated])
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import (
     around,
     attention_rules,
-    gpt,
     read_common,
     tied_copies,
     write_common,
@@ -36,9 +35,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ours["add_bias_linear"] = fields.take("use_bias", True)
     fields.maybe("mlp_type")
     fields.maybe("norm_type")
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

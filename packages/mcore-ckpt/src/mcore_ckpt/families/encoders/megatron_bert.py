@@ -11,6 +11,7 @@ from mcore_ckpt.families.common.fields import (
     Fields,
     read_pairs,
     require_family,
+    require_value,
     write_pairs,
 )
 from mcore_ckpt.families.common.shapes import Shapes, gpt_shapes, mlp_shapes
@@ -104,9 +105,7 @@ def read(
         raise ValueError(f"config.json has architectures={names}: use one of {list(heads)}.")
     ours["bert_heads"] = heads[names[0]]
     ours["post_layer_norm"] = post_layer_norm
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return {"family": "bert", "vocab_size": vocab_size, "config": ours, "moe": {}}
+    return fields.described(ours, family="bert")
 
 
 def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -131,15 +130,13 @@ def write(
         ValueError: if it is of another family, or its norms stand elsewhere.
     """
     require_family(description, "bert")
-    if description["config"].get("post_layer_norm", False) != post_layer_norm:
-        raise ValueError(f"it cannot say --post-layer-norm {not post_layer_norm}")
+    config = description["config"]
+    require_value("post_layer_norm", config.get("post_layer_norm", False), post_layer_norm)
     for name, (default, wanted) in _SAID.items():
-        if (value := description["config"].get(name, default)) != wanted:
-            raise ValueError(f"it cannot say --{name.replace('_', '-')} {value}")
-    for name, wanted in _derived(description["config"]).items():
-        if description["config"].get(name) not in (None, 0, wanted):
-            raise ValueError(f"it cannot say --{name.replace('_', '-')} other than {wanted}")
-    heads = description["config"]["bert_heads"]
+        require_value(name, config.get(name, default), wanted)
+    for name, wanted in _derived(config).items():
+        require_value(name, config.get(name) or wanted, wanted)
+    heads = config["bert_heads"]
     ending = "ForPreTraining" if "binary" in heads else "ForMaskedLM"
     last = ending if "lm" in heads else "Model"
     return {

@@ -11,6 +11,7 @@ from mcore_ckpt.families.common.fields import (
     Fields,
     read_pairs,
     require_family,
+    require_value,
     write_pairs,
 )
 from mcore_ckpt.families.common.shapes import Shapes, mlp_shapes
@@ -78,9 +79,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ours["untie_embeddings_and_output_weights"] = not tied
     scaled = fields.maybe("scale_decoder_outputs")
     ours["scale_decoder_outputs"] = tied if scaled is None else scaled
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return {"family": "t5", "vocab_size": vocab_size, "config": ours, "moe": {}}
+    return fields.described(ours, family="t5")
 
 
 def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -102,9 +101,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     require_family(description, "t5")
     config = description["config"]
     for name, (default, wanted) in _FORM.items():
-        if (value := config.get(name, default)) != wanted:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"it cannot say {flag} {value}: only {wanted}")
+        require_value(name, config.get(name, default), wanted)
     tied, scaled = not _is_untied(description), config.get("scale_decoder_outputs", False)
     kinds = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     return {

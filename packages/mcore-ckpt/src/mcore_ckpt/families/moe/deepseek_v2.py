@@ -38,14 +38,13 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has topk_method={method!r}, which mcore cannot represent here: only "
             f"'greedy' and {_BY_GROUPS!r}."
         )
-    described = read(fields, interleaved=True)
-    described["moe"] |= {
+    ours, moe = read(fields, interleaved=True)
+    moe |= {
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
         **(groups if method == _BY_GROUPS else {}),
     }
-    fields.finish()
-    return described
+    return fields.described(ours, moe)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ What V2 has in common with it is here too.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import ANGLES, around, gpt, tied_copies
+from mcore_ckpt.families.common.decoder import ANGLES, around, tied_copies
 from mcore_ckpt.families.common.experts import expert_layers, expert_rules, expert_setting
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
@@ -67,9 +67,8 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     fields.must_be("norm_topk_prob", True)
     interleaved = fields.take("rope_interleave", True)
     groups = fields.take("n_group", 1), fields.take("topk_group", 1)
-    described = read(fields, interleaved)
-    described["config"] |= read_mtp(fields)
-    moe = described["moe"]
+    ours, moe = read(fields, interleaved)
+    ours |= read_mtp(fields)
     if moe["moe_router_topk"] == 1:
         raise ValueError(
             "config.json has num_experts_per_tok=1, whose weight is then always 1, which mcore "
@@ -80,8 +79,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         moe["moe_router_num_groups"], moe["moe_router_group_topk"] = groups
         if moe["moe_router_topk"] != _SCORED * groups[1]:
             moe["moe_router_group_score_topk"] = _SCORED
-    fields.finish()
-    return described
+    return fields.described(ours, moe)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,8 +116,8 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(fields: Fields, interleaved: bool) -> dict[str, Any]:
-    """Read what both versions say alike; the caller finishes the fields."""
+def read(fields: Fields, interleaved: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what both versions say alike: model and experts."""
     for name in ("attention_bias", "mlp_bias"):
         fields.must_be(name, False)
     fields.must_be("hidden_act", "silu")
@@ -157,7 +155,7 @@ def read(fields: Fields, interleaved: bool) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_aux_loss_coeff": fields.take("aux_loss_alpha", 0.0),
     }
-    return gpt(ours, fields.take("vocab_size"), moe)
+    return ours, moe
 
 
 def write(description: Mapping[str, Any], family: str, architecture: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import (
     around,
     attention_rules,
-    gpt,
     read_rms_silu,
     tied_copies,
     write_rms_silu,
@@ -16,6 +15,7 @@ from mcore_ckpt.families.common.experts import (
     expert_rules,
     expert_setting,
     expert_size_of,
+    require_routing,
 )
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.moe.mtp_layers import (
@@ -72,9 +72,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_group_topk": kept if groups > 1 else 0,
         "moe_router_topk_scaling_factor": float(fields.take("routed_scaling_factor", 1.0)),
     }
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size, moe)
+    return fields.described(ours, moe)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,15 +82,14 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: naming a flag that the family cannot say.
     """
     require(description, add_bias_linear=False, window_size=(-1, 0))
-    for name, wanted in (
-        ("moe_router_score_function", "sigmoid"),
-        ("moe_router_enable_expert_bias", True),
-        ("moe_router_bias", False),
-        ("moe_apply_probs_on_input", False),
-        ("moe_shared_expert_gate", False),
-    ):
-        if expert_setting(description, name) != wanted:
-            raise ValueError(f"it cannot say --{name.replace('_', '-')} other than {wanted}")
+    routing = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias": False,
+        "moe_apply_probs_on_input": False,
+        "moe_shared_expert_gate": False,
+    }
+    require_routing(description, routing)
     theirs = write_rms_silu(
         description, "Glm4MoeForCausalLM", partial=True, says=("mtp_num_layers",)
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_rms_silu, write_common
+from mcore_ckpt.families.common.decoder import decoder_table, read_rms_silu, write_common
 from mcore_ckpt.families.common.experts import expert_setting, expert_size_of
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import read_windows, write_windows
@@ -61,9 +61,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_bias": True,
         "moe_aux_loss_coeff": fields.take("router_aux_loss_coef"),
     }
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size, moe)
+    return fields.described(ours, moe)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,16 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import (
     around,
     attention_rules,
-    gpt,
     read_rms_silu,
     tied_copies,
     write_rms_silu,
 )
-from mcore_ckpt.families.common.experts import expert_layers, expert_setting, expert_size_of
+from mcore_ckpt.families.common.experts import (
+    expert_layers,
+    expert_setting,
+    expert_size_of,
+    require_routing,
+)
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, read_skipped, write_pattern
 from mcore_ckpt.mapping.rules import Rule, Table
@@ -63,9 +67,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     if fields.take("attn_temperature_tuning", True):
         ours |= {"attention_temperature_span": int(span), "attention_temperature_scale": scale}
     moe = _read_experts(fields, count, width)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size, moe)
+    return fields.described(ours, moe)
 
 
 def _read_experts(fields: Fields, count: int, width: int) -> dict[str, Any]:
@@ -100,16 +102,15 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     require(description, rotary_interleaved=True, window_size=(-1, 0), qk_layernorm=False)
     require(description, add_bias_linear=False, add_qkv_bias=False)
     width = expert_size_of(description)
-    for name, wanted in (
-        ("moe_router_score_function", "sigmoid"),
-        ("moe_apply_probs_on_input", True),
-        ("moe_router_enable_expert_bias", False),
-        ("moe_router_bias", False),
-        ("moe_router_topk", 1),
-        ("moe_shared_expert_intermediate_size", width),
-    ):
-        if expert_setting(description, name) != wanted:
-            raise ValueError(f"it cannot say --{name.replace('_', '-')} other than {wanted}")
+    routing = {
+        "moe_router_score_function": "sigmoid",
+        "moe_apply_probs_on_input": True,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_bias": False,
+        "moe_router_topk": 1,
+        "moe_shared_expert_intermediate_size": width,
+    }
+    require_routing(description, routing)
     says = (
         *("rotary_interleaved", "rope_skip_freq", "qk_l2_norm", "add_attention_bias"),
         *("attention_chunk_size", "window_attn_skip_freq"),

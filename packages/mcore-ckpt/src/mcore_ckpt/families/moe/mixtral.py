@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, gpt, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.common.decoder import decoder_table, read_rms_silu, write_rms_silu
 from mcore_ckpt.families.common.experts import (
     expert_layers,
     expert_rules,
@@ -34,9 +34,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_aux_loss_coeff": fields.take("router_aux_loss_coef", 0.0),
         "moe_input_jitter_eps": fields.take("router_jitter_noise", 0.0),
     }
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size, moe)
+    return fields.described(ours, moe)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
     decoder_table,
-    gpt,
     mlp_rules,
     read_rms_silu,
     write_rms_silu,
@@ -51,9 +50,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_pre_softmax": not fields.take("norm_topk_prob", False),
         "moe_aux_loss_coeff": fields.take("router_aux_loss_coef", 0.0),
     }
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size, moe)
+    return fields.described(ours, moe)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

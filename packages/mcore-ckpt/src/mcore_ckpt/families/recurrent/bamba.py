@@ -7,7 +7,6 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import (
     around,
     attention_rules,
-    gpt,
     mlp_rules,
     read_rms_silu,
     tied_copies,
@@ -19,11 +18,16 @@ from mcore_ckpt.families.common.fields import (
     Fields,
     read_pairs,
     require,
-    require_family,
     setting,
     settings,
 )
-from mcore_ckpt.families.recurrent.mamba2 import mamba_rules, read_limit, write_limit
+from mcore_ckpt.families.recurrent.mamba2 import (
+    expansion,
+    layers_of,
+    mamba_rules,
+    read_limit,
+    write_limit,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_parallel.logical_tensors import mamba_sizes
@@ -67,9 +71,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ours["hybrid_override_pattern"] = "".join(
         "[*-]" if layer in attention else "[M-]" for layer in range(ours["num_layers"])
     )
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def read_mamba(fields: Fields, inner: int) -> dict[str, Any]:
@@ -95,36 +97,13 @@ def write_mamba(description: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: for other widths.
     """
     config = settings(description)
-    sizes = mamba_sizes(config)
-    if sizes.inner % config.hidden_size:
-        raise ValueError(
-            f"it cannot say {sizes.inner} channels of Mamba heads: only multiples of "
-            f"--hidden-size {config.hidden_size}"
-        )
     return {
         **{there: getattr(config, ours) for ours, there, _ in PAIRS},
-        "mamba_n_heads": sizes.heads,
+        "mamba_n_heads": mamba_sizes(config).heads,
         "mamba_d_head": config.mamba_head_dim,
-        "mamba_expand": sizes.inner // config.hidden_size,
+        "mamba_expand": expansion(description),
         "time_step_limit": write_limit(setting(description, "mamba_dt_limit")),
     }
-
-
-def layers_of(description: Mapping[str, Any], *known: str) -> tuple[str, ...]:
-    """Return the layers of a pattern, each of them of a kind that a family has.
-
-    Raises:
-        ValueError: with the pattern, if there are none or others.
-    """
-    require_family(description, "gpt")
-    pattern = setting(description, "hybrid_override_pattern")
-    layers = pattern_layers(pattern)
-    if not layers or not set(layers) <= set(known):
-        brackets = ", ".join(f"[{one}]" for one in known)
-        raise ValueError(
-            f"it cannot say --hybrid-override-pattern {pattern!r}: only {brackets}"
-        )
-    return layers
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import (
     around,
     attention_rules,
-    gpt,
     mlp_rules,
     read_rms_silu,
     tied_copies,
@@ -26,8 +25,8 @@ from mcore_ckpt.families.common.fields import (
     setting,
     settings,
 )
-from mcore_ckpt.families.recurrent.bamba import PAIRS, layers_of, read_mamba
-from mcore_ckpt.families.recurrent.mamba2 import mamba_rules, write_limit
+from mcore_ckpt.families.recurrent.bamba import PAIRS, read_mamba
+from mcore_ckpt.families.recurrent.mamba2 import layers_of, mamba_rules, write_limit
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import mamba_sizes
 
@@ -89,9 +88,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     written = float(fields.take("attention_out_multiplier", 1.0))
     ours["attention_output_multiplier"] = read * written
     ours["hybrid_override_pattern"] = "[P-]" * ours["num_layers"]
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:

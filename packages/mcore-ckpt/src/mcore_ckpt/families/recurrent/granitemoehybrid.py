@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import gpt, read_rms_silu, write_rms_silu
-from mcore_ckpt.families.common.experts import expert_setting
+from mcore_ckpt.families.common.decoder import read_rms_silu, write_rms_silu
+from mcore_ckpt.families.common.experts import expert_setting, require_routing
 from mcore_ckpt.families.common.fields import HYBRID, Fields, require, setting
 from mcore_ckpt.families.recurrent.bamba import (
     hybrid_table,
-    layers_of,
     read_mamba,
     write_mamba,
 )
+from mcore_ckpt.families.recurrent.mamba2 import layers_of
 from mcore_ckpt.mapping.rules import Rule, Table
 
 _ABSENT: dict[str, Any] = {
@@ -76,9 +76,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         ours["ffn_hidden_size"] = shared
     half = "E" if experts else "-"
     ours["hybrid_override_pattern"] = "".join(f"[{letter}{half}]" for letter in letters)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size, moe)
+    return fields.described(ours, moe)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,9 +89,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     experts = expert_setting(description, "num_experts")
     if len({layer[1] for layer in layers}) > 1:
         raise ValueError("it cannot say experts in some layers and none in others")
-    for name, wanted in _ROUTING.items():
-        if expert_setting(description, name) != wanted:
-            raise ValueError(f"it cannot say --{name.replace('_', '-')} but {wanted}")
+    require_routing(description, _ROUTING)
     require(description, qk_layernorm=False, add_bias_linear=False, add_qkv_bias=False)
     require(description, window_size=(-1, 0))
     kind = setting(description, "position_embedding_type")

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import gpt
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
     HYBRID,
@@ -21,22 +20,26 @@ from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_parallel.logical_tensors import mamba_sizes
 
-PAIRS = (
-    ("num_layers", "num_hidden_layers", REQUIRED),
-    ("hidden_size", "hidden_size", REQUIRED),
+MAMBA_PAIRS = (
     ("norm_epsilon", "layer_norm_epsilon", 1e-5),
-    ("mamba_num_heads", "num_heads", 128),
-    ("mamba_head_dim", "head_dim", 64),
-    ("mamba_state_dim", "state_size", 128),
     ("mamba_num_groups", "n_groups", 8),
     ("mamba_conv_kernel", "conv_kernel", 4),
-    ("mamba_chunk_size", "chunk_size", 256),
     ("mamba_conv_bias", "use_conv_bias", True),
     ("mamba_proj_bias", "use_bias", False),
     ("mamba_dt_min", "time_step_min", 0.001),
     ("mamba_dt_max", "time_step_max", 0.1),
     ("mamba_dt_init_floor", "time_step_floor", 1e-4),
+)
+"""Fields of Mamba layers that Mamba-2 and Nemotron-H name alike."""
+PAIRS = (
+    ("num_layers", "num_hidden_layers", REQUIRED),
+    ("hidden_size", "hidden_size", REQUIRED),
+    ("mamba_num_heads", "num_heads", 128),
+    ("mamba_head_dim", "head_dim", 64),
+    ("mamba_state_dim", "state_size", 128),
+    ("mamba_chunk_size", "chunk_size", 256),
     ("init_method_std", "initializer_range", 0.1),
+    *MAMBA_PAIRS,
 )
 
 _FIXED: dict[str, Any] = {
@@ -62,9 +65,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ours["hybrid_override_pattern"] = "M" * ours["num_layers"]
     ours["mamba_dt_limit"] = read_limit(fields.take("time_step_limit", (0.0, math.inf)))
     ours["untie_embeddings_and_output_weights"] = not fields.take("tie_word_embeddings", False)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size)
+    return fields.described(ours)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,28 +74,18 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a flag that the family cannot say.
     """
-    require_family(description, "gpt")
+    layers_of(description, "M")
     no_experts(description)
-    pattern = setting(description, "hybrid_override_pattern")
-    if set(pattern_layers(pattern)) != {"M"}:
-        raise ValueError(f"it cannot say --hybrid-override-pattern {pattern!r}: only M")
     refuse_variants(description, *HYBRID)
     require(description, **_FIXED, hidden_dropout=0.0)
-    config, hidden = settings(description), setting(description, "hidden_size")
-    sizes = mamba_sizes(config)
-    if sizes.inner % hidden:
-        raise ValueError(
-            f"it cannot say {sizes.inner} channels of Mamba heads: only multiples of "
-            f"--hidden-size {hidden}"
-        )
-    theirs = {there: getattr(config, ours) for ours, there, _ in PAIRS}
+    config = settings(description)
     return {
         "model_type": "mamba2",
         "architectures": ["Mamba2ForCausalLM"],
         "vocab_size": description["vocab_size"],
-        **theirs,
-        "num_heads": sizes.heads,
-        "expand": sizes.inner // hidden,
+        **{there: getattr(config, ours) for ours, there, _ in PAIRS},
+        "num_heads": mamba_sizes(config).heads,
+        "expand": expansion(description),
         "time_step_limit": write_limit(setting(description, "mamba_dt_limit")),
         "hidden_act": "silu",
         "rms_norm": True,
@@ -113,6 +104,37 @@ def write_limit(limit: Any) -> list[float]:
     """Undo ``read_limit``."""
     low, high = limit
     return [low, high or math.inf]
+
+
+def expansion(description: Mapping[str, Any]) -> int:
+    """Return how many times as wide as the stream all Mamba heads are together.
+
+    Raises:
+        ValueError: if that is no whole number.
+    """
+    config = settings(description)
+    inner, hidden = mamba_sizes(config).inner, config.hidden_size
+    if inner % hidden:
+        raise ValueError(
+            f"it cannot say {inner} channels of Mamba heads: only multiples of "
+            f"--hidden-size {hidden}"
+        )
+    return inner // hidden
+
+
+def layers_of(description: Mapping[str, Any], *known: str) -> tuple[str, ...]:
+    """Return the layers of a pattern, each of them of a kind that a family has.
+
+    Raises:
+        ValueError: with the pattern, if there are none or others; for another family.
+    """
+    require_family(description, "gpt")
+    pattern = setting(description, "hybrid_override_pattern")
+    layers = pattern_layers(pattern)
+    if not layers or not set(layers) <= set(known):
+        kinds = ", ".join(one if len(one) == 1 else f"[{one}]" for one in known)
+        raise ValueError(f"it cannot say --hybrid-override-pattern {pattern!r}: only {kinds}")
+    return layers
 
 
 def mamba_rules(

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import gpt
-from mcore_ckpt.families.common.experts import expert_setting
+from mcore_ckpt.families.common.experts import expert_setting, require_routing
 from mcore_ckpt.families.common.fields import (
     HYBRID,
     REQUIRED,
@@ -12,11 +11,10 @@ from mcore_ckpt.families.common.fields import (
     read_pairs,
     refuse_variants,
     require,
-    require_family,
     setting,
     settings,
 )
-from mcore_ckpt.families.recurrent.mamba2 import mamba_rules
+from mcore_ckpt.families.recurrent.mamba2 import MAMBA_PAIRS, layers_of, mamba_rules
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_parallel.logical_tensors import head_dim, mamba_sizes, num_kv_heads
@@ -28,19 +26,12 @@ PAIRS = (
     ("kv_channels", "head_dim", 128),
     ("ffn_hidden_size", "intermediate_size", 21504),
     ("attention_dropout", "attention_dropout", 0.0),
-    ("norm_epsilon", "layer_norm_epsilon", 1e-5),
     ("mamba_num_heads", "mamba_num_heads", 128),
     ("mamba_head_dim", "mamba_head_dim", 64),
     ("mamba_state_dim", "ssm_state_size", 128),
-    ("mamba_num_groups", "n_groups", 8),
-    ("mamba_conv_kernel", "conv_kernel", 4),
     ("mamba_chunk_size", "chunk_size", 128),
-    ("mamba_conv_bias", "use_conv_bias", True),
-    ("mamba_proj_bias", "use_bias", False),
-    ("mamba_dt_min", "time_step_min", 0.001),
-    ("mamba_dt_max", "time_step_max", 0.1),
-    ("mamba_dt_init_floor", "time_step_floor", 1e-4),
     ("init_method_std", "initializer_range", 0.02),
+    *MAMBA_PAIRS,
 )
 _EXPERT_PAIRS = (
     ("num_experts", "n_routed_experts", 8),
@@ -115,9 +106,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         moe["moe_router_group_score_topk"] = 2
     for name in _WITHOUT_EFFECT:
         fields.maybe(name)
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size, moe if "E" in letters else {})
+    return fields.described(ours, moe if "E" in letters else {})
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,12 +115,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming a flag that the family cannot say.
     """
-    require_family(description, "gpt")
-    config = settings(description)
-    letters = pattern_layers(config.hybrid_override_pattern)
-    if not letters or not set(letters) <= set("M*-E"):
-        pattern = config.hybrid_override_pattern
-        raise ValueError(f"it cannot say --hybrid-override-pattern {pattern!r}: only M*-E")
+    config, letters = settings(description), layers_of(description, *"M*-E")
     refuse_variants(description, *HYBRID)
     require(description, **_FIXED, add_bias_linear=False, add_qkv_bias=False)
     require(description, qk_layernorm=False, window_size=(-1, 0), hidden_dropout=0.0)
@@ -160,10 +144,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
-    for name, wanted in _ROUTING.items():
-        if expert_setting(description, name) != wanted:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"it cannot say experts but with {flag} {wanted}")
+    require_routing(description, _ROUTING)
     theirs = {there: expert_setting(description, ours) for ours, there, _ in _EXPERT_PAIRS}
     theirs["routed_scaling_factor"] = theirs["routed_scaling_factor"] or 1.0
     groups = expert_setting(description, "moe_router_num_groups")

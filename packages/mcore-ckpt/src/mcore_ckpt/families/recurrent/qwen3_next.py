@@ -7,14 +7,13 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import (
     NORMS,
     around,
-    gpt,
     mlp_rules,
     qk_norm_rules,
     read_rms_silu,
     tied_copies,
     write_rms_silu,
 )
-from mcore_ckpt.families.common.experts import expert_rules, expert_setting
+from mcore_ckpt.families.common.experts import expert_rules, expert_setting, require_routing
 from mcore_ckpt.families.common.fields import (
     DELTA_NET,
     HYBRID,
@@ -51,6 +50,19 @@ _EXPERTS = {
 }
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 
+_ROUTING: dict[str, Any] = {
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": 0.0,
+    "moe_router_num_groups": 0,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias": False,
+    "moe_apply_probs_on_input": False,
+    "moe_shared_expert_gate": True,
+    "moe_latent_size": 0,
+    "moe_expert_capacity_factor": 0.0,
+    "moe_input_jitter_eps": 0.0,
+}
+
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as a description.
@@ -83,9 +95,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_pre_softmax": not fields.take("norm_topk_prob", True),
         "moe_shared_expert_gate": True,
     }
-    vocab_size = fields.take("vocab_size")
-    fields.finish()
-    return gpt(ours, vocab_size, moe if "E" in halves else {})
+    return fields.described(ours, moe if "E" in halves else {})
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,22 +138,7 @@ def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
     theirs = {there: expert_setting(description, ours) for ours, (there, _) in _EXPERTS.items()}
     if not theirs["num_experts"]:
         return {}
-    for name, wanted in (
-        ("moe_router_score_function", "softmax"),
-        ("moe_router_topk_scaling_factor", 0.0),
-        ("moe_router_num_groups", 0),
-        ("moe_router_enable_expert_bias", False),
-        ("moe_router_bias", False),
-        ("moe_apply_probs_on_input", False),
-        ("moe_shared_expert_gate", True),
-        ("moe_latent_size", 0),
-        ("moe_expert_capacity_factor", 0.0),
-        ("moe_input_jitter_eps", 0.0),
-    ):
-        value = expert_setting(description, name)
-        if value != wanted:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"it cannot say {flag} {value}: only {wanted}")
+    require_routing(description, _ROUTING)
     width = setting(description, "ffn_hidden_size")
     theirs["moe_intermediate_size"] = theirs["moe_intermediate_size"] or width
     pre = expert_setting(description, "moe_router_pre_softmax")
