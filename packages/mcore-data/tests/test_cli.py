@@ -170,16 +170,3 @@ def test_the_command_of_the_documents_runs_in_the_folder_examples(book, tmp_path
     assert "4 documents" in done.stdout
     assert "100 %" in done.stderr
     assert IndexedDataset(tmp_path / "my-bert_text_sentence").num_documents == 4
-
-
-def test_numbers_of_workers_are_timed_and_leave_nothing(book, tmp_path):
-    done = data(
-        "preprocess", "--input", book / "book.jsonl", "--output-prefix", tmp_path / "x",
-        "--tokenizer-type", "ByteTokenizer", "--find-optimal-num-workers",
-        "--workers-to-check", 1, 2,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "1 workers:" in done.stdout
-    assert "2 workers:" in done.stdout
-    assert "is the fastest" in done.stdout
-    assert list(tmp_path.iterdir()) == []

@@ -52,8 +52,6 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
     """
     from mcore_data.preprocessing.preprocessing import preprocess as run
 
-    if job.find_optimal_num_workers:
-        return _time_workers(job, tokenizer)
     with _progress("preprocessing", log_interval) as advance:
         report = run(job, tokenizer, advance)
     if report.num_bad_records:  # the first ones were named as they came
@@ -65,16 +63,6 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
             f"{prefix}.bin/.idx: {report.num_documents:,} documents, "
             f"{report.num_tokens.get(key, 0):,} tokens"
         )
-    return 0
-
-
-def _time_workers(job: PreprocessConfig, tokenizer: TokenizerConfig) -> int:
-    from mcore_data.preprocessing.worker_timing import time_workers
-
-    timings = time_workers(job, tokenizer, job.workers_to_check)
-    for timing in timings:
-        print(f"{timing.workers:>4} workers: {timing.tokens_per_s / 1e6:8.2f} M tokens/s")
-    print(f"--workers {timings[0].workers} is the fastest.")
     return 0
 
 

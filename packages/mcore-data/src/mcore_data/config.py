@@ -122,13 +122,7 @@ class PreprocessConfig:
     """What to do with an empty, truncated or otherwise wrong record: stop and name it, or
     leave it out, count it and name the first ones."""
     max_documents: int = 0
-    """Stop behind the block in which this many documents are reached; 0 takes all (with
-    --find-optimal-num-workers 100000)."""
-    find_optimal_num_workers: bool = False
-    """Only time the first documents with each number of --workers-to-check, and say which is
-    fastest."""
-    workers_to_check: tuple[int, ...] = (16, 32, 64)
-    """Numbers of workers to time."""
+    """Stop behind the block in which this many documents are reached; 0 takes all."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without looking at files."""
@@ -147,8 +141,6 @@ class PreprocessConfig:
             )
         if self.partition >= 0 and self.partitions == 1:
             raise ValueError("--partition has no effect without --partitions.")
-        if self.find_optimal_num_workers and min(self.workers_to_check, default=0) < 1:
-            raise ValueError("--workers-to-check: give numbers of at least 1.")
         if self.max_documents < 0:
             raise ValueError(f"--max-documents {self.max_documents} must not be negative.")
 
