@@ -1,4 +1,4 @@
-"""Readable GPT-family architectures, dense and with experts, over any parallel layout.
+"""Readable language models (GPT family, experts, Mamba-2, BERT, T5) over any parallel layout.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.
