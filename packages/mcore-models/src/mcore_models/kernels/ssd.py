@@ -19,7 +19,11 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mcore_models.kernels.ssd_backward import input_gradients, state_gradients
+from mcore_models.kernels.ssd_backward import (
+    group_gradients,
+    input_gradients,
+    state_gradients,
+)
 from mcore_models.kernels.ssd_chunks import decays, inside_chunk, of_group
 
 CHUNK = 64
@@ -28,8 +32,9 @@ _PROGRAMS = 256
 """Programs that keep a GPU busy; heads are shared out among as many."""
 _STATES = {"num_warps": 4, "num_stages": 3}
 _OUTPUTS = {"num_warps": 4, "num_stages": 2}
-_GRADIENTS = {"num_warps": 8, "num_stages": 1}
-"""How each kernel is compiled."""
+_INPUTS = {"num_warps": 8, "num_stages": 1}
+_GROUPS = {"num_warps": 4, "num_stages": 1}
+"""How each kernel is compiled: as many registers as it has, without spills."""
 
 
 @triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])
@@ -234,21 +239,22 @@ class _Call:
         dx, ddt = new(self.x.shape), new(self.dt.shape, **wide)
         dA, dD = (new((self.chunks, self.batch, self.heads), **wide) for _ in range(2))
         dB, dC = (new((grid[2], *self.B.shape), **wide) for _ in range(2))
+        inputs = *_strided(self.x), self.dt, self.A, *_strided(self.B), *_strided(self.C)
         input_gradients[grid](
-            *_strided(self.x),
-            self.dt,
-            self.A,
-            *_strided(self.B),
-            *_strided(self.C),
-            self.D,
-            self.docs,
-            before,
-            dafter,
-            passed,
-            dy,
-            *(dx, ddt, dA, dB, dC, dD),
+            *inputs,
+            *(self.D, self.docs, before, dafter, passed, dy),
+            *(dx, ddt, dA, dD),
             *(*sizes, self.groups, heads, self.tiles),
-            **_GRADIENTS,
+            **_INPUTS,
+            **self.constants,
+        )
+        group_gradients[*grid[:2], grid[2] * self.tiles](
+            *inputs,
+            *(self.docs, before, dafter, dy),
+            *(dB, dC),
+            *(*sizes, self.groups, heads),
+            BLOCK=self.block,
+            **_GROUPS,
             **self.constants,
         )
         summed = dA.sum((0, 1)), dB.sum(0).to(self.B.dtype), dC.sum(0).to(self.C.dtype)

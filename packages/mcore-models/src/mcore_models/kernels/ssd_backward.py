@@ -79,88 +79,117 @@ def _of_tiles(first, tiles, stride):
 
 @triton.jit
 @no_type_check
-def _inside(out, scaled, scores, decay, read, written, PRECISION: tl.constexpr):
-    """Gradients by what one head's tokens read of their own chunk: of C, B, x dt and decays."""
-    # Rows read, columns were written.
-    pairs = tl.dot(out, tl.trans(scaled.to(read.dtype)), input_precision=PRECISION) * decay
-    rates = tl.sum(pairs * scores, 1) - tl.sum(pairs * scores, 0)
-    pairs = pairs.to(read.dtype)
-    grad_read = tl.dot(pairs, written, input_precision=PRECISION)
-    grad_written = tl.dot(tl.trans(pairs), read, input_precision=PRECISION)
-    weights = tl.trans((scores * decay).to(read.dtype))
-    grad_scaled = tl.dot(weights, out, input_precision=PRECISION)
-    return grad_read, grad_written, grad_scaled, rates
-
-
-@triton.jit
-@no_type_check
-def _through_states(
-    out, scaled, state, grad_state, read, written, PRECISION: tl.constexpr
+def _of_head(
+    x, x_token, x_row, dy, dt, A, docs, head, row, chunk, length, batch, heads,
+    CHUNK: tl.constexpr, H: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients by what one head reads of the state before, and adds to the one after."""
-    grad_read = tl.dot(out.to(read.dtype), state, input_precision=PRECISION)
-    grad_written = tl.dot(scaled.to(read.dtype), grad_state, input_precision=PRECISION)
-    grad_scaled = tl.dot(written, tl.trans(grad_state), input_precision=PRECISION)
-    rates = tl.sum(grad_read * read.to(tl.float32), 1)
-    kept = tl.sum(grad_written * written.to(tl.float32), 1)
-    return grad_read, grad_written, grad_scaled, rates, kept
+    """Load a head's gradient of outputs and x dt of a chunk, and compute its decays."""
+    step, sums, _, from_before, to_end, mine = decays(
+        dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
+    )
+    decay = inside_chunk(sums, mine, CHUNK, HAS_DOCS)
+    token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)[:, None]
+    at = row * x_row + head * H + tl.arange(0, H)[None, :]
+    entering = tl.load(x + token * x_token + at, mask=token < length, other=0.0)
+    at = (token * batch + row) * heads * H + head * H + tl.arange(0, H)[None, :]
+    out = tl.load(dy + at, mask=token < length, other=0.0)
+    return out, entering.to(tl.float32), step, decay, from_before, to_end
 
 
 @triton.jit(do_not_specialize=["length", "batch", "heads", "groups", "heads_here", "tiles"])
 @no_type_check
 def input_gradients(
     x, x_token, x_row, dt, A, B, B_token, B_row, C, C_token, C_row, D, docs, before, dafter,
-    passed, dy, dx, ddt, dA, dB, dC, dD,
+    passed, dy, dx, ddt, dA, dD,
     length, batch, heads, groups, heads_here, tiles,
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk's inputs, some heads; those of B and C summed over these."""
+    """Gradients of one chunk's x and dt, and of A and D by it; some heads of a group."""
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = token < length
-    channel, number = tl.arange(0, H), tl.arange(0, K)
     written = of_group(B, B_token, B_row, token, row, group, length, K)
     read = of_group(C, C_token, C_row, token, row, group, length, K)
     scores = tl.dot(read, tl.trans(written), input_precision=PRECISION)
-    grad_written = tl.zeros([CHUNK, K], tl.float32)
-    grad_read = tl.zeros([CHUNK, K], tl.float32)
     first_head = group * (heads // groups) + tl.program_id(2) * heads_here
     for number_of_head in range(heads_here):
         head = first_head + number_of_head
-        step, sums, _, from_before, to_end, mine = decays(
-            dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
-        )
-        decay = inside_chunk(sums, mine, CHUNK, HAS_DOCS)
-        at = row * x_row + head * H + channel[None, :]
-        entering = tl.load(x + token[:, None] * x_token + at, mask=inside[:, None], other=0.0)
-        at = (token[:, None] * batch + row) * heads * H + head * H + channel[None, :]
-        out = tl.load(dy + at, mask=inside[:, None], other=0.0)
-        which = (chunk * batch + row) * heads + head
-        own = which.to(tl.int64) * (H * K) + channel[:, None] * K + number[None, :]
-        entering_wide = entering.to(tl.float32)
-        out_wide, scaled = out.to(tl.float32), entering_wide * step[:, None]
-
-        read_here, written_here, grad_scaled, rates = _inside(
-            out, scaled, scores, decay, read, written, PRECISION
-        )
-        read_before, written_after, grad_after, from_state, kept = _through_states(
-            out_wide * from_before[:, None], scaled * to_end[:, None],
-            tl.load(before + own), tl.load(dafter + own), read, written, PRECISION,
+        out, entering, step, decay, from_before, to_end = _of_head(
+            x, x_token, x_row, dy, dt, A, docs, head, row, chunk, length, batch, heads,
+            CHUNK, H, HAS_DOCS,
         )  # fmt: skip
-        grad_read += read_here + read_before
-        grad_written += written_here + written_after
-        grad_scaled += grad_after * to_end[:, None]
-        rates += from_state
+        scaled = entering * step[:, None]
+        # Inside the chunk: rows read, columns were written.
+        weights = scores * decay
+        pairs = tl.dot(out, tl.trans(scaled.to(out.dtype)), input_precision=PRECISION) * weights
+        rates = tl.sum(pairs, 1) - tl.sum(pairs, 0)
+        grad_scaled = tl.dot(tl.trans(weights.to(out.dtype)), out, input_precision=PRECISION)
+
+        # The state before, which the chunk reads, and the one after, to which it adds.
+        which = (chunk * batch + row) * heads + head
+        own = which.to(tl.int64) * (H * K)
+        own += tl.arange(0, H)[:, None] * K + tl.arange(0, K)[None, :]
+        wide = out.to(tl.float32)
+        state = tl.trans(tl.load(before + own))
+        rates += tl.sum(wide * tl.dot(read, state, input_precision=PRECISION), 1) * from_before
+        state = tl.trans(tl.load(dafter + own))
+        grad_after = tl.dot(written, state, input_precision=PRECISION) * to_end[:, None]
+        kept = tl.sum(grad_after * scaled, 1)
+        grad_scaled += grad_after
+
         grad_decay = _decay_gradients(rates, kept)
         grad_decay += _of_tiles(passed + which, tiles, tl.num_programs(0) * batch * heads)
-        grad_step = grad_decay * tl.load(A + head) + tl.sum(grad_scaled * entering_wide, 1)
+        grad_step = grad_decay * tl.load(A + head) + tl.sum(grad_scaled * entering, 1)
         tl.store(ddt + (token * batch + row) * heads + head, grad_step, mask=inside)
         tl.store(dA + which, tl.sum(grad_decay * step, 0))
-        tl.store(dD + which, tl.sum(tl.sum(entering_wide * out_wide, 1), 0))
-        grad_scaled = grad_scaled * step[:, None] + out_wide * tl.load(D + head).to(tl.float32)
+        tl.store(dD + which, tl.sum(tl.sum(entering * wide, 1), 0))
+        grad_scaled = grad_scaled * step[:, None] + wide * tl.load(D + head).to(tl.float32)
+        at = (token[:, None] * batch + row) * heads * H + head * H + tl.arange(0, H)[None, :]
         tl.store(dx + at, grad_scaled.to(dx.dtype.element_ty), mask=inside[:, None])
-    at = ((tl.program_id(2) * length + token[:, None]) * batch + row) * groups + group
-    at = at * K + number[None, :]
-    tl.store(dB + at, grad_written, mask=inside[:, None])
-    tl.store(dC + at, grad_read, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["length", "batch", "heads", "groups", "heads_here"])
+@no_type_check
+def group_gradients(
+    x, x_token, x_row, dt, A, B, B_token, B_row, C, C_token, C_row, docs, before, dafter,
+    dy, dB, dC,
+    length, batch, heads, groups, heads_here,
+    CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one chunk's B and C, some of their numbers, summed over some heads."""
+    chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
+    tiles = K // BLOCK
+    tile, part = tl.program_id(2) % tiles, tl.program_id(2) // tiles
+    token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
+    inside = (token < length)[:, None]
+    number = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at = token[:, None] * B_token + row * B_row + group * K + number
+    written = tl.load(B + at, mask=inside, other=0.0)
+    at = token[:, None] * C_token + row * C_row + group * K + number
+    read = tl.load(C + at, mask=inside, other=0.0)
+    grad_written = tl.zeros([CHUNK, BLOCK], tl.float32)
+    grad_read = tl.zeros([CHUNK, BLOCK], tl.float32)
+    for number_of_head in range(heads_here):
+        head = group * (heads // groups) + part * heads_here + number_of_head
+        out, entering, step, decay, from_before, to_end = _of_head(
+            x, x_token, x_row, dy, dt, A, docs, head, row, chunk, length, batch, heads,
+            CHUNK, H, HAS_DOCS,
+        )  # fmt: skip
+        scaled = entering * step[:, None]
+        pairs = tl.dot(out, tl.trans(scaled.to(out.dtype)), input_precision=PRECISION) * decay
+        pairs = pairs.to(read.dtype)
+        grad_read = tl.dot(pairs, written, grad_read, input_precision=PRECISION)
+        grad_written = tl.dot(tl.trans(pairs), read, grad_written, input_precision=PRECISION)
+        own = ((chunk * batch + row) * heads + head).to(tl.int64) * (H * K)
+        own += tl.arange(0, H)[:, None] * K + number
+        out = (out.to(tl.float32) * from_before[:, None]).to(read.dtype)
+        state = tl.load(before + own)
+        grad_read = tl.dot(out, state, grad_read, input_precision=PRECISION)
+        scaled = (scaled * to_end[:, None]).to(read.dtype)
+        state = tl.load(dafter + own)
+        grad_written = tl.dot(scaled, state, grad_written, input_precision=PRECISION)
+    at = ((part * length + token[:, None]) * batch + row) * groups + group
+    tl.store(dB + at * K + number, grad_written, mask=inside)
+    tl.store(dC + at * K + number, grad_read, mask=inside)
