@@ -7,12 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.sizes import parse_size, size_text
 from mcore_ckpt.terminal import ended_by_sigterm, progress_line
 from mcore_parallel.command_line import parse
 from mcore_parallel.entry_point import run_program
+
+if TYPE_CHECKING:
+    from mcore_ckpt.conversion.conversion import Report
 
 ABOUT = """Look at checkpoints and turn them into other formats.
 
@@ -62,6 +66,7 @@ def convert(
     make_vocab_size_divisible_by: int = 128,
     transformer_impl: str = "transformer_engine",
     dcp_names: str = "mcore",
+    keep_unknown_config_fields: bool = False,
     link: bool = False,
     optimizer: bool = False,
     experts_apart: bool = False,
@@ -85,6 +90,8 @@ def convert(
         make_vocab_size_divisible_by: Megatron's vocabulary is padded to a multiple of this.
         transformer_impl: Megatron's layers that will load it: transformer_engine or local.
         dcp_names: Names in a directory of PyTorch's: mcore, hf or torchtitan.
+        keep_unknown_config_fields: Carry fields of a config.json along that are not known here,
+            instead of refusing them; they must not change what the model computes.
         link: From hf to mcore, write no weights: the checkpoint's index points into the input's
             files, which are linked into it.
         optimizer: Between mcore and megatron, take along the optimizer's state, how far the
@@ -96,9 +103,7 @@ def convert(
             the CPU; what differs, or has no model here, is not kept.
     """
     source, target, was_cut = parse_direction(direction)
-    out = sys.stdout
     if was_cut:
-        out = sys.stderr
         target = explain_redirection(source, target)
     from mcore_ckpt.conversion.conversion import ConvertOptions
     from mcore_ckpt.conversion.conversion import convert as run
@@ -119,6 +124,7 @@ def convert(
         wanted=wanted,
         check=verify,
         optimizer=optimizer,
+        keep_unknown_config_fields=keep_unknown_config_fields,
         link=link,
     )
     logits = None
@@ -137,6 +143,12 @@ def convert(
     report = run(
         source, input, target, output, options, on_progress=progress_line(), logits=logits
     )
+    _print_report(report, was_cut=was_cut)
+    return 0
+
+
+def _print_report(report: "Report", *, was_cut: bool) -> None:
+    out = sys.stderr if was_cut else sys.stdout  # what a shell redirects is a file there
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
     behind = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
     tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
@@ -154,7 +166,6 @@ def convert(
     if report.logits_differ_by is not None:
         differ = f"logits differ by {report.logits_differ_by:.1e} of the largest"
         print(f"mcore against transformers: {differ}", file=out)
-    return 0
 
 
 def inspect(

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.conversion.conversion import ConvertOptions, convert, hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.inspection import check, differences
+from mcore_ckpt.conversion.logit_check import LogitCheck
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import family_of
 from mcore_ckpt.families.common.fields import CARRIED, GENERATION_WORDS
 from mcore_ckpt.save_load.loading import load, read_tensor
@@ -585,11 +587,87 @@ def test_cached_angles_of_old_folders_are_dropped(tmp_path):
     assert hf_to_mcore(tmp_path / "hf", tmp_path / "run").num_tensors == 3 * 9 + 3
 
 
-def test_pickled_weights_are_refused_and_never_opened(tmp_path):
+def test_pickled_weights_are_read_as_data(tmp_path):
     make(tmp_path / "hf", "llama")
-    (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle"):
+    print_ = hf_to_mcore(tmp_path / "hf", tmp_path / "run").fingerprint
+    file = tmp_path / "hf" / "model.safetensors"
+    weights = load_file(file)
+    file.unlink()
+    torch.save(weights, tmp_path / "hf" / "pytorch_model.bin")
+    assert hf_to_mcore(tmp_path / "hf", tmp_path / "one").fingerprint == print_
+
+    (tmp_path / "hf" / "pytorch_model.bin").unlink()
+    names = sorted(weights)
+    files = {
+        name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(names)
+    }
+    for file in set(files.values()):
+        part = {name: weights[name] for name in names if files[name] == file}
+        torch.save(part, tmp_path / "hf" / file)
+    index = tmp_path / "hf" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    report = hf_to_mcore(tmp_path / "hf", tmp_path / "two")
+    assert (report.fingerprint, report.not_carried) == (print_, ())
+    with pytest.raises(ValueError, match="--link needs safetensors"):
+        convert("hf", tmp_path / "hf", "mcore", tmp_path / "no", ConvertOptions(link=True))
+
+    torch.save({**weights, "odd": shutil.rmtree}, tmp_path / "hf" / files[names[0]])
+    with pytest.raises(CheckpointError, match="rmtree"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "three")
+
+
+CLASSES = {
+    "LlamaModel": "llama",
+    "LlamaForSequenceClassification": "llama",
+    "Qwen2ForTokenClassification": "qwen2",
+    "BertForSequenceClassification": "bert",
+    "BertForTokenClassification": "bert",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_model_under_another_head_runs_and_comes_back_with_it(tmp_path, name):
+    kind, values = MODELS[CLASSES[name]]
+    config = getattr(transformers, f"{kind}Config")(**values, num_labels=3)
+    torch.manual_seed(5)
+    getattr(transformers, name)(config).save_pretrained(tmp_path / "hf")
+    logits = LogitCheck(source_format="hf", source=tmp_path / "hf", target_format="mcore")
+    there = convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", logits=logits)
+    assert there.logits_differ_by is not None
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    assert_equal_bitwise(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
+    before, after = (
+        json.loads((tmp_path / folder / "config.json").read_text())
+        for folder in ("hf", "again")
+    )
+    assert after["architectures"] == before["architectures"] == [name]
+    assert after.get("id2label") == before.get("id2label")
+    assert after["tie_word_embeddings"] == before["tie_word_embeddings"]
+
+
+def test_the_context_before_longrope_comes_back_where_nothing_is_stretched(tmp_path):
+    make(tmp_path / "hf", "phi3")
+    file = tmp_path / "hf" / "config.json"
+    stated = json.loads(file.read_text()) | {"original_max_position_embeddings": 17}
+    file.write_text(json.dumps(stated))
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert again["original_max_position_embeddings"] == 17
+
+
+def test_unknown_fields_go_along_by_a_flag(tmp_path):
+    make(tmp_path / "hf", "llama")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"odd_field": [1, 2]}))
+    with pytest.raises(ValueError, match=r"odd_field=\[1, 2\].*--keep-unknown-config-fields"):
         hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    keep = ConvertOptions(keep_unknown_config_fields=True)
+    convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", keep)
+    mcore_to_hf(tmp_path / "run", tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["odd_field"] == [1, 2]
+    with pytest.raises(ValueError, match="no effect without an input of hf"):
+        convert("mcore", tmp_path / "run", "hf", tmp_path / "no", keep)
 
 
 def test_weights_that_are_there_twice_are_refused(tmp_path):

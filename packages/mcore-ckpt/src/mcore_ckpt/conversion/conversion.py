@@ -91,8 +91,21 @@ class ConvertOptions:
     """Read the result back and compare."""
     optimizer: bool = False
     """Take the optimizer's state and the run's progress along; ``mcore`` and ``megatron``."""
+    keep_unknown_config_fields: bool = False
+    """Carry fields of a Hugging Face config.json along that no family here reads."""
     link: bool = False
     """Write no weights: the step's index points into the input's files; ``hf`` to ``mcore``."""
+
+    @property
+    def reading(self) -> ReadOptions:
+        """What is said about the input."""
+        return ReadOptions(
+            dtype=DTYPE_WORDS.get(self.dtype, ""),
+            config=self.config,
+            vocab_size=self.vocab_size,
+            keep_unknown=self.keep_unknown_config_fields,
+            optimizer=self.optimizer,
+        )
 
     def __post_init__(self) -> None:
         """Check what this object alone decides.
@@ -146,8 +159,6 @@ def convert(
     """
     options = options or ConvertOptions()
     _check_formats(source_format, source, target_format, output, options)
-    dtype = DTYPE_WORDS.get(options.dtype, "")
-    read_options = ReadOptions(dtype, options.config, options.vocab_size, options.optimizer)
     output = as_path(output)
     options.wanted.check(target_format)
     check_place(output, as_path(source))
@@ -162,7 +173,10 @@ def convert(
         check_room(output, sum(item.num_bytes for item in items))
         return with_progress([read_ahead(item, reading) for item in items], on_progress)
 
-    with opened(source_format, source, read_options) as found, ThreadPoolExecutor(1) as reading:
+    with (
+        opened(source_format, source, options.reading) as found,
+        ThreadPoolExecutor(1) as reading,
+    ):
         _check_config(found, source, options.config)
         _check_tokens(found, options.vocab_size)
         if logits is not None:
@@ -308,6 +322,8 @@ def _check_formats(
             )
     if options.link and (source_format, target_format) != ("hf", "mcore"):
         raise ValueError("--link goes from hf to mcore: other formats have other files.")
+    if options.keep_unknown_config_fields and source_format != "hf":
+        raise ValueError("--keep-unknown-config-fields has no effect without an input of hf.")
     if options.link and is_store(as_path(output)):
         raise ValueError(f"--link needs an --output on the disk of the input, not {output}.")
     places = ((source_format, as_path(source)), (target_format, as_path(output)))

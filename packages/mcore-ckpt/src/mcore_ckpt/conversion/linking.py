@@ -46,7 +46,10 @@ def link_step(
             "interleaved or quantized there: leave it out."
         )
     files = {}
-    for name in sorted({chunk.file for entry in entries.values() for chunk in entry.chunks}):
+    used = sorted({chunk.file for entry in entries.values() for chunk in entry.chunks})
+    if pickles := [name for name in used if not name.endswith(".safetensors")]:
+        raise ValueError(f"--link needs safetensors, not {pickles[0]}: leave it out.")
+    for name in used:
         there = (source / name).resolve()
         try:
             os.link(there, folder / name)

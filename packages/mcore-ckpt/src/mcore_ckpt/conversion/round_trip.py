@@ -107,7 +107,9 @@ def proven(
     """
     has_state = source.state is not None
     size = source.description["vocab_size"] if form == "megatron" else 0
-    with opened(form, folder, ReadOptions(vocab_size=size, optimizer=has_state)) as again:
+    # What was carried along unread is there again.
+    options = ReadOptions(vocab_size=size, optimizer=has_state, keep_unknown=form == "hf")
+    with opened(form, folder, options) as again:
         prove(source, again.ours, on_progress)
         if source.state is not None and again.state is not None:
             for kind, part in source.state.parts.items():

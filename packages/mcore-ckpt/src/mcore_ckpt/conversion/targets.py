@@ -12,6 +12,7 @@ from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
+from mcore_ckpt.formats.model_heads import put_head_on
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import EXTRA, PREFIX
 from mcore_ckpt.mapping.optimizer_state import native_name
@@ -110,6 +111,13 @@ def write_hf(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: 
         ) from None
     items = watch(stacked_items(_items(family.table(source.description), source)))
     config |= _dtype_fields(items)
+    if head := source.hf.get("head"):
+        if model_type != source.hf["model_type"]:
+            raise ValueError(
+                f"--model-type {model_type} has no place for the head of "
+                f"{head['architecture']}: leave it out."
+            )
+        config, items = put_head_on(head, config, items)
     write_hf_folder(folder, config, items, wanted.max_shard_bytes)
     for name, content in hf_small_files(source).items():
         _write_small(folder / name, content)

@@ -5,7 +5,7 @@ config`` and ``table(description) -> Table``; where config.json may promise more
 has, or less, also ``as_stored(description, names) -> description``; where published folders
 spell names in another way, ``renames(names) -> {name there: name in the table}``; where the
 model is no GPT of ours, ``shapes(description)``; where the class is not named like the type,
-``ARCHITECTURE``. A description is what our
+``ARCHITECTURE``; fields that only go along, ``CARRIES``. A description is what our
 checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with
 the fields of mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have
 their defaults. Families whose model does not run here yet have a name of their own in
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from mcore_ckpt.families.common.fields import UnknownFieldsError
 from mcore_ckpt.mapping.rules import Table
 from mcore_ckpt.storage.index import TensorEntry
 
@@ -120,6 +121,19 @@ def stored_model(
     if hasattr(family, "as_stored"):
         description = family.as_stored(description, named.keys())
     return description, named
+
+
+def unknown_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that its family does not read.
+
+    Raises:
+        ValueError: if the family cannot say the model for another reason.
+    """
+    try:
+        family_of(config.get("model_type", "")).to_ours(config)
+    except UnknownFieldsError as error:
+        return {name: config[name] for name in error.names if name in config}
+    return {}
 
 
 def check_architectures(config: Mapping[str, Any]) -> None:

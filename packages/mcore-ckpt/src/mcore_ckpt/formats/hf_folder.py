@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.storage.files import Item, write_file
 from mcore_ckpt.storage.headers import read_header
-from mcore_ckpt.storage.index import TensorEntry
+from mcore_ckpt.storage.index import Chunk, TensorEntry
 from mcore_ckpt.storage.paths import write_durably
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_PICKLE_INDEX = "pytorch_model.bin.index.json"
+_PICKLE = "pytorch_model.bin"
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
@@ -49,10 +52,10 @@ class HFFolder:
 
 
 def read_hf_folder(path: str | Path) -> HFFolder:
-    """Read config.json and the headers of the weight files.
+    """Read config.json and the headers of the weight files; of pickles what they say, as data.
 
     Raises:
-        ValueError: if it is no such folder, its weights are pickles, or are there twice.
+        ValueError: if it is no such folder, or its weights are there twice.
         CheckpointError: if files are damaged or contradict the folder's index.
     """
     path = Path(path)
@@ -68,7 +71,7 @@ def read_hf_folder(path: str | Path) -> HFFolder:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / 'config.json'} is damaged: it holds no object")
     if (path / _INDEX).is_file():
-        tensors = _read_sharded(path)
+        tensors = _read_sharded(path, _INDEX)
         files = {chunk.file for entry in tensors.values() for chunk in entry.chunks}
         if (path / _SINGLE).is_file() and _SINGLE not in files:
             raise ValueError(
@@ -78,32 +81,46 @@ def read_hf_folder(path: str | Path) -> HFFolder:
         return HFFolder(path, config, tensors)
     if (path / _SINGLE).is_file():
         return HFFolder(path, config, read_header(path / _SINGLE))
-    pickles = sorted(file.name for file in path.glob("*.bin"))
-    hint = (
-        f" {pickles[0]} is a pickle, which is never opened: save it as safetensors first "
-        "(save_pretrained does)."
-        if pickles
-        else ""
+    if (path / _PICKLE_INDEX).is_file():
+        return HFFolder(path, config, _read_sharded(path, _PICKLE_INDEX))
+    if (path / _PICKLE).is_file():
+        return HFFolder(path, config, _read_pickle(path / _PICKLE))
+    raise ValueError(
+        f"{path} has neither {_SINGLE} nor {_INDEX}, nor {_PICKLE} or {_PICKLE_INDEX}."
     )
-    raise ValueError(f"{path} has neither {_SINGLE} nor {_INDEX}.{hint}")
 
 
-def _read_sharded(path: Path) -> dict[str, TensorEntry]:
+def _read_pickle(path: Path) -> dict[str, TensorEntry]:
+    """Read where the tensors of torch.save stand; nothing in the file is executed."""
+    found = read_torch_file(path)
+    if not isinstance(found, dict) or not all(
+        isinstance(value, FileTensor) for value in found.values()
+    ):
+        raise CheckpointError(f"{path} is no table of tensors, as transformers saves it.")
+    entries = {}
+    for name, tensor in found.items():
+        chunk = Chunk(path.name, tensor.offset, (0,) * len(tensor.shape), tensor.shape)
+        entries[str(name)] = TensorEntry(tensor.shape, tensor.dtype, (chunk,))
+    return entries
+
+
+def _read_sharded(path: Path, index: str) -> dict[str, TensorEntry]:
+    read = read_header if index == _INDEX else _read_pickle
     try:
-        places: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
+        places: dict[str, str] = json.loads((path / index).read_text())["weight_map"]
     except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path / _INDEX} is damaged: {error!r}") from None
+        raise CheckpointError(f"{path / index} is damaged: {error!r}") from None
     tensors: dict[str, TensorEntry] = {}
     for file in sorted(set(places.values())):
         if not (path / file).is_file():
-            raise CheckpointError(f"{path / file} is missing: {_INDEX} names it.")
-        for name, entry in read_header(path / file).items():
+            raise CheckpointError(f"{path / file} is missing: {index} names it.")
+        for name, entry in read(path / file).items():
             if places.get(name) == file:
                 tensors[name] = entry
     absent = sorted(places.keys() - tensors.keys())
     if absent:
         raise CheckpointError(
-            f"{places[absent[0]]} does not hold {absent[0]}, as {_INDEX} says."
+            f"{places[absent[0]]} does not hold {absent[0]}, as {index} says."
         )
     return tensors
 
@@ -182,10 +199,11 @@ def not_carried(path: Path) -> tuple[str, ...]:
     """List the files and folders of a Hugging Face folder that no conversion takes along."""
     known = {*TOKENIZER_FILES, *COMPANIONS, _TEMPLATES, GENERATION, "config.json", _INDEX}
     known |= {name.partition("/")[0] for name in COMPANIONS}
+    has_safetensors = any(path.glob("*.safetensors"))
+    weights = ".safetensors" if has_safetensors else ".bin"
+    known |= set() if has_safetensors else {_PICKLE_INDEX}
     return tuple(
         entry.name
         for entry in sorted(path.iterdir())
-        if not (
-            entry.name in known or entry.name.startswith(".") or entry.suffix == ".safetensors"
-        )
+        if not (entry.name in known or entry.name.startswith(".") or entry.suffix == weights)
     )

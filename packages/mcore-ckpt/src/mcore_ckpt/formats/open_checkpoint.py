@@ -1,9 +1,12 @@
 """A checkpoint that is open: which model it is, and its tensors as rows."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.families import family_of
 from mcore_ckpt.mapping.optimizer_state import OptimizerState
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.rules import Link
@@ -19,6 +22,8 @@ class ReadOptions:
     """config.json, or folder with one, of the model; or JSON of one of our descriptions."""
     vocab_size: int = 0
     """Rows of vocabulary to keep; beyond the input's, rows of zeros. 0: as in the input."""
+    keep_unknown: bool = False
+    """Carry fields of a config.json along that no family reads, instead of refusing them."""
     optimizer: bool = False
     """Whether the optimizer's state, and how far the run is, are wanted too."""
 
@@ -51,3 +56,26 @@ class OpenCheckpoint:
     """How the folder stores its matrices, which are widened on the way; empty: as they are."""
     took_config: bool = False
     """Whether the model is the one that ``ReadOptions.config`` names: the input did not say."""
+
+
+def description_in(config: str) -> dict[str, Any]:
+    """Read a description out of what ``--config`` names; empty if nothing is named.
+
+    Raises:
+        ValueError: if it names no model.
+    """
+    if not config:
+        return {}
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"--config {config}: there is no {path}.") from None
+    except ValueError as error:
+        raise ValueError(f"--config {config} is no JSON: {error}") from None
+    if "model_type" in found:
+        return family_of(found["model_type"]).to_ours(found)
+    if "family" in found and "config" in found:
+        return found
+    raise ValueError(f"--config {config} has neither model_type nor family: it names no model.")

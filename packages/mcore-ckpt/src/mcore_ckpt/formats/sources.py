@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.families import family_of, stored_model, table_for
+from mcore_ckpt.families import family_of, stored_model, table_for, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
 from mcore_ckpt.families.common.shape_check import check_shapes
 from mcore_ckpt.formats import torchtitan
@@ -19,7 +19,12 @@ from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_file
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.legacy import is_legacy, read_legacy_folder
 from mcore_ckpt.formats.megatron.optimizer import read_megatron
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint, ReadOptions
+from mcore_ckpt.formats.model_heads import take_head_off, with_tensors
+from mcore_ckpt.formats.open_checkpoint import (
+    OpenCheckpoint,
+    ReadOptions,
+    description_in,
+)
 from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 from mcore_ckpt.formats.quantization import quantization_name, take_quantization
 from mcore_ckpt.formats.safe_pickle import Record
@@ -93,13 +98,19 @@ def _open_hf(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
     quantization = quantization_name(config, folder.path)
     dequantized = take_quantization(config, folder.path)
     model_type = config.get("model_type", "")
-    description, tensors = stored_model(config, folder.tensors)
+    bare = take_head_off(config, folder.tensors)
+    kept = unknown_fields(bare.config) if options.keep_unknown else {}
+    known = {name: value for name, value in bare.config.items() if name not in kept}
+    description, tensors = stored_model(known, bare.tensors)
     table = family_of(model_type).table(description)
     tensors = unstacked(tensors, expand(table))
     tokenizer, generation = small_files(folder.path)
-    carried = {name: config[name] for name in CARRIED if name in config}
-    hf = {"model_type": model_type, "config": carried}
+    words = (*CARRIED, *getattr(family_of(model_type), "CARRIES", ()))
+    carried = {name: config[name] for name in words if name in config}
+    hf: dict[str, Any] = {"model_type": model_type, "config": carried | kept}
     with Reader(folder.path) as reader:
+        if bare.said:
+            hf["head"] = with_tensors(bare.said, Source(reader, bare.head))
         theirs = dequantized(Source(reader, tensors))
         small: dict[str, Any] = {"tokenizer": tokenizer, "generation": generation}
         small["not_carried"] = not_carried(folder.path)
@@ -175,7 +186,7 @@ def _open_dcp(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
             f"{path} does not say which model it holds: give --config with the config.json of "
             "the model, or a folder that has one."
         )
-    description = extra["model"] if extra else _description_in(options.config)
+    description = extra["model"] if extra else description_in(options.config)
     table, prefix = _dialect(folder, description)
     links = expand(table)
     listed = {
@@ -213,7 +224,7 @@ def _open_megatron(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]
                 f"{step} is in Megatron's old form, whose optimizer state has no names: leave "
                 "--optimizer out to convert the weights."
             )
-        legacy = read_legacy_folder(step, options.vocab_size, _description_in(options.config))
+        legacy = read_legacy_folder(step, options.vocab_size, description_in(options.config))
         with Reader(step) as reader:
             theirs = Source(reader, legacy.tensors)
             more = {"took_config": bool(options.config)}
@@ -262,7 +273,7 @@ def _megatron_description(
     step: Path, common: Mapping[str, Any], padded: int, options: ReadOptions
 ) -> dict[str, Any]:
     if options.config:
-        return _description_in(options.config)
+        return description_in(options.config)
     arguments = common.get("args")
     if not isinstance(arguments, Record):
         raise ValueError(
@@ -313,25 +324,6 @@ def _described(
 
 def _cast(theirs: Rows, options: ReadOptions) -> Rows:
     return Cast(theirs, options.dtype) if options.dtype else theirs
-
-
-def _description_in(config: str) -> dict[str, Any]:
-    """Read a description out of what ``--config`` names; empty if nothing is named."""
-    if not config:
-        return {}
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"--config {config}: there is no {path}.") from None
-    except ValueError as error:
-        raise ValueError(f"--config {config} is no JSON: {error}") from None
-    if "model_type" in found:
-        return family_of(found["model_type"]).to_ours(found)
-    if "family" in found and "config" in found:
-        return found
-    raise ValueError(f"--config {config} has neither model_type nor family: it names no model.")
 
 
 def _our_extra(folder: DcpFolder) -> dict[str, Any] | None:

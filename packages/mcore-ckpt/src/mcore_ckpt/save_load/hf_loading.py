@@ -36,7 +36,7 @@ def opened_hf(folder: Path) -> Iterator[tuple[Index, Reader]]:
         folder: with config.json and safetensors files.
 
     Raises:
-        ValueError: if it holds a model that no family here can say, or pickles.
+        ValueError: if it holds a model that no family here can say.
         CheckpointError: if files are damaged or contradict each other.
     """
     if is_peft_folder(folder):

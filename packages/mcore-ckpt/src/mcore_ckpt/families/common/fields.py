@@ -201,6 +201,23 @@ DEFAULTS: dict[str, Any] = {
 """TransformerConfig's defaults; a test holds them equal to mcore-models'."""
 
 
+class UnknownFieldsError(ValueError):
+    """A config.json has fields that no family here reads.
+
+    Attributes:
+        names: of the fields.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        """Name the fields with their values."""
+        self.names = tuple(sorted(fields))
+        listed = ", ".join(f"{name}={fields[name]!r}" for name in self.names)
+        super().__init__(
+            f"config.json has fields that mcore does not know: {listed}. If they do not change "
+            "what the model computes, --keep-unknown-config-fields carries them along."
+        )
+
+
 class Fields:
     """A config.json that is read field by field and must be used up."""
 
@@ -262,15 +279,11 @@ class Fields:
         """Refuse fields that were not read.
 
         Raises:
-            ValueError: naming them.
+            UnknownFieldsError: naming them.
         """
         # False, null, 0 and empty lists switch off features that we do not have.
-        unknown = sorted(name for name, value in self._left.items() if value)
-        if unknown:
-            raise ValueError(
-                "config.json has fields that mcore does not know: "
-                + ", ".join(f"{name}={self._left[name]!r}" for name in unknown)
-            )
+        if unknown := {name: value for name, value in self._left.items() if value}:
+            raise UnknownFieldsError(unknown)
 
     def described(
         self, config: dict[str, Any], moe: dict[str, Any] | None = None, family: str = "gpt"

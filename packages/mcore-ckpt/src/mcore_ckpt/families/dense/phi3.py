@@ -17,6 +17,9 @@ from mcore_ckpt.families.dense.mistral import read_window, write_window
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import head_dim, num_kv_heads
 
+CARRIES = ("original_max_position_embeddings",)
+"""Says something with LongRoPE alone, and is there without it."""
+
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as a description.
@@ -56,11 +59,10 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     if theirs.pop("head_dim") != own:
         raise ValueError(f"it cannot say --kv-channels: only {own}, hidden size / heads")
     # The short context stands outside of the rotary tables too.
-    context = theirs["max_position_embeddings"]
     if setting(description, "rope_type") in ("longrope", "yarn"):
         require(description, rope_type="longrope")
         context = setting(description, "original_max_position_embeddings")
-    theirs["original_max_position_embeddings"] = context
+        theirs["original_max_position_embeddings"] = context
     theirs |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False}
     return {"model_type": "phi3", **theirs, **write_window(description)}
 

@@ -109,7 +109,7 @@ def read(
 
 
 def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Add heads that a folder holds beyond its class: the published ones name a smaller one."""
+    """Name the heads that a folder holds: more than its class, or no pooler under another."""
     at = "bert." if any(name.startswith("bert.") for name in names) else ""
     marks = {
         "pooler": f"{at}pooler.dense.weight",
@@ -117,7 +117,8 @@ def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, 
         "binary": "cls.seq_relationship.weight",
     }
     config = description["config"]
-    heads = [n for n, mark in marks.items() if n in config["bert_heads"] or mark in names]
+    said = [n for n in config["bert_heads"] if config["bert_heads"] != ["pooler"]]
+    heads = [n for n, mark in marks.items() if n in said or mark in names]
     return {**description, "config": {**config, "bert_heads": heads}}
 
 

@@ -1,0 +1,108 @@
+"""Hugging Face models with another head than that of next tokens: classes, or none at all.
+
+The model under it is one that we know. A head's few tensors go along as they are, in what a
+checkpoint says of its origin (``hf``), and come back with it; nothing here computes them. A
+model without a head is read as one whose embeddings are its head.
+"""
+
+import base64
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.storage.files import Item, memory
+from mcore_ckpt.storage.index import TensorEntry
+
+_CLASS = re.compile(r"(?P<stem>\w+?)(?P<kind>Model|For(Sequence|Token)Classification)")
+_TENSOR = re.compile(r"(score|classifier)\.(weight|bias)")
+_LABELS = ("id2label", "label2id", "problem_type", "num_labels", "classifier_dropout")
+_MAX_BYTES = 1 << 24
+_BERTS = ("bert", "megatron-bert")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class BareModel:
+    """A folder's model without its head."""
+
+    config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    """Of the model, named as under a head of next tokens."""
+    head: dict[str, TensorEntry]
+    """Tensors of the head."""
+    said: dict[str, Any]
+    """What is needed to put it back; empty: nothing was taken off."""
+
+
+def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> BareModel:
+    """Look at which class a folder is of; classes that families know stay as they are."""
+    whole = BareModel(dict(config), dict(tensors), {}, {})
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
+    found = _CLASS.fullmatch(architecture)
+    model_type = config.get("model_type", "")
+    if found is None or model_type == "t5" or "lm_head.weight" in tensors:
+        return whole
+    stem, has_classes = found["stem"], found["kind"] != "Model"
+    if model_type in _BERTS and not has_classes:
+        return whole
+    head = {name: entry for name, entry in tensors.items() if _TENSOR.fullmatch(name)}
+    left = {name: entry for name, entry in tensors.items() if name not in head}
+    kept = {name: config[name] for name in _LABELS if name in config}
+    said: dict[str, Any] = {"architecture": architecture, "config": kept}
+    bare = {name: value for name, value in config.items() if name not in kept}
+    if model_type in _BERTS:
+        left = {name.removeprefix("bert."): entry for name, entry in left.items()}
+        return BareModel({**bare, "architectures": [f"{stem}Model"]}, left, head, said)
+    if not has_classes:
+        if "embed_tokens.weight" not in left:
+            return whole
+        left = {f"model.{name}": entry for name, entry in left.items()}
+        said["prefix"] = "model."
+    said["config"]["tie_word_embeddings"] = config.get("tie_word_embeddings")
+    bare |= {"architectures": [f"{stem}ForCausalLM"], "tie_word_embeddings": True}
+    return BareModel(bare, left, head, said)
+
+
+def with_tensors(said: Mapping[str, Any], head: Rows) -> dict[str, Any]:
+    """Add a head's tensors to what is said of it.
+
+    Raises:
+        ValueError: if they are too large to go along, or of another dtype.
+    """
+    found = {}
+    for name, entry in head.entries.items():
+        if entry.num_bytes > _MAX_BYTES or entry.dtype not in _DTYPES:
+            raise ValueError(
+                f"{said['architecture']} has {name} of {entry.num_bytes} bytes, {entry.dtype}: "
+                f"heads go along in {', '.join(_DTYPES)} up to {_MAX_BYTES} bytes."
+            )
+        rows = head.rows(name, 0, entry.shape[0])
+        data = base64.b64encode(memory(rows.contiguous())).decode()
+        found[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data": data}
+    return {**said, "tensors": found}
+
+
+def put_head_on(
+    said: Mapping[str, Any], config: dict[str, Any], items: list[Item]
+) -> tuple[dict[str, Any], list[Item]]:
+    """Return the config.json and tensors of a folder with its head."""
+    config = {**config, "architectures": [said["architecture"]], **said["config"]}
+    for name, value in said["config"].items():
+        if value is None:
+            del config[name]
+    if config["model_type"] in _BERTS:
+        items = [replace(item, name=f"bert.{item.name}") for item in items]
+    prefix = said.get("prefix", "")
+    items = [replace(item, name=item.name.removeprefix(prefix)) for item in items]
+    return config, [*items, *(_item(name, row) for name, row in said["tensors"].items())]
+
+
+def _item(name: str, row: Mapping[str, Any]) -> Item:
+    data = bytearray(base64.b64decode(row["data"]))
+    tensor = torch.frombuffer(data, dtype=_DTYPES[row["dtype"]]).view(row["shape"])
+    return Item(name, row["dtype"], tuple(row["shape"]), lambda: [tensor])
