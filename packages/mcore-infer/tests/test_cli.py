@@ -1,4 +1,5 @@
 import io
+import re
 import signal
 import subprocess
 import sys
@@ -44,9 +45,28 @@ def test_generate_reads_a_hugging_face_folder_and_gives_samples(run_folder, tmp_
     assert samples[0] != samples[1]
 
 
-def test_generate_writes_without_an_engine_where_there_is_recurrent_state(
-    hybrid_folder, capsys
-):
+def test_generate_proposes_holds_and_searches(run_folder, tmp_path, capsys):
+    def text(*options):
+        words = ["--load", str(run_folder), "--prompt", "In the", "--num-tokens", "20"]
+        assert main(["generate", *words, "--seed", "5", *options]) == 0
+        return capsys.readouterr().out.removeprefix("In the").removesuffix("\n")
+
+    plain = text()
+    proposing = ("--num-speculative-tokens", "2", "--speculative-drafts")
+    assert text(*proposing, "ngram") == plain
+    assert text(*proposing, "model", "--draft-load", str(run_folder)) == plain
+    assert re.fullmatch("[ab]{3}", text("--regex", "[ab]{3}"))
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", "no"]}')
+    assert text("--json-schema", f"@{schema}") in ('"yes"', '"no"')
+    beams = ("--beam-width", "2", "--num-tokens", "3")
+    assert text(*beams) == text(*beams, "--inference-max-requests", "1") != plain
+    words = ["generate", "--load", str(run_folder), "--regex", "a", "--json-schema", "{}"]
+    assert main(words) == 2
+    assert "exclude each other" in capsys.readouterr().err
+
+
+def test_generate_writes_on_an_engine_where_there_is_recurrent_state(hybrid_folder, capsys):
     words = ["generate", "--load", str(hybrid_folder), "--prompt", "In", "And so"]
     assert main([*words, "--num-tokens", "4", "--seed", "5"]) == 0
     loaded = load_model(hybrid_folder, ParallelContext.single())

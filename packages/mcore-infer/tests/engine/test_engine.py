@@ -1,5 +1,7 @@
 """The engine against writing one prompt alone, read anew for every token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -271,13 +273,21 @@ def test_pages_come_from_memory_and_no_more_than_requests_can_use(model):
         build_engine(model, InferenceConfig(**fields))
 
 
-def write_on_ranks(folder):
+def write_on_ranks(folder, hybrid_folder):
+    """Plain, with proposals, and with a recurrent state."""
     ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
-    model = load_model(folder, ctx).model
-    return [(r.ids, r.log_probs) for r in written(Engine(model, CONFIGS["too few pages"]))]
+    model, config = load_model(folder, ctx).model, CONFIGS["too few pages"]
+    engines = [
+        Engine(model, config),
+        Engine(model, replace(config, num_speculative_tokens=2)),
+        Engine(load_model(hybrid_folder, ctx).model, config),
+    ]
+    return [[result.ids for result in written(engine)] for engine in engines]
 
 
-def test_tensor_ranks_write_the_same(model, run_folder):
+def test_tensor_ranks_write_the_same(model, run_folder, hybrid_folder):
     expected = [r.ids for r in alone(model)]
-    for results in run_ranks(write_on_ranks, 2, run_folder):
-        assert [ids for ids, _ in results] == expected
+    hybrid = load_model(hybrid_folder, ParallelContext.single()).model
+    recurrent = [r.ids for r in alone(hybrid)]
+    for texts in run_ranks(write_on_ranks, 2, run_folder, hybrid_folder):
+        assert texts == [expected, expected, recurrent]

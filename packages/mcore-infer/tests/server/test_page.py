@@ -22,7 +22,7 @@ def browser():
 def test_the_page_writes_chats_stops_and_says_what_is_wrong(browser, client, long_model):
     page = browser.new_page()
     faults = []
-    page.on("pageerror", faults.append)
+    page.on("pageerror", lambda error: faults.append(str(error)))
     page.goto(f"http://127.0.0.1:{client.port}/")
 
     def write(prompt, tokens=8, temperature="0"):
