@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_data.datasets.bert import BertIds, replace_hidden, trim_pair
+from mcore_data.datasets.bert import BERTDataset, BertIds, replace_hidden, trim_pair
 from mcore_data.datasets.masking import MaskingOptions, choose_spans, word_continuations
-from mcore_data.datasets.mock import MockBERTDataset
+from mcore_data.datasets.mock import MockSentences, mock_bert_ids
 from mcore_data.datasets.sentence_map import SentenceMapSpec, build_sentence_map, target_lengths
 from mcore_data.tokenizers.building import load_tokenizer
 
@@ -66,8 +66,8 @@ def restore(sample):
 
 
 def test_a_sample_is_two_parts_of_one_document_with_tokens_hidden():
-    dataset = MockBERTDataset(96, vocab_size=900, num_samples=200)
-    assert len(dataset) == 200
+    options = {"sequence_length": 96, "seed": 1234, "num_samples": 200}
+    dataset = BERTDataset(MockSentences(4, 900), mock_bert_ids(900), **options)
     swapped = 0
     for k in range(200):
         sample = dataset[k]

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_data.datasets.mock import MockDocuments, MockPackedDataset
+from mcore_data.datasets.mock import MockDocuments
 from mcore_data.datasets.packing import PackedDataset, cut_texts, pack
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
@@ -105,7 +105,8 @@ def test_every_epoch_has_every_label_once_in_another_order(stored):
 
 
 def test_places_are_the_rows_that_hold_a_text():
-    dataset = MockPackedDataset(64, num_samples=700)
+    texts = MockDocuments(50_000, num_documents=1_000, max_length=64)
+    dataset = PackedDataset(texts, sequence_length=64, seed=1234, num_samples=700)
     for sequence in (0, 17, 500):
         inside = [k for k in range(700) if any(s == sequence for s, _, _ in dataset.sources(k))]
         assert sorted(dataset.places(sequence)) == inside

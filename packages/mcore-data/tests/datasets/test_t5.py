@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from mcore_data.datasets.mock import MockT5Dataset
-from mcore_data.datasets.t5 import T5Ids, cut_spans
+from mcore_data.datasets.mock import MockSentences, mock_t5_ids
+from mcore_data.datasets.t5 import T5Dataset, T5Ids, cut_spans
 from mcore_data.tokenizers.building import load_tokenizer
 
 
@@ -26,10 +26,17 @@ def test_spans_are_cut_out_and_written_after_their_sentinels():
     assert written == [90, 1, 2, 91, 3, 92, 8, 9]
 
 
+def mock(sequence_length, decoder_sequence_length, vocab_size):
+    return T5Dataset(
+        MockSentences(3, vocab_size - 100), mock_t5_ids(vocab_size),
+        sequence_length=sequence_length, decoder_sequence_length=decoder_sequence_length,
+        seed=1234, num_samples=150,
+    )  # fmt: skip
+
+
 def test_a_sample_makes_its_text_again():
-    dataset = MockT5Dataset(128, 64, vocab_size=1000, num_samples=150)
+    dataset = mock(128, 64, 1000)
     sentinels = list(range(900, 1000))
-    assert len(dataset) == 150
     for k in range(150):
         sample = dataset[k]
         encoder = sample["text_enc"][sample["enc_mask"] == 1].tolist()
@@ -54,7 +61,7 @@ def test_a_sample_makes_its_text_again():
 
 def test_a_decoder_that_may_not_hold_the_spans_is_refused():
     with pytest.raises(ValueError, match="raise --decoder-seq-length to 153"):
-        MockT5Dataset(512, 128)
+        mock(512, 128, 32_000)
 
 
 def test_ids_need_sentinels_a_beginning_and_an_end(tmp_path):

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.datasets.bert import BERTDataset, BertIds
+from mcore_data.datasets.bert import BertIds
 from mcore_data.datasets.gpt import GPTDataset
-from mcore_data.datasets.packing import PackedDataset
-from mcore_data.datasets.t5 import T5Dataset, T5Ids
+from mcore_data.datasets.t5 import T5Ids
 
 _RECKONED_TOKENS = 1_024
 
@@ -143,98 +142,3 @@ def mock_t5_ids(vocab_size: int) -> T5Ids:
         )
     sentinels = tuple(range(vocab_size - 100, vocab_size))
     return T5Ids(bos=1, eos=2, pad=0, sentinels=sentinels)
-
-
-class MockBERTDataset(BERTDataset):
-    """Samples of ``MockSentences``; 0 pads, 1 is [CLS], 2 [SEP] and 3 [MASK].
-
-    Args:
-        sequence_length: S, tokens in a sample.
-        vocab_size: ids run from 0 to vocab_size - 1.
-        num_samples: ``len`` of the dataset.
-        seed: of everything drawn.
-        **options: further options of ``BERTDataset``.
-    """
-
-    def __init__(
-        self,
-        sequence_length: int = 512,
-        vocab_size: int = 30_000,
-        *,
-        num_samples: int = 1_000,
-        seed: int = 1234,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            MockSentences(4, vocab_size),
-            mock_bert_ids(vocab_size),
-            sequence_length=sequence_length,
-            seed=seed,
-            num_samples=num_samples,
-            **options,
-        )
-        self.map = self.map[:num_samples]
-
-
-class MockT5Dataset(T5Dataset):
-    """Samples of ``MockSentences``; 0 pads, 1 begins, 2 ends, the last 100 are sentinels.
-
-    Args:
-        sequence_length: S, tokens of the encoder.
-        decoder_sequence_length: tokens of the decoder.
-        vocab_size: ids run from 0 to vocab_size - 1.
-        num_samples: ``len`` of the dataset.
-        seed: of everything drawn.
-        **options: further options of ``T5Dataset``.
-    """
-
-    def __init__(
-        self,
-        sequence_length: int = 512,
-        decoder_sequence_length: int = 256,
-        vocab_size: int = 32_000,
-        *,
-        num_samples: int = 1_000,
-        seed: int = 1234,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            MockSentences(3, vocab_size - 100),
-            mock_t5_ids(vocab_size),
-            sequence_length=sequence_length,
-            decoder_sequence_length=decoder_sequence_length,
-            seed=seed,
-            num_samples=num_samples,
-            **options,
-        )
-        self.map = self.map[:num_samples]
-
-
-class MockPackedDataset(PackedDataset):
-    """``MockDocuments`` packed whole into rows.
-
-    Args:
-        sequence_length: S, tokens in a row.
-        vocab_size: ids run from 0 to vocab_size - 1; the last one ends documents.
-        num_samples: ``len`` of the dataset.
-        seed: of the order.
-        **options: further options of ``PackedDataset``.
-    """
-
-    def __init__(
-        self,
-        sequence_length: int = 512,
-        vocab_size: int = 50_000,
-        *,
-        num_samples: int = 1_000,
-        seed: int = 1234,
-        **options: Any,
-    ) -> None:
-        texts = MockDocuments(vocab_size, num_documents=1_000, max_length=sequence_length)
-        super().__init__(
-            texts,
-            sequence_length=sequence_length,
-            seed=seed,
-            num_samples=num_samples,
-            **options,
-        )
