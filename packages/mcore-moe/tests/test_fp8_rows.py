@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from mcore_moe import sequential_linear
+from mcore_moe import MoEConfig, Routing, build_dispatcher, sequential_linear
 from mcore_moe.fp8_rows import cast_rows, fp8_linear, packed, unpacked
 from mcore_moe.permutation import offsets_of
 from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.mesh import SINGLE
 from mcore_parallel.precision.fp8 import WeightCasts
 
 BOUND = (
@@ -58,6 +59,10 @@ def test_rows_travel_with_their_scales_and_what_is_not_finite_stays_so():
     assert torch.equal(y[1], x[1])
     assert y[2].isnan().all()
     torch.testing.assert_close(y[4], y[0] * 2**20)
+    config = MoEConfig(num_experts=2, moe_dispatch_dtype="fp8")
+    routing = Routing(torch.zeros(6, 1, dtype=torch.int64), torch.ones(6, 1))
+    sent = build_dispatcher(config, SINGLE, SINGLE).dispatch(x, routing)
+    torch.testing.assert_close(sent.x, y, rtol=0, atol=0, equal_nan=True)
     finite = torch.tensor([0, 1, 3, 4, 5])
     tops = x[finite].abs().amax(1, keepdim=True)
     assert ((y - x)[finite].abs() <= tops / 16).all()

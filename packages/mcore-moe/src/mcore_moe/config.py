@@ -95,7 +95,8 @@ class MoEConfig:
 
     moe_dispatch_dtype: Literal["", "fp8"] = ""
     """Format in which tokens travel to the ranks of their experts; empty: the model's own; fp8:
-    e4m3 with a scale for each token, half the bytes. Results and gradients keep the model's."""
+    e4m3 with a scale for each token, half the bytes, and the same numbers on one rank. Results
+    and gradients keep the model's."""
 
     moe_experts_dtype: Literal["", "fp8"] = ""
     """Format of the experts' GEMMs; empty: the model's own; fp8: e4m3 with a scale for each row

@@ -131,7 +131,12 @@ class LocalDispatcher:
         begun: InFlight | None = None,  # noqa: ARG002
         beside: Beside | None = None,  # noqa: ARG002
     ) -> Dispatched:
-        """Plan the rows; on a GPU the host does not wait for it."""
+        """Plan the rows; on a GPU the host does not wait for it.
+
+        Tokens are rounded as if they had travelled.
+        """
+        if self.config.moe_dispatch_dtype:
+            x = exchange_narrow(x, lambda x: x, lambda grad: grad)
         return Dispatched(x, routing.probs, plan_kept(routing, self.config), None)
 
     def combine(self, y: Float[Tensor, "M D"], handle: None) -> Float[Tensor, "T D"]:  # noqa: ARG002

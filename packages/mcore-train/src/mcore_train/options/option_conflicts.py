@@ -263,12 +263,19 @@ def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
 
 
 def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
-    """What experts and tokens in fp8 need."""
-    experts = config.experts
-    if experts.moe_dispatch_dtype and config.parallelism.expert_model_parallel_size == 1:
+    """What experts and tokens in fp8 need, and shared experts beside exchanges."""
+    experts, parallel = config.experts, config.parallelism
+    is_spread = parallel.expert_model_parallel_size > 1
+    if experts.moe_dispatch_dtype and not is_spread:
         yield (
             f"--moe-dispatch-dtype {experts.moe_dispatch_dtype} has no effect with "
             "--expert-model-parallel-size 1: leave it out."
+        )
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if experts.moe_shared_expert_overlap and (not is_spread or expert_tp > 1):
+        yield (
+            "--moe-shared-expert-overlap has an effect only with --expert-model-parallel-size "
+            "above 1 and --expert-tensor-parallel-size 1: leave it out."
         )
     if not experts.moe_experts_dtype or not experts.num_experts:
         return
@@ -278,6 +285,11 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"{name} needs --fp8-format, as other linears do: give it, or leave it out."
     if any(size % 16 for size in sizes):
         yield f"{name} needs experts whose sizes are multiples of 16, and theirs are {sizes}."
+    if expert_tp > 1:
+        yield (
+            f"{name} scales whole rows, which --expert-tensor-parallel-size {expert_tp} cuts: "
+            "use 1."
+        )
 
 
 def _expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
