@@ -192,6 +192,17 @@ def test_sentencepiece_special_tokens_stand_behind_the_model(sentencepiece_model
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the earth"
 
 
+def test_bytes_of_sentencepiece_tokens_join_to_the_text(sentencepiece_model):
+    tokenizer = load_tokenizer(
+        "SentencePieceTokenizer", tokenizer_model=sentencepiece_model, vocab_extra_ids=1
+    )
+    known = tokenizer.token_bytes()
+    assert len(known) == tokenizer.vocab_size
+    assert known[tokenizer.eod] is known[-1] is None
+    ids = tokenizer.encode("the earth", add_special_tokens=False)
+    assert b"".join(known[i] for i in ids) == b" the earth"  # a blank comes before every text
+
+
 def test_missing_sentencepiece_names_the_extra(sentencepiece_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ImportError, match=r"mcore-data\[sentencepiece\]"):
