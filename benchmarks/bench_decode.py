@@ -4,6 +4,8 @@
 
 One line a case: tokens per second over all requests while all of them write (prompts are
 read before), and the roofline of one stream: bytes of weights over the memory's bandwidth.
+``--offline N`` times N requests from their prompts to their last token. ``--method`` rounds the
+weights to the nearest first, ``--kv-cache-dtype fp8`` keeps keys and values in fp8.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from reporting import add_options, keep, versions
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
+from mcore_infer.engine.plans import Fp8Cache
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
@@ -37,8 +40,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(options.geometry, device)
     dtype, vocab = next(model.parameters()).dtype, model.vocab_size
-    if options.quantize:
-        round_to_nearest_(model, LAYOUTS[METHODS[options.quantize]])
+    if options.method:
+        round_to_nearest_(model, LAYOUTS[METHODS[options.method]])
     parameters = {n: p for n, p in model.named_parameters() if not n.startswith("embedding")}
     read = sum(p.untyped_storage().nbytes() for p in parameters.values())
     held = [m.gemm for m in linears(model).values() if isinstance(m.gemm, QuantizedGemm)]
@@ -48,7 +51,8 @@ def main() -> None:
         **versions(options),
         "geometry": options.geometry,
         "dtype": str(dtype),
-        "quantize": options.quantize,
+        "method": options.method,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "weight_bytes": read,
         "roofline_tokens_per_s": round(BANDWIDTH / read, 1),
         "cases": {},
@@ -56,6 +60,9 @@ def main() -> None:
     for batch in options.batches:
         row["cases"][f"batch {batch}"] = measure(model, options, batch, vocab)
         print(batch, row["cases"][f"batch {batch}"], flush=True)
+    if options.offline:
+        row["cases"]["offline"] = measure_offline(model, options, vocab)
+        print("offline", row["cases"]["offline"], flush=True)
     row["cases"]["prefill"] = measure_prefill(model, options.prefill_tokens, vocab)
     print("prefill", row["cases"]["prefill"], flush=True)
     if device == "cuda":
@@ -89,25 +96,10 @@ def build(geometry: str, device: str) -> GPT:
 
 def measure(model: GPT, options: argparse.Namespace, batch: int, vocab: int) -> dict:
     """Let ``batch`` requests write together; the median of the rates of tenths of it."""
-    length = options.prompt_tokens + options.new_tokens
-    page = 64
-    engine = Engine(
-        model,
-        EngineConfig(
-            max_requests=batch,
-            max_tokens=max(8192, batch),
-            max_sequence_tokens=length,
-            page_tokens=page,
-            num_pages=batch * (-(-length // page) + 1),
-            prefix_cache=False,
-        ),
-    )
+    engine = _engine(model, options, batch, options.new_tokens)
     sampling = SamplingConfig(num_tokens=options.new_tokens, top_k=1)
-    generator = torch.Generator().manual_seed(0)
     begin = time.perf_counter()
-    for _ in range(batch):
-        prompt = torch.randint(vocab, (options.prompt_tokens,), generator=generator).tolist()
-        engine.add(prompt, sampling)
+    _add(engine, sampling, options, batch, vocab)
     while engine.scheduler.num_waiting:
         engine.step()
     engine.step()  # the last prompts are read
@@ -136,6 +128,56 @@ def measure(model: GPT, options: argparse.Namespace, batch: int, vocab: int) -> 
         "tokens_per_s_p10": round(rates[len(rates) // 10], 1),
         "tokens_per_s_p90": round(rates[-1 - len(rates) // 10], 1),
     }
+
+
+def measure_offline(model: GPT, options: argparse.Namespace, vocab: int) -> dict:
+    """Time ``offline`` requests that come together, after as many short ones."""
+    for new_tokens in (4, options.offline_tokens):
+        engine = _engine(model, options, options.offline, options.offline_tokens)
+        _wait()
+        begin = time.perf_counter()
+        sampling = SamplingConfig(num_tokens=new_tokens, top_k=1)
+        _add(engine, sampling, options, options.offline, vocab)
+        for _ in engine.run():
+            pass
+        _wait()
+        seconds = time.perf_counter() - begin
+    return {
+        "requests": options.offline,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.offline_tokens,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(options.offline * options.offline_tokens / seconds, 1),
+    }
+
+
+def _engine(model: GPT, options: argparse.Namespace, batch: int, new_tokens: int) -> Engine:
+    page, length = 64, options.prompt_tokens + new_tokens
+    return Engine(
+        model,
+        EngineConfig(
+            max_requests=batch,
+            max_tokens=max(8192, batch),
+            max_sequence_tokens=length,
+            page_tokens=page,
+            num_pages=batch * (-(-length // page) + 1),
+            prefix_cache=False,
+            fp8_cache=Fp8Cache() if options.kv_cache_dtype == "fp8" else None,
+        ),
+    )
+
+
+def _add(
+    engine: Engine,
+    sampling: SamplingConfig,
+    options: argparse.Namespace,
+    count: int,
+    vocab: int,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        prompt = torch.randint(vocab, (options.prompt_tokens,), generator=generator).tolist()
+        engine.add(prompt, sampling)
 
 
 def measure_prefill(model: GPT, num_tokens: int, vocab: int) -> dict:
@@ -167,11 +209,14 @@ def _options() -> argparse.Namespace:
     add_options(parser)
     parser.add_argument("--name", default="decode")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3-8b")
-    parser.add_argument("--quantize", choices=METHODS, default="")
+    parser.add_argument("--method", choices=METHODS, default="")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--prefill-tokens", type=int, default=4096)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--offline", type=int, default=0, help="requests; 0: not measured")
+    parser.add_argument("--offline-tokens", type=int, default=2048)
     return parser.parse_args()
 
 

@@ -130,3 +130,41 @@ def _rounded(weight, algo, top, number, module):
     packed = (flat[0::2] & 15 | (flat[1::2] << 4)).view(torch.uint8)
     made = {"weight": packed, "weight_scale": scale}
     return made | ({"pre_quant_scale": before} if has_scale else {}), real
+
+
+def read(folder):
+    """Return hf_quant_config.json and what the weights stand for, each matrix as listed."""
+    said = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    flat = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert flat["quant_method"] == "modelopt"
+    assert flat["quant_algo"] == said["quant_algo"]
+    assert flat["ignore"] == said["exclude_modules"]
+    tensors, wide = {}, {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    layers = dict(said.get("quantized_layers", {}))
+    assert bool(layers) == (said["quant_algo"] == "MIXED_PRECISION")
+    for name in sorted(n for n in tensors if n.endswith(".weight_scale")):
+        module = name.removesuffix(".weight_scale")
+        assert module not in said["exclude_modules"]
+        how = layers.pop(module) if said["quant_algo"] == "MIXED_PRECISION" else said
+        wide[f"{module}.weight"] = _wide(tensors, module, how)
+    assert not layers, sorted(layers)
+    cache = {n for n in tensors if n.endswith(("k_proj.k_scale", "v_proj.v_scale"))}
+    assert bool(cache) == (said["kv_cache_quant_algo"] == "FP8")
+    return said, wide | {n: t for n, t in tensors.items() if n not in cache}
+
+
+def _wide(tensors, module, how):
+    codes = tensors.pop(f"{module}.weight")
+    scale = tensors.pop(f"{module}.weight_scale").float()
+    before = tensors.pop(f"{module}.pre_quant_scale", torch.ones(()))
+    if how["quant_algo"] == "FP8":
+        assert codes.dtype == torch.float8_e4m3fn
+        assert tensors.pop(f"{module}.input_scale").shape == ()
+        return codes.float() * scale
+    assert how["quant_algo"] == "W4A16_AWQ"
+    signed = codes.view(torch.int8)
+    low, high = (signed << 4) >> 4, signed >> 4
+    four = torch.stack((low, high), 1).reshape(2 * len(codes), -1)
+    return four.float() * scale.repeat_interleave(how["group_size"], 1) * before

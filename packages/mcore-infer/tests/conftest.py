@@ -63,6 +63,13 @@ def long_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def ungrouped_folder(tmp_path_factory):
+    """The same with as many heads of keys as of queries."""
+    config = replace(DESCRIPTION.config, num_query_groups=4)
+    return save_random(tmp_path_factory.mktemp("heads"), replace(DESCRIPTION, config=config))
+
+
+@pytest.fixture(scope="session")
 def expert_folder(tmp_path_factory):
     """The same with experts that have an expert bias."""
     moe = MoEConfig(

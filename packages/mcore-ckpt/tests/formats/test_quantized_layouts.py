@@ -9,10 +9,9 @@ from safetensors.torch import save_file
 from mcore_ckpt.formats.quantized_layouts import (
     LAYOUTS,
     METHODS,
-    QuantPlan,
     layout_of,
-    read_plan,
 )
+from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
 from mcore_ckpt.mapping.low_bits import decode, encode, pack, unpack
 from mcore_ckpt.save_load.hf_loading import opened_quantized
 from mcore_ckpt.save_load.loading import opened_checkpoint
@@ -244,7 +243,7 @@ def test_a_quantized_folder_is_read_as_the_numbers_it_stands_for(tmp_path, algo)
                 reader.read(name, entry, entry.chunks[0], box, got)
                 assert torch.equal(got, want[begin:stop])
     with opened_quantized(tmp_path) as folder:
-        assert folder.plan.layout == LAYOUTS[algo]
+        assert folder.layout("blocks.0.attention.qkv.q.weight") == LAYOUTS[algo]
         part = folder.part("blocks.0.attention.qkv.q.weight", 5, 64)
         assert (part.input_scale is not None) == LAYOUTS[algo].input_scale
         assert folder.is_quantized("blocks.0.mlp.fc1.up.weight")

@@ -152,6 +152,10 @@ class InferenceConfig:
     inference_dynamic_batching_block_size: int = 64
     """Tokens in a page of the cache."""
 
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Format of keys and values in the cache. auto: fp8 where the checkpoint holds scales for
+    it, else the model's; fp8: e4m3, with scales of 1 where the checkpoint holds none."""
+
     inference_dynamic_batching_max_tokens: int = 2048
     """Tokens of one step, of prompts and of writing together."""
 

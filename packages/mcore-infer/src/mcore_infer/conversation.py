@@ -1,6 +1,7 @@
 """A conversation with a model: what was said, and answers that stream."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
 
 from mcore_data.datasets.chat import Render
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -34,6 +35,7 @@ class Conversation:
         system: str = "",
         seed: int = 1234,
         draft: LanguageModel | None = None,
+        kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
         """Begin a conversation.
 
@@ -46,11 +48,12 @@ class Conversation:
             system: message before the conversation; empty: none.
             seed: answer i draws from ``seed + i``.
             draft: model that proposes tokens, see ``build_engine``.
+            kv_scales: likewise.
         """
         self.model, self.tokenizer, self.render = model, tokenizer, render
         self.sampling, self.system, self.seed = sampling, system, seed
         is_refused = bool(engine_refusal(model.config))
-        self.engine = None if is_refused else build_engine(model, config, draft)
+        self.engine = None if is_refused else build_engine(model, config, draft, kv_scales)
         self.limit = self.engine.config.max_sequence_tokens if self.engine else 0
         self._num_answers = 0
         self.messages: list[dict[str, str]] = []

@@ -7,7 +7,7 @@ rank reads the rows that it needs.
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class LoadedModel:
     """Ranks that hold the same model and may share work."""
     draft: LanguageModel | None = None
     """A smaller one that proposes tokens to it."""
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Of keys and values in an fp8 cache, by layer; empty: the checkpoint holds none."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -115,11 +117,11 @@ def load_model(
     model = _on_meta(description, ctx, computes_in, families, peft)
     reading: dict[str, Any] = {"world": ctx.world, "checksums": checksums, "cast": True}
     with ExitStack() as stack:
-        quantized, scales = None, {}
+        quantized, scales, kv_scales = None, {}, {}
         if is_hf_folder(folder) and is_quantized(folder):
             quantized = stack.enter_context(opened_quantized(folder))
         if quantized is not None:
-            scales = quantized_linears(model, quantized)
+            scales, kv_scales = quantized_linears(model, quantized), quantized.kv_scales()
         keeps = ctx.device.type == "cuda" if keep_codes is None else keep_codes
         packed = packed_paths(scales) if keeps else frozenset()
         _allocate(model, ctx.device, packed)
@@ -136,9 +138,10 @@ def load_model(
                 load(folder, named, ignore=("model.",), **reading)
 
             round_inputs_(model, {p: s for p, s in scales.items() if p not in packed})
-            pack_weights_(model, quantized, {p: scales[p] for p in packed}, fill, ctx.device)
+            pack_weights_(model, {p: scales[p] for p in packed}, fill, ctx.device)
     model.eval()
-    return LoadedModel(model, description, _tokenizer_of(folder), folder, ctx.dp)
+    tokenizer = _tokenizer_of(folder)
+    return LoadedModel(model, description, tokenizer, folder, ctx.dp, kv_scales=kv_scales)
 
 
 def empty_model(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mcore_infer import Engine, EngineConfig, SamplingConfig
+from mcore_infer.engine.cache_codes import to_codes
 from mcore_infer.engine.paged import reference_decode, write_to_pages
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
@@ -17,7 +18,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("N", "G", "H"), [(32, 8, 128), (4, 4, 64), (6, 1, 96)])
 @pytest.mark.parametrize("window", [-1, 0, 37])
-def test_the_kernel_of_decoding_computes_what_its_reference_does(dtype, N, G, H, window):
+@pytest.mark.parametrize("scales", [None, (0.02, 1.0)])
+def test_the_kernel_of_decoding_computes_what_its_reference_does(
+    dtype, N, G, H, window, scales
+):
     from mcore_infer.engine.kernels import paged_decode
 
     torch.manual_seed(0)
@@ -26,13 +30,17 @@ def test_the_kernel_of_decoding_computes_what_its_reference_does(dtype, N, G, H,
     q = torch.randn(7, N, H, device="cuda", dtype=dtype)
     k, v = torch.randn(7, 2 * G, H, device="cuda", dtype=dtype).split(G, dim=1)
     keys, values = torch.randn(2, 7 * 16, 32, G, H, device="cuda", dtype=dtype)
+    if scales:
+        keys, values = (to_codes(t, s) for t, s in zip((keys, values), scales, strict=True))
     places = tables[range(7), (lengths - 1) // 32] * 32 + (lengths - 1) % 32
     memories = keys.clone(), values.clone()
-    write_to_pages(memories, (k, v), places)
-    got = paged_decode(q, k, v, keys, values, tables, lengths, window=window)
+    write_to_pages(memories, (k, v), places, scales)
+    rules = {"window": window, "kv_scales": scales}
+    got = paged_decode(q, k, v, keys, values, tables, lengths, **rules)
     torch.testing.assert_close((keys, values), memories, rtol=0, atol=0)
-    wide = (t.double() for t in (q, *memories))
-    want = reference_decode(*wide, tables, lengths, window=window)
+    if not scales:
+        memories = [memory.double() for memory in memories]
+    want = reference_decode(q.double(), *memories, tables, lengths, **rules)
     error = (got.double() - want).abs().max() / want.abs().max()
     assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 

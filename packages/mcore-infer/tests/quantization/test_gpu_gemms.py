@@ -5,6 +5,7 @@ import torch
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
+from mcore_infer.engine.plans import Fp8Cache
 from mcore_infer.quantization.gemms import QuantizedGemm, Rounding
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
@@ -21,7 +22,8 @@ def relative(got, want):
 @pytest.mark.parametrize("algo", LAYOUTS)
 @pytest.mark.parametrize("shape", [(256, 512), (1040, 4096)])
 def test_products_with_codes_are_those_with_the_numbers_they_stand_for(algo, shape):
-    from mcore_infer.quantization.kernels import few_rows_matmul, widened
+    from mcore_infer.engine.few_rows import few_rows_linear, tiles_for
+    from mcore_infer.quantization.kernels import widened
 
     torch.manual_seed(0)
     layout = LAYOUTS[algo]
@@ -33,9 +35,12 @@ def test_products_with_codes_are_those_with_the_numbers_they_stand_for(algo, sha
     assert relative(widened(*kind, torch.bfloat16), want) < 2**-8
     for num_rows in (1, 16, 17, 64):
         x = torch.randn(num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
-        out = few_rows_matmul(x, *kind)
         exact = x.double() @ want.double().t()
-        assert relative(out, exact) < 1e-2
+        for tile in tiles_for(num_rows, layout.code, tuple(packed.shape))[: 9 // num_rows or 1]:
+            found = few_rows_linear(
+                x, packed, wide, code=layout.code, group=layout.group, tile=tile
+            )
+            assert relative(found, exact) < 1e-2, tile
     code = layout.inputs if layout.inputs != "e2m1" else ""
     scale = torch.tensor(0.02, device="cuda") if layout.input_scale and code else None
     rounding = Rounding(code, scale)
@@ -47,7 +52,9 @@ def test_products_with_codes_are_those_with_the_numbers_they_stand_for(algo, sha
         assert relative(y.flatten(0, 1), exact) < 1e-2
 
 
-@pytest.mark.parametrize("algo", ["FP8", "W8A16", "W4A16_AWQ", "NVFP4"])
+@pytest.mark.parametrize(
+    "algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ"]
+)
 def test_recorded_steps_of_a_packed_model_write_what_unrecorded_ones_do(algo):
     config = TransformerConfig(
         num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2,
@@ -57,7 +64,10 @@ def test_recorded_steps_of_a_packed_model_write_what_unrecorded_ones_do(algo):
     model = GPT(config, single, vocab_size=500, dtype=torch.bfloat16).eval()
     round_to_nearest_(model, LAYOUTS[algo])
     assert all(isinstance(m.gemm, QuantizedGemm) for m in linears(model).values())
-    limits = EngineConfig(max_sequence_tokens=128, page_tokens=16, max_requests=5, num_pages=40)
+    cache = Fp8Cache({1: (0.02, 0.01)}) if algo == "FP8" else None
+    limits = EngineConfig(
+        max_sequence_tokens=128, page_tokens=16, max_requests=5, num_pages=40, fp8_cache=cache
+    )
     texts = []
     for is_recorded in (True, False):
         engine = Engine(model, limits)

@@ -5,6 +5,7 @@ import torch
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, layout_of
 from mcore_infer.quantization.awq import fold_, scale_and_round, search_strength
+from mcore_infer.quantization.budget import allocate
 from mcore_infer.quantization.gptq import compensate_and_round, rounded_columns
 from mcore_infer.quantization.matrices import FusedMatrix, Member
 from mcore_infer.quantization.observing import InputStatistics
@@ -149,3 +150,14 @@ def test_members_share_the_scale_that_belongs_to_the_whole_tensor():
         assert torch.equal(one, other)
     apart = round_to_nearest(matrix(weight, rows=[4, 4]), LAYOUTS["W8A16"])
     assert (apart.scales[1].weight_scale > 10 * apart.scales[0].weight_scale.min()).all()
+
+
+def test_a_budget_goes_where_it_takes_off_most_error():
+    errors = [[0.4, 0.02, 0.0], [0.1, 0.01, 0.0], [float("inf"), 0.03, 0.0]]
+    bits = [4.0, 8.0, 16.0]
+    assert allocate(errors, [100, 100, 10], bits, 6.1) == [1, 0, 1]
+    assert allocate(errors, [100, 100, 10], bits, 4.2) == [0, 0, 1]
+    assert allocate(errors, [100, 100, 10], bits, 16.0) == [2, 2, 2]
+    assert allocate(errors, [400, 100, 10], bits, 5.0) == [0, 1, 1]  # the first is too large
+    with pytest.raises(ValueError, match=r"--budget 4 is below the 4\.19 bits"):
+        allocate(errors, [100, 100, 10], bits, 4.0)

@@ -117,6 +117,7 @@ def test_a_folder_reads_back_as_nearly_the_model_and_multiplies_its_codes(run, f
     # What the receipt says is what the folder does.
     assert receipt.perplexity_after != receipt.perplexity_before
     assert abs(receipt.perplexity_change) < 30
+    assert receipt.kv_cache == ("fp8" if method == "fp8" else "")
     assert receipt.bytes_after < 0.6 * receipt.bytes_before
     said = json.loads((path / method / "receipt.json").read_text())
     assert said["algo"] == METHODS[method]
@@ -232,7 +233,7 @@ def test_an_expert_that_reads_nothing_is_rounded_and_named(tmp_path):
 
 
 def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_path, capsys):
-    assert get_args(get_type_hints(command)["method"]) == tuple(METHODS)
+    assert get_args(get_type_hints(command)["method"]) == (*METHODS, "mixed")
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT)
     given = {
@@ -244,6 +245,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         "--exclude-modules": "*.layers.0.self_attn.*",
         "--scored-tokens": "64",
         "--seq-length": "32",
+        "--speed-tokens": "3",
         "--output": str(out),
     }
 
@@ -257,6 +259,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
     assert "W4A16_GPTQ | perplexity " in capsys.readouterr().out
     receipt = (out / "receipt.md").read_text()
     assert "| model.layers.0.self_attn.q_proj | was excluded |" in receipt
+    assert "| tokens/s of one text | " in receipt
     ByteTokenizer().save(tmp_path / "bytes")
     model = ["--load", str(out), "--tokenizer", str(tmp_path / "bytes")]
     assert main(["generate", *model, "--prompt", "In", "--num-tokens", "3"]) == 0
@@ -267,6 +270,8 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         ({}, "exists and is not empty"),
         ({"output": fresh, "exclude_modules": "nothing"}, "fits no module"),
         ({"output": fresh, "method": "int8"}, "--group-size has no effect"),
+        ({"output": fresh, "budget": "6"}, "--budget 6 with --method gptq"),
+        ({"output": fresh, "method": "mixed", "budget": "5"}, "below the 6 bits"),
         ({"output": fresh, "load": str(out), "tokenizer": model[3]}, "quantized already"),
         ({"output": fresh, "group_size": "40"}, "no multiple of the group of 40"),
     ):

@@ -9,7 +9,11 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
-from mcore_infer.quantization.kernels import few_rows_matmul, widened
+from mcore_infer.engine.cache_codes import to_codes
+from mcore_infer.engine.few_rows import Tile, few_rows_linear
+from mcore_infer.engine.kernels import paged_decode
+from mcore_infer.engine.paged import reference_decode
+from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import ssd as kernels_of_ssd
@@ -308,7 +312,7 @@ def check_convolution_and_gated_norm():
 
 
 def check_quantized_weights():
-    for algo, rows in (("FP8", 20), ("W8A16", 1), ("W4A16_AWQ", 3), ("NVFP4", 2)):
+    for algo, rows in (("FP8", 20), ("W8A16", 1), ("W4A16_AWQ", 2), ("NVFP4", 2)):
         layout = LAYOUTS[algo]
         weight = torch.randn(70, 256) * torch.randn(70, 1).exp()
         scales = layout.scales(weight)
@@ -317,7 +321,27 @@ def check_quantized_weights():
         want = layout.dequantized(packed, scales)
         compare([widened(*kind, torch.float32)], [want], rtol=1e-6)
         x = torch.randn(rows, 256)
-        compare([few_rows_matmul(x, *kind)], [x @ want.t()], atol=1e-3)
+        codes = {
+            "code": layout.code,
+            "group": layout.group,
+            "tile": Tile(32, 128, 2, 2, min(rows, 2)),
+        }
+        got = few_rows_linear(x, packed, layout.wide_scales(scales), **codes)
+        compare([got], [x @ want.t()], atol=1e-3)
+    x, weight = torch.randn(2, 3, 72), torch.randn(40, 72)
+    compare([few_rows_linear(x, weight)], [x @ weight.t()], atol=1e-4)
+
+
+def check_attention_to_codes():
+    q, k, v = torch.randn(2, 4, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16)
+    pages = [to_codes(torch.randn(3, 32, 2, 16), scale) for scale in (0.02, 0.5)]
+    tables, lengths = torch.tensor([[2, 1], [0, 0]]), torch.tensor([40, 1])
+    where = (*pages, tables, lengths)
+    for window in (-1, 5):
+        rules = {"window": window, "kv_scales": (0.02, 0.5)}
+        # The kernel writes to the pages, where the interpreter's casts are not to the nearest.
+        got = paged_decode(q, k, v, *where, **rules)
+        compare([got], [reference_decode(q, *where, **rules)], atol=1e-5)
 
 
 def check_trials():
@@ -352,6 +376,7 @@ if __name__ == "__main__":
         check_weight_gradients,
         check_fp8_casts,
         check_quantized_weights,
+        check_attention_to_codes,
         check_state_space,
         check_convolution_and_gated_norm,
         check_trials,

@@ -20,10 +20,9 @@ from mcore_ckpt.formats.quantized_layouts import (
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
     QuantLayout,
-    QuantPlan,
     Scales,
-    read_plan,
 )
+from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
 from mcore_ckpt.mapping.low_bits import decode, stored, unpack
 from mcore_ckpt.mapping.mxfp4 import UnpackedMxfp4
 from mcore_ckpt.mapping.packed_words import ByInputs, ByOutputs, PackedRows, Scheme
@@ -81,7 +80,7 @@ def quantization_name(config: dict[str, Any], folder: Path) -> str:
     how = config.get("quantization_config")
     said = _unified(how if isinstance(how, dict) else None, folder)
     if said is not None:
-        return read_plan(said).layout.algo
+        return read_plan(said).algo
     if not isinstance(how, dict):
         return ""
     words = (how.get("quant_method"), how.get("checkpoint_format") or how.get("format"))
@@ -239,8 +238,9 @@ class WidenedRows:
         return self._under
 
     def _quantized(self, module: str, entry: TensorEntry) -> TensorEntry:
-        layout, entries = self.plan.layout, self._under.entries
-        if self.plan.excludes(module):
+        layout, entries = self.plan.of(module), self._under.entries
+        is_missing = self.plan.layers and module not in self.plan.layers
+        if is_missing or self.plan.excludes(module):
             raise ValueError(f"{module} is quantized, and the config says that it is not.")
         shape = layout.shape_of(entry.shape)
         for kind, (dtype, wanted) in layout.tensors(shape).items():
@@ -288,7 +288,7 @@ class WidenedRows:
         """Read rows, times their scales."""
         if not self.is_quantized(name):
             return self._under.rows(name, begin, stop)
-        layout, (_, columns) = self.plan.layout, self.entries[name].shape
+        layout, (_, columns) = self.layout(name), self.entries[name].shape
         tall = stored(layout.code)[1][0]
         packed = self._under.rows(name, begin // tall, -(-stop // tall))
         codes = unpack(packed, layout.code)[begin % tall :][: stop - begin]
@@ -300,9 +300,13 @@ class WidenedRows:
         """Whether a tensor is one of codes."""
         return f"{name.removesuffix(_WEIGHT)}.{WEIGHT_SCALE}" in self._under.entries
 
+    def layout(self, name: str) -> QuantLayout:
+        """Return how a quantized tensor is stored."""
+        return self.plan.of(name.removesuffix(_WEIGHT))
+
     def part(self, name: str, begin: int, stop: int) -> MatrixPart:
         """Read how rows of a quantized matrix were rounded."""
-        module, layout = name.removesuffix(_WEIGHT), self.plan.layout
+        module, layout = name.removesuffix(_WEIGHT), self.layout(name)
         high = layout.group[0]
         rows = (begin // high, -(-stop // high)) if high else (0, 1)
         first = self._under.rows(f"{module}.{WEIGHT_SCALE}", *rows)

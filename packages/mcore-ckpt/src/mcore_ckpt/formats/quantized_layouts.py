@@ -9,8 +9,7 @@ are left as they were; ``config.json`` says the same in ``quantization_config``.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -236,71 +235,6 @@ METHODS: Mapping[str, str] = {
 """Words of ``mcore-infer quantize --method``, and what they write."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantPlan:
-    """Which modules of a folder are quantized, and how."""
-
-    layout: QuantLayout
-    """Of all that are not excluded."""
-    exclude_modules: tuple[str, ...] = ()
-    """Patterns of modules that are left as they were."""
-    kv_cache: bool = False
-    """Whether there are scales of an fp8 key/value cache."""
-
-    def excludes(self, module: str) -> bool:
-        """Whether a module, by its name without ``.weight``, is left as it was."""
-        return any(fnmatchcase(module, pattern) for pattern in self.exclude_modules)
-
-    def hf_quant_config(self, producer: Mapping[str, str]) -> dict[str, Any]:
-        """Return the content of hf_quant_config.json, in its nested form.
-
-        Args:
-            producer: name and version of what wrote the folder.
-        """
-        layout = self.layout
-        quantization: dict[str, Any] = {
-            "quant_algo": layout.algo,
-            "kv_cache_quant_algo": "FP8" if self.kv_cache else None,
-        }
-        if layout.group[1]:
-            quantization["group_size"] = layout.group[1]
-        if layout.code == "int4":
-            quantization["has_zero_point"] = False
-            quantization["pre_quant_scale"] = bool(layout.pre_quant_scale)
-        quantization["exclude_modules"] = list(self.exclude_modules)
-        return {"producer": dict(producer), "quantization": quantization}
-
-    def quantization_config(self, producer: Mapping[str, str]) -> dict[str, Any]:
-        """Return ``quantization_config`` of config.json, in its flat form."""
-        layout = self.layout
-        bits = {"e4m3": (8, "float"), "e2m1": (4, "float"), "int8": (8, "int")}
-        bits["int4"] = (4, "int")
-
-        def numbers(code: str, *, dynamic: bool, group: int = 0) -> dict[str, Any]:
-            num_bits, kind = bits[code]
-            said: dict[str, Any] = {"dynamic": dynamic, "num_bits": num_bits, "type": kind}
-            return said | ({"group_size": group} if group else {})
-
-        group: dict[str, Any] = {
-            "weights": numbers(layout.code, dynamic=False, group=layout.group[1])
-        }
-        if layout.inputs:
-            width = layout.group[1] if layout.inputs == "e2m1" else 0
-            group["input_activations"] = numbers(
-                layout.inputs, dynamic=not layout.input_scale, group=width
-            )
-        config: dict[str, Any] = {
-            "config_groups": {"group_0": {**group, "targets": ["Linear"]}},
-            "ignore": list(self.exclude_modules),
-            "quant_algo": layout.algo,
-            "producer": dict(producer),
-            "quant_method": "modelopt",
-        }
-        if self.kv_cache:
-            config["kv_cache_scheme"] = numbers("e4m3", dynamic=False)
-        return config
-
-
 def layout_of(algo: str, group_size: int = 0) -> QuantLayout:
     """Return the layout that a config names.
 
@@ -321,34 +255,3 @@ def layout_of(algo: str, group_size: int = 0) -> QuantLayout:
     if layout.code != "int4":
         raise ValueError(f"{algo} has groups of {layout.group[1]}, not {group_size}.")
     return replace(layout, group=(1, group_size))
-
-
-def read_plan(said: Mapping[str, Any]) -> QuantPlan:
-    """Read hf_quant_config.json or a ``quantization_config``, in either form.
-
-    Raises:
-        ValueError: for an algorithm that is not known here.
-    """
-    nested = said.get("quantization")
-    if isinstance(nested, Mapping):
-        return QuantPlan(
-            layout=layout_of(str(nested.get("quant_algo")), nested.get("group_size") or 0),
-            exclude_modules=tuple(nested.get("exclude_modules") or ()),
-            kv_cache=_is_fp8_cache(nested.get("kv_cache_quant_algo")),
-        )
-    groups = said.get("config_groups") or {}
-    sizes = {(g.get("weights") or {}).get("group_size") or 0 for g in groups.values()}
-    if len(sizes) > 1:
-        raise ValueError(f"quantization_config has groups of several sizes: {sorted(sizes)}.")
-    return QuantPlan(
-        layout=layout_of(str(said.get("quant_algo")), max(sizes, default=0)),
-        exclude_modules=tuple(said.get("ignore") or said.get("exclude_modules") or ()),
-        kv_cache=bool(said.get("kv_cache_scheme"))
-        or _is_fp8_cache(said.get("kv_cache_quant_algo")),
-    )
-
-
-def _is_fp8_cache(algo: object) -> bool:
-    if algo not in (None, "", "FP8"):
-        raise ValueError(f"kv_cache_quant_algo {algo!r} is not read here, only FP8.")
-    return algo == "FP8"

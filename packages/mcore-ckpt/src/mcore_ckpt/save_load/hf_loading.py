@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 from mcore_ckpt.formats.quantization import MatrixPart, WidenedRows
-from mcore_ckpt.formats.quantized_layouts import QuantPlan
+from mcore_ckpt.formats.quantized_layouts import KV_SCALES, QuantLayout
 from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
@@ -81,14 +81,13 @@ class QuantizedFolder:
             for number, name in enumerate(link.ours)
         }
 
-    @property
-    def plan(self) -> QuantPlan:
-        """What the folder says of itself."""
-        return self._widened.plan
-
     def is_quantized(self, name: str) -> bool:
         """Whether a logical tensor is one of codes."""
         return self._widened.is_quantized(self._places[name][0].theirs)
+
+    def layout(self, name: str) -> QuantLayout:
+        """Return how a logical matrix that is one of codes is stored."""
+        return self._widened.layout(self._places[name][0].theirs)
 
     def part(self, name: str, begin: int, stop: int) -> MatrixPart:
         """Read how rows ``begin`` to ``stop`` of a logical matrix were rounded.
@@ -102,6 +101,19 @@ class QuantizedFolder:
         assert link.is_plain, f"{link.theirs} is not stored by rows"
         first = link.rows(self._widened.entries[link.theirs].shape)[number][0]
         return self._widened.part(link.theirs, first + begin, first + stop)
+
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        """Read the scales of an fp8 cache: of keys and of values, by number of the layer."""
+        held, found = self._widened.kv_scales(), {}
+        for name, (link, _) in self._places.items():
+            layer, _, rest = name.removeprefix("blocks.").partition(".")
+            if rest != "attention.qkv.k.weight":
+                continue
+            prefix = link.theirs.removesuffix("k_proj.weight")
+            if f"{prefix}{KV_SCALES[0]}" in held:
+                k, v = (held[f"{prefix}{scale}"].item() for scale in KV_SCALES)
+                found[int(layer)] = (k, v)
+        return found
 
 
 @contextmanager

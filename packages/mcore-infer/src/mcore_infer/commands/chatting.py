@@ -51,6 +51,7 @@ def chat(
             system=system,
             seed=seed,
             draft=loaded.draft,
+            kv_scales=loaded.kv_scales,
         )
         print(_HELP, file=sys.stderr)
         _converse(conversation)

@@ -55,6 +55,7 @@ def generate(
             draft=loaded.draft,
             structure=structure,
             grammars=Grammars(tokenizer, loaded.model.vocab_size, loaded.ends),
+            kv_scales=loaded.kv_scales,
         )
         pieces: list[list[str]] = [[] for _ in beginnings]
         is_streamed = is_first and len(beginnings) == 1

@@ -50,7 +50,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         from mcore_infer.server.worker import follow
         from mcore_infer.structured import Grammars
 
-        running = build_engine(loaded.model, engine, loaded.draft)
+        running = build_engine(loaded.model, engine, loaded.draft, loaded.kv_scales)
         running.grammars = Grammars(tokenizer, loaded.model.vocab_size, loaded.ends)
         if listening is None:
             with _no_exit_on_signals():

@@ -1,14 +1,16 @@
 """An engine of a size that fits: pages from memory, limits from flags."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from mcore_infer.config import InferenceConfig, SamplingConfig
+from mcore_infer.engine.cache_codes import check_fp8_cache
 from mcore_infer.engine.checks import engine_refusal
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.paged import PagedCache
-from mcore_infer.engine.plans import Chunk, EngineConfig, Step
+from mcore_infer.engine.plans import Chunk, EngineConfig, Fp8Cache, Scales, Step
 from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.generation import room, stream
 from mcore_infer.structured import Grammars, Structure
@@ -23,7 +25,10 @@ _CPU_BYTES = 2 << 30
 
 
 def build_engine(
-    model: LanguageModel, config: InferenceConfig, draft: LanguageModel | None = None
+    model: LanguageModel,
+    config: InferenceConfig,
+    draft: LanguageModel | None = None,
+    kv_scales: Mapping[int, Scales] = MappingProxyType({}),
 ) -> Engine:
     """Build an engine whose cache fits; all ranks of ``tp`` get the same number of pages.
 
@@ -33,16 +38,22 @@ def build_engine(
         model: whole, in eval mode; on a GPU its plain GEMMs are replaced, see ``Engine``.
         config: limits and memory.
         draft: model that proposes tokens, see ``load_draft``.
+        kv_scales: of an fp8 cache, that the checkpoint holds.
 
     Raises:
-        ValueError: if an engine cannot run the model, or not two pages fit.
+        ValueError: if an engine cannot run the model so, or not two pages fit.
     """
     page_tokens = config.inference_dynamic_batching_block_size
     limit = sequence_limit(model, config)
     pages_of_one = -(-limit // page_tokens)
-    page_bytes, slot_bytes = measured_bytes(model, page_tokens)
+    in_fp8 = config.kv_cache_dtype == "fp8" or kv_scales
+    fp8 = Fp8Cache(kv_scales) if in_fp8 else None
+    if fp8:
+        check_fp8_cache(model.config)
+    page_bytes, slot_bytes = measured_bytes(model, page_tokens, fp8)
     if config.speculative_drafts == "mtp":
-        page_bytes += page_bytes // model.config.num_layers + 1  # the layer's own
+        wide, _ = measured_bytes(model, page_tokens)
+        page_bytes += wide // model.config.num_layers + 1  # the layer's own
     if draft is not None:
         page_bytes += measured_bytes(draft, page_tokens)[0]
     states_bytes = (config.inference_max_requests + 1) * slot_bytes  # one is for padding
@@ -78,6 +89,7 @@ def build_engine(
             page_tokens=page_tokens,
             num_speculative_tokens=config.num_speculative_tokens,
             speculative_drafts=config.speculative_drafts,
+            fp8_cache=fp8,
         ),
         draft,
     )
@@ -91,7 +103,9 @@ def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:
 
 
 @torch.no_grad()
-def measured_bytes(model: LanguageModel, page_tokens: int) -> tuple[int, int]:
+def measured_bytes(
+    model: LanguageModel, page_tokens: int, fp8: Fp8Cache | None = None
+) -> tuple[int, int]:
     """Bytes that a page and a request's recurrent state take on this rank, in all layers.
 
     A page of a model without attention takes 1. Runs the model on one token; communicates over
@@ -102,7 +116,7 @@ def measured_bytes(model: LanguageModel, page_tokens: int) -> tuple[int, int]:
     """
     if reason := engine_refusal(model.config):
         raise ValueError(f"{reason}: write with generate().")
-    cache = PagedCache(1, page_tokens, 1)
+    cache = PagedCache(1, page_tokens, 1, fp8)
     chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
     step = step_tensors(Step((chunk,), ()), page_tokens, next(model.parameters()).device)
     cache.step = step
@@ -123,21 +137,28 @@ def stream_texts(
     draft: LanguageModel | None = None,
     structure: Structure | None = None,
     grammars: Grammars | None = None,
+    kv_scales: Mapping[int, Scales] = MappingProxyType({}),
 ) -> Iterator[NewToken]:
     """Write after prompts on an engine, or as ``stream`` does where no engine can.
 
     See ``stream`` for the arguments; ``config`` has the limits of the engine, ``draft``
-    proposes tokens, and texts are held to ``structure`` by ``grammars``.
+    proposes tokens, texts are held to ``structure`` by ``grammars``, and ``kv_scales`` are
+    those of an fp8 cache that the checkpoint holds.
 
     Raises:
-        ValueError: if a prompt is empty, too long, or does not fit the cache.
+        ValueError: if a prompt is empty, too long, or does not fit the cache, or if the cache
+            should be in fp8 and no engine can run the model.
     """
     if reason := engine_refusal(model.config):
         if structure is not None:
             raise ValueError(f"{reason}: texts cannot be held to a structure.")
+        if config.kv_cache_dtype == "fp8":
+            raise ValueError(
+                f"--kv-cache-dtype fp8 needs an engine, and {reason}: leave it out."
+            )
         yield from stream(model, prompts, sampling, seed=seed, eod=eod, stop=stop)
         return
-    engine = build_engine(model, config, draft)
+    engine = build_engine(model, config, draft, kv_scales)
     engine.grammars = grammars
     limit = engine.config.max_sequence_tokens
     for i, prompt in enumerate(prompts):

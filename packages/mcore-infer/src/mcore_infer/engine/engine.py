@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.beams import Beams
+from mcore_infer.engine.cache_codes import check_fp8_cache
 from mcore_infer.engine.checks import (
     check_beams,
     check_request,
@@ -99,12 +100,14 @@ class Engine:
             draft: smaller model that proposes tokens, on the same ranks.
 
         Raises:
-            ValueError: if the model is in training mode, or an engine cannot run it.
+            ValueError: if the model is in training mode, or an engine cannot run it so.
         """
         if model.training:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
         if reason := engine_refusal(model.config):
             raise ValueError(f"{reason}: write with generate().")
+        if config.fp8_cache:
+            check_fp8_cache(model.config)
         if config.num_speculative_tokens:
             check_speculation(model, config.speculative_drafts, draft)
         is_whole = has_recurrent_layers(model.config) or config.speculative_drafts == "mtp"
@@ -113,7 +116,8 @@ class Engine:
         self.model, self.config = model, config
         self.device = next(model.parameters()).device
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]
-        self.cache = PagedCache(config.num_pages, config.page_tokens, config.max_requests)
+        sizes = config.num_pages, config.page_tokens, config.max_requests
+        self.cache = PagedCache(*sizes, config.fp8_cache)
         self.scheduler = Scheduler(
             config,
             PagePool(config.num_pages, config.page_tokens),

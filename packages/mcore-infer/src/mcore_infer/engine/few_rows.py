@@ -1,99 +1,373 @@
-"""Triton GEMM of a few rows: a matrix read once, as fast as memory gives it.
+"""Triton GEMM of few rows: a weight read once, as fast as memory gives it.
 
-While text is written a GEMM has one row a request, and its time is that of reading the
-weight. Each program multiplies all rows with some rows of the weight. Imported only where
-tensors are on a GPU.
+While text is written a GEMM has one row a request, and its time is that of reading the weight:
+in 16 bits, or as codes of eight and four bits that are widened in registers. Each program
+multiplies some rows of the weight with all rows of the input, so that outputs fill the taller
+side of the tensor cores' tiles; where programs are few, several share a row of the weight and
+the last one to end adds their sums, always in the same order. Imported only where tensors are
+on a GPU.
 """
 
-from typing import no_type_check
+from collections.abc import Iterator
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.decoding import MOST_ROWS
+from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
+from mcore_infer.engine.codes import (
+    e4m3_factor,
+    small_e4m3,
+    wide_e2m1,
+    wide_int4,
+    wide_int8,
+)
 from mcore_parallel.optional_kernels import OptionalKernel, wave
+
+MOST_ROWS = 64
+"""Rows of an input that ``few_rows_linear`` takes."""
+NUM_COUNTERS = 4096
+"""Programs with a sum of their own that ``few_rows_linear`` may need."""
+
+
+class Tile(NamedTuple):
+    """What one program takes."""
+
+    outs: int
+    """Rows of the weight's memory at once."""
+    step: int
+    """Elements of such a row at once."""
+    stages: int
+    """Steps that are on their way from memory."""
+    warps: int
+    splits: int = 1
+    """Programs that share a row."""
+
+
+_TILES = {
+    ("", 8): [Tile(16, 512, 3, 1)],
+    ("", 16): [Tile(64, 256, 4, 4)],
+    ("", 32): [Tile(64, 256, 4, 4)],
+    ("e4m3", 8): [
+        Tile(16, 256, 4, 1, 2),
+        Tile(32, 256, 4, 2, 2),
+        Tile(64, 256, 3, 2),
+        Tile(64, 256, 4, 4),
+        Tile(16, 256, 4, 1, 4),
+    ],
+    ("e4m3", 16): [
+        Tile(32, 128, 4, 2, 2),
+        Tile(64, 128, 4, 2, 2),
+        Tile(64, 128, 4, 2),
+        Tile(32, 128, 4, 2, 4),
+    ],
+    ("e4m3", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 4, 2), Tile(64, 256, 4, 2, 2)],
+    ("int4", 8): [
+        Tile(16, 128, 4, 1, 2),
+        Tile(32, 128, 3, 2),
+        Tile(16, 128, 4, 1, 4),
+        Tile(32, 128, 4, 2, 4),
+        Tile(16, 128, 4, 1, 8),
+    ],
+    ("int4", 16): [Tile(32, 128, 4, 2, 2), Tile(64, 128, 4, 2), Tile(32, 128, 4, 2, 4)],
+    ("int4", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 3, 4), Tile(64, 128, 4, 4, 4)],
+}
+"""By format (int8 as e4m3, e2m1 as int4) and rows at most; the last for all."""
 
 
 @triton.jit
 @no_type_check
-def _multiply(
+def _scale(scales, row, column, S, TALL: tl.constexpr, WIDE: tl.constexpr):
+    # Of outputs ``row`` and inputs ``column``, which broadcast; 0: one for all of them.
+    place = column * 0 + row * 0
+    if TALL > 0:
+        place += row // TALL * S
+    if WIDE > 0:
+        place += column // WIDE
+    return tl.load(scales + place)
+
+
+@triton.jit
+@no_type_check
+def _widened(byte, dtype: tl.constexpr, CODE: tl.constexpr, IS_PACKED: tl.constexpr):
+    if CODE == "e4m3":
+        wide = small_e4m3(byte, dtype, IS_PACKED)
+    elif CODE == "int8":
+        wide = wide_int8(byte, dtype, IS_PACKED)
+    else:
+        wide = byte
+    return wide
+
+
+@triton.jit
+@no_type_check
+def _dot_e2m1(
+    byte,
+    row,
+    column,
+    even,
+    odd,
+    scales,
+    S,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Even inputs plus odd ones; both of a byte lie in one group.
+    scale = _scale(scales, row, column, S, TALL, WIDE)
+    low = (wide_e2m1(byte.to(tl.int32) & 15) * scale).to(even.dtype)
+    high = (wide_e2m1(byte.to(tl.int32) >> 4) * scale).to(even.dtype)
+    total = tl.dot(low, tl.trans(even), input_precision=PRECISION)
+    return tl.dot(high, tl.trans(odd), total, input_precision=PRECISION)
+
+
+@triton.jit
+@no_type_check
+def _sums(
     x,
     weight,
-    out,
+    scales,
+    row,
+    begin,
+    end,
     M,
-    F,
     D,
+    W,
+    S,
+    CODE: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    OUTS: tl.constexpr,
+    STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):
-    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-    row = tl.arange(0, ROWS)
-    channel = tl.arange(0, CHANNELS)
-    at_x = x + row[:, None] * D + channel[None, :]
-    at_weight = weight + feature[:, None].to(tl.int64) * D + channel[None, :]
-    is_row, is_feature = row[:, None] < M, feature[:, None] < F
-    total = tl.zeros([ROWS, FEATURES], tl.float32)
-    for begin in tl.range(0, D, CHANNELS, num_stages=STAGES):
-        is_channel = (begin + channel)[None, :] < D
-        part = tl.load(at_weight + begin, mask=is_feature & is_channel, other=0.0)
-        rows = tl.load(at_x + begin, mask=is_row & is_channel, other=0.0)
-        total = tl.dot(rows, tl.trans(part), total)
-    place = out + row[:, None] * F + feature[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=is_row & (feature[None, :] < F))
+    # Of rows of the weight's memory, W elements each, from ``begin`` to ``end``; of int4 those
+    # of even outputs and those of odd ones. Scales of whole rows are left out.
+    m, k = tl.arange(0, ROWS), tl.arange(0, STEP)
+    is_row = (m < M)[:, None]
+    apart: tl.constexpr = 2 if CODE == "e2m1" else 1
+    places = weight + row[:, None].to(tl.int64) * W + k[None, :]
+    inputs = x + m[:, None] * D + apart * k[None, :]
+    first = tl.zeros([OUTS, ROWS], tl.float32)
+    second = tl.zeros([OUTS, ROWS], tl.float32)
+    for start in tl.range(begin, end, STEP, num_stages=STAGES):
+        is_in = (start + k < W)[None, :]
+        if IS_EVEN:
+            part = tl.load(places + start)
+            given = tl.load(inputs + apart * start, mask=is_row, other=0.0)
+        else:
+            part = tl.load(places + start, mask=is_in, other=0)
+            given = tl.load(inputs + apart * start, mask=is_row & is_in, other=0.0)
+        if CODE == "e2m1":
+            odd = tl.load(inputs + 2 * start + 1, mask=is_row & is_in, other=0.0)
+            at = tl.where(is_in, 2 * (start + k)[None, :], 0)
+            first += _dot_e2m1(
+                part, row[:, None], at, given, odd, scales, S, TALL, WIDE, PRECISION
+            )
+        elif CODE == "int4":  # a step lies within one group of inputs
+            low, high = wide_int4(part, given.dtype, IS_PACKED)
+            one = _scale(scales, 2 * row, start, S, TALL, WIDE)[:, None]
+            two = _scale(scales, 2 * row + 1, start, S, TALL, WIDE)[:, None]
+            first += tl.dot(low, tl.trans(given), input_precision=PRECISION) * one
+            second += tl.dot(high, tl.trans(given), input_precision=PRECISION) * two
+        else:
+            wide = _widened(part, given.dtype, CODE, IS_PACKED)
+            if WIDE > 0:
+                one = _scale(scales, row, start, S, TALL, WIDE)[:, None]
+                first += tl.dot(wide, tl.trans(given), input_precision=PRECISION) * one
+            else:
+                first = tl.dot(wide, tl.trans(given), first, input_precision=PRECISION)
+    return first, second
 
 
-def tile_of(num_features: int, num_channels: int) -> tuple[int, int, int, int]:
-    """Choose features and channels of a tile, stages, warps; by measurement on an H200."""
-    if num_features >= 8192:
-        return 32, 512, 2, 2
-    return (32 if num_channels >= 4096 else 16), 512, 4, 2
+@triton.jit(do_not_specialize=["M"])
+@no_type_check
+def _few_rows(
+    x,
+    weight,
+    scales,
+    out,
+    parts,
+    counters,
+    M,
+    N,
+    D,
+    W,
+    S,
+    CODE: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    # One program: OUTS of the N rows of the weight's memory, a part of their elements.
+    program, split = tl.program_id(0), tl.program_id(1)
+    n = program * OUTS + tl.arange(0, OUTS)
+    row = tl.where(n < N, n, 0)
+    size = tl.cdiv(W, SPLITS * STEP) * STEP
+    begin = split * size
+    end = tl.minimum(W, begin + size)
+    first, second = _sums(
+        x, weight, scales, row, begin, end, M, D, W, S,
+        CODE, TALL, WIDE, ROWS, OUTS, STEP, STAGES, PRECISION, IS_PACKED, IS_EVEN,
+    )  # fmt: skip
+    if CODE == "e4m3":
+        first = first * e4m3_factor(x.dtype.element_ty)
+    if CODE != "" and WIDE == 0:  # int4 and e2m1 have groups
+        first = first * _scale(scales, row, 0, S, TALL, WIDE)[:, None]
+    outputs: tl.constexpr = 2 * OUTS if CODE == "int4" else OUTS
+    width = 2 * N if CODE == "int4" else N
+    if CODE == "int4":  # of a byte's two rows one comes after the other
+        both = tl.permute(tl.join(first, second), 0, 2, 1)
+        first = tl.reshape(both, [outputs, ROWS])
+    output = program * outputs + tl.arange(0, outputs)
+    m = tl.arange(0, ROWS)
+    place = m[None, :] * width + output[:, None]
+    mask = (m < M)[None, :] & (output < width)[:, None]
+    dtype = out.dtype.element_ty
+    if SPLITS == 1:
+        tl.store(out + place, first.to(dtype), mask=mask)
+    else:
+        tl.store(parts + split * (M * width) + place, first, mask=mask)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + program, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros([outputs, ROWS], tl.float32)
+            for one in tl.static_range(SPLITS):
+                at = parts + one * (M * width) + place
+                total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(out + place, total.to(dtype), mask=mask)
+            tl.store(counters + program, 0)
+
+
+def tiles_for(num_rows: int, code: str, shape: tuple[int, int]) -> list[Tile]:
+    """List tiles that are fast somewhere, the best first; by measurement on an H200.
+
+    With other groups or formats they work too.
+
+    Args:
+        num_rows: of the input.
+        code: see ``few_rows_linear``.
+        shape: of the weight's memory.
+    """
+    kind = {"int8": "e4m3", "e2m1": "int4"}.get(code, code)
+    found = _TILES[kind, 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32]
+    return [one for one in found if one.splits == 1 or shape[0] <= one.outs * NUM_COUNTERS]
 
 
 def few_rows_linear(
     x: Float[Tensor, "*B D"],
-    weight: Float[Tensor, "F D"],
-    tile: tuple[int, int, int, int] | None = None,
+    weight: Shaped[Tensor, "_ _"],
+    scales: Float[Tensor, "f d"] | None = None,
+    *,
+    code: str = "",
+    group: tuple[int, int] = (0, 0),
+    tile: Tile | None = None,
+    counters: Int32[Tensor, " C"] | None = None,
 ) -> Float[Tensor, "*B F"]:
-    """Multiply at most ``MOST_ROWS`` rows with a weight, ``x W^T``; sums in float32.
+    """Multiply at most ``MOST_ROWS`` rows with a weight's transpose; sums in float32.
+
+    Takes shapes alone, so a CUDA graph may hold it.
 
     Args:
-        x: bfloat16 or float16.
-        weight: of the same dtype.
-        tile: features, channels, stages, warps; None: ``tile_of``.
+        x: bfloat16, float16 or float32.
+        weight: of the same dtype, or codes (see ``mcore_ckpt.mapping.low_bits.pack``).
+        scales: of codes, float32, one for each group; None: the weight has none.
+        code: format of the codes; empty: the weight is no codes.
+        group: outputs and inputs that share a scale; 0: all.
+        tile: None: the first of ``tiles_for``.
+        counters: ``NUM_COUNTERS`` zeros, which stay zeros, for tiles with splits; nothing else
+            may use them meanwhile. None: such tiles get their own.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    (M, D), F = rows.shape, weight.shape[0]
-    out = torch.empty(M, F, dtype=x.dtype, device=x.device)
-    features, channels, stages, warps = tile or tile_of(F, D)
-    _multiply[(triton.cdiv(F, features),)](
+    num_rows, D = rows.shape
+    weight = weight.view(torch.uint8) if code in ("e4m3", "int8") else weight
+    N, W = weight.shape
+    F = N * (2 if code == "int4" else 1)
+    outs, step, stages, warps, splits = tile or tiles_for(num_rows, code, (N, W))[0]
+    if code and code != "e2m1" and group[1]:
+        step = min(step, group[1])
+    out = torch.empty(num_rows, F, dtype=x.dtype, device=x.device)
+    parts = out
+    if splits > 1:
+        assert triton.cdiv(N, outs) <= NUM_COUNTERS
+        parts = torch.empty(splits * num_rows * F, dtype=torch.float32, device=x.device)
+        if counters is None:
+            counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device)
+    _few_rows[(triton.cdiv(N, outs), splits)](
         rows,
         weight,
+        rows if scales is None else scales,
         out,
-        M,
-        F,
+        parts,
+        out if counters is None else counters,
+        num_rows,
+        N,
         D,
-        ROWS=MOST_ROWS,
-        FEATURES=features,
-        CHANNELS=channels,
+        W,
+        0 if scales is None else scales.shape[1],
+        CODE=code,
+        TALL=group[0],
+        WIDE=group[1],
+        ROWS=max(8, triton.next_power_of_2(num_rows)),
+        OUTS=outs,
+        STEP=step,
         STAGES=stages,
+        SPLITS=splits,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        IS_PACKED=x.dtype == torch.bfloat16,
+        IS_EVEN=W % step == 0,
         num_warps=warps,  # pyrefly: ignore
     )
     return out.view(*x.shape[:-1], F)
 
 
-def _trial(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    pairs = []
-    for rows, features, channels in ((1, 24, 320), (3, 40, 8200), (16, 8208, 72)):
-        x = wave(rows, channels, device=device, dtype=dtype)
-        weight = wave(features, channels, device=device, dtype=dtype)
-        pairs.append((few_rows_linear(x, weight), x @ weight.t()))
-    return pairs
+def _trial(
+    device: torch.device, dtype: torch.dtype, code: str = "", group: tuple[int, int] = (0, 0)
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Multiply few rows of odd and even sizes, with and without splits."""
+    for num_rows, features, channels in ((1, 40, 320), (3, 160, 1024), (33, 96, 768)):
+        x = wave(num_rows, channels, device=device, dtype=dtype)
+        weight = wave(features, channels, device=device, dtype=torch.float32)
+        weight = (weight * wave(features, 1, device=device, dtype=torch.float32).exp()).to(
+            dtype
+        )
+        held, scales, wide = weight, None, weight
+        if code:
+            if group[1] and channels % group[1]:
+                continue
+            held, scales, wide = in_codes(weight, code, group)
+        for splits in (1, 2):
+            shape = (held.shape[0], held.shape[1])
+            tile = tiles_for(num_rows, code, shape)[0]._replace(splits=splits)
+            yield (
+                few_rows_linear(x, held, scales, code=code, group=group, tile=tile),
+                x.double() @ wide.double().t(),
+            )
 
 
-FEW_ROWS_KERNEL = OptionalKernel("the GEMM of a few rows", ("triton",), _trial)
-"""Kind: dtype."""
+def in_codes(
+    weight: Tensor, code: str, group: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes of a weight, what multiplies them, and what they stand for."""
+    layout = next(one for one in LAYOUTS.values() if one.code == code)
+    layout = QuantLayout(algo="", code=layout.code, group=group)
+    scales = layout.scales(weight)
+    packed = layout.packed(layout.quantized(weight, scales))
+    return packed, layout.wide_scales(scales), layout.dequantized(packed, scales)
+
+
+FEW_ROWS_KERNEL = OptionalKernel("the GEMM of few rows", ("triton",), _trial)
+"""Kind: dtype; of codes also their format and the sizes of a group."""

@@ -11,9 +11,10 @@ from typing import Any, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from mcore_infer.engine.codes import e4m3_factor, small_e4m3
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
 _KEYS = 64
@@ -41,22 +42,91 @@ def _place(table, position, Z: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _copy_row(source, target, H: tl.constexpr, LANES: tl.constexpr):
+def _places(table, start, end, Z: tl.constexpr, KEYS: tl.constexpr):
+    # Of keys one after the other, which lie in one page where pages are multiples of them.
+    key = tl.arange(0, KEYS)
+    if Z % KEYS == 0:
+        found = _place(table, start, Z) + key
+    else:
+        found = _place(table, tl.minimum(start + key, end - 1), Z)
+    return found
+
+
+@triton.jit
+@no_type_check
+def _copy_row(
+    source, target, scale, H: tl.constexpr, LANES: tl.constexpr, IS_FP8: tl.constexpr
+):
     lane = tl.arange(0, LANES)
-    tl.store(target + lane, tl.load(source + lane, mask=lane < H), mask=lane < H)
+    row = tl.load(source + lane, mask=lane < H)
+    if IS_FP8:
+        wide = tl.div_rn(row.to(tl.float32), scale)
+        wide = tl.minimum(tl.maximum(wide, -448.0), 448.0)
+        tl.store(
+            target + lane, wide.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=lane < H
+        )
+    else:
+        tl.store(target + lane, row, mask=lane < H)
+
+
+@triton.jit
+@no_type_check
+def _loaded(places, mask, dtype: tl.constexpr, IS_FP8: tl.constexpr):
+    # Keys or values; of codes the numbers over ``e4m3_factor``.
+    if IS_FP8:
+        byte = tl.load(places, mask=mask, other=0)
+        found = small_e4m3(byte, dtype, dtype == tl.bfloat16)
+    else:
+        found = tl.load(places, mask=mask, other=0.0)
+    return found
+
+
+@triton.jit
+@no_type_check
+def _scaled(x, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
+    # What products with numbers of ``_loaded`` stand for.
+    if IS_FP8:
+        x = x * e4m3_factor(dtype) * scale
+    return x
+
+
+@triton.jit
+@no_type_check
+def _scores(query, key, scale, key_scale, PRECISION: tl.constexpr, IS_FP8: tl.constexpr):
+    score = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
+    return _scaled(score, key_scale, query.dtype, IS_FP8)
+
+
+@triton.jit
+@no_type_check
+def _nothing(HEADS: tl.constexpr, LANES: tl.constexpr):
+    # The maximum, the sum of weights and the weighted values before any key.
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    return top, tl.zeros([HEADS], tl.float32), tl.zeros([LANES, HEADS], tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _store_part(parts, sums, at, is_head, lane, mixed, top, total, H: tl.constexpr):
+    # What the heads have of one split, and the logarithm of its weights' sum.
+    some = tl.where(total > 0.0, total, 1.0)
+    places = parts + at[None, :] * H + lane[:, None]
+    tl.store(places, mixed / some[None, :], mask=is_head[None, :] & (lane[:, None] < H))
+    log_sum = tl.where(total > 0.0, top + tl.log(some), float("-inf"))
+    tl.store(sums + at, log_sum, mask=is_head)
 
 
 @triton.jit
 @no_type_check
 def _mix(score, value, top, total, mixed, PRECISION: tl.constexpr):
     # Add keys to the running maximum, the sum of weights and the weighted values.
-    new_top = tl.maximum(top, tl.max(score, 1))
+    new_top = tl.maximum(top, tl.max(score, 0))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
-    weight = tl.exp(score - safe[:, None])
+    weight = tl.exp(score - safe[None, :])
     shrink = tl.exp(top - safe)
-    total = total * shrink + tl.sum(weight, 1)
+    total = total * shrink + tl.sum(weight, 0)
     weight = weight.to(value.dtype)
-    mixed = tl.dot(weight, value, mixed * shrink[:, None], input_precision=PRECISION)
+    mixed = tl.dot(tl.trans(value), weight, mixed * shrink[None, :], input_precision=PRECISION)
     return new_top, total, mixed
 
 
@@ -77,6 +147,8 @@ def _attend(
     table_size,
     new_key_stride,
     new_value_stride,
+    key_scale,
+    value_scale,
     N: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
@@ -86,42 +158,41 @@ def _attend(
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
-    # One program: the heads of one group of one request, over one split of its keys.
+    # One program: the heads of one group of one request, over one split of its keys. Keys and
+    # channels fill the taller side of the tensor cores' tiles.
     request, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
     row, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
     if (begin < length) & (length <= end):
         last = (_place(tables + request * table_size, length - 1, Z) * G + group) * H
-        _copy_row(new_keys + request * new_key_stride + group * H, keys + last, H, LANES)
-        _copy_row(new_values + request * new_value_stride + group * H, values + last, H, LANES)
+        new_key = new_keys + request * new_key_stride + group * H
+        new_value = new_values + request * new_value_stride + group * H
+        _copy_row(new_key, keys + last, key_scale, H, LANES, IS_FP8)
+        _copy_row(new_value, values + last, value_scale, H, LANES, IS_FP8)
     tl.debug_barrier()  # the loop below reads them
     head = group * (N // G) + row
     inside = (row[:, None] < N // G) & (lane[None, :] < H)
     at_query = (request * N + head[:, None]) * H + lane[None, :]
     query = tl.load(q + at_query, mask=inside, other=0.0)
-    top, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
-    mixed = tl.zeros([HEADS, LANES], tl.float32)
+    top, total, mixed = _nothing(HEADS, LANES)
     for start in range(begin, end, KEYS):
         place = start + tl.arange(0, KEYS)
         is_key = place < end
-        known = tl.minimum(place, end - 1)
-        at = (_place(tables + request * table_size, known, Z) * G + group) * H
-        seen = is_key[:, None] & (lane[None, :] < H)
-        key = tl.load(keys + at[:, None] + lane[None, :], mask=seen, other=0.0)
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        at = _places(tables + request * table_size, start, end, Z, KEYS) * G + group
         is_seen = is_key & ((window < 0) | (place >= length - 1 - window))
-        score = tl.where(is_seen[None, :], score, float("-inf"))
-        value = tl.load(values + at[:, None] + lane[None, :], mask=seen, other=0.0)
-        # Pages out of the window may be another request's: even a NaN there must weigh nothing.
-        value = tl.where(is_seen[:, None], value, 0.0)
+        # Pages out of the window may be another request's: nothing of them is read.
+        seen = is_seen[:, None] if LANES == H else is_seen[:, None] & (lane[None, :] < H)
+        key = _loaded(keys + at[:, None] * H + lane[None, :], seen, query.dtype, IS_FP8)
+        score = _scores(query, key, scale, key_scale, PRECISION, IS_FP8)
+        score = tl.where(is_seen[:, None], score, float("-inf"))
+        value = _loaded(values + at[:, None] * H + lane[None, :], seen, query.dtype, IS_FP8)
         top, total, mixed = _mix(score, value, top, total, mixed, PRECISION)
     at_part = (request * N + head) * SPLITS + split
-    some = tl.where(total > 0.0, total, 1.0)
-    tl.store(parts + at_part[:, None] * H + lane[None, :], mixed / some[:, None], mask=inside)
-    log_sum = tl.where(total > 0.0, top + tl.log(some), float("-inf"))
-    tl.store(sums + at_part, log_sum, mask=row < N // G)
+    mixed = _scaled(mixed, value_scale, query.dtype, IS_FP8)
+    _store_part(parts, sums, at_part, row < N // G, lane, mixed, top, total, H)
 
 
 @triton.jit
@@ -144,13 +215,14 @@ def paged_decode(
     q: Float[Tensor, "R N H"],
     k: Float[Tensor, "R G H"],
     v: Float[Tensor, "R G H"],
-    keys: Float[Tensor, "P Z G H"],
-    values: Float[Tensor, "P Z G H"],
+    keys: Shaped[Tensor, "P Z G H"],
+    values: Shaped[Tensor, "P Z G H"],
     tables: Int[Tensor, "R M"],
     lengths: Int[Tensor, " R"],
     *,
     window: int = -1,
     scale: float | None = None,
+    kv_scales: tuple[float, float] | None = None,
 ) -> Float[Tensor, "R N H"]:
     """Write a new key and value of each request; let its one query attend to all it has.
 
@@ -166,6 +238,7 @@ def paged_decode(
         lengths: keys of each request, the new one included.
         window: earlier keys that a query sees besides its own; -1: all.
         scale: of the scores; None: 1/sqrt(H).
+        kv_scales: keys and values are bytes of e4m3, which these multiply; None: they are not.
     """
     R, N, H = q.shape
     _, Z, G, _ = keys.shape
@@ -191,15 +264,17 @@ def paged_decode(
         tables.shape[1],
         k.stride(0),
         v.stride(0),
+        *(kv_scales or (1.0, 1.0)),
         N=N,
         G=G,
         H=H,
         Z=Z,
         LANES=lanes,
-        HEADS=max(16, triton.next_power_of_2(N // G)),
+        HEADS=max(8, triton.next_power_of_2(N // G)),
         KEYS=_KEYS,
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        IS_FP8=kv_scales is not None,
         num_warps=4,
     )
     _join[(R * N,)](parts, sums, out, H=H, LANES=lanes, SPLITS=splits, num_warps=1)
@@ -207,13 +282,17 @@ def paged_decode(
 
 
 def _trial(
-    device: torch.device, dtype: torch.dtype, head_dim: int, group: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, group: int, in_fp8: bool
 ) -> list[tuple[Tensor, Tensor]]:
+    from mcore_infer.engine.cache_codes import to_codes
     from mcore_infer.engine.paged import reference_decode, write_to_pages
 
     q = wave(3, 2 * group, head_dim, device=device, dtype=dtype)
     k, v = wave(2, 3, 2, head_dim, device=device, dtype=dtype)
     keys, values = wave(2, 9, 32, 2, head_dim, device=device, dtype=dtype)
+    scales = (0.01, 0.5) if in_fp8 else None
+    if in_fp8:
+        keys, values = to_codes(keys, 0.01), to_codes(values, 0.5)
     tables = torch.tensor([[8, 1, 5], [2, 0, 0], [3, 7, 4]], device=device)
     lengths = torch.tensor([70, 1, 96], device=device)
     places = torch.tensor([5 * 32 + 5, 2 * 32, 4 * 32 + 31], device=device)
@@ -221,12 +300,13 @@ def _trial(
     for window in (-1, 40):
         own_keys, own_values = keys.clone(), values.clone()
         new: Any = (q, k, v, own_keys, own_values, tables, lengths)
-        got = paged_decode(*new, window=window)
-        write_to_pages((keys, values), (k, v), places)
-        want = reference_decode(q, keys, values, tables, lengths, window=window)
+        got = paged_decode(*new, window=window, kv_scales=scales)
+        write_to_pages((keys, values), (k, v), places, scales)
+        seen = (q, keys, values, tables, lengths)
+        want = reference_decode(*seen, window=window, kv_scales=scales)
         pairs += [(got, want), (own_keys, keys.clone()), (own_values, values.clone())]
     return pairs
 
 
 DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)
-"""Kind: dtype, channels of a head, query heads of a group."""
+"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8."""

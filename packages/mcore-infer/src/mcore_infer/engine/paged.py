@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from mcore_infer.engine.cache_codes import from_codes, to_codes
+from mcore_infer.engine.plans import Fp8Cache, Scales
 from mcore_infer.engine.step_layout import (
     ChunkView,
     DecodeTensors,
@@ -39,15 +41,19 @@ class PagedCache:
         waits_for_device: whether a step of decoding has waited, and so cannot be recorded.
     """
 
-    def __init__(self, num_pages: int, page_tokens: int, num_slots: int = 0) -> None:
+    def __init__(
+        self, num_pages: int, page_tokens: int, num_slots: int = 0, fp8: Fp8Cache | None = None
+    ) -> None:
         """Take no memory yet: a layer takes its own when its first tokens come.
 
         Args:
             num_pages: pages in memory.
             page_tokens: tokens in a page.
             num_slots: requests that run together.
+            fp8: keep keys and values in fp8; None: in the model's dtype.
         """
         self.num_pages, self.page_tokens, self.num_slots = num_pages, page_tokens, num_slots
+        self._fp8 = fp8
         self.step: StepTensors | DecodeTensors | None = None
         self.waits_for_device = False
         self._layers: dict[int, _PagedLayer] = {}
@@ -60,7 +66,8 @@ class PagedCache:
     def layer(self, number: int) -> "_PagedLayer":
         """Return the view of a layer, by its global number."""
         if number not in self._layers:
-            self._layers[number] = _PagedLayer(self)
+            scales = self._fp8.of(number) if self._fp8 else None
+            self._layers[number] = _PagedLayer(self, scales)
         return self._layers[number]
 
     @property
@@ -83,10 +90,11 @@ class PagedCache:
 class _PagedLayer:
     """What one layer keeps: keys and values, or a state: ``LayerState``, ``RecurrentState``."""
 
-    def __init__(self, cache: PagedCache) -> None:
+    def __init__(self, cache: PagedCache, scales: Scales | None) -> None:
         self.cache = cache
-        self.keys: Float[Tensor, "P Z G H"] | None = None
-        self.values: Float[Tensor, "P Z G J"] | None = None
+        self.scales = scales
+        self.keys: Shaped[Tensor, "P Z G H"] | None = None
+        self.values: Shaped[Tensor, "P Z G J"] | None = None
         self.states: tuple[Float[Tensor, "W ..."], ...] = ()  # of all slots
 
     def run(self, mix: Mix, *inputs: Shaped[Tensor, "T 1 ..."]) -> Shaped[Tensor, "T 1 ..."]:
@@ -151,30 +159,33 @@ class _PagedLayer:
         step = self.cache.step
         assert step is not None
         size = (self.cache.num_pages + 1, self.cache.page_tokens)
+        dtype = k.dtype if self.scales is None else torch.uint8
         if self.keys is None:
-            self.keys = k.new_zeros(*size, *k.shape[2:])
+            self.keys = k.new_zeros(*size, *k.shape[2:], dtype=dtype)
         if v is not None and self.values is None:
-            self.values = v.new_zeros(*size, *v.shape[2:])
+            self.values = v.new_zeros(*size, *v.shape[2:], dtype=dtype)
         values = self.keys[..., :value_dim] if self.values is None else self.values
+        rules: dict[str, Any] = {**scores, "window": window, "kv_scales": self.scales}
         if isinstance(step, DecodeTensors):
             decode = self._kernel(q, k, v, scores)
             if decode is not None and v is not None:
                 if step.have_drafts:  # of one request: a row reads what another writes
                     memories = (self.keys, values)
-                    write_to_pages(memories, (k[:, 0], v[:, 0]), step.places)
+                    write_to_pages(memories, (k[:, 0], v[:, 0]), step.places, self.scales)
                 new, pages = (k[:, 0], v[:, 0]), (self.keys, values)
                 where = (step.tables, step.lengths)
-                return decode(q[:, 0], *new, *pages, *where, window=window, **scores)[:, None]
+                return decode(q[:, 0], *new, *pages, *where, **rules)[:, None]
         news, memories = ((k,), (self.keys,)) if v is None else ((k, v), (self.keys, values))
-        write_to_pages(memories, [new[:, 0] for new in news], step.places)
+        write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
             self.cache.waits_for_device = True
             where = (self.keys, values, step.tables, step.lengths)
-            return reference_decode(q[:, 0], *where, window=window, **scores).unsqueeze(1)
+            return reference_decode(q[:, 0], *where, **rules).unsqueeze(1)
         mixed = []
         for chunk in step.chunks:
             own = q[chunk.begin : chunk.end]
             seen = [self._seen(memory, chunk, window) for memory in (self.keys, values)]
+            seen = wide_pages(seen, self.scales, q.dtype)
             mixed.append(attend(own, *seen, window=window, backend=backend, **scores))
         return torch.cat(mixed)
 
@@ -188,10 +199,10 @@ class _PagedLayer:
             return None
         from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
 
-        kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2]
+        kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
         return paged_decode if works(DECODE_KERNEL, q.device, *kind) else None
 
-    def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Float[Tensor, "Z 1 G H"]:
+    def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
         """Gather what a chunk sees. Pages before every window may be another request's."""
         size = self.cache.page_tokens
         first_page = 0 if window < 0 else max(0, chunk.first - window) // size
@@ -200,23 +211,36 @@ class _PagedLayer:
 
 
 def write_to_pages(
-    memories: Sequence[Float[Tensor, "P Z G _"]],
+    memories: Sequence[Shaped[Tensor, "P Z G _"]],
     news: Sequence[Float[Tensor, "T G _"]],
     places: Int[Tensor, " T"],
+    kv_scales: Scales | None = None,
 ) -> None:
     """Write new keys and values to their places: page times tokens of a page, plus offset."""
-    for memory, new in zip(memories, news, strict=True):
-        memory.flatten(0, 1)[places] = new
+    scales = kv_scales or (None,) * len(news)
+    for memory, new, scale in zip(memories, news, scales, strict=True):
+        memory.flatten(0, 1)[places] = new if scale is None else to_codes(new, scale)
+
+
+def wide_pages(
+    memories: Sequence[Shaped[Tensor, "..."]], kv_scales: Scales | None, dtype: torch.dtype
+) -> list[Float[Tensor, "..."]]:
+    """Return the keys and values that parts of the pages hold."""
+    if kv_scales is None:
+        return list(memories)
+    pairs = zip(memories, kv_scales, strict=True)
+    return [from_codes(memory, scale, dtype) for memory, scale in pairs]
 
 
 def reference_decode(
     q: Float[Tensor, "R N H"],
-    keys: Float[Tensor, "P Z G H"],
-    values: Float[Tensor, "P Z G J"],
+    keys: Shaped[Tensor, "P Z G H"],
+    values: Shaped[Tensor, "P Z G J"],
     tables: Int[Tensor, "R M"],
     lengths: Int[Tensor, " R"],
     *,
     window: int = -1,
+    kv_scales: Scales | None = None,
     **scores: Any,
 ) -> Float[Tensor, "R N J"]:
     """Let one query of each request attend to its keys, one request after the other.
@@ -229,6 +253,7 @@ def reference_decode(
         first_page = 0 if window < 0 else max(0, length - 1 - window) // size
         held = pages[first_page : -(-length // size)]
         end = length - first_page * size
-        k, v = (memory[held].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values))
+        seen = [memory[held].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values)]
+        k, v = wide_pages(seen, kv_scales, q.dtype)
         rows.append(attend(query[None, None], k, v, window=window, **scores)[0, 0])
     return torch.stack(rows)

@@ -1,6 +1,7 @@
 """What a step computes, as plain data, and the limits of steps."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mcore_infer.config import Drafts
 
@@ -41,6 +42,22 @@ class SchedulerConfig:
             )
 
 
+Scales = tuple[float, float]
+"""Of keys and of values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Cache:
+    """Keys and values are kept in e4m3."""
+
+    scales: Mapping[int, Scales] = field(default_factory=dict)
+    """What multiplies their codes, by global number of the layer; others have 1."""
+
+    def of(self, layer: int) -> Scales:
+        """Return the scales of a layer."""
+        return self.scales.get(layer, (1.0, 1.0))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig(SchedulerConfig):
     """Limits of an engine and the size of its cache."""
@@ -56,6 +73,9 @@ class EngineConfig(SchedulerConfig):
 
     speculative_drafts: Drafts = "ngram"
     """What proposes them, see ``InferenceConfig``."""
+
+    fp8_cache: Fp8Cache | None = None
+    """Keep keys and values in fp8; None: in the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,11 @@ def write_compressed_tensors(
             want scales that cannot be folded.
     """
     widened = quantized(source, "compressed-tensors")
+    if widened.plan.layers:
+        raise ValueError(
+            "--format compressed-tensors says one way for all modules here, and this folder "
+            f"is {widened.plan.algo}. Use --format hf-quant."
+        )
     form = _form_of(widened.plan.layout)
     shift = float(source.description["config"].get("apply_layernorm_1p", False))
     stored = _Folded(widened.stored, folded_scales(widened, source.description), shift)

@@ -72,7 +72,7 @@ def write_hf_quant(
     said = json.dumps(plan.hf_quant_config(producer()), indent=2).encode() + b"\n"
     write_durably(folder / QUANT_CONFIG, said)
     write_tokenizer(folder, source)
-    return plan.layout.algo
+    return plan.algo
 
 
 def hf_config(source: OpenCheckpoint) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def linears_of(
     Raises:
         ValueError: if the format has no layout for its algorithm.
     """
-    algo = widened.plan.layout.algo
+    algo = widened.plan.algo
     if algo not in (*_WRITERS, "W8A16"):
         raise ValueError(
             f"--format trtllm has no layout for {algo}: it writes W8A16 and "

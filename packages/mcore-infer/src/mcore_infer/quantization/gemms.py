@@ -22,8 +22,7 @@ from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, unpack
 from mcore_infer.quantization.tile_choices import TileChoices
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
-from mcore_parallel.precision.fp8_cast import cast
-from mcore_parallel.precision.fp8_recipes import Factor, Tensorwise
+from mcore_parallel.precision.fp8_recipes import Factor, Rowwise, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 
 _FEW = 64
@@ -155,50 +154,52 @@ class QuantizedGemm(_Forward):
         return (codes * scales.repeat_interleave(across, 1)[:, : codes.shape[1]]).to(dtype)
 
     def _few(self, x: Tensor) -> Tensor:
-        from mcore_infer.quantization.kernels import few_rows_matmul, tiles_for
+        from mcore_infer.engine.few_rows import few_rows_linear, tiles_for
 
         code, group = self.layout.code, self.group
+        shape = (self.packed.shape[0], self.packed.shape[1])
         ways = [
             partial(
-                few_rows_matmul,
-                packed=self.packed,
+                few_rows_linear,
+                weight=self.packed,
                 scales=self.scales,
                 code=code,
                 group=group,
-                tiles=tiles,
+                tile=tile,
+                counters=self.choices.counters(x.device),
             )
-            for tiles in tiles_for(x.shape[0], code)
+            for tile in tiles_for(x.shape[0], code, shape)
         ]
-        key = (x.dtype, code, group, self.packed.shape, self.rounding.code)
+        key = (x.dtype, code, group, shape, self.rounding.code)
         return self.choices.fastest(key, [*ways, self._many], x)(x)
 
     def _many(self, x: Tensor) -> Tensor:
-        rounding = self.rounding
+        code, (tall, wide) = self.rounding.code, self.group
         fits = not (self.packed.shape[0] % _MULTIPLE or self.packed.shape[1] % _MULTIPLE)
-        if x.is_cuda and fits and not self.group[1] and rounding.input_scale is not None:
-            if rounding.code == "e4m3" and not self.group[0]:
-                return self._fp8(x, rounding.input_scale)
-            if rounding.code == "int8":
-                return self._int8(x, rounding.input_scale)
-        return F.linear(rounding.rounded(x), self.wide(x.dtype))
+        has_scales = not wide and tall <= 1  # that come after the sum
+        if code and fits and has_scales and x.is_cuda and x.dtype != torch.float64:
+            kind = (x.dtype, code, tall, self.rounding.input_scale is not None)
+            if works(CODES_GEMM, x.device, *kind):
+                return self.by_codes(x, code)
+        return F.linear(self.rounding.rounded(x), self.wide(x.dtype))
 
-    def _fp8(self, x: Tensor, scale: Tensor) -> Tensor:
-        padded = F.pad(x, (0, 0, 0, -x.shape[0] % _MULTIPLE))
-        amax = (scale * LARGEST["e4m3"]).view(1)
-        own = cast(padded, self.packed.dtype, has_columns=False, amax=amax)
-        given, weight = (
-            Factor(own.rows, own.scale_inv),
-            Factor(self.packed, self.scales.view(1)),
-        )
-        return Tensorwise().multiply(given, weight, x.dtype, fast_accum=True)[: x.shape[0]]
+    def by_codes(self, x: Float[Tensor, "T D"], code: Code) -> Float[Tensor, "T F"]:
+        """Multiply codes with codes on tensor cores; scales of both come after."""
+        from mcore_infer.quantization.kernels import rounded_rows
 
-    def _int8(self, x: Tensor, scale: Tensor) -> Tensor:
-        # torch's GEMM takes more than 16 rows.
-        padded = F.pad(x, (0, 0, 0, max(32 - x.shape[0], -x.shape[0] % _MULTIPLE)))
-        codes = encode(padded.float() / scale, "int8")
-        total = torch._int_mm(codes, self.packed.t())[: x.shape[0]]
-        scales = self.scales.expand(self.packed.shape[0], 1).view(1, -1) * scale
-        return (total * scales).to(x.dtype)
+        # torch's int8 GEMM takes more than 16 rows.
+        least = 0 if code == "e4m3" else 32
+        padded = F.pad(x, (0, 0, 0, max(least - x.shape[0], -x.shape[0] % _MULTIPLE)))
+        own, scale = rounded_rows(padded, code, self.rounding.input_scale)
+        columns = self.scales.view(1, -1).expand(1, self.packed.shape[0])
+        if code == "int8":
+            total = torch._int_mm(own, self.packed.t())[: x.shape[0]]
+            return (total * (scale[: x.shape[0], None] * columns)).to(x.dtype)
+        recipe, rows, outputs = Rowwise(), scale[:, None], columns.t()
+        if not self.group[0] and self.rounding.input_scale is not None:
+            recipe, rows, outputs = Tensorwise(), scale[:1], self.scales.view(1)
+        given, weight = Factor(own, rows), Factor(self.packed, outputs)
+        return recipe.multiply(given, weight, x.dtype, fast_accum=True)[: x.shape[0]]
 
     def _has_kernels(self, dtype: torch.dtype) -> bool:
         kind = (dtype, self.layout.code, self.group)
@@ -210,27 +211,41 @@ class QuantizedGemm(_Forward):
 
 
 def _try_kernels(
-    device: torch.device, dtype: torch.dtype, code: str, group: tuple[int, int]
+    device: torch.device, dtype: torch.dtype, code: Code, group: tuple[int, int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Multiply few rows and widen a weight by the kernels and in torch."""
-    from mcore_infer.quantization.kernels import few_rows_matmul, widened
+    """Multiply few rows, round inputs and widen a weight by the kernels and in torch."""
+    from mcore_infer.engine.few_rows import FEW_ROWS_KERNEL, in_codes
+    from mcore_infer.quantization.kernels import rounded_rows, widened
 
-    layout = next(one for one in LAYOUTS.values() if one.code == code)
+    yield from FEW_ROWS_KERNEL.trial(device, dtype, code, group)
     weight = wave(160, 768, device=device, dtype=torch.float32)
-    weight = weight * wave(160, 1, device=device, dtype=torch.float32).exp()
-    layout = QuantLayout(algo="", code=layout.code, group=group)
-    scales = layout.scales(weight)
-    packed = layout.packed(layout.quantized(weight, scales))
-    wide = layout.dequantized(packed, scales)
-    multipliers = layout.wide_scales(scales)
-    yield widened(packed, multipliers, code, group, dtype), wide
-    for num_rows in (1, 33):
-        x = wave(num_rows, 768, device=device, dtype=dtype)
-        yield (
-            few_rows_matmul(x, packed, multipliers, code, group),
-            x.double() @ wide.double().t(),
-        )
+    packed, scales, wide = in_codes(weight, code, group)
+    yield widened(packed, scales, code, group, dtype), wide
+    if code in ("e4m3", "int8"):
+        x = wave(33, 768, device=device, dtype=dtype)
+        for known in (None, torch.tensor(0.01, device=device)):
+            codes, own = rounded_rows(x, code, known)
+            yield codes.float() * own[:, None], Rounding(code, known).rounded(x)
 
+
+def _try_codes(
+    device: torch.device, dtype: torch.dtype, code: Code, tall: int, is_known: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Multiply codes with codes, and what they stand for in torch."""
+    from mcore_infer.engine.few_rows import in_codes
+
+    weight = wave(160, 768, device=device, dtype=torch.float32)
+    packed, scales, wide = in_codes(weight, code, (tall, 0))
+    layout = next(one for one in LAYOUTS.values() if one.code == code)
+    rounding = Rounding(code, torch.tensor(0.01, device=device) if is_known else None)
+    gemm = QuantizedGemm(layout, packed, scales, (tall, 0), rounding)
+    for num_rows in (33, 64):
+        x = wave(num_rows, 768, device=device, dtype=dtype)
+        yield gemm.by_codes(x, code), rounding.rounded(x).double() @ wide.double().t()
+
+
+CODES_GEMM = OptionalKernel("the GEMM of codes", ("triton",), _try_codes)
+"""Kind: dtype of inputs, format, outputs that share a scale, whether inputs' is known."""
 
 QUANTIZED_KERNELS = OptionalKernel(
     "the kernels of quantized weights", ("triton",), _try_kernels

@@ -36,6 +36,8 @@ _READ_DIRECTLY = "kv_up"
 class RankScales:
     """How this rank's part of a linear's weight was rounded."""
 
+    layout: QuantLayout
+    """Of the folder."""
     scales: Tensor
     """Float32 ``[f, d]``, one for each group of outputs and inputs."""
     group: tuple[int, int]
@@ -69,10 +71,12 @@ def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, Ra
     for path, linear in linears(model).items():
         parts = logical_parts(path, linear)
         if all(folder.is_quantized(part.name) for part in parts):
-            scales = _of_rank(parts, folder)
+            is_one = len({folder.layout(part.name) for part in parts}) == 1
+            scales = _of_rank(parts, folder) if is_one else None
             if scales is None:
                 log.warning(
-                    "%s is not multiplied by its codes: the ranks' cut runs through groups.",
+                    "%s is not multiplied by its codes: the ranks' cut runs through groups, or "
+                    "its parts differ.",
                     path,
                 )
             else:
@@ -81,7 +85,7 @@ def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, Ra
 
 
 def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
-    layout, found = folder.plan.layout, []
+    layout, found = folder.layout(parts[0].name), []
     tall, wide = layout.group
     for part in parts:
         (row, column), (rows, columns) = part.offsets, part.logical_lengths
@@ -113,7 +117,7 @@ def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
             high = one.repeat_interleave(tall, 0)[row % tall :] if tall else one
             spread.append(high[:rows] if tall else high.expand(rows, -1))
         scales, tall = torch.cat(spread), 1
-    return RankScales(scales.contiguous(), (tall, wide), _rounding(found))
+    return RankScales(layout, scales.contiguous(), (tall, wide), _rounding(found))
 
 
 def _rounding(parts: list[MatrixPart]) -> Rounding:
@@ -151,7 +155,6 @@ def round_inputs_(model: nn.Module, scales: Mapping[str, RankScales]) -> None:
 
 def pack_weights_(
     model: nn.Module,
-    folder: QuantizedFolder,
     scales: Mapping[str, RankScales],
     load: Callable[[Mapping[str, Shard]], None],
     device: torch.device,
@@ -160,7 +163,6 @@ def pack_weights_(
 
     Args:
         model: the weights of these linears are on the meta device.
-        folder: quantized.
         scales: by path of the linears.
         load: fills shards from the folder; all ranks that share the model call it.
         device: where the codes go.
@@ -174,12 +176,13 @@ def pack_weights_(
         weight = named_shards(linear)
         names = {p.name.removeprefix(f"{path}.") for p in logical_parts(path, linear)}
         load({f"{path}.{name}": weight[name] for name in names})
-        pack_(linear, folder.plan.layout, scales[path], choices)
+        pack_(linear, scales[path], choices)
 
 
-def pack_(linear: Linear, layout: QuantLayout, own: RankScales, choices: TileChoices) -> None:
+def pack_(linear: Linear, own: RankScales, choices: TileChoices) -> None:
     """Replace a linear's wide weight by codes, which its values and scales determine."""
     weight, device = linear.weight.detach(), linear.weight.device
+    layout = own.layout
     rounding, scales = _to(own.rounding, device), own.scales.to(device)
     if rounding.pre_quant_scale is not None:
         weight = weight / rounding.pre_quant_scale
@@ -205,8 +208,9 @@ def round_to_nearest_(model: nn.Module, layout: QuantLayout) -> None:
         chosen = layout.scales(linear.weight.detach())
         code = _rounded_to(layout)
         scale = torch.tensor(0.05) if layout.input_scale and code else None
-        own = RankScales(layout.wide_scales(chosen), layout.group, Rounding(code, scale))
-        pack_(linear, layout, own, choices)
+        rounding = Rounding(code, scale)
+        own = RankScales(layout, layout.wide_scales(chosen), layout.group, rounding)
+        pack_(linear, own, choices)
 
 
 def _to(rounding: Rounding, device: torch.device) -> Rounding:

@@ -141,7 +141,7 @@ def _expert_hook(
 
 def observe(
     model: LanguageModel,
-    windows: Sequence[Int[Tensor, "B S"]],
+    windows: Sequence[Int[Tensor, "_ S"]],
     widths: Mapping[str, int],
     *,
     has_pairs: bool,
@@ -196,7 +196,7 @@ class _WatchedCache(StaticCache):
 
 
 def largest_keys_and_values(
-    model: LanguageModel, windows: Sequence[Int[Tensor, "B S"]]
+    model: LanguageModel, windows: Sequence[Int[Tensor, "_ S"]]
 ) -> dict[int, dict[str, Tensor]]:
     """Return the largest magnitude of what a cache would hold, by layer and ``k`` or ``v``."""
     device = next(model.parameters()).device

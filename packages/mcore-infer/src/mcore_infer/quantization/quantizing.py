@@ -16,13 +16,18 @@ from torch import Tensor
 
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import METHODS, QuantLayout, layout_of
+from mcore_ckpt.formats.quantized_plans import QuantPlan
 from mcore_ckpt.formats.sources import OpenCheckpoint, opened
+from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.engine.cache_codes import rounded_cache
+from mcore_infer.engine.plans import Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, score_documents
 from mcore_infer.loading import LoadedModel, load_model
 from mcore_infer.quantization.awq import scale_and_round
+from mcore_infer.quantization.budget import Way, ways_within
 from mcore_infer.quantization.gptq import compensate_and_round
 from mcore_infer.quantization.matrices import FusedMatrix, Selection, select
 from mcore_infer.quantization.observing import (
@@ -37,11 +42,14 @@ from mcore_infer.quantization.rounding import (
     round_to_nearest,
     smooth_and_round,
 )
-from mcore_infer.quantization.writing import Quantized, links_of, write_folder
+from mcore_infer.quantization.timing import tokens_per_second
+from mcore_infer.quantization.writing import Quantized, excluded, links_of, write_folder
 from mcore_parallel.mesh import ParallelContext
 
 log = logging.getLogger(__name__)
 
+MIXED_METHOD = "mixed"
+"""Word of ``--method`` for ``budget.ways_within``."""
 _PAIRWISE = ("awq", "gptq")
 """Methods that need products of all pairs of inputs, so that they go block by block."""
 
@@ -51,9 +59,11 @@ class QuantizeConfig:
     """How a model is quantized."""
 
     method: str
-    """A word of ``METHODS``."""
+    """A word of ``METHODS``, or ``mixed``: four bits, fp8 or none for each matrix."""
+    budget: float = 0.0
+    """Bits of a weight on average, of ``mixed``."""
     group_size: int = 0
-    """Inputs that share a scale, of awq and gptq; 0: 128."""
+    """Inputs that share a scale, of four-bit integers; 0: 128."""
     kv_cache: bool = False
     """Whether to add scales of an fp8 key/value cache."""
     calibration_tokens: int = 65536
@@ -66,6 +76,8 @@ class QuantizeConfig:
     """Windows in one forward pass."""
     exclude_modules: tuple[str, ...] = ()
     """Patterns of modules of the folder that stay as they are."""
+    speed_tokens: int = 0
+    """Tokens of one text to time, before and after; 0: none."""
 
 
 @dataclass
@@ -103,7 +115,6 @@ def quantize(
     """
     output, folder = Path(output), resolve_folder(load, step)
     check_place(output, folder)
-    layout = layout_of(METHODS[config.method], config.group_size)
     ctx = ParallelContext.single(device)
     loaded = load_model(folder, ctx, keep_codes=False)
     tokenizer = tokenizer or loaded.tokenizer
@@ -130,37 +141,53 @@ def quantize(
             raise ValueError(f"{folder} is quantized already: give the model it was made of.")
         links = links_of(source)
         log.info("perplexity of %s on %d tokens", folder, len(scored))
-        before = judged(loaded)
-        selection = select(loaded.model, links, layout, config.exclude_modules)
-        if not selection.matrices:
-            reasons = "; ".join(sorted(set(selection.left.values())))
-            raise ValueError(f"nothing of {folder} can be quantized so: {reasons}.")
+        before, speeds = judged(loaded), _timed(loaded, config)
+        selection, ways = _chosen(loaded, links, config, windows)
         tops = largest_keys_and_values(loaded.model, windows) if config.kv_cache else {}
-        work = _rounded(loaded, selection, layout, config.method, windows)
-        left = dict(selection.left)
-        num_bytes = write_folder(
-            fresh, source, loaded.model, layout, work.done, tuple(left), tops
-        )
+        work = _rounded(loaded, selection, ways, windows)
+        left, plan = dict(selection.left), _plan(selection, ways, config)
+        num_bytes = write_folder(fresh, source, loaded.model, plan, work.done, tops)
         log.info("reading %s back", output)
-        after = judged(load_model(fresh, ctx))
+        written = load_model(fresh, ctx)
+        after, speeds = _judged_as_served(written, judged), speeds + _timed(written, config)
         receipt = Receipt(
             method=config.method,
-            algo=layout.algo,
-            group=layout.group,
+            algo=plan.algo,
+            group=plan.layout.group,
             source=str(load),
             data_sha256=hashlib.sha256(text.encode()).hexdigest(),
             calibration_tokens=sum(window.numel() for window in windows),
             scored_tokens=before.num_tokens,
             perplexity_before=before.perplexity,
             perplexity_after=after.perplexity,
+            tokens_per_s=speeds,
             bytes_before=_num_bytes(source),
             bytes_after=num_bytes,
+            kv_cache="fp8" if config.kv_cache else "",
             matrices=tuple(work.reports),
             left=left,
             fallbacks=tuple(work.fallbacks),
         )
         write_receipt(fresh, receipt)
     return receipt
+
+
+def _judged_as_served(
+    written: LoadedModel, judged: Callable[[LoadedModel], TextScore]
+) -> TextScore:
+    """Judge a folder; keys and values are rounded where it holds scales for them."""
+    if not written.kv_scales:
+        return judged(written)
+    with rounded_cache(written.model, Fp8Cache(written.kv_scales)):
+        return judged(written)
+
+
+def _timed(loaded: LoadedModel, config: QuantizeConfig) -> tuple[float, ...]:
+    """Return how many tokens a model writes in a second, if that is wanted."""
+    if not config.speed_tokens:
+        return ()
+    cache = Fp8Cache(loaded.kv_scales) if loaded.kv_scales else None
+    return (tokens_per_second(loaded.model, config.speed_tokens, cache),)
 
 
 def _cut(
@@ -182,25 +209,68 @@ def _cut(
     return list(rows.split(config.micro_batch_size)), scored
 
 
+def _chosen(
+    loaded: LoadedModel,
+    links: Sequence[Link],
+    config: QuantizeConfig,
+    windows: Sequence[Tensor],
+) -> tuple[Selection, dict[str, Way]]:
+    """Choose what is rounded, and how.
+
+    Raises:
+        ValueError: if nothing can be, or the budget is too small.
+    """
+    method = "fp8" if config.method == MIXED_METHOD else config.method
+    layout = layout_of(METHODS[method], config.group_size if method == config.method else 0)
+    found = select(loaded.model, links, layout, config.exclude_modules)
+    if not found.matrices:
+        reasons = "; ".join(sorted(set(found.left.values())))
+        raise ValueError(f"nothing of {loaded.folder} can be quantized so: {reasons}.")
+    if method == config.method:
+        return found, {matrix.path: Way(method, layout) for matrix in found.matrices}
+    widths = {one.path: one.weight.shape[1] for one in found.matrices}
+    seen = observe(loaded.model, windows, widths, has_pairs=False, what=" the budget")
+    ways = ways_within(found.matrices, seen, config.budget, config.group_size)
+    kept = tuple(matrix for matrix in found.matrices if matrix.path in ways)
+    names = (m.module for one in found.matrices if one.path not in ways for m in one.members)
+    left = dict(found.left) | dict.fromkeys(names, "loses most, and the budget leaves it")
+    return Selection(kept, left), ways
+
+
+def _plan(selection: Selection, ways: Mapping[str, Way], config: QuantizeConfig) -> QuantPlan:
+    """Return what the folder says of itself."""
+    layers = {
+        member.module: ways[matrix.path].layout
+        for matrix in selection.matrices
+        for member in matrix.members
+    }
+    return QuantPlan(
+        layout=next(iter(layers.values())),
+        layers=layers if config.method == MIXED_METHOD else {},
+        exclude_modules=excluded(tuple(selection.left)),
+        kv_cache=config.kv_cache,
+    )
+
+
 def _rounded(
     loaded: LoadedModel,
     selection: Selection,
-    layout: QuantLayout,
-    method: str,
+    ways: Mapping[str, Way],
     windows: Sequence[Tensor],
 ) -> _Work:
     """Round all matrices, in the model too; block by block where a method needs it."""
     work = _Work()
     layers = sorted({matrix.layer for matrix in selection.matrices})
-    groups = [[layer] for layer in layers] if method in _PAIRWISE else [layers]
+    has_pairs = any(way.method in _PAIRWISE for way in ways.values())
+    groups = [[layer] for layer in layers] if has_pairs else [layers]
     for number, group in enumerate(groups, 1):
         chosen = [one for one in selection.matrices if one.layer in group]
         widths = {one.path: one.weight.shape[1] for one in chosen}
         part = f" block {number} of {len(groups)}" if len(groups) > 1 else ""
-        has_pairs = method in _PAIRWISE
         seen = observe(loaded.model, windows, widths, has_pairs=has_pairs, what=part)
         amaxes = _input_amaxes(chosen, seen, work)
         for matrix in chosen:
+            method, layout = ways[matrix.path]
             found = _METHODS[method](matrix, layout, seen[matrix.path])
             _finish(matrix, layout, found, seen[matrix.path], amaxes[matrix.path], work)
     return work
@@ -255,6 +325,7 @@ def _finish(
             tuple(member.module for member in matrix.members),
             relative,
             seen.output_error(original, error) if seen.num_rows else float("nan"),
+            layout.algo,
         )
     )
     with torch.no_grad():

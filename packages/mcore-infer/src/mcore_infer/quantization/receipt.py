@@ -34,6 +34,8 @@ class MatrixReport:
     """Norm of the error over that of the weight."""
     output_error: float
     """The same of the output, by the second moments of the inputs; nan: none was seen."""
+    algo: str
+    """How it is stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +57,15 @@ class Receipt:
     perplexity_before: float
     """Of the source, per token."""
     perplexity_after: float
-    """Of the folder, read back."""
+    """Of the folder, read back; with a cache as ``kv_cache`` says."""
+    tokens_per_s: tuple[float, ...]
+    """Of one text that is written, before and after, on the device; empty: not timed."""
     bytes_before: int
     """Of the source's tensors."""
     bytes_after: int
     """Of the folder's tensors."""
+    kv_cache: str
+    """Format of keys and values; empty: the model's."""
     matrices: tuple[MatrixReport, ...]
     left: Mapping[str, str]
     """Modules that stay in bfloat16, and why."""
@@ -104,6 +110,10 @@ perplexity, before and after (this folder, read back).
     text += f"{receipt.perplexity_change:+.3f} % |\n"
     text += f"| bytes of tensors | {receipt.bytes_before} | {receipt.bytes_after} | "
     text += f"{size:+.1f} % |\n"
+    if receipt.tokens_per_s:
+        slow, fast = receipt.tokens_per_s
+        text += f"| tokens/s of one text | {slow:.1f} | {fast:.1f} | "
+        text += f"{100 * (fast / slow - 1):+.1f} % |\n"
     band = BANDS.get(receipt.algo)
     if band is not None and receipt.perplexity_change > band:
         worst = ranked[0]
@@ -113,11 +123,15 @@ smaller models, and those with few channels a group, lose more. The worst matrix
 {", ".join(worst.modules)} ({100 * worst.weight_error:.2f} % of its weight):
 `--exclude-modules` leaves it in bfloat16.
 """
+    if receipt.kv_cache:
+        text += f"\nKeys and values are kept in {receipt.kv_cache}, also for the perplexity.\n"
     if receipt.fallbacks:
         text += "\n## Without calibration\n\n" + "".join(f"- {f}\n" for f in receipt.fallbacks)
-    text += "\n## Errors, worst first\n\n| modules | weight | output |\n| --- | --- | --- |\n"
+    text += "\n## Errors, worst first\n\n| modules | stored as | weight | output |\n"
+    text += "| --- | --- | --- | --- |\n"
     for one in ranked:
         output = "-" if math.isnan(one.output_error) else f"{100 * one.output_error:.3f} %"
-        text += f"| {', '.join(one.modules)} | {100 * one.weight_error:.3f} % | {output} |\n"
+        names = ", ".join(one.modules)
+        text += f"| {names} | {one.algo} | {100 * one.weight_error:.3f} % | {output} |\n"
     text += "\n## Left in bfloat16\n\n| module | why |\n| --- | --- |\n"
     return text + "".join(f"| {name} | {why} |\n" for name, why in receipt.left.items())

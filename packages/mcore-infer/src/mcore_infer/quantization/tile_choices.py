@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 _RUNS = 5
-_BEYOND_CACHE = 128 * 2**20
+_BEYOND_CACHE = 512 * 2**20
+"""Bytes that are cleared before each run: more than the cache, and time to start the run."""
 
 Way = Callable[[Tensor], Tensor]
 """Multiplies rows with a weight."""
@@ -26,6 +27,16 @@ class TileChoices:
 
     found: dict[Any, int] = field(default_factory=dict)
     """Number of the way, by what it was measured for."""
+    _counters: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def counters(self, device: torch.device) -> Tensor:
+        """Return the zeros that tiles with splits count with, one GEMM after the other."""
+        if device not in self._counters:
+            from mcore_infer.engine.few_rows import NUM_COUNTERS
+
+            zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+            self._counters[device] = zeros
+        return self._counters[device]
 
     def fastest(self, key: tuple[Any, ...], ways: list[Way], x: Tensor) -> Way:
         """Return the fastest of some ways for inputs like ``x``; waits for the device once.

@@ -19,10 +19,9 @@ from mcore_ckpt.formats.quantized_layouts import (
     QUANT_CONFIG,
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
-    QuantLayout,
-    QuantPlan,
     Scales,
 )
+from mcore_ckpt.formats.quantized_plans import QuantPlan
 from mcore_ckpt.formats.sources import OpenCheckpoint
 from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.mapping.views import stacked_items, their_items
@@ -71,9 +70,8 @@ def write_folder(
     folder: Path,
     source: OpenCheckpoint,
     model: nn.Module,
-    layout: QuantLayout,
+    plan: QuantPlan,
     done: Mapping[str, Quantized],
-    exclude_modules: Sequence[str],
     cache_tops: Mapping[int, Mapping[str, Tensor]],
 ) -> int:
     """Write quantized tensors, all others of the model, and what says so.
@@ -82,9 +80,8 @@ def write_folder(
         folder: empty.
         source: where the model came from: its description, tokenizer and small files.
         model: with the weights that are not quantized.
-        layout: of those that are.
+        plan: what the folder says of itself.
         done: by module of the folder.
-        exclude_modules: modules that are left, for the config.
         cache_tops: largest keys (``k``) and values (``v``) by layer; empty: none are written.
 
     Returns:
@@ -107,9 +104,6 @@ def write_folder(
         ]
     items = stacked_items(items)
     items += _cache_items(links, cache_tops)
-    plan = QuantPlan(
-        layout=layout, exclude_modules=_excluded(exclude_modules), kv_cache=bool(cache_tops)
-    )
     producer = {"name": "mcore", "version": _version()}
     config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
     config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
@@ -169,8 +163,8 @@ def _cache_items(links: Sequence[Link], tops: Mapping[int, Mapping[str, Tensor]]
     return items
 
 
-def _excluded(modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that a config must name: the head always, embeddings never."""
+def excluded(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return those modules that a config must name as left: the head always, no embedding."""
     return tuple(dict.fromkeys(("lm_head", *(m for m in modules if "embed" not in m))))
 
 

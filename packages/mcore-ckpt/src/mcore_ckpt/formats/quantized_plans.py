@@ -1,0 +1,176 @@
+"""What a quantized Hugging Face folder says of itself, in both of its configs.
+
+``hf_quant_config.json`` names the algorithm, the modules that are left as they were and, where
+modules differ, how each is stored; ``quantization_config`` of config.json says the same in
+another form.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mcore_ckpt.formats.quantized_layouts import QuantLayout, layout_of
+
+MIXED = "MIXED_PRECISION"
+"""``quant_algo`` of a folder whose modules differ, which ``quantized_layers`` lists."""
+
+_BITS = {"e4m3": (8, "float"), "e2m1": (4, "float"), "int8": (8, "int"), "int4": (4, "int")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantPlan:
+    """Which modules of a folder are quantized, and how."""
+
+    layout: QuantLayout
+    """Of all that are not excluded and not in ``layers``."""
+    layers: Mapping[str, QuantLayout] = field(default_factory=dict)
+    """By module, where modules differ (``MIXED_PRECISION``); then all that are not excluded."""
+    exclude_modules: tuple[str, ...] = ()
+    """Patterns of modules that are left as they were."""
+    kv_cache: bool = False
+    """Whether there are scales of an fp8 key/value cache."""
+
+    def excludes(self, module: str) -> bool:
+        """Whether a module, by its name without ``.weight``, is left as it was."""
+        return any(fnmatchcase(module, pattern) for pattern in self.exclude_modules)
+
+    @property
+    def algo(self) -> str:
+        """``quant_algo`` of the folder."""
+        return MIXED if self.layers else self.layout.algo
+
+    def of(self, module: str) -> QuantLayout:
+        """Return how a module is stored, if it is quantized."""
+        return self.layers.get(module, self.layout)
+
+    def hf_quant_config(self, producer: Mapping[str, str]) -> dict[str, Any]:
+        """Return the content of hf_quant_config.json, in its nested form.
+
+        Args:
+            producer: name and version of what wrote the folder.
+        """
+        quantization: dict[str, Any] = {
+            "quant_algo": self.algo,
+            "kv_cache_quant_algo": "FP8" if self.kv_cache else None,
+        }
+        if self.layers:
+            layers = {module: _said(layout) for module, layout in self.layers.items()}
+            quantization["quantized_layers"] = layers
+        else:
+            quantization |= _said(self.layout)
+        quantization["exclude_modules"] = list(self.exclude_modules)
+        return {"producer": dict(producer), "quantization": quantization}
+
+    def quantization_config(self, producer: Mapping[str, str]) -> dict[str, Any]:
+        """Return ``quantization_config`` of config.json, in its flat form."""
+        targets: dict[str, list[str]] = {}
+        layouts = {layout.algo: layout for layout in self.layers.values()}
+        for module, layout in self.layers.items():
+            targets.setdefault(layout.algo, []).append(module)
+        groups = [(layouts[algo], modules) for algo, modules in targets.items()]
+        config: dict[str, Any] = {
+            "config_groups": {
+                f"group_{number}": {**_numbers_of(layout), "targets": modules}
+                for number, (layout, modules) in enumerate(
+                    groups or [(self.layout, ["Linear"])]
+                )
+            },
+            "ignore": list(self.exclude_modules),
+            "quant_algo": self.algo,
+            "producer": dict(producer),
+            "quant_method": "modelopt",
+        }
+        if self.layers:
+            layers = {module: _said(layout) for module, layout in self.layers.items()}
+            config["quantized_layers"] = layers
+        if self.kv_cache:
+            config["kv_cache_scheme"] = _numbers("e4m3", dynamic=False)
+        return config
+
+
+def read_plan(said: Mapping[str, Any]) -> QuantPlan:
+    """Read hf_quant_config.json or a ``quantization_config``, in either form.
+
+    Raises:
+        ValueError: for an algorithm that is not known here.
+    """
+    nested = said.get("quantization")
+    layers = _layers(nested if isinstance(nested, Mapping) else said)
+    if isinstance(nested, Mapping):
+        return QuantPlan(
+            layout=_main_layout(nested, nested.get("group_size") or 0, layers),
+            layers=layers,
+            exclude_modules=tuple(nested.get("exclude_modules") or ()),
+            kv_cache=_is_fp8_cache(nested.get("kv_cache_quant_algo")),
+        )
+    groups = said.get("config_groups") or {}
+    sizes = {(g.get("weights") or {}).get("group_size") or 0 for g in groups.values()}
+    if len(sizes) > 1 and not layers:
+        raise ValueError(f"quantization_config has groups of several sizes: {sorted(sizes)}.")
+    return QuantPlan(
+        layout=_main_layout(said, max(sizes, default=0), layers),
+        layers=layers,
+        exclude_modules=tuple(said.get("ignore") or said.get("exclude_modules") or ()),
+        kv_cache=bool(said.get("kv_cache_scheme"))
+        or _is_fp8_cache(said.get("kv_cache_quant_algo")),
+    )
+
+
+def _layers(said: Mapping[str, Any]) -> dict[str, QuantLayout]:
+    """Read how single modules are stored.
+
+    Raises:
+        ValueError: for an algorithm that is not known here.
+    """
+    if said.get("quant_algo") != MIXED:
+        return {}
+    listed: Mapping[str, Mapping[str, Any]] = said.get("quantized_layers") or {}
+    if not listed:
+        raise ValueError(f"quant_algo {MIXED} needs quantized_layers, which lists modules.")
+    return {
+        module: layout_of(str(one.get("quant_algo")), one.get("group_size") or 0)
+        for module, one in listed.items()
+    }
+
+
+def _main_layout(
+    said: Mapping[str, Any], group_size: int, layers: Mapping[str, QuantLayout]
+) -> QuantLayout:
+    if layers:
+        return next(iter(layers.values()))
+    return layout_of(str(said.get("quant_algo")), group_size)
+
+
+def _is_fp8_cache(algo: object) -> bool:
+    if algo not in (None, "", "FP8"):
+        raise ValueError(f"kv_cache_quant_algo {algo!r} is not read here, only FP8.")
+    return algo == "FP8"
+
+
+def _said(layout: QuantLayout) -> dict[str, Any]:
+    """Return what hf_quant_config.json says of a layout."""
+    said: dict[str, Any] = {"quant_algo": layout.algo}
+    if layout.group[1]:
+        said["group_size"] = layout.group[1]
+    if layout.code == "int4":
+        said["has_zero_point"] = False
+        said["pre_quant_scale"] = bool(layout.pre_quant_scale)
+    return said
+
+
+def _numbers(code: str, *, dynamic: bool, group: int = 0) -> dict[str, Any]:
+    num_bits, kind = _BITS[code]
+    said: dict[str, Any] = {"dynamic": dynamic, "num_bits": num_bits, "type": kind}
+    return said | ({"group_size": group} if group else {})
+
+
+def _numbers_of(layout: QuantLayout) -> dict[str, Any]:
+    """Return what a group of ``quantization_config`` says of weights and inputs."""
+    group = {"weights": _numbers(layout.code, dynamic=False, group=layout.group[1])}
+    if layout.inputs:
+        width = layout.group[1] if layout.inputs == "e2m1" else 0
+        group["input_activations"] = _numbers(
+            layout.inputs, dynamic=not layout.input_scale, group=width
+        )
+    return group

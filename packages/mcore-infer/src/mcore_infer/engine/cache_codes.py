@@ -1,0 +1,91 @@
+"""Keys and values of a cache as fp8: their codes, and what multiplies them.
+
+Half of the memory, and half of the time that reading it takes while text is written. A scale
+belongs to the keys or to the values of a layer; 1 does for models whose keys and values stay
+below 448, as is usual. A new key is rounded before it is attended to for the first time, so
+that what a request writes does not depend on how its tokens came in.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from mcore_ckpt.mapping.low_bits import LARGEST
+from mcore_infer.cache import StaticCache
+from mcore_infer.engine.plans import Fp8Cache, Scales
+from mcore_models.config import TransformerConfig
+from mcore_models.protocol import LayerState
+
+
+def check_fp8_cache(config: TransformerConfig) -> None:
+    """Refuse models that keep something else than keys and values.
+
+    Raises:
+        ValueError: if this one does.
+    """
+    if config.multi_latent_attention:
+        raise ValueError(
+            "--kv-cache-dtype fp8 keeps keys and values, and latent attention keeps what both "
+            "are made of: leave it out."
+        )
+
+
+def to_codes(x: Float[Tensor, "..."], scale: float) -> UInt8[Tensor, "..."]:
+    """Round to e4m3, as bytes; what is too large becomes the largest number."""
+    limit = LARGEST["e4m3"]
+    scaled = (x.float() / scale).clamp(-limit, limit)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def from_codes(
+    codes: UInt8[Tensor, "..."], scale: float, dtype: torch.dtype
+) -> Float[Tensor, "..."]:
+    """Return what bytes of ``to_codes`` stand for."""
+    return (codes.view(torch.float8_e4m3fn).float() * scale).to(dtype)
+
+
+@contextmanager
+def rounded_cache(model: nn.Module, cache: Fp8Cache) -> Iterator[None]:
+    """Let forwards without a state attend to keys and values as such a cache holds them."""
+
+    def add(
+        module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        del module
+        return arguments, options | {"state": _RoundedCache(arguments[0].shape[1], cache)}
+
+    hook = model.register_forward_pre_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class _RoundedCache(StaticCache):
+    """Whose keys and values are rounded before they are kept."""
+
+    def __init__(self, capacity: int, cache: Fp8Cache) -> None:
+        super().__init__(capacity)
+        self._codes = cache
+
+    def layer(self, number: int) -> Any:
+        return _RoundedLayer(super().layer(number), self._codes.of(number))
+
+
+class _RoundedLayer:
+    def __init__(self, inner: LayerState, scales: Scales) -> None:
+        self._inner, self._scales = inner, scales
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        k, v = (
+            from_codes(to_codes(x, scale), scale, x.dtype)
+            for x, scale in zip((k, v), self._scales, strict=True)
+        )
+        return self._inner.attend(q, k, v, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,132 @@
+"""Triton functions that turn codes of eight and four bits into numbers, in registers.
+
+For bfloat16 four codes of a 32-bit register become two registers of two numbers by integer
+instructions, two an element; casts of fp8 have a fraction of their throughput, and plain
+Triton works on every element by itself. ``IS_PACKED`` chooses that way; the other one is for
+other dtypes and for Triton's interpreter. Imported only where tensors are on a GPU.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+E4M3_FACTOR = tl.constexpr(2.0**120)
+
+# Bytes go to the upper halves of 16-bit lanes; sign, exponent and fraction stand in both
+# formats in the same order.
+_E4M3 = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 $0, a, 0x80008000, c, 0xea;
+lop3.b32 $1, b, 0x80008000, d, 0xea;
+}""")
+
+# 128 plus the low seven bits, minus 128, or minus 256 where the sign bit is set.
+_INT8 = tl.constexpr("""{
+.reg .b32 a, b, c, d, e, f, g;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+lop3.b32 c, a, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 d, b, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 e, a, 0x00800080, 0x43004300, 0xea;
+lop3.b32 f, b, 0x00800080, 0x43004300, 0xea;
+mov.b32 g, 0xbf80bf80;
+fma.rn.bf16x2 $0, e, g, c;
+fma.rn.bf16x2 $1, f, g, d;
+}""")
+
+# 136 plus a code from -8 to 7, minus 136: low nibbles, then high ones.
+_INT4 = tl.constexpr("""{
+.reg .b32 a, b, c, d, e, f;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+lop3.b32 a, a, 0x000f000f, 0x43084308, 0x6a;
+lop3.b32 b, b, 0x000f000f, 0x43084308, 0x6a;
+lop3.b32 c, c, 0x000f000f, 0x43084308, 0x6a;
+lop3.b32 d, d, 0x000f000f, 0x43084308, 0x6a;
+mov.b32 e, 0xc308c308;
+mov.b32 f, 0x3f803f80;
+fma.rn.bf16x2 $0, a, f, e;
+fma.rn.bf16x2 $1, b, f, e;
+fma.rn.bf16x2 $2, c, f, e;
+fma.rn.bf16x2 $3, d, f, e;
+}""")
+
+
+@triton.jit
+@no_type_check
+def small_e4m3(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
+    """Return numbers of e4m3 over ``e4m3_factor``."""
+    # Exponents count from 7 in e4m3 and from 127 in wider floats: 2 ** -120.
+    if IS_PACKED:
+        small = tl.inline_asm_elementwise(
+            _E4M3, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    elif dtype == tl.bfloat16:
+        wide = byte.to(tl.int16)
+        small = (((wide & 0x80) << 8) | ((wide & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
+    else:
+        bits = byte.to(tl.int32)
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        small = bits.to(tl.float32, bitcast=True)
+        if dtype == tl.float16:
+            small = small * E4M3_FACTOR
+        small = small.to(dtype)
+    return small
+
+
+@triton.jit
+@no_type_check
+def e4m3_factor(dtype: tl.constexpr):
+    """Return what multiplies numbers of ``small_e4m3``; float16 has no room for them."""
+    return 1.0 if dtype == tl.float16 else E4M3_FACTOR
+
+
+@triton.jit
+@no_type_check
+def wide_int8(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
+    """Return the integers of bytes."""
+    if IS_PACKED:
+        wide = tl.inline_asm_elementwise(
+            _INT8, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        wide = byte.to(tl.int8, bitcast=True).to(dtype)
+    return wide
+
+
+@triton.jit
+@no_type_check
+def wide_int4(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
+    """Return the integers of low nibbles, and of high ones."""
+    if IS_PACKED:
+        low, high = tl.inline_asm_elementwise(
+            _INT4,
+            "=r,=r,=r,=r,r",
+            [byte],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = ((byte.to(tl.int32) & 15) ^ 8).to(dtype) - 8
+        high = ((byte.to(tl.int32) >> 4) ^ 8).to(dtype) - 8
+    return low, high
+
+
+@triton.jit
+@no_type_check
+def wide_e2m1(code):
+    """Return the numbers of nibbles: sign, two bits of exponent, one of fraction."""
+    # Made as a number times 4.
+    fraction, exponent = code & 1, (code >> 1) & 3
+    size = tl.where(exponent == 0, 2 * fraction, (2 + fraction) << exponent)
+    return tl.where((code & 8) > 0, -size, size).to(tl.float32) * 0.25

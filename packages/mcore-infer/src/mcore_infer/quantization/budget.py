@@ -1,0 +1,113 @@
+"""Mixed precision: how many bits each matrix gets, by measured errors and one budget.
+
+Every matrix begins with the fewest bits. Then the step to more bits that takes off most error
+for its memory is taken, again and again, while the budget lasts. The error is that of the
+matrix' output, relative to it, by the moments of the inputs that it saw.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mcore_ckpt.formats.quantized_layouts import QuantLayout, layout_of
+from mcore_infer.quantization.matrices import FusedMatrix
+from mcore_infer.quantization.observing import InputStatistics
+from mcore_infer.quantization.rounding import round_to_nearest
+
+_WIDE_BITS = 16.0
+
+
+class Way(NamedTuple):
+    """How a matrix is rounded and stored."""
+
+    method: str
+    """Word of ``METHODS``."""
+    layout: QuantLayout
+
+
+def ways_within(
+    matrices: Sequence[FusedMatrix],
+    seen: Mapping[str, InputStatistics],
+    budget: float,
+    group_size: int = 0,
+) -> dict[str, Way]:
+    """Choose four bits, fp8 or no rounding for each matrix.
+
+    Args:
+        matrices: to choose for.
+        seen: their inputs.
+        budget: bits of a weight on average, scales included.
+        group_size: inputs that share a scale, of four bits; 0: 128.
+
+    Returns:
+        By path; of matrices that stay as they are there is none.
+
+    Raises:
+        ValueError: if the budget or the group is too small.
+    """
+    ways = [Way("gptq", layout_of("W4A16_AWQ", group_size)), Way("fp8", layout_of("FP8"))]
+    bits = [4 + 32 / ways[0].layout.group[1], 8.0, _WIDE_BITS]
+    if bits[0] >= bits[1]:
+        raise ValueError(
+            f"--group-size {group_size} makes four bits as many as eight: use 16 or more."
+        )
+    errors = [
+        [*(_error(matrix, way.layout, seen[matrix.path]) for way in ways), 0.0]
+        for matrix in matrices
+    ]
+    sizes = [matrix.weight.numel() for matrix in matrices]
+    chosen = allocate(errors, sizes, bits, budget)
+    pairs = zip(matrices, chosen, strict=True)
+    return {matrix.path: ways[one] for matrix, one in pairs if one < len(ways)}
+
+
+def _error(matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics) -> float:
+    rows = [(end - begin, matrix.weight.shape[1]) for _, begin, end in matrix.members]
+    if any(layout.problem(shape) for shape in rows):
+        return math.inf
+    weight = matrix.weight.float()
+    error = round_to_nearest(matrix, layout).wide - weight
+    if seen.num_rows:
+        return seen.output_error(weight, error)
+    return (error.norm() / weight.norm().clamp(min=1e-30)).item()
+
+
+def allocate(
+    errors: Sequence[Sequence[float]],
+    sizes: Sequence[int],
+    bits: Sequence[float],
+    budget: float,
+) -> list[int]:
+    """Choose an option for each matrix; the sum of squared errors is made small greedily.
+
+    Args:
+        errors: of each matrix under each option; infinite: it cannot be.
+        sizes: numbers in each matrix.
+        bits: of a number under each option, ascending.
+        budget: bits of a number on average.
+
+    Raises:
+        ValueError: if the fewest bits are more than the budget.
+    """
+    chosen = [next(i for i, e in enumerate(row) if e < math.inf) for row in errors]
+    left = budget * sum(sizes)
+    left -= sum(size * bits[one] for size, one in zip(sizes, chosen, strict=True))
+    if left < 0:
+        least = budget - left / sum(sizes)
+        raise ValueError(
+            f"--budget {budget:g} is below the {least:.3g} bits that are least here."
+        )
+    while True:
+        best, gain = -1, 0.0
+        for number, (row, size) in enumerate(zip(errors, sizes, strict=True)):
+            one = chosen[number]
+            if one + 1 == len(bits) or (cost := size * (bits[one + 1] - bits[one])) > left:
+                continue
+            own = (row[one] ** 2 - row[one + 1] ** 2) / cost
+            if own > gain:
+                best, gain = number, own
+        if best < 0:
+            return chosen
+        one = chosen[best]
+        left -= sizes[best] * (bits[one + 1] - bits[one])
+        chosen[best] += 1
