@@ -373,7 +373,13 @@ def eager_and_compiled(changes, moe):
 
 @pytest.mark.parametrize(
     ("changes", "moe"),
-    [({}, {}), (LEARNED | {"normalization": "LayerNorm"}, {}), ({}, EXPERTS)],
+    [
+        ({}, {}),
+        pytest.param(
+            LEARNED | {"normalization": "LayerNorm"}, {}, marks=pytest.mark.parity_long
+        ),
+        ({}, EXPERTS),
+    ],
 )
 def test_compiled_blocks_equal_eager_ones(changes, moe):
     (found,) = run_ranks(eager_and_compiled, 1, changes, moe, check_shapes=False)

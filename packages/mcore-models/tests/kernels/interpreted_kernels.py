@@ -193,7 +193,7 @@ def check_norm_and_rotation():
 
 
 def check_experts_of_tokens():
-    for num_tokens, num_experts, topk in ((0, 3, 1), (1, 1, 1), (90, 5, 3), (7, 9, 9)):
+    for num_tokens, num_experts, topk in ((0, 3, 1), (1, 1, 1), (44, 5, 3), (7, 9, 9)):
         scores = torch.randn(num_tokens, num_experts).mul(2).round()  # many are equal
         scores[scores == 1] = -0.0
         ids = top_experts_plain(scores, topk)
@@ -282,7 +282,7 @@ def compare_with_gradients(got, want, leaves):
 
 def check_state_space():
     kernels_of_ssd.CHUNK = 16
-    for length, first, packed in ((37, False, False), (37, True, True), (16, True, False)):
+    for length, first, packed in ((37, True, True), (16, False, False)):
         x = torch.randn(length, 2, 4 * 16 + 5)[..., :64].unflatten(-1, (4, 16))
         dt, A = torch.rand(length, 2, 4) * 0.5, -torch.rand(4) * 4
         B, C = torch.randn(2, length, 2, 2, 32)
