@@ -31,6 +31,7 @@ class Case:
     zero: bool = True
 
 
+LONG = pytest.mark.parity_long
 CASES = {
     "single": Case(),
     "pp2": Case(2, pp=2),
@@ -129,11 +130,11 @@ def load_under(case, tied, folder):
     ("source", "target", "tied"),
     [
         ("single", "pp2", True),
-        ("pp2", "tp2 dp2", False),
+        pytest.param("pp2", "tp2 dp2", False, marks=LONG),
         ("tp2 dp2", "pp2 dp2 with two chunks a rank", True),
-        ("pp2 dp2 with two chunks a rank", "dp4 ep2", True),
+        pytest.param("pp2 dp2 with two chunks a rank", "dp4 ep2", True, marks=LONG),
         ("dp4 ep2", "dp2 whole", False),
-        ("dp2 whole", "single", False),
+        pytest.param("dp2 whole", "single", False, marks=LONG),
     ],
 )
 def test_weights_and_optimizer_of_a_gpt_go_from_layout_to_layout(

@@ -54,9 +54,16 @@ def transferred(pairs):
             one.destroy()
 
 
-def test_any_layout_fills_any_other():
-    names = list(LAYOUTS)
-    pairs = [(a, b) for a in names for b in names if a != b]
+NAMES = list(LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [(1,), pytest.param(range(1, len(NAMES)), marks=pytest.mark.parity_long)],
+    ids=["each fills one", "each fills all"],
+)
+def test_any_layout_fills_any_other(steps):
+    pairs = [(a, NAMES[(i + n) % len(NAMES)]) for n in steps for i, a in enumerate(NAMES)]
     run_ranks(transferred, 4, pairs)
 
 

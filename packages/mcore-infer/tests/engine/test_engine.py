@@ -1,6 +1,7 @@
 """The engine against writing one prompt alone, read anew for every token."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -67,6 +68,7 @@ def written(engine, prompts=PROMPTS, samplings=SAMPLINGS, **options):
     return [results[number] for number in numbers]
 
 
+@cache
 def alone(model):
     return [
         generate(model, [prompt], sampling, seed=3 + i)[0]
