@@ -46,7 +46,7 @@ ROWS = Rows(
 )
 
 MODEL: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_query_groups": 2,
@@ -148,8 +148,9 @@ _ROWWISE: dict[str, Any] = {**_FP8, "fp8_recipe": "rowwise"}
 
 FP8 = {
     "one": LayoutCase(flags=_FP8),
-    "unrounded": LayoutCase(flags={**_FP8, "fp8_format": ""}),
-    "first_last": LayoutCase(flags={**_FP8, "first_last_layers_bf16": True}),
+    "four_layers": LayoutCase(flags={**_FP8, "num_layers": 4}),
+    "unrounded": LayoutCase(flags={**_FP8, "num_layers": 4, "fp8_format": ""}),
+    "first_last": LayoutCase(flags={**_FP8, "num_layers": 4, "first_last_layers_bf16": True}),
     "recomputed": LayoutCase(flags={**_FP8, "recompute_granularity": "full"}),
     "tp2_sp": LayoutCase(
         2, flags={**_FP8, "tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -177,6 +178,7 @@ FP8 = {
     "delayed_dp3": LayoutCase(3, flags={**_DELAYED, "use_distributed_optimizer": True}),
     "zero3_dp3": LayoutCase(3, flags={**_FP8, "use_torch_fsdp2": True}),
     "rowwise": LayoutCase(flags=_ROWWISE),
+    "rowwise_tp2": LayoutCase(2, flags={**_ROWWISE, "tensor_model_parallel_size": 2}),
     "rowwise_tp2_cp2": LayoutCase(
         4,
         flags={**_ROWWISE, "tensor_model_parallel_size": 2, "context_parallel_size": 2},

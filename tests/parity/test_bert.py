@@ -88,7 +88,7 @@ def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path, name):
 
 
 FLAGS = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 4,
     "vocab_size": 101,

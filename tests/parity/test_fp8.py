@@ -22,7 +22,8 @@ def test_a_layout_trains_in_fp8_as_one_rank_does(fp8, name):
         ("delayed", "delayed_tp2_sp_recomputed"),
         ("delayed", "delayed_pp2_zb"),
         ("delayed", "delayed_dp3"),
-        ("rowwise", "rowwise_tp2_cp2"),
+        ("rowwise", "rowwise_tp2"),
+        pytest.param("rowwise", "rowwise_tp2_cp2", marks=pytest.mark.parity_long),
     ],
 )
 def test_a_layout_trains_by_another_recipe_as_one_rank_does(fp8, recipe, layout):
@@ -43,6 +44,6 @@ def test_fp8_changes_losses_a_little_and_kept_layers_change_them_less(fp8):
     exact = fp8["unrounded"].losses
     whole, kept = (
         max(abs(a - b) / b for a, b in zip(fp8[name].losses, exact, strict=True))
-        for name in ("one", "first_last")
+        for name in ("four_layers", "first_last")
     )
     assert 0 < kept < whole < BAND

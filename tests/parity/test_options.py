@@ -71,6 +71,7 @@ CASES = {
         | FURTHER
         | {
             "num_virtual_stages_per_pipeline_rank": 2,
+            "num_layers": 4,
             "pipeline_model_parallel_layout": "Ett|ttmm||L",
             "untie_embeddings_and_output_weights": True,
         },
@@ -80,6 +81,7 @@ CASES = {
         FURTHER
         | {
             "pipeline_model_parallel_size": 4,
+            "num_layers": 4,
             "pipeline_model_parallel_layout": "Ett|tt|mm|L",
             "use_distributed_optimizer": True,
             "recompute_granularity": "full",
@@ -94,7 +96,10 @@ CASES = {
     "six_heads_of_three_groups_a2a_cp2": (2, CP2 | A2A | SIX_HEADS),
     "window_and_ring_cp2": (2, CP2 | {"window_size": (5, 0), "window_attn_skip_freq": "2"}),
     "cut_vectors_dp2": (2, CUT_VECTORS),
-    "offloaded_pp2_zero": (2, PP2 | OFFLOADED | {"use_distributed_optimizer": True}),
+    "offloaded_pp2_zero": (
+        2,
+        PP2 | OFFLOADED | {"num_layers": 4, "use_distributed_optimizer": True},
+    ),
     "offloaded_experts_zero3_dp2": (2, EXPERTS | OFFLOADED | {"use_torch_fsdp2": True}),
     "mup_tp2_zero": (2, TP2 | MUP | {"use_distributed_optimizer": True}),
     "qk_clip_tp2_documents": (2, TP2 | CLIP | {"num_query_groups": 1} | PACKED),
@@ -124,10 +129,8 @@ CASES = {
 def failures(world_size):
     """What is off in all cases of one world size, by name."""
     cases = {name: draw for name, (ranks, draw) in CASES.items() if ranks == world_size}
-    draws = [
-        draw | {"micro_batch_size": 1, "global_batch_size": max(2, world_size)}
-        for draw in cases.values()
-    ]
+    sizes = {"micro_batch_size": 1, "global_batch_size": max(2, world_size)}
+    draws = [{"num_layers": 2} | draw | sizes for draw in cases.values()]
     return dict(zip(cases, all_failures(draws, world_size), strict=True))
 
 
