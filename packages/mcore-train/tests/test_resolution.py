@@ -119,7 +119,6 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (2, {"cuda_graph_impl": "full_iteration", "num_experts": 4,
              "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
          "allgather and --moe-expert-rows-limit 2"),
-        (1, {"num_experts": 4, "moe_dispatch_dtype": "fp8"}, "--moe-dispatch-dtype fp8 has no"),
         (1, {"num_experts": 4, "moe_shared_expert_intermediate_size": 8,
              "moe_shared_expert_overlap": True}, "overlap has an effect only with"),
         (1, {"num_experts": 4, "moe_experts_dtype": "fp8"}, "fp8 needs --fp8-format"),

@@ -248,7 +248,7 @@ def shrink_experts(
         moe_router_load_balancing_type=(
             "aux_loss" if is_global_loss(experts) else experts.moe_router_load_balancing_type
         ),
-        moe_ffn_hidden_size=10 * expert_tp,
+        moe_ffn_hidden_size=16 if experts.moe_experts_dtype else 10 * expert_tp,
         moe_layer_freq="1" if all(kept) else str(kept).replace(" ", ""),
         moe_input_jitter_eps=0.0,
         moe_expert_capacity_factor=0.0,

@@ -266,11 +266,6 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
     """What experts and tokens in fp8 need, and shared experts beside exchanges."""
     experts, parallel = config.experts, config.parallelism
     is_spread = parallel.expert_model_parallel_size > 1
-    if experts.moe_dispatch_dtype and not is_spread:
-        yield (
-            f"--moe-dispatch-dtype {experts.moe_dispatch_dtype} has no effect with "
-            "--expert-model-parallel-size 1: leave it out."
-        )
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     if experts.moe_shared_expert_overlap and (not is_spread or expert_tp > 1):
         yield (
