@@ -272,6 +272,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         ({"output": fresh, "method": "int8"}, "--group-size has no effect"),
         ({"output": fresh, "budget": "6"}, "--budget 6 with --method gptq"),
         ({"output": fresh, "method": "mixed", "budget": "5"}, "below the 6 bits"),
+        ({"output": fresh, "method": "mixed", "budget": "16"}, "every matrix in 16 bits"),
         ({"output": fresh, "load": str(out), "tokenizer": model[3]}, "quantized already"),
         ({"output": fresh, "group_size": "40"}, "no multiple of the group of 40"),
     ):

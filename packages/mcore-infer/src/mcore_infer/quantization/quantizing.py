@@ -231,6 +231,10 @@ def _chosen(
     widths = {one.path: one.weight.shape[1] for one in found.matrices}
     seen = observe(loaded.model, windows, widths, has_pairs=False, what=" the budget")
     ways = ways_within(found.matrices, seen, config.budget, config.group_size)
+    if not ways:
+        raise ValueError(
+            f"--budget {config.budget:g} leaves every matrix in 16 bits: give fewer, 6 say."
+        )
     kept = tuple(matrix for matrix in found.matrices if matrix.path in ways)
     names = (m.module for one in found.matrices if one.path not in ways for m in one.members)
     left = dict(found.left) | dict.fromkeys(names, "loses most, and the budget leaves it")
