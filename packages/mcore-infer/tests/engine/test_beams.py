@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from mcore_infer import Engine, EngineConfig, SamplingConfig, TokenRules, generate
+from mcore_infer import (
+    Engine,
+    EngineConfig,
+    SamplingConfig,
+    ScoreRequest,
+    TokenRules,
+    generate,
+)
 from mcore_infer.engine.beams import BeamSearch
 from mcore_infer.writing import Writing
 
@@ -85,6 +92,9 @@ def test_what_beams_cannot_keep_is_refused(model):
     beams = SamplingConfig(num_tokens=3, beam_width=2)
     with pytest.raises(ValueError, match="no biases"):
         engine.add(PROMPT, beams, rules=TokenRules(bias=((1, 1.0),)))
+    for scores in (ScoreRequest(num_top=2), ScoreRequest(prompt=True)):
+        with pytest.raises(ValueError, match="scores of whole texts"):
+            engine.add(PROMPT, beams, scores=scores)
     with pytest.raises(ValueError, match="no longer stop sequence"):
         engine.add(PROMPT, beams, stop=[[1, 2]])
     with pytest.raises(ValueError, match="maximum context length was exceeded"):

@@ -37,7 +37,7 @@ def check_request(model: LanguageModel, writing: Writing, scores: ScoreRequest) 
         )
 
 
-def check_beams(writing: Writing, vocab_size: int) -> None:
+def check_beams(writing: Writing, scores: ScoreRequest, vocab_size: int) -> None:
     """Refuse what beam search cannot keep.
 
     Raises:
@@ -47,6 +47,11 @@ def check_beams(writing: Writing, vocab_size: int) -> None:
         raise ValueError(
             "beam search takes no biases, forbidden tokens or structure, and writes a token "
             "or more."
+        )
+    if scores.prompt or scores.num_top:
+        raise ValueError(
+            "beam search gives the scores of whole texts: request no log probabilities of the "
+            "prompt or of the likeliest tokens."
         )
     if any(len(sequence) > 1 for sequence in writing.stop):
         raise ValueError("beam search ends at single tokens: give no longer stop sequence.")

@@ -205,7 +205,7 @@ class Engine:
         )
         check_request(self.model, writing, scores)
         if sampling.beam_width:
-            return self._search(writing)
+            return self._search(writing, scores)
         self.scheduler.add(request, prompt, writing.num_tokens, shares_prefix=not scores.prompt)
         self._writings[request] = writing
         self._scores[request] = scores
@@ -214,8 +214,8 @@ class Engine:
         self._num_requests += 1
         return request
 
-    def _search(self, writing: Writing) -> int:
-        check_beams(writing, self.model.vocab_size)
+    def _search(self, writing: Writing, scores: ScoreRequest) -> int:
+        check_beams(writing, scores, self.model.vocab_size)
         self.scheduler.check(writing.prompt, writing.num_tokens)
         number = self._num_requests
         self._num_requests += 1
