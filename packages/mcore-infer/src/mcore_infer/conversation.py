@@ -7,7 +7,7 @@ from mcore_data.datasets.chat import Render
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
-from mcore_infer.engine.engine import engine_refusal
+from mcore_infer.engine.checks import check_without_engine, engine_refusal
 from mcore_infer.generation import room, stop_ids, stream
 from mcore_infer.streaming import TextStream
 from mcore_infer.writing import NewToken
@@ -49,11 +49,16 @@ class Conversation:
             seed: answer i draws from ``seed + i``.
             draft: model that proposes tokens, see ``build_engine``.
             kv_scales: likewise.
+
+        Raises:
+            ValueError: as ``build_engine``, or if an option needs an engine and none can run
+                the model.
         """
         self.model, self.tokenizer, self.render = model, tokenizer, render
         self.sampling, self.system, self.seed = sampling, system, seed
-        is_refused = bool(engine_refusal(model.config))
-        self.engine = None if is_refused else build_engine(model, config, draft, kv_scales)
+        if reason := engine_refusal(model.config):
+            check_without_engine(reason, config)
+        self.engine = None if reason else build_engine(model, config, draft, kv_scales)
         self.limit = self.engine.config.max_sequence_tokens if self.engine else 0
         self._num_answers = 0
         self.messages: list[dict[str, str]] = []

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import (
     Engine,
     EngineConfig,
@@ -18,6 +19,8 @@ from mcore_infer import (
     generate,
     load_model,
 )
+from mcore_infer.conversation import Conversation
+from mcore_infer.engine.building import stream_texts
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig
@@ -258,6 +261,16 @@ def test_a_model_that_pages_cannot_hold_is_refused():
     model = GPT(config, ParallelContext.single(), vocab_size=64, device="meta").eval()
     with pytest.raises(ValueError, match="--rope-type dynamic"):
         Engine(model, EngineConfig())
+    sampling = SamplingConfig(num_tokens=1)
+    for fields, flag in (
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs an engine"),
+        ({"num_speculative_tokens": 2}, "--num-speculative-tokens 2 needs an engine"),
+    ):
+        limits = InferenceConfig(**fields)
+        with pytest.raises(ValueError, match=flag):
+            next(stream_texts(model, [[1]], sampling, limits))
+        with pytest.raises(ValueError, match=flag):
+            Conversation(model, ByteTokenizer(), lambda *_: "", sampling, limits)
 
 
 def test_pages_come_from_memory_and_no_more_than_requests_can_use(model):

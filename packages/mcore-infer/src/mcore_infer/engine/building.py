@@ -7,7 +7,7 @@ import torch
 
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.cache_codes import check_fp8_cache
-from mcore_infer.engine.checks import engine_refusal
+from mcore_infer.engine.checks import check_without_engine, engine_refusal
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.paged import PagedCache
 from mcore_infer.engine.plans import Chunk, EngineConfig, Fp8Cache, Scales, Step
@@ -146,16 +146,13 @@ def stream_texts(
     those of an fp8 cache that the checkpoint holds.
 
     Raises:
-        ValueError: if a prompt is empty, too long, or does not fit the cache, or if the cache
-            should be in fp8 and no engine can run the model.
+        ValueError: if a prompt is empty, too long, or does not fit the cache, or if an option
+            needs an engine and none can run the model.
     """
     if reason := engine_refusal(model.config):
         if structure is not None:
             raise ValueError(f"{reason}: texts cannot be held to a structure.")
-        if config.kv_cache_dtype == "fp8":
-            raise ValueError(
-                f"--kv-cache-dtype fp8 needs an engine, and {reason}: leave it out."
-            )
+        check_without_engine(reason, config)
         yield from stream(model, prompts, sampling, seed=seed, eod=eod, stop=stop)
         return
     engine = build_engine(model, config, draft, kv_scales)

@@ -1,6 +1,6 @@
 """What an engine refuses: models, draft models and requests."""
 
-from mcore_infer.config import Drafts
+from mcore_infer.config import Drafts, InferenceConfig
 from mcore_infer.writing import ScoreRequest, Writing
 from mcore_models.config import TransformerConfig
 from mcore_models.mtp_model import MTPLanguageModel
@@ -120,6 +120,25 @@ def engine_refusal(config: TransformerConfig) -> str:
             "computes texts of several lengths together"
         )
     return ""
+
+
+def check_without_engine(reason: str, config: InferenceConfig) -> None:
+    """Refuse options that would have no effect on a model that no engine can run.
+
+    Args:
+        reason: of ``engine_refusal``.
+        config: limits of the engine.
+
+    Raises:
+        ValueError: with the flag to leave out.
+    """
+    if config.kv_cache_dtype == "fp8":
+        raise ValueError(f"--kv-cache-dtype fp8 needs an engine, and {reason}: leave it out.")
+    if config.num_speculative_tokens:
+        raise ValueError(
+            f"--num-speculative-tokens {config.num_speculative_tokens} needs an engine, and "
+            f"{reason}: leave it out."
+        )
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
