@@ -29,8 +29,6 @@ class MTPDrafter:
     shared prefix are nowhere, so prefixes are not shared.
     """
 
-    shares_prefixes = False
-
     def __init__(self, model: MTPLanguageModel, num_drafts: int, cache: PagedCache) -> None:
         """Take no memory yet.
 

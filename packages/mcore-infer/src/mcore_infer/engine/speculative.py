@@ -47,13 +47,7 @@ class SpeculationCounts:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens; all ranks of ``tp`` make the same calls.
-
-    Attributes:
-        shares_prefixes: whether it has what it needs of tokens that another request computed.
-    """
-
-    shares_prefixes: bool
+    """Proposes tokens; all ranks of ``tp`` make the same calls."""
 
     def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
         """Return proposals for requests that write, -1 for those that ``filled`` finds."""
@@ -90,8 +84,6 @@ class NgramDrafter:
     Reference:
         Saxena 2023, prompt lookup decoding.
     """
-
-    shares_prefixes = True
 
     def __init__(self, num_drafts: int) -> None:
         """Know of no text.
@@ -152,8 +144,6 @@ class ModelDrafter:
     Its keys and values lie in pages of the same numbers, so that whatever the scheduler does
     with pages holds for both models.
     """
-
-    shares_prefixes = True
 
     def __init__(
         self,
