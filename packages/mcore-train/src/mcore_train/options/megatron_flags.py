@@ -124,7 +124,7 @@ INSTEAD: dict[str, str] = {
         "use --fp8-param-gather to gather weights in fp8; they are cast once a step."
     ),
     "--fp4-* --*fp8* --moe-router-padding-for-*": (
-        "use --fp8-format e4m3 or hybrid, which attention and dense layers follow."
+        "use --fp8-format e4m3 or hybrid, and --moe-experts-dtype fp8 for experts."
     ),
     "--delay-wgrad-compute": (
         "use --pipeline-schedule zb-h1: weight gradients are computed where a stage is idle."
@@ -179,7 +179,6 @@ INSTEAD: dict[str, str] = {
     "--fp16-lm-cross-entropy": "the loss is computed in float32; leave it out.",
     "--init-method-xavier-uniform": "use --init-method-std.",
     "--padded-vocab-size": "use --make-vocab-size-divisible-by.",
-    "--use-mup": "use --init-method-std and --lr, tuned for this width.",
     (
         "--use-te-activation-func --use-kitchen-attention --te-* --*-cuda-graph "
         "--cuda-graph-scope --cuda-graph-modules"
@@ -216,7 +215,7 @@ INSTEAD: dict[str, str] = {
         "this belongs to torchrun, before -m mcore_train; use --nproc N on one host."
     ),
     "--overlap-moe-expert-parallel-comm": (
-        "exchanges of experts do not run under other work yet; leave it out."
+        "use --moe-shared-expert-overlap, which computes the shared expert under exchanges."
     ),
     "--moe-permute-fusion --moe-router-fusion": (
         "leave it out: kernels of the experts are chosen by what is installed."
