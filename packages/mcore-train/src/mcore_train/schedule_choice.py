@@ -20,6 +20,7 @@ from mcore_parallel.pipeline_parallel.search import (
     search_schedules,
     search_table,
 )
+from mcore_train.batch_ramp import build_ramp
 from mcore_train.composition import TrainConfig
 
 FLOPS = 500e12
@@ -134,11 +135,12 @@ def _memory(
 
 
 def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: int) -> str:
-    """Say what refuses a schedule: a small first batch, or options beside it."""
-    if config.batch.rampup_batch_size and config.batch.global_batch_size:
-        share = num_microbatches / config.batch.global_batch_size
-        first = max(1, int(config.batch.rampup_batch_size[0] * share))
-        check_schedule(pipeline, config.parallelism.pipeline_model_parallel_size, first)
+    """Say what refuses a schedule: a batch of the ramp, or options beside it."""
+    ramp, final = config.batch.rampup_batch_size, config.batch.global_batch_size
+    if ramp and final:
+        pp = config.parallelism.pipeline_model_parallel_size
+        for size in build_ramp(ramp, final).sizes():
+            check_schedule(pipeline, pp, max(1, size * num_microbatches // final))
     if not pipeline.splits_backward:
         return ""
     if config.recomputation.recompute_granularity == "full":
