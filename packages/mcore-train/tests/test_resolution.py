@@ -122,6 +122,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (1, {"num_experts": 4, "moe_shared_expert_intermediate_size": 8,
              "moe_shared_expert_overlap": True}, "overlap has an effect only with"),
         (1, {"num_experts": 4, "moe_experts_dtype": "fp8"}, "fp8 needs --fp8-format"),
+        (1, {"qk_clip": True, "hybrid_override_pattern": "M-M-", "mamba_num_groups": 2},
+         "no effect without attention"),
         (1, {"cuda_graph_impl": "full_iteration", "num_experts": 4,
              "moe_router_load_balancing_type": "sinkhorn"}, "cannot record --moe-router-load"),
         (2, {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2},
@@ -168,6 +170,8 @@ def test_auto_is_the_fastest_schedule_that_fits_the_memory_and_the_other_options
     length = {"train_iters": 0, "train_samples": 40, "rampup_batch_size": (2, 2, 8)}
     ramp = plan(2, **auto, **length).config.pipeline
     assert ramp.pipeline_schedule == "zb-v"  # dualpipev takes 4 micro-batches or more
+    odd = length | {"rampup_batch_size": (2, 1, 8), "recompute_granularity": "full"}
+    assert plan(2, **auto, **odd).config.pipeline.pipeline_schedule == "1f1b"
 
 
 def test_a_ramp_of_many_sizes_is_resolved_without_building_their_schedules():

@@ -114,9 +114,9 @@ def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
     if config.optimizer.optimizer == "adam" and config.sgd != SGDConfig():
         yield "--sgd-momentum has no effect with --optimizer adam: leave it out."
     if config.model.use_mup and config.optimizer.optimizer != "adam":
-        yield "--use-mup knows the rates of Adam: use --optimizer adam."
+        yield "--use-mup sets rates for Adam only: use --optimizer adam."
     if config.model.use_mup and config.peft.peft != "none":
-        yield "--use-mup knows no rates of adapters: leave it out, or --peft."
+        yield "--use-mup sets no rates for adapters: leave it out, or --peft."
 
 
 def misplaced_predictions(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
@@ -216,7 +216,9 @@ def _clip_conflicts(config: TrainConfig) -> Iterator[str]:
             "leave it out."
         )
     if type(model) is not TransformerConfig:
-        yield "--qk-clip knows causal models alone, not BERT or T5: leave it out."
+        yield "--qk-clip scales causal models alone, not BERT or T5: leave it out."
+    if model.hybrid_override_pattern and not set(model.hybrid_override_pattern) & set("*P"):
+        yield "--qk-clip has no effect without attention layers: leave it out."
     if config.peft.peft != "none":
         yield "--qk-clip scales weights that --peft freezes: leave it out."
 
