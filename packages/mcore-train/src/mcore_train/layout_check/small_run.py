@@ -150,7 +150,7 @@ def _keep_layers(plan: Plan, parallel: ParallelConfig) -> tuple[int, list[list[i
     """
     kinds = layer_kinds(plan)
     stages = plan.stages
-    num_stages = parallel.pipeline_model_parallel_size * (plan.config.pipeline.num_chunks)
+    num_stages = parallel.pipeline_model_parallel_size * plan.config.pipeline.num_chunks
     if num_stages != len(stages):
         end = 2 if _keeps_mtp_apart(plan, parallel) else 1
         stages = stages[: num_stages - end] + _last_stages(stages)[-end:]

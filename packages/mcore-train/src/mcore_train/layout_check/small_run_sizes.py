@@ -11,9 +11,7 @@ from typing import Any
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
-from mcore_parallel.config import (
-    ParallelConfig,
-)
+from mcore_parallel.config import ParallelConfig
 from mcore_parallel.layer_patterns import join_layers, pattern_layers
 from mcore_parallel.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_parallel.precision.config import Fp8Config
