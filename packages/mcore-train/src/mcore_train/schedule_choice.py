@@ -92,7 +92,7 @@ def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Cost
     gemm = forward(1, 0)
     core = forward(length, 0) - gemm
     head = forward(1, vocab_size) - gemm
-    tokens = batch.micro_batch_size * length // cp
+    tokens = max(1, batch.micro_batch_size * length // cp)  # fewer are refused elsewhere
     unit = tokens / tp / FLOPS
     kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     layer = (gemm + core, gemm + 2.5 * core, gemm)

@@ -276,7 +276,7 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
         )
     if not experts.moe_experts_dtype or not experts.num_experts:
         return
-    sizes = config.model.hidden_size, expert_size(config.model, experts)
+    sizes = _expert_sizes(config)
     name = f"--moe-experts-dtype {experts.moe_experts_dtype}"
     if not config.fp8.fp8_format:
         yield f"{name} needs --fp8-format, as other linears do: give it, or leave it out."
@@ -287,6 +287,13 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
             f"{name} scales whole rows, which --expert-tensor-parallel-size {expert_tp} cuts: "
             "use 1."
         )
+
+
+def _expert_sizes(config: TrainConfig) -> tuple[int, int]:
+    """Return the widths of an expert's input and of its inside."""
+    experts = config.experts
+    width = experts.moe_latent_size or config.model.hidden_size
+    return width, expert_size(config.model, experts)
 
 
 def _expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
@@ -303,7 +310,7 @@ def _expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
             "leave it out, or use --moe-token-dispatcher-type allgather and "
             f"--moe-expert-rows-limit {parallel.expert_model_parallel_size}."
         )
-    sizes = config.model.hidden_size, expert_size(config.model, experts)
+    sizes = _expert_sizes(config)
     is_grouped = experts.moe_grouped_gemm and config.precision.bf16
     if not is_grouped or any(size % 8 for size in sizes):
         yield (
