@@ -97,3 +97,35 @@ def test_recorded_steps_write_what_unrecorded_ones_do(pattern, num_drafts):
         assert bool(engine.speculation.accepted) == bool(drafts)
         torch.cuda.empty_cache()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_prompts_and_single_tokens_writes_what_requests_alone_do(dtype):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2,
+        max_position_embeddings=256, init_method_std=0.3,
+    )  # fmt: skip
+    model = GPT(config, ParallelContext.single("cuda"), vocab_size=500, dtype=dtype).eval()
+    limits = EngineConfig(
+        max_sequence_tokens=128, page_tokens=16, max_requests=4, max_tokens=24, num_pages=40
+    )
+    prompts = [list(range(3 * i, 3 * i + n)) for i, n in enumerate((5, 40, 1, 70))]
+    sampling = SamplingConfig(num_tokens=30, top_k=1)
+    together, alone = Engine(model, limits), []
+    for prompt in prompts:  # each reads beside those that write
+        together.add(prompt, sampling)
+        for _ in range(3):
+            together.step()
+        one = Engine(model, limits)
+        one.add(prompt, sampling)
+        alone.append(text_of(one)[0])
+    if dtype == torch.float32:
+        assert text_of(together) == alone
+    else:  # a rounding may turn one text, and not what follows from pages that are wrong
+        equal = [a == b for a, b in zip(text_of(together), alone, strict=True)]
+        assert sum(equal) >= 3
+
+
+def text_of(engine):
+    done = dict(event for event in engine.run() if isinstance(event, tuple))
+    return [done[number].ids for number in sorted(done)]

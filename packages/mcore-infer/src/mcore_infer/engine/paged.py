@@ -181,13 +181,42 @@ class _PagedLayer:
             self.cache.waits_for_device = True
             where = (self.keys, values, step.tables, step.lengths)
             return reference_decode(q[:, 0], *where, **rules).unsqueeze(1)
-        mixed = []
+        return self._of_chunks(step, q, k, v, values, rules, backend)
+
+    def _of_chunks(
+        self,
+        step: StepTensors,
+        q: Float[Tensor, "S 1 N H"],
+        k: Float[Tensor, "S 1 G H"],
+        v: Float[Tensor, "S 1 G J"] | None,
+        values: Shaped[Tensor, "P Z G J"],
+        rules: dict[str, Any],
+        backend: AttentionBackend,
+    ) -> Float[Tensor, "S 1 N J"]:
+        """Let each chunk attend to its request's pages: those of one token side by side."""
+        assert self.keys is not None
+        scores = {name: rule for name, rule in rules.items() if name != "kv_scales"}
+        window = scores.pop("window")
+        mixed = q.new_empty(*q.shape[:-1], values.shape[-1])
+        singles = step.singles
+        decode = None if singles is None or v is None else self._kernel(q, k, v, scores)
+        if decode is not None and singles is not None and v is not None:
+            at, pages = singles.rows, (self.keys, values, singles.tables, singles.lengths)
+            mixed[at, 0] = decode(q[at, 0], k[at, 0], v[at, 0], *pages, **rules)
         for chunk in step.chunks:
-            own = q[chunk.begin : chunk.end]
+            here = slice(chunk.begin, chunk.end)
+            if decode is not None and here.stop - here.start == 1:
+                continue
             seen = [self._seen(memory, chunk, window) for memory in (self.keys, values)]
             seen = wide_pages(seen, self.scales, q.dtype)
-            mixed.append(attend(own, *seen, window=window, backend=backend, **scores))
-        return torch.cat(mixed)
+            options: dict[str, Any] = {
+                "window": window,
+                "backend": backend,
+                "sizes_repeat": False,
+                **scores,
+            }
+            mixed[here] = attend(q[here], *seen, **options)
+        return mixed
 
     def _kernel(
         self, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]

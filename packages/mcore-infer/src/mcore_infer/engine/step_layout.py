@@ -9,6 +9,9 @@ from torch import Tensor
 
 from mcore_infer.engine.plans import Chunk, Step
 
+_TABLE_STEP = 16
+"""Widths of page tables are multiples of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkView:
@@ -25,6 +28,18 @@ class ChunkView:
 
 
 @dataclass(frozen=True, slots=True)
+class SingleTokens:
+    """The chunks of one token of a step: they attend side by side."""
+
+    rows: Int[Tensor, " R"]
+    """Where the tokens are in the row of the step."""
+    tables: Int[Tensor, "R M"]
+    """Pages of their requests, in order."""
+    lengths: Int[Tensor, " R"]
+    """Keys of their requests, the new ones included."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
     """A step on the device."""
 
@@ -36,6 +51,8 @@ class StepTensors:
     """Tokens after which one is chosen, in the row: the last of chunks that want one, and
     those before drafts."""
     chunks: tuple[ChunkView, ...]
+    singles: SingleTokens | None
+    """None: there are none."""
 
 
 def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
@@ -62,6 +79,32 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
         on_device(places, device),
         on_device(last, device),
         tuple(views),
+        _singles(step, views, device),
+    )
+
+
+def _singles(
+    step: Step, views: Sequence[ChunkView], device: torch.device
+) -> SingleTokens | None:
+    alone = [
+        (view.begin, chunk)
+        for view, chunk in zip(views, step.chunks, strict=True)
+        if len(chunk.tokens) == 1
+    ]
+    if not alone:
+        return None
+    # Whole multiples: the kernel is compiled for few widths.
+    width = -(-max(len(chunk.pages) for _, chunk in alone) // _TABLE_STEP) * _TABLE_STEP
+    pages = [
+        # -1: out of every window.
+        max(0, page)
+        for _, chunk in alone
+        for page in (*chunk.pages, *[0] * (width - len(chunk.pages)))
+    ]
+    return SingleTokens(
+        on_device([begin for begin, _ in alone], device),
+        on_device(pages, device).view(len(alone), width),
+        on_device([chunk.begin + 1 for _, chunk in alone], device),
     )
 
 

@@ -7,6 +7,8 @@ times as fast. Key/value heads are never repeated in memory. Packed documents go
 through torch's variable-length kernel on a GPU, and through a mask elsewhere.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -52,6 +54,7 @@ def attend(
     dropout_prob: float = 0.0,
     documents: Documents | None = None,
     backend: AttentionBackend = "auto",
+    sizes_repeat: bool = True,
 ) -> Float[Tensor, "S B N J"]:
     """Mix values by softmax(q·k) over the keys that each query may see.
 
@@ -75,6 +78,8 @@ def attend(
             another. Only if causal. On a GPU they have one kernel of their own.
         backend: kernels to use; ``auto`` takes the fastest that takes the shapes, and under
             ``torch.use_deterministic_algorithms`` the fastest that gives the same bits.
+        sizes_repeat: whether tensors of these sizes come again. If not, ``auto`` leaves cuDNN
+            out, which plans each size anew, for tenths of a second.
 
     Raises:
         ValueError: if there are more queries than keys, a window or documents without
@@ -111,26 +116,32 @@ def attend(
     if is_plain:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return _plain(q, k, v, mask, scale, softcap, sinks, dropout_prob)
-    arguments = {
+    arguments: dict[str, Any] = {
         "attn_mask": mask,
         "dropout_p": dropout_prob,
         "is_causal": causal and mask is None and num_queries > 1,
         "scale": scale,
         "enable_gqa": q.shape[2] != k.shape[2],
     }
+    if q.is_cuda and not sizes_repeat and mask is not None:
+        # Without cuDNN no kernel takes a mask and shared heads both.
+        k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+        arguments["enable_gqa"] = False
     batch_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]  # [S, B, N, H] -> [B, N, S, H]
     if q.is_cuda or backend != "auto":
-        with sdpa_kernel(_torch_backends(backend), set_priority=True):
+        with sdpa_kernel(_torch_backends(backend, sizes_repeat), set_priority=True):
             out = F.scaled_dot_product_attention(*batch_first, **arguments)
     else:
         out = F.scaled_dot_product_attention(*batch_first, **arguments)
     return out.permute(2, 0, 1, 3)
 
 
-def _torch_backends(backend: AttentionBackend) -> list[SDPBackend]:
+def _torch_backends(backend: AttentionBackend, sizes_repeat: bool = True) -> list[SDPBackend]:
     """List torch's kernels to choose from: under deterministic algorithms those that are."""
     if backend == "auto" and torch.are_deterministic_algorithms_enabled():
         return DETERMINISTIC_BACKENDS
+    if backend == "auto" and not sizes_repeat:
+        return GPU_BACKENDS[1:]
     return _TORCH_BACKENDS[backend]
 
 
