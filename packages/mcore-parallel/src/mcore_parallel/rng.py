@@ -10,7 +10,7 @@ same elements, ``tensor_parallel`` where each holds its own part.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -74,18 +74,26 @@ def fill_normal_(
     columns = (1,) * max(0, 2 - len(shape))
     matrix_shape, matrix_offsets = (*shape, *columns), (*offsets, *(0 for _ in columns))
     view = view.view(*view.shape, *columns)
-    num_threads = num_threads or min(16, num_cores())
-    with torch.no_grad():
-        for index in product(*map(range, view.shape[:-2])):
-            place = [i + o for i, o in zip(index, matrix_offsets, strict=False)]
-            _fill_matrix(
-                view[index],
-                base=_hash(seed, name, *place),
-                shape=matrix_shape[-2:],
-                offsets=matrix_offsets[-2:],
-                std=std,
-                num_threads=num_threads,
-            )
+    fills: list[Callable[[], None]] = []
+    for index in product(*map(range, view.shape[:-2])):
+        place = [i + o for i, o in zip(index, matrix_offsets, strict=False)]
+        fills += _stripe_fills(
+            view[index],
+            base=_hash(seed, name, *place),
+            shape=matrix_shape[-2:],
+            offsets=matrix_offsets[-2:],
+            std=std,
+        )
+    num_threads = min(len(fills), num_threads or min(16, num_cores()))
+    if num_threads <= 1:
+        for fill in fills:
+            fill()
+        return
+    # One pool for all matrices of a stack: a thread's first call of torch takes longer than
+    # a small matrix.
+    with ThreadPoolExecutor(num_threads) as pool:
+        for done in [pool.submit(fill) for fill in fills]:
+            done.result()
 
 
 def fill_parameter_(named: NamedParameter, *, seed: int, std: float) -> None:
@@ -255,29 +263,21 @@ class StreamDropout(nn.Module):
         return f"{self.prob}, stream={self.stream}"
 
 
-def _fill_matrix(
-    view: Tensor,
-    *,
-    base: int,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    std: float,
-    num_threads: int,
-) -> None:
-    """Fill a box of a matrix, one row of tiles after the other."""
+def _stripe_fills(
+    view: Tensor, *, base: int, shape: tuple[int, ...], offsets: tuple[int, ...], std: float
+) -> list[Callable[[], None]]:
+    """Return what fills a box of a matrix: a call for each row of tiles."""
     if view.numel() == 0:
-        return
+        return []
     height = _tile_of(shape)[0]
     stripes = range(offsets[0] // height, -(-(offsets[0] + view.shape[0]) // height))
-    fill = partial(_fill_stripe, view, base=base, shape=shape, offsets=offsets, std=std)
-    if min(len(stripes), num_threads) == 1:
-        for stripe in stripes:
-            fill(stripe)
-        return
-    with ThreadPoolExecutor(min(len(stripes), num_threads)) as pool:
-        list(pool.map(fill, stripes))
+    return [
+        partial(_fill_stripe, view, n, base=base, shape=shape, offsets=offsets, std=std)
+        for n in stripes
+    ]
 
 
+@torch.no_grad()
 def _fill_stripe(
     view: Tensor,
     stripe: int,
