@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mcore_ckpt.families import MODEL_TYPES, family_for, family_of
-from mcore_ckpt.families.common import experts, fields
+from mcore_ckpt.families.common import defaults, experts
 from mcore_ckpt.families.dense import cohere, gemma2, olmo2
 from mcore_ckpt.mapping.rules import Link, Rule, Table, expand, match_ours, match_theirs
 from mcore_ckpt.storage.index import TensorEntry
@@ -81,7 +81,7 @@ def test_our_defaults_are_the_configs_own():
     models = pytest.importorskip("mcore_models.config")
     moe = pytest.importorskip("mcore_moe.config")
     for ours, config in (
-        (fields.DEFAULTS, models.TransformerConfig),
+        (defaults.DEFAULTS, models.TransformerConfig),
         (experts.MOE_DEFAULTS, moe.MoEConfig),
     ):
         theirs = {field.name: field.default for field in dataclasses.fields(config)}

@@ -8,8 +8,8 @@ transformers since 4.40 reads a folder.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mcore_ckpt.families.common.defaults import ROPE_VARIANTS
 from mcore_ckpt.families.common.fields import (
-    ROPE_VARIANTS,
     Fields,
     refuse_variants,
     require,

@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.fields import DEFAULTS, Fields, setting
+from mcore_ckpt.families.common.defaults import DEFAULTS
+from mcore_ckpt.families.common.fields import Fields, setting
 
 _LLAMA3 = (
     *("factor", "low_freq_factor", "high_freq_factor"),

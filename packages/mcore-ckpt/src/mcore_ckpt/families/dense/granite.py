@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import decoder_table, read_rms_silu, write_rms_silu
+from mcore_ckpt.families.common.defaults import MUP
 from mcore_ckpt.families.common.experts import no_experts
-from mcore_ckpt.families.common.fields import MUP, Fields, require, setting, settings
+from mcore_ckpt.families.common.fields import Fields, require, setting, settings
 from mcore_parallel.parametrization import embedding_factor, logits_factor, score_scale
 
 table = decoder_table

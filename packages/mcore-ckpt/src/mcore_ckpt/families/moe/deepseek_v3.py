@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import ANGLES, around, tied_copies
+from mcore_ckpt.families.common.defaults import ROPE_VARIANTS
 from mcore_ckpt.families.common.experts import expert_layers, expert_rules, expert_setting
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
-    ROPE_VARIANTS,
     Fields,
     read_pairs,
     refuse_variants,

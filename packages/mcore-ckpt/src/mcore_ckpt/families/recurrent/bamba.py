@@ -12,15 +12,9 @@ from mcore_ckpt.families.common.decoder import (
     tied_copies,
     write_rms_silu,
 )
+from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import no_experts
-from mcore_ckpt.families.common.fields import (
-    HYBRID,
-    Fields,
-    read_pairs,
-    require,
-    setting,
-    settings,
-)
+from mcore_ckpt.families.common.fields import Fields, read_pairs, require, setting, settings
 from mcore_ckpt.families.recurrent.mamba2 import (
     expansion,
     layers_of,

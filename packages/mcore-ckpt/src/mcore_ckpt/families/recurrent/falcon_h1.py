@@ -16,15 +16,9 @@ from mcore_ckpt.families.common.decoder import (
     tied_copies,
     write_rms_silu,
 )
+from mcore_ckpt.families.common.defaults import HYBRID, HYBRID_VARIANTS
 from mcore_ckpt.families.common.experts import no_experts
-from mcore_ckpt.families.common.fields import (
-    HYBRID,
-    HYBRID_VARIANTS,
-    Fields,
-    require,
-    setting,
-    settings,
-)
+from mcore_ckpt.families.common.fields import Fields, require, setting, settings
 from mcore_ckpt.families.recurrent.bamba import PAIRS, read_mamba
 from mcore_ckpt.families.recurrent.mamba2 import layers_of, mamba_rules, write_limit
 from mcore_ckpt.mapping.rules import Rule, Table

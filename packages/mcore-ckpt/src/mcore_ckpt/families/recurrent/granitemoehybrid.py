@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import read_rms_silu, write_rms_silu
+from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting, require_routing
-from mcore_ckpt.families.common.fields import HYBRID, Fields, require, setting
+from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.recurrent.bamba import (
     hybrid_table,
     read_mamba,

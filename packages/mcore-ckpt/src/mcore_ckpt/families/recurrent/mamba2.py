@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
-    HYBRID,
     REQUIRED,
     Fields,
     read_pairs,

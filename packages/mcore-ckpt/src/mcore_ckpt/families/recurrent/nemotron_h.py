@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting, require_routing
 from mcore_ckpt.families.common.fields import (
-    HYBRID,
     REQUIRED,
     Fields,
     read_pairs,

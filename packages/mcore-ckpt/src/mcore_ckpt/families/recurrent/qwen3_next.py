@@ -13,16 +13,9 @@ from mcore_ckpt.families.common.decoder import (
     tied_copies,
     write_rms_silu,
 )
+from mcore_ckpt.families.common.defaults import DELTA_NET, HYBRID
 from mcore_ckpt.families.common.experts import expert_rules, expert_setting, require_routing
-from mcore_ckpt.families.common.fields import (
-    DELTA_NET,
-    HYBRID,
-    Fields,
-    require,
-    require_family,
-    setting,
-    settings,
-)
+from mcore_ckpt.families.common.fields import Fields, require, require_family, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import join_layers, pattern_layers
 from mcore_parallel.logical_tensors import delta_sizes

@@ -9,14 +9,9 @@ padded with rows that mean nothing.
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.families.common.defaults import DEFAULTS, VARIANTS
 from mcore_ckpt.families.common.experts import MOE_DEFAULTS, expert_layers, expert_setting
-from mcore_ckpt.families.common.fields import (
-    DEFAULTS,
-    VARIANTS,
-    refuse_variants,
-    setting,
-    settings,
-)
+from mcore_ckpt.families.common.fields import refuse_variants, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
 from mcore_parallel.layer_patterns import read_pattern
 from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
