@@ -46,6 +46,7 @@ _EXPORTS: dict[str, str] = {
     "num_active_parameters": "flops",
     "num_parameters": "flops",
     "preset_names": "presets",
+    "quantize_base": "peft.quantized_base",
     "rank_bytes": "flops",
 }
 

@@ -10,6 +10,8 @@ from mcore_ckpt.conversion.conversion import convert, mcore_to_hf
 from mcore_ckpt.save_load.loading import describe_checkpoint
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_infer.loading import load_model
+from mcore_models.peft.attaching import adapted_linears
+from mcore_models.peft.quantized_base import QuantizedMatrix
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import Datasets, assemble
@@ -106,6 +108,36 @@ def test_a_command_line_takes_adapters_and_base_from_the_checkpoint(folders):
     assert base.model.hidden_size == 24
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_base_in_few_bits_trains_nearly_the_same_adapters(folders, bits):
+    """8 bits change what adapters learn a little, 4 bits more; the base stays where it is."""
+    whole = build(load=str(folders / "run"), **DORA)
+    load_run(whole)
+    begin = {"load": str(folders / "hf"), "finetune": True, "peft_base_bits": bits, **DORA}
+    run = trained(**begin, save=str(folders / f"run_{bits}"))
+    # Resumed with the other number of bits, and ended at once: adapters come back.
+    again = trained(load=str(folders / f"run_{bits}"), peft_base_bits=12 - bits, **DORA)
+    for found in (run, again):
+        assert 1e-7 < distance(found, whole) < {8: 0.02, 4: 0.2}[bits]
+
+
+def round_base(run, bits):
+    """Round the weights of linears with adapters, which keep their own width."""
+    for linear, _ in adapted_linears(run.chunks[0]):
+        linear.weight.data.copy_(QuantizedMatrix(linear.weight.detach(), bits).widened())
+
+
+def distance(run, other):
+    """Return how far the adapters of two runs are from each other, as a share of their size."""
+    here, there = (
+        torch.cat(
+            [p.detach().flatten() for p in each.chunks[0].parameters() if p.requires_grad]
+        )
+        for each in (run, other)
+    )
+    return float((here - there).norm() / there.norm())
+
+
 def tokens():
     return torch.arange(24).view(2, 12) % 43
 
@@ -151,6 +183,18 @@ def with_experts_on_ranks(folder):
     loaded = whole_weights(again)
     assert all(torch.equal(weights[name], loaded[name]) for name in weights)
     again.ctx.destroy()
+    for layout in ({"use_distributed_optimizer": True}, second):
+        runs = []
+        for bits in (0, 8):
+            beside = {**EXPERTS, **LORA, "lora_target_modules": ("attention",)}
+            runs.append(build(2, load=common["base"], peft_base_bits=bits, **beside, **layout))
+            load_run(runs[-1])
+            if not bits:
+                round_base(runs[-1], 8)
+            train(runs[-1], Reporter(None))
+        assert distance(*runs) == 0
+        for run in runs:
+            run.ctx.destroy()
 
 
 def test_adapters_of_experts_load_under_another_layout_and_merge(tmp_path):
@@ -171,6 +215,11 @@ def test_adapters_of_experts_load_under_another_layout_and_merge(tmp_path):
         ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
         ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora knows no routed experts"),
         ({**DORA, "save": "x", "save_hf": True}, "--save-hf writes whole models"),
+        (
+            {**LORA, **EXPERTS, "peft_base_bits": 4},
+            "--peft-base-bits 4 knows no routed experts",
+        ),
+        ({**DORA, "peft_base_bits": 8, "use_torch_fsdp2": True}, "no rows to gather by layers"),
         (
             {
                 **DORA,
@@ -197,3 +246,5 @@ def test_other_adapters_than_the_checkpoints_and_lost_bases_are_refused(folders,
         load_run(build(pretrained_checkpoint=str(folders / "run"), **DORA))
     with pytest.raises(ValueError, match="holds no checkpoint"):
         load_run(build(pretrained_checkpoint=str(tmp_path), **DORA))
+    with pytest.raises(ValueError, match="--peft-base-bits 4 keeps no weights that could be"):
+        load_run(build(peft_base_bits=4, **DORA))

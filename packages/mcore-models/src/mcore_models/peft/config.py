@@ -60,6 +60,10 @@ class PeftConfig:
     lora_dropout: float = 0.0
     """Probability of dropping an element of what an adapter reads, 0 to below 1."""
 
+    peft_base_bits: int = 0
+    """Bits of the frozen weights of linears with adapters: 8 or 4 (QLoRA) keep them rounded,
+    and widen each while it multiplies; 0: as they are."""
+
     def __post_init__(self) -> None:
         """Check the ranges.
 
@@ -72,6 +76,8 @@ class PeftConfig:
             raise ValueError(f"--lora-alpha {self.lora_alpha} must be above 0.")
         if not 0.0 <= self.lora_dropout < 1.0:
             raise ValueError(f"--lora-dropout {self.lora_dropout} must be at least 0, below 1.")
+        if self.peft_base_bits not in (0, 4, 8):
+            raise ValueError(f"--peft-base-bits {self.peft_base_bits} must be 4, 8 or 0.")
         if not self.lora_target_modules:
             raise ValueError("--lora-target-modules names no linear: give at least one.")
 

@@ -141,7 +141,15 @@ class LinearAdapter(nn.Module, ABC):
         """Return the weight with its adapters, in its own dtype; computed in float32 or wider.
 
         All-reduces one number a row over the ranks that share the columns (DoRA).
+
+        Raises:
+            ValueError: if the weight is kept in few bits, see ``quantize_base``.
         """
+        if not weight.untyped_storage().nbytes():
+            raise ValueError(
+                "an adapter beside a base in few bits cannot be merged in memory: save it, and "
+                "merge the checkpoint by mcore-ckpt convert."
+            )
         total = self._total(weight)
         if self.magnitude is not None:
             total *= self._gain(weight).to(total.dtype)[:, None]

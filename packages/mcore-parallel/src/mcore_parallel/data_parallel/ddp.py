@@ -238,8 +238,12 @@ class DataParallel(GradientSync):
         check_weights(self.buckets, self.ctx)
 
     def weight_shards(self) -> dict[str, Shard]:
-        """Describe the parameters, frozen ones too; every data rank holds them whole."""
-        weights = [(named, named.parameter.detach()) for named in self._named]
+        """Describe the parameters, frozen ones too; every data rank holds them whole.
+
+        Frozen ones that have no memory at the moment are left out.
+        """
+        tensors = [(named, named.parameter.detach()) for named in self._named]
+        weights = [each for each in tensors if each[1].untyped_storage().nbytes()]
         return shards_of(weights, self.ctx.data_axes())
 
     def remove_hooks(self) -> None:

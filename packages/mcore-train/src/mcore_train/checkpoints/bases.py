@@ -14,6 +14,7 @@ from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_models.config import config_to_dict
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter
+from mcore_models.peft.quantized_base import quantize_base
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
@@ -21,7 +22,7 @@ from mcore_train.composition import TrainConfig
 from mcore_train.config import flag
 from mcore_train.resolution import Plan
 
-_FREE = ("lora_dropout",)
+_FREE = ("lora_dropout", "peft_base_bits")
 """What of its adapters a continued run may change."""
 
 FREE = frozenset(
@@ -66,11 +67,17 @@ def load_base(run: Run, folder: Path | None) -> bool:
         Whether there were.
 
     Raises:
-        ValueError: if they are of another model, or an adapter.
+        ValueError: if they are of another model, or an adapter; if there are none, and
+            ``--peft-base-bits`` would lose what the run has to save.
     """
     config = run.plan.config
     base = _base_folder(config, folder)
     if base is None:
+        if bits := config.peft.peft_base_bits:
+            raise ValueError(
+                f"--peft-base-bits {bits} keeps no weights that could be saved: give the base "
+                "by --pretrained-checkpoint, or by --load of its folder."
+            )
         return False
     extra = checkpoint_extra(base)
     if ADAPTER in extra:
@@ -103,6 +110,13 @@ def load_options(run: Run) -> dict[str, Any]:
         "strictness": config.strictness,
         "checksums": config.loading.load_checksums,
     }
+
+
+def quantize_weights(run: Run) -> None:
+    """Round the base's weights to --peft-base-bits, once they are loaded; no communication."""
+    if bits := run.plan.config.peft.peft_base_bits:
+        for chunk in run.chunks:
+            quantize_base(chunk, bits)
 
 
 def describe_adapter(run: Run) -> dict[str, Any]:

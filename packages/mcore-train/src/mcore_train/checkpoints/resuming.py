@@ -39,6 +39,7 @@ from mcore_train.checkpoints.bases import (
     load_options,
     load_weights,
     model_description,
+    quantize_weights,
     saved_weights,
 )
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, start_of
@@ -131,8 +132,15 @@ def load_run(run: Run) -> bool:
 
     Raises:
         ValueError: if the checkpoint is of another model, if its schedule is not the flags',
-            or if there is none and ``--exit-on-missing-checkpoint`` is given.
+            or if there is none and ``--exit-on-missing-checkpoint`` is given; if
+            ``--peft-base-bits`` has no base that is kept elsewhere.
     """
+    found = _load(run)
+    quantize_weights(run)
+    return found
+
+
+def _load(run: Run) -> bool:
     options = start_of(run.plan.config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
     has_base = load_base(run, folder)

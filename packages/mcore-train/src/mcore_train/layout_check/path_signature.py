@@ -64,6 +64,7 @@ _FEATURES = (
     ("model", "rotary_base_local"),
     ("model", "activation_func_clamp_value"),
     ("peft", "lora_dropout"),
+    ("peft", "peft_base_bits"),
     ("optimizer", "weight_decay"),
     ("optimizer", "clip_grad"),
     ("experts", "moe_aux_loss_coeff"),

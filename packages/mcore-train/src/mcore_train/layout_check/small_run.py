@@ -84,7 +84,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         config,
         model=model,
         experts=shrink_experts(config, parallel, layers),
-        peft=replace(config.peft, lora_dropout=0.0),
+        peft=replace(config.peft, lora_dropout=0.0, peft_base_bits=0),
         batch=_shrink_batch(plan, parallel, world_size),
         optimizer=_shrink_optimizer(config.optimizer),
         qk_clipping=shrink_qk_clip(config.qk_clipping),

@@ -22,7 +22,10 @@ def find_adapter_conflicts(
     peft, experts = config.peft, config.experts
     if peft.peft == "none":
         if peft != PeftConfig():
-            yield "--lora-* have no effect without --peft lora or --peft dora: leave them out."
+            yield (
+                "--lora-* have no effect without --peft lora or --peft dora, nor has "
+                "--peft-base-bits: leave them out."
+            )
         return
     names = linears(family.tensor_shapes(config.model, vocab_size, experts))
     if strange := without_target(peft, names):
@@ -35,6 +38,8 @@ def find_adapter_conflicts(
     targets = [name for name in names if peft.is_target(name)]
     if peft.peft == "dora" and any(".experts." in name for name in targets):
         yield "--peft dora knows no routed experts: use --peft lora, or other targets."
+    if peft.peft_base_bits:
+        yield from _base_conflicts(config, targets)
     if config.saving.save_hf:
         yield (
             "--save-hf writes whole models, and --peft saves adapters: leave it out, and "
@@ -48,6 +53,21 @@ def find_adapter_conflicts(
                 "freezes: set it to 0."
             )
     yield from _empty_stages(targets, stages)
+
+
+def _base_conflicts(config: TrainConfig, targets: Sequence[str]) -> Iterator[str]:
+    """Name what reads frozen weights past the linears that widen them."""
+    name = f"--peft-base-bits {config.peft.peft_base_bits}"
+    if any(".experts." in target for target in targets):
+        yield f"{name} knows no routed experts: use other --lora-target-modules."
+    if config.data_parallelism.is_fully_sharded:
+        yield f"{name} leaves no rows to gather by layers: use --use-distributed-optimizer."
+    if config.fp8.fp8_format:
+        yield f"{name} has no weights that --fp8-format could keep cast: leave one out."
+    if config.run.cuda_graph_impl != "none":
+        yield f"{name} moves weights in memory, which no CUDA graph follows: leave one out."
+    if config.samples.sample_interval:
+        yield f"{name} has no weights that --sample-interval could copy: leave one out."
 
 
 def _empty_stages(targets: Sequence[str], stages: Sequence[Stage]) -> Iterator[str]:

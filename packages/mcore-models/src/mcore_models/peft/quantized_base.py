@@ -1,0 +1,132 @@
+"""A frozen base in 8 or 4 bits: a linear's weight is there only while it multiplies.
+
+Each frozen matrix with an adapter is kept in blocks of 64 columns, as 8-bit integers or as one
+of the 16 levels of NormalFloat, times the largest magnitude of the block. Hooks widen it before
+the linear's forward and again before its backward, and give the memory back after each.
+
+Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3; without its second quantization.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_models.peft.attaching import adapted_linears
+
+BLOCK = 64
+"""Columns that share a scale."""
+
+
+class QuantizedMatrix:
+    """A matrix in few bits.
+
+    Attributes:
+        codes: ``[F, blocks, 64]``, int8; or two 4-bit levels to a byte, uint8.
+        scales: ``[F, blocks, 1]``, float32: largest magnitude of each block.
+    """
+
+    def __init__(self, weight: Float[Tensor, "F D"], bits: int) -> None:
+        """Round a matrix; columns that are missing in the last block count as zeros."""
+        self.bits, self.columns = bits, weight.shape[1]
+        blocks = F.pad(weight.float(), (0, -self.columns % BLOCK)).unflatten(1, (-1, BLOCK))
+        self.scales = blocks.abs().amax(2, keepdim=True)
+        shares = blocks / self.scales.clamp(min=torch.finfo(torch.float32).tiny)
+        if bits == 8:
+            self.codes = (shares * 127).round().to(torch.int8)
+            return
+        levels = _levels(weight.device)
+        borders = (levels[1:] + levels[:-1]) / 2
+        codes = torch.bucketize(shares, borders).to(torch.uint8)
+        self.codes = codes[..., ::2] | codes[..., 1::2] << 4  # two to a byte, the even one low
+
+    def widened(self) -> Float[Tensor, "F D"]:
+        """Return the matrix, float32."""
+        if self.bits == 8:
+            shares = self.codes.float().div_(127)
+        else:
+            pairs = _pairs(self.codes.device)
+            shares = F.embedding(self.codes.int(), pairs).flatten(-2)  # [F, blocks, 64]
+        return shares.mul_(self.scales).flatten(1)[:, : self.columns]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+@cache
+def _levels(device: torch.device) -> Float[Tensor, " levels"]:
+    """Return the levels of 4-bit NormalFloat: quantiles of N(0, 1), 0 and both ends exact."""
+    last = 1 - (1 / 32 + 1 / 30) / 2
+    above = torch.special.ndtri(torch.linspace(last, 0.5, 9, dtype=torch.float64)[:-1])
+    below = -torch.special.ndtri(torch.linspace(last, 0.5, 8, dtype=torch.float64)[:-1])
+    found = torch.cat([below, above.new_zeros(1), above]).sort().values
+    return (found / found.max()).float().to(device)
+
+
+@cache
+def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
+    """Return the two levels that each byte stands for, the one of its low bits first."""
+    levels, byte = _levels(device), torch.arange(256, device=device)
+    return torch.stack([levels[byte & 15], levels[byte >> 4]], 1)
+
+
+class QuantizedWeight:
+    """Hooks of one linear, whose weight has memory only while it is read."""
+
+    def __init__(self, linear: Any, bits: int) -> None:
+        """Round the weight and give its memory back; hooks come behind the adapter's."""
+        self.weight: nn.Parameter = linear.weight
+        self.matrix = QuantizedMatrix(self.weight.detach(), bits)
+        # Memory of its own: what NumPy has looked at, as a load does, has one size for ever.
+        self.weight.data = torch.empty_like(self.weight)
+        self._size = self.weight.untyped_storage().nbytes()
+        linear.register_forward_pre_hook(self._fill)
+        linear.register_forward_hook(self._after)
+        self._free()
+
+    def _fill(self, *_: Any) -> None:
+        storage = self.weight.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self._size)
+            # Not an update: what autograd saved of the weight stays what it was.
+            self.weight.data.copy_(self.matrix.widened())
+
+    def _free(self, *_: Any) -> None:
+        self.weight.untyped_storage().resize_(0)
+
+    def _after(self, _linear: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        x = inputs[0]
+        if torch.is_grad_enabled() and x.requires_grad:
+            y.register_hook(self._fill)
+            x.register_hook(self._free)
+        self._free()
+
+
+def quantize_base(model: nn.Module, bits: int) -> list[QuantizedWeight]:
+    """Keep the frozen weights of linears with adapters in few bits, in place.
+
+    No communication. The weights must be loaded. Afterwards only a linear's own forward and
+    backward read them: they cannot be loaded, saved, merged, or used by latent attention with
+    a state. Blocks are of this rank's columns, so another tensor size may round otherwise.
+
+    Args:
+        model: with adapters, see ``attach_adapters``; those of routed experts stay.
+        bits: of a weight, 8 or 4.
+
+    Returns:
+        What holds them now, one for each linear.
+
+    Raises:
+        ValueError: if the bits are others, or the weights are quantized already.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"a base in {bits} bits: give 4 or 8.")
+    linears = [linear for linear, _ in adapted_linears(model)]
+    if not all(linear.weight.untyped_storage().nbytes() for linear in linears):
+        raise ValueError("the base is in few bits already: build and load the model again.")
+    return [QuantizedWeight(linear, bits) for linear in linears]
