@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from mcore_moe import permute, plan_rows, unpermute
 from mcore_moe.permutation import (
+    part_of,
     permute_probs,
     permute_reference,
     unpermute_reference,
@@ -109,3 +110,13 @@ def test_gradients_of_probs_come_back_to_their_choices():
     probs = PROBS.clone().requires_grad_()
     permute_probs(probs, plan_rows(IDS, 4, keep)).sum().backward()
     assert torch.equal(probs.grad, keep.float())
+
+
+def test_a_part_behind_the_last_row_is_empty_where_the_rows_fill_one_part():
+    ids = torch.tensor([[0], [1], [0], [1]])
+    plan = plan_rows(ids, 2, torch.tensor([[True], [True], [False], [False]]))
+    first, second = (part_of(plan, begin, 2) for begin in (0, 2))
+    assert first.offsets.tolist() == [0, 1, 2]
+    assert second.offsets.tolist() == [0, 0, 0]
+    assert second.choices.numel() == 2
+    assert (second.slots == 2).all()

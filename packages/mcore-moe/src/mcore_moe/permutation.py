@@ -142,7 +142,7 @@ def part_of(plan: RowPlan, begin: int, size: int) -> RowPlan:
     """
     end, num_rows = begin + size, plan.choices.numel()
     choices = plan.choices[begin:end].clamp(max=max(0, plan.slots.numel() - 1))
-    if size == num_rows:
+    if begin == 0 and size == num_rows:
         return RowPlan(choices, plan.slots, plan.offsets, False, True)
     choices = torch.nn.functional.pad(choices, (0, size - choices.numel()))
     slots = plan.slots - begin
