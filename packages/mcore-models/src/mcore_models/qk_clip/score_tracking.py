@@ -70,7 +70,8 @@ def largest_scores(
         piece_elements: scores that are in memory at one time, about.
     """
     k = zigzag_join(k, cp) if cp.size > 1 else k
-    num_keys, (num_queries, B, N, H) = k.shape[0], q.shape
+    q = q * (scale or q.shape[-1] ** -0.5)  # first: float16 may not hold it later
+    num_keys, (num_queries, B, N, _) = k.shape[0], q.shape
     G = k.shape[2]
     place = zigzag_positions(num_keys, cp, q.device)
     first = _first_seen(place, window, chunk, documents)  # [B or 1, S]
@@ -86,7 +87,7 @@ def largest_scores(
         seen = (key >= first[:, part, None]) & (key <= place[part, None])
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
         largest = torch.maximum(largest, scores.amax((0, 3, 4)).flatten())
-    return largest * (scale or H**-0.5)
+    return largest
 
 
 def _first_seen(place: Tensor, window: int, chunk: int, documents: Documents | None) -> Tensor:

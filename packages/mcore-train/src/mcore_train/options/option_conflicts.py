@@ -117,6 +117,8 @@ def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
         yield "--use-mup sets rates for Adam only: use --optimizer adam."
     if config.model.use_mup and config.peft.peft != "none":
         yield "--use-mup sets no rates for adapters: leave it out, or --peft."
+    if config.model.use_mup and config.model.softmax_scale:
+        yield "--use-mup sets the scale of scores: leave out --softmax-scale."
 
 
 def misplaced_predictions(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
@@ -215,6 +217,8 @@ def _clip_conflicts(config: TrainConfig) -> Iterator[str]:
             "--qk-clip scales what --qk-layernorm or --qk-l2-norm norms again, without effect: "
             "leave it out."
         )
+    if model.attn_logit_softcapping > 0:
+        yield "--qk-clip bounds scores that --attn-logit-softcapping bounds: leave out one."
     if type(model) is not TransformerConfig:
         yield "--qk-clip scales causal models alone, not BERT or T5: leave it out."
     if model.hybrid_override_pattern and not set(model.hybrid_override_pattern) & set("*P"):
