@@ -16,7 +16,7 @@ from mcore_data.preprocessing.preprocessing import preprocess
 from mcore_train.cli import main
 from mcore_train.quickstart.book import prepare, read_book, token_files
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SMALL = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
 MAMBA = "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-chunk-size 32"
