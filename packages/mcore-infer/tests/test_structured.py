@@ -82,7 +82,7 @@ def test_a_text_ends_before_what_its_vocabulary_cannot_say(model, caplog):
 def test_what_no_grammar_holds_is_refused(model):
     engine = Engine(model, EngineConfig(max_sequence_tokens=40))
     any_json = Structure("json_schema", "{}")
-    with pytest.raises(ValueError, match="an engine that knows its tokenizer"):
+    with pytest.raises(ValueError, match="an engine with a tokenizer"):
         engine.add([1], DRAWN, structure=any_json)
     engine.grammars = Grammars(ByteTokenizer(), model.vocab_size)
     with pytest.raises(ValueError, match=r"(?s)regular expression cannot be held to: .*\[0-9"):

@@ -226,7 +226,7 @@ class Engine:
         if structure is None:
             return None
         if self.grammars is None:
-            raise ValueError("structured output needs an engine that knows its tokenizer.")
+            raise ValueError("structured output needs an engine with a tokenizer.")
         return self.grammars.matcher(structure)
 
     def abort(self, request: int) -> None:

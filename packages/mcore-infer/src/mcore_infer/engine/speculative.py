@@ -5,7 +5,7 @@ engine chooses each token as it always does, by the draw of its place, and goes 
 first proposal that is another: a text is that of writing without drafts, token for token, and
 so is its distribution, whatever is proposed. For a fixed proposal this accepts as often as
 rejection sampling does, with the probability that the model gives to it; a draft model draws
-by the numbers that the model will draw by, so that both mostly agree where they think alike.
+by the numbers that the model will draw by, so that both agree where their scores are close.
 
 Reference:
     Leviathan et al. 2023, arXiv:2211.17192. Chen et al. 2023, arXiv:2302.01318. Daliri et al.
