@@ -37,7 +37,7 @@ def build_engine(
     Args:
         model: whole, in eval mode; on a GPU its plain GEMMs are replaced, see ``Engine``.
         config: limits and memory.
-        draft: model that proposes tokens, see ``load_draft``.
+        draft: model that proposes tokens, of the same tokenizer and over the same ranks.
         kv_scales: of an fp8 cache, that the checkpoint holds.
 
     Raises:
