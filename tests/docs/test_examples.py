@@ -14,7 +14,7 @@ import torch
 from docs.blocks import ROOT, all_blocks, blocks_of
 from e2e.launched import run_as_torchrun_does
 
-from mcore_models.encoder_checks import bert_shapes
+from mcore_models.encoder_shapes import bert_shapes
 from mcore_models.families import BERT_FAMILY
 from mcore_parallel import parallel_state
 from mcore_parallel.testing.ranks import run_command, run_ranks

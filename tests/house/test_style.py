@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 
 import pytest
 from house.sources import ROOT, Source, all_sources, dotted, full_name, imported_names, parse
@@ -9,6 +10,8 @@ from house.sources import ROOT, Source, all_sources, dotted, full_name, imported
 MAX_LINES = 400
 # Files that are longer for a reason; the number is what each may not outgrow.
 LONG_FILES: dict[str, int] = {}
+MAX_FILES = 24
+"""In one folder; a fuller one gets rooms of its own."""
 
 TALKING = ("__main__.py", "command_line.py", "entry_point.py")
 """Files that may write to the terminal, as commands may."""
@@ -164,6 +167,11 @@ def test_files_can_be_read_in_one_sitting():
     long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
     assert {name for name, lines in long.items() if lines > LONG_FILES.get(name, 0)} == set()
     assert set(LONG_FILES) <= set(long), "a file was cut: take it off the list"
+
+
+def test_folders_hold_few_files():
+    sizes = Counter(source.name.rpartition("/")[0] for source in all_sources())
+    assert {folder: size for folder, size in sizes.items() if size > MAX_FILES} == {}
 
 
 def test_unfinished_work_names_its_issue():

@@ -9,7 +9,7 @@ import torch
 from parity.hf_twins import largest_gradient_error, ours_of
 
 from mcore_ckpt.conversion.conversion import convert
-from mcore_models.encoder_checks import bert_shapes
+from mcore_models.encoder_shapes import bert_shapes
 from mcore_models.families import BERT_FAMILY
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.sharding import named_shards

@@ -7,7 +7,7 @@ import torch
 from parity.hf_twins import largest_gradient_error, ours_of
 
 from mcore_ckpt.conversion.conversion import convert
-from mcore_models.encoder_checks import t5_shapes
+from mcore_models.encoder_shapes import t5_shapes
 from mcore_models.families import T5_FAMILY
 from mcore_models.protocol import LM_LOSS, MicroBatch
 from mcore_parallel.sharding import named_shards

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.encoder_checks import encoder_layout_problems
+from mcore_models.checks.encoders import encoder_layout_problems
+from mcore_models.checks.inputs import check_inputs
 from mcore_models.encoder_config import BertConfig
-from mcore_models.input_checks import check_inputs
 from mcore_models.layers.heads import MaskedTokenHead, Pooler
 from mcore_models.layers.masked_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.mixers import LayerSetup

@@ -11,18 +11,17 @@ from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+from mcore_models.checks.encoders import encoder_layout_problems, t5_layout_problems
+from mcore_models.checks.layouts import layout_problems
 from mcore_models.config import TransformerConfig
-from mcore_models.encoder_checks import (
+from mcore_models.encoder_config import BertConfig, T5Config, num_stack_layers
+from mcore_models.encoder_shapes import (
     bert_flops_per_token,
     bert_shapes,
-    encoder_layout_problems,
     t5_flops_per_token,
-    t5_layout_problems,
     t5_shapes,
 )
-from mcore_models.encoder_config import BertConfig, T5Config, num_stack_layers
 from mcore_models.flops import flops_per_token
-from mcore_models.layout_checks import layout_problems
 from mcore_parallel.logical_tensors import tensor_shapes
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Family:
 
     layout_problems: Callable[..., list[str]]
     """What keeps a model from being split, with the arguments of
-    ``layout_checks.layout_problems``."""
+    ``checks.layouts.layout_problems``."""
 
     config: type[TransformerConfig] = TransformerConfig
     """Shape and numerics of its layers."""

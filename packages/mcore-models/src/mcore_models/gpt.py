@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.input_checks import check_inputs
+from mcore_models.checks.inputs import check_inputs
 from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.block_inputs import BlockInputs, build_inputs
 from mcore_models.layers.mtp import PredictionLayer

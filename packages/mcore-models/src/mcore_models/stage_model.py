@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_models.checks.layouts import layout_problems
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
 from mcore_models.layers.stack import run_blocks
-from mcore_models.layout_checks import layout_problems
 from mcore_models.protocol import TrainableModel
 from mcore_moe.config import MoEConfig
 from mcore_parallel.context_parallel.zigzag import zigzag_positions

@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.encoder_checks import t5_layout_problems
+from mcore_models.checks.encoders import t5_layout_problems
+from mcore_models.checks.inputs import check_inputs
 from mcore_models.encoder_config import T5Config, encoder_layers, num_stack_layers
-from mcore_models.input_checks import check_inputs
 from mcore_models.layers.heads import OutputBias
 from mcore_models.layers.masked_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.mixers import LayerSetup

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_models.checks.layouts import cannot_be_cut, cp_comm_type
 from mcore_models.config import (
     KernelConfig,
     TransformerConfig,
@@ -26,7 +27,6 @@ from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.norm import RMSNorm, SplitRMSNorm, build_norm, l2_normed
 from mcore_models.layers.rope import RotaryTables, rotary_kernel, rotate
-from mcore_models.layout_checks import cannot_be_cut, cp_comm_type
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents

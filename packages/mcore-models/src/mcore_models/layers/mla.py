@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.attention_config import yarn_magnitude
+from mcore_models.checks.layouts import cp_comm_type
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
@@ -28,7 +29,6 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.rope import RotaryTables, rotate
-from mcore_models.layout_checks import cp_comm_type
 from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_models.checks.encoders import encoder_layout_problems, t5_layout_problems
+from mcore_models.checks.layouts import check_layout, layout_problems
 from mcore_models.config import TransformerConfig
-from mcore_models.encoder_checks import encoder_layout_problems, t5_layout_problems
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.layers.attention import cp_comm_type
-from mcore_models.layout_checks import check_layout, layout_problems
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig
 

@@ -1,0 +1,1 @@
+"""Whether a model fits a layout, and a batch its model."""
