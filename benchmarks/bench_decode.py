@@ -5,7 +5,8 @@
 One line a case: tokens per second over all requests while all of them write (prompts are
 read before), and the roofline of one stream: bytes of weights over the memory's bandwidth.
 ``--offline N`` times N requests from their prompts to their last token. ``--method`` rounds the
-weights to the nearest first, ``--kv-cache-dtype fp8`` keeps keys and values in fp8.
+weights to the nearest first, ``--kv-cache-dtype fp8`` keeps keys and values in fp8. Started by
+``torchrun``, its ranks split every matrix; rank 0 prints, and bytes are those of one rank.
 """
 
 import argparse
@@ -22,10 +23,13 @@ from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.launch.launcher import initialize, read_environment, shut_down
 from mcore_parallel.mesh import ParallelContext
 
 GEOMETRIES = {
     "llama-3-8b": (32, 4096, 32, 8, 14336, 128256),
+    "llama-3-70b": (80, 8192, 64, 8, 28672, 128256),
     "0.6b": (28, 1024, 16, 8, 3072, 151936),
     "tiny": (2, 64, 4, 2, 128, 1000),
 }
@@ -36,9 +40,19 @@ BANDWIDTH = 4.8e12
 
 def main() -> None:
     """Run the benchmark by the command line."""
-    options = _options()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(options.geometry, device)
+    options, ranks = _options(), read_environment().world_size
+    device = initialize("auto")
+    ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=ranks), device)
+    try:
+        run(options, ctx)
+    finally:
+        shut_down()
+
+
+def run(options: argparse.Namespace, ctx: ParallelContext) -> None:
+    """Time every case on this rank."""
+    say = print if ctx.global_rank == 0 else lambda *_, **__: None
+    model = build(options.geometry, ctx)
     dtype, vocab = next(model.parameters()).dtype, model.vocab_size
     if options.method:
         round_to_nearest_(model, LAYOUTS[METHODS[options.method]])
@@ -50,6 +64,7 @@ def main() -> None:
         "name": options.name,
         **versions(options),
         "geometry": options.geometry,
+        "tensor_model_parallel_size": ctx.tp.size,
         "dtype": str(dtype),
         "method": options.method,
         "kv_cache_dtype": options.kv_cache_dtype,
@@ -59,18 +74,19 @@ def main() -> None:
     }
     for batch in options.batches:
         row["cases"][f"batch {batch}"] = measure(model, options, batch, vocab)
-        print(batch, row["cases"][f"batch {batch}"], flush=True)
+        say(batch, row["cases"][f"batch {batch}"], flush=True)
     if options.offline:
         row["cases"]["offline"] = measure_offline(model, options, vocab)
-        print("offline", row["cases"]["offline"], flush=True)
+        say("offline", row["cases"]["offline"], flush=True)
     row["cases"]["prefill"] = measure_prefill(model, options.prefill_tokens, vocab)
-    print("prefill", row["cases"]["prefill"], flush=True)
-    if device == "cuda":
+    say("prefill", row["cases"]["prefill"], flush=True)
+    if ctx.device.type == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    keep(options, row)
+    if ctx.global_rank == 0:
+        keep(options, row)
 
 
-def build(geometry: str, device: str) -> GPT:
+def build(geometry: str, ctx: ParallelContext) -> GPT:
     """Build a model of random weights: bfloat16 on a GPU, float32 on a CPU."""
     layers, hidden, heads, groups, ffn, vocab = GEOMETRIES[geometry]
     config = TransformerConfig(
@@ -83,11 +99,9 @@ def build(geometry: str, device: str) -> GPT:
         rotary_base=500000,
         untie_embeddings_and_output_weights=True,
     )
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = GPT(
-        config, ParallelContext.single(device), vocab_size=vocab, device="meta", dtype=dtype
-    )
-    model.to_empty(device=device)
+    dtype = torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
+    model = GPT(config, ctx, vocab_size=vocab, device="meta", dtype=dtype)
+    model.to_empty(device=ctx.device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)

@@ -19,6 +19,7 @@ from reporting import add_options, keep, versions
 
 from mcore_infer import Engine, EngineConfig, NewToken, SamplingConfig, ScoreRequest
 from mcore_models.gpt import GPT
+from mcore_parallel.mesh import ParallelContext
 
 PAGE = 64
 
@@ -27,7 +28,7 @@ def main() -> None:
     """Run the benchmark that the command line asks for."""
     options = _options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(options.geometry, device)
+    model = build(options.geometry, ParallelContext.single(device))
     longest = 2 * (options.prompt_tokens + options.new_tokens)
     engine = Engine(
         model,

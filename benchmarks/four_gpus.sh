@@ -27,7 +27,7 @@ mkdir -p "$out"
 logs=$(mktemp -d)
 end=$((SECONDS + 60 * minutes - 10))
 
-launch() {  # NAME LIMIT_S RANKS SCRIPT WORDS...
+launch() {  # NAME LIMIT_S RANKS SCRIPT WORDS...; 0 ranks: the script starts its own
   local name=$1 limit=$2 ranks=$3; shift 3
   [[ $name =~ $only ]] || return
   [ -n "$list" ] && { echo "$name: $*"; return; }
@@ -37,8 +37,9 @@ launch() {  # NAME LIMIT_S RANKS SCRIPT WORDS...
     echo "$name: needs up to $limit s, and $left s are left: call again"
     return
   fi
-  timeout -k 10 "$limit" "$PY" -m torch.distributed.run --nproc-per-node "$ranks" \
-    --master-port $((29500 + RANDOM % 400)) "$@" > "$logs/$name.txt" 2>&1
+  local start="-m torch.distributed.run --nproc-per-node $ranks --master-port $((29500 + RANDOM % 400))"
+  [ "$ranks" -gt 0 ] || start=
+  timeout -k 10 "$limit" "$PY" $start "$@" > "$logs/$name.txt" 2>&1
   local code=$?
   if [ $code -eq 0 ]; then
     echo "$name: $((SECONDS - begin)) s"
@@ -51,8 +52,8 @@ launch() {  # NAME LIMIT_S RANKS SCRIPT WORDS...
 }
 step() {  # NAME LIMIT_S FLAGS...: a training step
   local name=$1 limit=$2; shift 2
-  launch "$name" "$limit" "${ranks:-$world}" benchmarks/bench_train_step.py --name "$name" --warmup "${warmup:-5}" \
-    --steps "${steps:-10}" --profiled-steps "${profiled:-1}" --output "$out" --commit "$COMMIT" -- $common "$@"
+  launch "$name" "$limit" "${ranks:-$world}" benchmarks/bench_train_step.py --name "$name" --warmup "${warmup:-$usual_warmup}" \
+    --steps "${steps:-$usual_steps}" --profiled-steps "${profiled:-1}" --output "$out" --commit "$COMMIT" -- $common "$@"
 }
 peer() {  # NAME LIMIT_S WORDS...: megatron-core, where it is installed
   local name=$1 limit=$2; shift 2
@@ -67,9 +68,11 @@ llama="--recipe recipes/model/llama-3-8b.toml"
 wide30="--num-layers 60 --hidden-size 6656 --num-attention-heads 52 --ffn-hidden-size 17920 --max-position-embeddings 4096 --vocab-size 32000 --seq-length 4096 --micro-batch-size 1 --untie-embeddings-and-output-weights"
 at="h200-x$world"
 if [ "$world" -eq 4 ]; then
-  layers= peer_layers=32 qwen="--num-layers 20" mixtral="--num-layers 12" large= few=16
+  layers= peer_layers=32 qwen="--num-layers 20" mixtral="--num-layers 12" large= few=16 offline=1024 small="--num-layers 12"
+  usual_warmup=5 usual_steps=10
 else  # a rehearsal: the same flags on fewer layers
-  layers="--num-layers 4" peer_layers=4 qwen="--num-layers 4" mixtral="--num-layers 2" few=8
+  layers="--num-layers 4" peer_layers=4 qwen="--num-layers 4" mixtral="--num-layers 2" few=8 offline=64 small="--num-layers 2"
+  usual_warmup=2 usual_steps=3
   large="--num-layers 4"
 fi
 
@@ -78,7 +81,7 @@ step "llama-3-8b-$at-dp" 150 $llama $layers $zero --global-batch-size $((4 * wor
 peer "megatron-core-llama-3-8b-$at-dp" 170 --num-layers $peer_layers --accumulate 4 --output "$out"
 step "llama-3-8b-$at-dp-fp8" 150 $llama $layers $zero --global-batch-size $((4 * world)) --fp8-format hybrid --fp8-recipe delayed
 # 3: experts.
-step "qwen3-30b-$at-ep" 150 --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss
+warmup=16 step "qwen3-30b-$at-ep" 150 --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type allgather --moe-expert-rows-limit "$world" --cuda-graph-impl full_iteration
 step "mixtral-8x7b-$at-ep" 150 --recipe recipes/model/mixtral-8x7b.toml $mixtral --seq-length 4096 --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((4 * world))
 # 4: 30B and 70B.
 warmup=2 steps=5 profiled=0
@@ -92,17 +95,23 @@ launch "llama-3-8b-pp-schedules-$at" 280 "$world" benchmarks/bench_schedules.py 
 # 6: weak and strong scaling; sequences of a rank, then of the step, stay the same.
 for ranks in 1 2 4; do
   [ "$ranks" -gt "$world" ] && continue
-  steps=20 step "llama-3-8b-8-layers-weak-x$ranks-of-$world" 100 $llama ${layers:---num-layers 8} $zero --global-batch-size $((4 * ranks))
-  steps=20 step "llama-3-8b-8-layers-strong-x$ranks-of-$world" 100 $llama ${layers:---num-layers 8} $zero --global-batch-size 16
-  steps=20 step "qwen3-30b-4-layers-weak-x$ranks-of-$world" 100 --recipe recipes/model/qwen3-30b-a3b.toml --num-layers 4 --use-distributed-optimizer --expert-model-parallel-size "$ranks" --global-batch-size $((4 * ranks)) --moe-router-load-balancing-type aux_loss
+  step "llama-3-8b-8-layers-weak-x$ranks-of-$world" 100 $llama ${layers:---num-layers 8} $zero --global-batch-size $((4 * ranks))
+  step "llama-3-8b-8-layers-strong-x$ranks-of-$world" 100 $llama ${layers:---num-layers 8} $zero --global-batch-size 16
+  step "qwen3-30b-4-layers-weak-x$ranks-of-$world" 100 --recipe recipes/model/qwen3-30b-a3b.toml --num-layers 4 --use-distributed-optimizer --expert-model-parallel-size "$ranks" --global-batch-size $((4 * ranks)) --moe-router-load-balancing-type aux_loss
 done
 unset ranks
-# 7: writing text, on one GPU: no benchmark decodes over tensor ranks yet.
-launch "decode-llama-3-8b-fp8-$at" 150 1 benchmarks/bench_decode.py --name "decode-llama-3-8b-fp8-$at" --quantize fp8-channel --output "$out" --commit "$COMMIT"
-# 8: multi-token prediction in a layout, the longest sequences, determinism.
+# 7: writing text over tensor ranks, in fp8.
+for size in 8b 70b; do
+  launch "decode-llama-3-$size-fp8-$at-tp" 180 "$world" benchmarks/bench_decode.py --name "decode-llama-3-$size-fp8-$at-tp" \
+    --geometry llama-3-$size --method fp8 --kv-cache-dtype fp8 --batches 1 32 --offline 256 --offline-tokens $offline --output "$out" --commit "$COMMIT"
+done
+# 8: multi-token prediction in a layout, the longest sequences, determinism, saving experts.
 step "llama-3-8b-mtp-$at-tp2" 150 $llama ${layers:---num-layers 16} $zero --tensor-model-parallel-size 2 --sequence-parallel --mtp-num-layers 1 --global-batch-size "$world"
 warmup=1 steps=2 profiled=0
 step "llama-3-8b-long-$at-cp" 280 $llama $layers --seq-length $((65536 * world)) --max-position-embeddings $((65536 * world)) --context-parallel-size "$world" --use-torch-fsdp2 --recompute-granularity full $narrow --global-batch-size 1
 unset warmup steps profiled
-launch "determinism-$at" 200 "$world" benchmarks/bench_determinism.py --name "determinism-$at" --output "$out" --commit "$COMMIT"
+launch "determinism-$at" 280 0 benchmarks/bench_determinism.py --name "determinism-$at" --output "$out" --commit "$COMMIT"
+launch "checkpoint-qwen3-30b-$at-ep" 280 "$world" benchmarks/bench_checkpoint.py --name "checkpoint-qwen3-30b-$at-ep" \
+  --folder "${TMPDIR:-/tmp}/four-gpus-checkpoint" --reshard-gib 0 --rounds 1 --output "$out" --commit "$COMMIT" -- $common \
+  --recipe recipes/model/qwen3-30b-a3b.toml $small --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size "$world"
 rm -r "$logs"
