@@ -8,6 +8,7 @@ from mcore_models.config import KernelConfig, TransformerConfig, activation, has
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
 from mcore_models.layers.recurrent.causal_conv import CONV_KERNELS
+from mcore_models.layers.recurrent.delta_rule import DELTA_KERNELS
 from mcore_models.layers.recurrent.gated_norm import GATED_NORM_KERNELS
 from mcore_models.layers.recurrent.ssd import NARROW, SSD_KERNELS, WIDTHS
 from mcore_models.layers.rope import rotary_kernel
@@ -94,6 +95,10 @@ def _of_recurrent_layers(
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = []
     if letters & {"M", "P", "G"}:
         found.append((CONV_KERNELS, (dtype,)))
+    if "G" in letters:
+        widths = config.linear_key_head_dim, config.linear_value_head_dim
+        if dtype in NARROW and set(widths) <= set(WIDTHS):
+            found.append((DELTA_KERNELS, (dtype, *widths)))
     if letters & {"M", "P"}:
         widths = config.mamba_head_dim, config.mamba_state_dim
         if dtype in NARROW and set(widths) <= set(WIDTHS):

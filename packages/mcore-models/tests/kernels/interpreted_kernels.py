@@ -7,6 +7,7 @@ this shows the arithmetic, masks and loops, not the compiled code.
 
 import torch
 import triton.runtime.interpreter as interpreter
+from torch.nn.functional import normalize
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer.engine.cache_codes import to_codes
@@ -16,8 +17,10 @@ from mcore_infer.engine.paged import reference_decode
 from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
+from mcore_models.kernels import delta as kernels_of_delta
 from mcore_models.kernels import ssd as kernels_of_ssd
 from mcore_models.kernels.conv import fused_conv_silu
+from mcore_models.kernels.delta import fused_delta_rule
 from mcore_models.kernels.gated_norm import fused_gated_norm
 from mcore_models.kernels.norm import fused_add_and_norm, fused_norm
 from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
@@ -25,6 +28,7 @@ from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.kernels.ssd import fused_ssd
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.recurrent.causal_conv import causal_conv
+from mcore_models.layers.recurrent.delta_rule import delta_rule_plain
 from mcore_models.layers.recurrent.gated_norm import GatedNorm
 from mcore_models.layers.recurrent.ssd import SSD_KERNELS, ssd_plain
 from mcore_models.layers.rope import rotate
@@ -294,6 +298,22 @@ def check_state_space():
         compare_with_gradients(*results, leaves)
 
 
+def check_delta_rule():
+    kernels_of_delta.CHUNK = 32
+    for length, first, packed in ((37, True, True), (32, False, False)):
+        q, k = normalize(torch.randn(2, length, 1, 2, 16), dim=-1)
+        # Keys that hardly differ: powers of their system are huge, its inverse is not.
+        k = k if packed else normalize(k[:1] + 0.1 * k, dim=-1)
+        v = torch.randn(length, 1, 4 * 16 + 5)[..., :64].unflatten(-1, (4, 16))
+        inputs = [q, k, v, -torch.rand(length, 1, 4) * 0.1, torch.rand(length, 1, 4)]
+        state = torch.randn(1, 4, 16, 16) if first else None
+        leaves = [t.requires_grad_() for t in (*inputs, *([] if state is None else [state]))]
+        starts = torch.rand(length, 1) < 0.1 if packed else None
+        forms = fused_delta_rule, delta_rule_plain
+        results = [form(*inputs, starts=starts, state=state) for form in forms]
+        compare_with_gradients(*results, leaves)
+
+
 def check_convolution_and_gated_norm():
     for length, width, packed in ((37, 4, True), (2, 3, False)):
         x = torch.randn(length, 2, 141)[..., :133].requires_grad_()
@@ -378,6 +398,7 @@ if __name__ == "__main__":
         check_quantized_weights,
         check_attention_to_codes,
         check_state_space,
+        check_delta_rule,
         check_convolution_and_gated_norm,
         check_trials,
     ):

@@ -91,8 +91,8 @@ def _outputs(
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = (token < length)[:, None]
     channel, number = tl.arange(0, H), tl.arange(0, K)
-    written = of_group(B, B_token, B_row, token, row, group, length, K)
-    read = of_group(C, C_token, C_row, token, row, group, length, K)
+    written = of_group(B, B_token, B_row, token, row, group, length, K, K)
+    read = of_group(C, C_token, C_row, token, row, group, length, K, K)
     scores = tl.dot(read, tl.trans(written), input_precision=PRECISION)
     first_head = group * (heads // groups) + tl.program_id(2) * heads_here
     for number_of_head in range(heads_here):

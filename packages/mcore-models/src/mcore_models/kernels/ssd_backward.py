@@ -9,7 +9,13 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from mcore_models.kernels.ssd_chunks import decays, inside_chunk, of_group
+from mcore_models.kernels.ssd_chunks import (
+    decay_gradients,
+    decays,
+    inside_chunk,
+    of_group,
+    sum_of_tiles,
+)
 
 
 @triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])
@@ -58,27 +64,6 @@ def state_gradients(
 
 @triton.jit
 @no_type_check
-def _decay_gradients(rates, kept):
-    """Sum what goes from before each token to it or later; its decay acts on that.
-
-    ``rates``: of a token, what it reads less what later ones read of it; ``kept``: what it
-    leaves to the state after the chunk.
-    """
-    return tl.sum(rates, 0) - tl.cumsum(rates, 0) + rates + tl.cumsum(kept, 0) - kept
-
-
-@triton.jit
-@no_type_check
-def _of_tiles(first, tiles, stride):
-    """Sum the parts of a number that programs of several tiles left."""
-    result = tl.load(first)
-    for tile in range(1, tiles):
-        result += tl.load(first + tile * stride)
-    return result
-
-
-@triton.jit
-@no_type_check
 def _of_head(
     x, x_token, x_row, dy, dt, A, docs, head, row, chunk, length, batch, heads,
     CHUNK: tl.constexpr, H: tl.constexpr, HAS_DOCS: tl.constexpr,
@@ -109,8 +94,8 @@ def input_gradients(
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = token < length
-    written = of_group(B, B_token, B_row, token, row, group, length, K)
-    read = of_group(C, C_token, C_row, token, row, group, length, K)
+    written = of_group(B, B_token, B_row, token, row, group, length, K, K)
+    read = of_group(C, C_token, C_row, token, row, group, length, K, K)
     scores = tl.dot(read, tl.trans(written), input_precision=PRECISION)
     first_head = group * (heads // groups) + tl.program_id(2) * heads_here
     for number_of_head in range(heads_here):
@@ -138,8 +123,8 @@ def input_gradients(
         kept = tl.sum(grad_after * scaled, 1)
         grad_scaled += grad_after
 
-        grad_decay = _decay_gradients(rates, kept)
-        grad_decay += _of_tiles(passed + which, tiles, tl.num_programs(0) * batch * heads)
+        grad_decay = decay_gradients(rates, kept)
+        grad_decay += sum_of_tiles(passed + which, tiles, tl.num_programs(0) * batch * heads)
         grad_step = grad_decay * tl.load(A + head) + tl.sum(grad_scaled * entering, 1)
         tl.store(ddt + (token * batch + row) * heads + head, grad_step, mask=inside)
         tl.store(dA + which, tl.sum(grad_decay * step, 0))

@@ -1,6 +1,6 @@
-"""What kernels of the state-space form share, forward and backward: one chunk of one head.
+"""What chunked kernels of recurrences share, forward and backward: one chunk of one head.
 
-See ``kernels.ssd``.
+See ``kernels.ssd`` and ``kernels.delta``.
 """
 
 from typing import no_type_check
@@ -17,9 +17,20 @@ def decays(
 ):  # fmt: skip
     """Steps, running decay, its total, and the factors from before and to the end."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = token < length
-    step = tl.load(dt + (token * batch + row) * heads + head, mask=inside, other=0.0)
-    decay = step * tl.load(A + head)
+    step = tl.load(dt + (token * batch + row) * heads + head, mask=token < length, other=0.0)
+    sums, over, from_before, to_end, mine = running(
+        step * tl.load(A + head), docs, row, chunk, length, batch, CHUNK, HAS_DOCS
+    )
+    return step, sums, over, from_before, to_end, mine
+
+
+@triton.jit
+@no_type_check
+def running(
+    decay, docs, row, chunk, length, batch, CHUNK: tl.constexpr, HAS_DOCS: tl.constexpr
+):  # fmt: skip
+    """Running decay of a chunk, its total, and the factors from before and to the end."""
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
     sums = tl.cumsum(decay, 0)
     last = tl.sum(decay, 0)
     over = tl.exp(last)
@@ -27,14 +38,26 @@ def decays(
     to_end = tl.exp(last - sums)
     mine = tl.zeros([CHUNK], tl.int32)
     if HAS_DOCS:
-        mine = tl.load(docs + token * batch + row, mask=inside, other=-1)
+        mine = tl.load(docs + token * batch + row, mask=token < length, other=-1)
         end = tl.load(docs + (tl.minimum(chunk * CHUNK + CHUNK, length) - 1) * batch + row)
         previous = tl.load(docs + tl.maximum(chunk * CHUNK - 1, 0) * batch + row)
         previous = tl.where(chunk > 0, previous, 0)
         over = tl.where(end == previous, over, 0.0)
         from_before = tl.where(mine == previous, from_before, 0.0)
         to_end = tl.where(mine == end, to_end, 0.0)
-    return step, sums, over, from_before, to_end, mine
+    return sums, over, from_before, to_end, mine
+
+
+@triton.jit
+@no_type_check
+def running_of(
+    g, docs, head, row, chunk, length, batch, heads,
+    CHUNK: tl.constexpr, HAS_DOCS: tl.constexpr,
+):  # fmt: skip
+    """``running`` of a head's logarithms of decays."""
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    decay = tl.load(g + (token * batch + row) * heads + head, mask=token < length, other=0.0)
+    return running(decay, docs, row, chunk, length, batch, CHUNK, HAS_DOCS)
 
 
 @triton.jit
@@ -51,8 +74,42 @@ def inside_chunk(sums, mine, CHUNK: tl.constexpr, HAS_DOCS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def of_group(tensor, token_stride, row_stride, token, row, group, length, K: tl.constexpr):
-    """Load B or C of a chunk."""
-    at = row * row_stride + group * K + tl.arange(0, K)[None, :]
+def of_group(
+    tensor, token_stride, row_stride, token, row, group, length,
+    K: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Load the first of K numbers that a group of heads has in each token of a chunk."""
+    at = row * row_stride + group * K + tl.arange(0, WIDTH)[None, :]
     rows = (token < length)[:, None]
     return tl.load(tensor + token[:, None] * token_stride + at, mask=rows, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def of_head(
+    tensor, token, row, head, length, batch, heads, K: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Load the first of K numbers of a head of a contiguous tensor, in a chunk's tokens."""
+    at = ((token * batch + row) * heads + head)[:, None] * K + tl.arange(0, WIDTH)[None, :]
+    return tl.load(tensor + at, mask=(token < length)[:, None], other=0.0)
+
+
+@triton.jit
+@no_type_check
+def decay_gradients(rates, kept):
+    """Sum what goes from before each token to it or later; its decay acts on that.
+
+    ``rates``: of a token, what it reads less what later ones read of it; ``kept``: what it
+    leaves to the state after the chunk.
+    """
+    return tl.sum(rates, 0) - tl.cumsum(rates, 0) + rates + tl.cumsum(kept, 0) - kept
+
+
+@triton.jit
+@no_type_check
+def sum_of_tiles(first, tiles, stride):
+    """Sum the parts of a number that programs of several tiles left."""
+    result = tl.load(first)
+    for tile in range(1, tiles):
+        result += tl.load(first + tile * stride)
+    return result

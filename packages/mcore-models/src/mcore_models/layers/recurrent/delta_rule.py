@@ -11,6 +11,7 @@ triangular system of Q equations: with A_ij = beta_i (k_i . k_j) e^{G_i - G_j} f
 the running sum of g, the corrections are (I + A)^{-1} (beta V - beta e^G K M). So most of the
 work is GEMMs, only the states at the chunks' ends are sequential, and the result does not
 depend on Q but for rounding. A step of generation is the same maths with one token.
+``delta_rule_plain`` is the reference; ``kernels.delta`` is its fast form on a GPU.
 
 N heads with values of H channels, G key heads (each the query and key of N / G neighbouring
 heads) of K channels.
@@ -25,8 +26,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
+
 CHUNK = 64
 """Tokens of a chunk, Q; memory grows with S x Q, the sequential steps with S / Q."""
+WIDTHS = (16, 32, 64, 128)
+"""Channels of keys, and of values, that the kernels are made for."""
+NARROW = (torch.bfloat16, torch.float16)
+"""Their dtypes."""
 
 
 def gated_delta_rule(
@@ -48,7 +55,7 @@ def gated_delta_rule(
         v: values.
         g: logarithms of the decay, 0 or less.
         beta: share of what a key holds that is replaced, from 0 to 1.
-        chunk_size: tokens of a chunk.
+        chunk_size: tokens of a chunk; kernels have their own.
         starts: tokens before which the state is cleared: the first of each packed document.
         state: before the first token; None: zeros.
 
@@ -56,6 +63,58 @@ def gated_delta_rule(
         The outputs in the dtype of ``v``, and the state after the last token, float32 or
         wider, as all that is computed between.
     """
+    if has_kernel(k, v):
+        from mcore_models.kernels.delta import fused_delta_rule
+
+        return fused_delta_rule(q, k, v, g, beta, starts=starts, state=state)
+    return delta_rule_plain(q, k, v, g, beta, chunk_size=chunk_size, starts=starts, state=state)
+
+
+def has_kernel(k: Float[Tensor, "S B G K"], v: Float[Tensor, "S B N H"]) -> bool:
+    """Say whether the kernels are there, and made for these tensors."""
+    return (
+        v.is_cuda
+        and v.dtype in NARROW
+        and k.shape[-1] in WIDTHS
+        and v.shape[-1] in WIDTHS
+        and not torch.compiler.is_compiling()
+        and works(DELTA_KERNELS, v.device, v.dtype, k.shape[-1], v.shape[-1])
+    )
+
+
+def _try_kernels(
+    device: torch.device, dtype: torch.dtype, numbers: int, channels: int
+) -> list[tuple[Tensor, Tensor]]:
+    from mcore_models.kernels.delta import fused_delta_rule
+
+    wide = {"device": device, "dtype": torch.float32}
+    keys = F.normalize(wave(150, 1, 1, numbers, **wide), dim=-1)
+    inputs = [
+        keys.flip(0).to(dtype),
+        keys.to(dtype),
+        wave(150, 1, 2, channels, device=device, dtype=dtype),
+        wave(150, 1, 2, **wide).abs() * -0.2,
+        wave(150, 1, 2, **wide).abs(),
+    ]
+    got, want = (both_passes(rule, *inputs) for rule in (fused_delta_rule, delta_rule_plain))
+    return list(zip(got, want, strict=True))
+
+
+DELTA_KERNELS = OptionalKernel("the gated delta rule in Triton", ("triton",), _try_kernels)
+
+
+def delta_rule_plain(
+    q: Float[Tensor, "S B G K"],
+    k: Float[Tensor, "S B G K"],
+    v: Float[Tensor, "S B N H"],
+    g: Float[Tensor, "S B N"],
+    beta: Float[Tensor, "S B N"],
+    *,
+    chunk_size: int = CHUNK,
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N K H"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
+    """Compute ``gated_delta_rule`` in plain torch; all arguments are as there."""
     length, heads = v.shape[0], v.shape[2]
     wide = torch.promote_types(v.dtype, torch.float32)
     size = min(chunk_size, length)

@@ -1,0 +1,348 @@
+"""Triton kernels of the gated delta rule, forward and backward, a chunk of tokens at a time.
+
+``layers.recurrent.delta_rule``: the formulas and the reference in plain torch. With S the lower
+triangular system of a chunk, the corrections of a state M are S^-1 (beta V) - S^-1 (beta e^G K)
+M. Both products are computed chunk by chunk; then one kernel walks over the chunks of a head,
+keeps a part of the state in registers and writes what each chunk begins from and its
+corrections; at last each chunk is read. Only the inputs and S^-1 are kept for backward.
+
+Reference:
+    Yang et al. 2024, arXiv:2412.06464, section 3.
+"""
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mcore_models.kernels.delta_backward import (
+    correction_gradients,
+    output_gradients,
+    state_gradients,
+    system_gradients,
+)
+from mcore_models.kernels.ssd_chunks import inside_chunk, of_group, of_head, running_of
+
+CHUNK = 64
+"""Tokens of a chunk."""
+_SYSTEM = {"num_warps": 4, "num_stages": 1}
+_STATES = {"num_warps": 4, "num_stages": 2}
+_OUTPUTS = {"num_warps": 4, "num_stages": 1}
+_GRADIENTS = {"num_warps": 8, "num_stages": 1}
+"""How the kernels are compiled."""
+
+
+@triton.jit
+@no_type_check
+def _inverse(system, CHUNK: tl.constexpr):
+    """Invert I + ``system``, which is below the diagonal: blocks of 16 by rows, then by blocks.
+
+    As exact as substitution: no powers of the system are formed, which may be huge.
+    """
+    COUNT: tl.constexpr = CHUNK // 16
+    number, place = tl.arange(0, COUNT), tl.arange(0, 16)
+    blocks = tl.reshape(system, [COUNT, 16, COUNT, 16])
+    own = number[:, None, None, None] == number[None, None, :, None]
+    inner = tl.sum(tl.where(own, blocks, 0.0), 2)  # [COUNT, 16, 16] of the diagonal
+    inverse = tl.where((place[:, None] == place[None, :])[None, :, :], 1.0, inner * 0.0)
+    for row in range(1, 16):
+        is_row = (place == row)[None, :, None]
+        factors = tl.sum(tl.where(is_row, inner, 0.0), 1)
+        known = tl.sum(factors[:, :, None] * inverse, 1)
+        inverse = tl.where(is_row, inverse - known[:, None, :], inverse)
+    inverse = tl.reshape(tl.where(own, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    if COUNT == 1:
+        return inverse
+    block = tl.arange(0, CHUNK) // 16
+    outer = tl.where(block[:, None] == block[None, :], 0.0, system)
+    step = tl.dot(inverse, outer, input_precision="tf32x3")
+    result = inverse
+    for _ in tl.static_range(COUNT - 1):  # each makes one more row of blocks exact
+        result = inverse - tl.dot(step, result, input_precision="tf32x3")
+    return result
+
+
+@triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])
+@no_type_check
+def _corrections(
+    k, k_token, k_row, v, v_token, v_row, g, beta, docs, inverse, new, erased,
+    length, batch, heads, per_group,
+    CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+    HAS_DOCS: tl.constexpr, IS_SOLVED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Solve a chunk's system for its values, and for what its keys take from the state."""
+    chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
+    inside = token < length
+    sums, _, from_before, _, mine = running_of(
+        g, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
+    )
+    at = (token * batch + row) * heads + head
+    share = tl.load(beta + at, mask=inside, other=0.0)
+    keys = of_group(k, k_token, k_row, token, row, head // per_group, length, K, K)
+    place = tl.arange(0, CHUNK)
+    if IS_SOLVED:
+        solved = tl.load(
+            inverse + at[:, None] * CHUNK + place[None, :], mask=inside[:, None], other=0.0
+        )
+    else:
+        system = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * share[:, None]
+        system *= inside_chunk(sums, mine, CHUNK, HAS_DOCS)
+        system = tl.where(place[:, None] > place[None, :], system, 0.0)
+        solved = _inverse(system, CHUNK).to(inverse.dtype.element_ty)
+        tl.store(inverse + at[:, None] * CHUNK + place[None, :], solved, mask=inside[:, None])
+    values = of_group(v, v_token, v_row, token, row, head, length, H, H)
+    values = (values * share[:, None]).to(solved.dtype)
+    result = tl.dot(solved, values, input_precision=PRECISION)
+    where = at[:, None] * H + tl.arange(0, H)[None, :]
+    tl.store(new + where, result.to(new.dtype.element_ty), mask=inside[:, None])
+    keys = (keys * (share * from_before)[:, None]).to(solved.dtype)
+    result = tl.dot(solved, keys, input_precision=PRECISION)
+    where = at[:, None] * K + tl.arange(0, K)[None, :]
+    tl.store(erased + where, result.to(erased.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])
+@no_type_check
+def _states(
+    k, k_token, k_row, new, erased, g, docs, first, before, fixed, end,
+    length, batch, heads, per_group,
+    CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_DOCS: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk over the chunks of a head: the state before each, its corrections, and the last."""
+    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    number, channel = tl.arange(0, K), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = number[:, None] * H + channel[None, :]
+    own = tl.program_id(0).to(tl.int64) * (H * K)
+    state = tl.zeros([K, BLOCK], tl.float32)
+    if HAS_FIRST:
+        state += tl.load(first + own + place).to(tl.float32)
+    for chunk in range(tl.cdiv(length, CHUNK)):
+        at = (chunk * batch * heads + tl.program_id(0)).to(tl.int64) * (H * K) + place
+        tl.store(before + at, state.to(before.dtype.element_ty))
+        _, over, _, to_end, _ = running_of(
+            g, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
+        )
+        token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
+        inside = token < length
+        at = ((token * batch + row) * heads + head)[:, None]
+        taken = tl.load(erased + at * K + number[None, :], mask=inside[:, None], other=0.0)
+        correction = tl.load(new + at * H + channel[None, :], mask=inside[:, None], other=0.0)
+        correction = correction.to(tl.float32)
+        correction -= tl.dot(taken, state.to(taken.dtype), input_precision=PRECISION)
+        narrow = correction.to(fixed.dtype.element_ty)
+        tl.store(fixed + at * H + channel[None, :], narrow, mask=inside[:, None])
+        keys = tl.load(
+            k + token[None, :] * k_token + row * k_row + head // per_group * K + number[:, None],
+            mask=inside[None, :],
+            other=0.0,
+        )
+        correction = (correction * to_end[:, None]).to(keys.dtype)
+        state = state * over + tl.dot(keys, correction, input_precision=PRECISION)
+    tl.store(end + own + place, state)
+
+
+@triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])
+@no_type_check
+def _outputs(
+    q, q_token, q_row, k, k_token, k_row, g, docs, before, fixed, y,
+    length, batch, heads, per_group,
+    CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+    HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Read a chunk: the corrections of its own tokens, and the state before them."""
+    chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
+    group = head // per_group
+    sums, _, from_before, _, mine = running_of(
+        g, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
+    )
+    queries = of_group(q, q_token, q_row, token, row, group, length, K, K)
+    keys = of_group(k, k_token, k_row, token, row, group, length, K, K)
+    weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    weights *= inside_chunk(sums, mine, CHUNK, HAS_DOCS)
+    own = ((chunk * batch + row) * heads + head).to(tl.int64) * (H * K)
+    place = tl.arange(0, K)[:, None] * H + tl.arange(0, H)[None, :]
+    state = tl.load(before + own + place)
+    result = tl.dot(queries, state, input_precision=PRECISION) * from_before[:, None]
+    written = of_head(fixed, token, row, head, length, batch, heads, H, H)
+    result += tl.dot(weights.to(written.dtype), written, input_precision=PRECISION)
+    at = ((token * batch + row) * heads + head)[:, None] * H + tl.arange(0, H)[None, :]
+    tl.store(y + at, result.to(y.dtype.element_ty), mask=(token < length)[:, None])
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        docs: Tensor | None,
+        first: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        call = _Call(q, k, v, g, beta, docs, first)
+        inverse, new, erased = call.corrections(None)
+        before, fixed, end = call.states(new, erased)
+        ctx.save_for_backward(q, k, v, g, beta, docs, first, inverse)
+        return call.outputs(before, fixed), end
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dend: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, inverse = ctx.saved_tensors
+        grads = _Call(*inputs).gradients(inverse, dy.contiguous(), dend.contiguous())
+        return (*grads[:5], None, grads[5] if ctx.needs_input_grad[6] else None)
+
+
+class _Call:
+    """The arguments that all kernels share."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        docs: Tensor | None,
+        first: Tensor | None,
+    ) -> None:
+        self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
+        self.docs, self.first = docs, first
+        self.length, self.batch, self.heads, self.channels = v.shape
+        self.groups, self.numbers = k.shape[2:]
+        self.chunks = -(-self.length // CHUNK)
+        self.sizes = self.length, self.batch, self.heads, self.heads // self.groups
+        self.per_head = self.chunks, self.batch * self.heads
+        self.block = min(32, self.channels)
+        self.tiles = self.channels // self.block
+        self.constants: dict[str, Any] = {
+            "CHUNK": CHUNK,
+            "K": self.numbers,
+            "H": self.channels,
+            "HAS_DOCS": docs is not None,
+            "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
+        }
+
+    def of_heads(self, *numbers: int) -> list[Tensor]:
+        """Allocate so many numbers of each token and value head, in the inputs' dtype."""
+        return [self.v.new_empty(*self.v.shape[:3], number) for number in numbers]
+
+    def corrections(self, inverse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the systems' inverses, corrected values, and what keys take of a state."""
+        new, erased = self.of_heads(self.channels, self.numbers)
+        solved = self.of_heads(CHUNK)[0] if inverse is None else inverse
+        _corrections[self.per_head](
+            *_strided(self.k),
+            *_strided(self.v),
+            *(self.g, self.beta, self.docs, solved, new, erased, *self.sizes),
+            IS_SOLVED=inverse is not None,
+            **_SYSTEM,
+            **self.constants,
+        )
+        return solved, new, erased
+
+    def states(self, new: Tensor, erased: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the states before each chunk, the corrections, and the last state."""
+        shape = (self.batch, self.heads, self.numbers, self.channels)
+        before, fixed = self.v.new_empty(self.chunks, *shape), torch.empty_like(new)
+        end = self.v.new_empty(shape, dtype=torch.float32)
+        _states[self.batch * self.heads, self.tiles](
+            *_strided(self.k),
+            *(new, erased, self.g, self.docs, self.first, before, fixed, end, *self.sizes),
+            BLOCK=self.block,
+            HAS_FIRST=self.first is not None,
+            **_STATES,
+            **self.constants,
+        )
+        return before, fixed, end
+
+    def outputs(self, before: Tensor, fixed: Tensor) -> Tensor:
+        y = self.of_heads(self.channels)[0]
+        _outputs[self.per_head](
+            *_strided(self.q),
+            *_strided(self.k),
+            *(self.g, self.docs, before, fixed, y, *self.sizes),
+            **_OUTPUTS,
+            **self.constants,
+        )
+        return y
+
+    def gradients(self, inverse: Tensor, dy: Tensor, dend: Tensor) -> list[Tensor]:
+        """Return the gradients of q, k, v, g, beta and the first state."""
+        _, new, erased = self.corrections(inverse)
+        before, fixed, _ = self.states(new, erased)
+        inputs = *_strided(self.q), *_strided(self.k), self.g
+        dfixed, derased = torch.empty_like(fixed), torch.empty_like(erased)
+        correction_gradients[self.per_head](
+            *(*inputs, self.docs, dy, dfixed, *self.sizes), **_OUTPUTS, **self.constants
+        )
+        dafter, dfirst = torch.empty_like(before), torch.empty_like(dend)
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": dy.device}
+        passed = torch.empty(self.tiles, self.chunks, self.batch, self.heads, **wide)
+        state_gradients[self.batch * self.heads, self.tiles](
+            *inputs,
+            *(self.docs, erased, before, dy, dend, dfixed, dafter, dfirst, passed, *self.sizes),
+            BLOCK=self.block,
+            **_STATES,
+            **self.constants,
+        )
+        dq, dk = (torch.empty(self.k.shape, **wide) for _ in range(2))
+        dg, dbeta = torch.empty_like(self.g), torch.empty_like(self.beta)
+        per_group = self.chunks, self.batch * self.groups
+        options = {"TILE": min(64, self.numbers, self.channels), **self.constants}
+        output_gradients[per_group](
+            *(*inputs, self.docs, before, fixed, dafter, dy, dfixed, passed),
+            *(dq, dk, dg, derased, *self.sizes, self.tiles),
+            **_GRADIENTS,
+            **options,
+        )
+        dv = torch.empty(self.v.shape, device=dy.device, dtype=self.v.dtype)
+        system_gradients[per_group](
+            *_strided(self.k),
+            *_strided(self.v),
+            *(self.g, self.beta, self.docs, inverse, new, erased, dfixed, derased),
+            *(dk, dv, dg, dbeta, *self.sizes),
+            **_GRADIENTS,
+            **options,
+        )
+        return [dq.to(self.q.dtype), dk.to(self.k.dtype), dv, dg, dbeta, dfirst]
+
+
+def _strided(x: Tensor) -> tuple[Tensor, int, int]:
+    return x, x.stride(0), x.stride(1)
+
+
+def fused_delta_rule(
+    q: Float[Tensor, "S B G K"],
+    k: Float[Tensor, "S B G K"],
+    v: Float[Tensor, "S B N H"],
+    g: Float[Tensor, "S B N"],
+    beta: Float[Tensor, "S B N"],
+    *,
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N K H"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
+    """Compute what ``layers.recurrent.delta_rule.gated_delta_rule`` does, see there.
+
+    What GEMMs read is in the dtype of ``v``, the states between chunks too.
+    """
+    q, k, v = (_dense(x.to(v.dtype)) for x in (q, k, v))
+    docs: Int[Tensor, "S B"] | None = None
+    if starts is not None:
+        docs = starts.cumsum(0, dtype=torch.int32)
+    first = None if state is None else state.float().contiguous()
+    g, beta = g.float().contiguous(), beta.float().contiguous()
+    return _Rule.apply(q, k, v, g, beta, docs, first)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Make the last two dimensions contiguous, and tokens wherever they are."""
+    is_dense = x.stride(3) == 1 and x.stride(2) == x.shape[3]
+    return x if is_dense else x.contiguous()
