@@ -286,7 +286,7 @@ def compare_with_gradients(got, want, leaves):
 
 def check_state_space():
     kernels_of_ssd.CHUNK = 16
-    for length, first, packed in ((37, True, True), (16, False, False)):
+    for length, first, packed in ((20, True, True), (16, False, False)):
         x = torch.randn(length, 2, 4 * 16 + 5)[..., :64].unflatten(-1, (4, 16))
         dt, A = torch.rand(length, 2, 4) * 0.5, -torch.rand(4) * 4
         B, C = torch.randn(2, length, 2, 2, 32)
@@ -300,18 +300,19 @@ def check_state_space():
 
 def check_delta_rule():
     kernels_of_delta.CHUNK = 32
-    for length, first, packed in ((37, True, True), (32, False, False)):
-        q, k = normalize(torch.randn(2, length, 1, 2, 16), dim=-1)
+    for length, heads, packed in ((37, 2, True), (16, 1, False)):
+        q, k = normalize(torch.randn(2, length, 1, 1, 16), dim=-1)
         # Keys that hardly differ: powers of their system are huge, its inverse is not.
-        k = k if packed else normalize(k[:1] + 0.1 * k, dim=-1)
-        v = torch.randn(length, 1, 4 * 16 + 5)[..., :64].unflatten(-1, (4, 16))
-        inputs = [q, k, v, -torch.rand(length, 1, 4) * 0.1, torch.rand(length, 1, 4)]
-        state = torch.randn(1, 4, 16, 16) if first else None
-        leaves = [t.requires_grad_() for t in (*inputs, *([] if state is None else [state]))]
-        starts = torch.rand(length, 1) < 0.1 if packed else None
-        forms = fused_delta_rule, delta_rule_plain
-        results = [form(*inputs, starts=starts, state=state) for form in forms]
-        compare_with_gradients(*results, leaves)
+        k = normalize(k[:1] + 0.1 * k, dim=-1)
+        v = torch.randn(length, 1, heads * 16 + 5)[..., : heads * 16].unflatten(-1, (-1, 16))
+        decay, share = -torch.rand(length, 1, heads) * 0.1, torch.rand(length, 1, heads)
+        leaves = [t.requires_grad_() for t in (q, k, v, decay, share)]
+        given = {}
+        if packed:
+            state = torch.randn(1, heads, 16, 16, requires_grad=True)
+            given = {"state": state, "starts": torch.rand(length, 1) < 0.1}
+        results = [rule(*leaves, **given) for rule in (fused_delta_rule, delta_rule_plain)]
+        compare_with_gradients(*results, [*leaves, state] if packed else leaves)
 
 
 def check_convolution_and_gated_norm():

@@ -168,3 +168,34 @@ def test_norm_and_rotary_split_equals_plain_torch(dtype, n, g, size):
         found, torch.autograd.grad(want, wide, [g.double() for g in grads]), strict=True
     ):
         assert error(a, b) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gated_delta_rule_equals_plain_torch(packed):
+    from mcore_models.kernels.delta import fused_delta_rule
+    from mcore_models.layers.recurrent.delta_rule import delta_rule_plain
+
+    torch.manual_seed(0)
+    length, rows, groups, heads, width = 333, 2, 2, 4, 128
+    there = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k = F.normalize(torch.randn(2, length, rows, groups, width, **there), dim=-1)
+    v = torch.randn(length, rows, heads, width, **there)
+    g = -0.1 * torch.rand(length, rows, heads, device="cuda")
+    leaves = [q * width**-0.5, k, v, g, torch.rand_like(g)]
+    given = {}
+    if packed:
+        leaves.append(torch.randn(rows, heads, width, width, device="cuda"))
+        given["starts"] = torch.rand(length, rows, device="cuda") < 0.03
+
+    def run(rule, *tensors):
+        state = tensors[5] if packed else None
+        return rule(*tensors[:5], **given, state=state)
+
+    narrow = [t.detach().requires_grad_() for t in leaves]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    got, want = run(fused_delta_rule, *narrow), run(delta_rule_plain, *wide)
+    grads = [torch.randn_like(y) for y in got]
+    found = torch.autograd.grad(got, narrow, grads)
+    wanted = torch.autograd.grad(want, wide, [grad.double() for grad in grads])
+    for a, b in zip((*got, *found), (*want, *wanted), strict=True):
+        assert error(a.detach(), b.detach()) < TOLERANCE[torch.bfloat16]

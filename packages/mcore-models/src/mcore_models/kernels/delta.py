@@ -137,7 +137,11 @@ def _states(
         narrow = correction.to(fixed.dtype.element_ty)
         tl.store(fixed + at * H + channel[None, :], narrow, mask=inside[:, None])
         keys = tl.load(
-            k + token[None, :] * k_token + row * k_row + head // per_group * K + number[:, None],
+            k
+            + token[None, :] * k_token
+            + row * k_row
+            + head // per_group * K
+            + number[:, None],
             mask=inside[None, :],
             other=0.0,
         )
