@@ -6,6 +6,7 @@ import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig, activation, has_plain_scores
 from mcore_models.kernels import flash4_attention as flash4
+from mcore_models.layers.gated_fp8 import GATED_CAST_KERNEL
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
 from mcore_models.layers.recurrent.causal_conv import CONV_KERNELS
 from mcore_models.layers.recurrent.delta_rule import DELTA_KERNELS
@@ -63,6 +64,8 @@ def optional_kernels(
     if fp8.fp8_format:
         is_fine = fp8.fp8_recipe in ("rowwise", "blockwise")
         found.append((FINE_CAST_KERNEL if is_fine else CAST_KERNEL, (dtype,)))
+        if not is_fine and is_gated(config) and activation(config) in FUSED:
+            found.append((GATED_CAST_KERNEL, (dtype,)))
     if NARROWEST <= config.hidden_size <= WIDEST:
         found.append((NORM_KERNELS, (dtype,)))
     if is_gated(config) and activation(config) in FUSED:

@@ -18,6 +18,7 @@ from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import delta as kernels_of_delta
+from mcore_models.kernels import gated_fp8
 from mcore_models.kernels import ssd as kernels_of_ssd
 from mcore_models.kernels.conv import fused_conv_silu
 from mcore_models.kernels.delta import fused_delta_rule
@@ -26,6 +27,7 @@ from mcore_models.kernels.norm import fused_add_and_norm, fused_norm
 from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
 from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.kernels.ssd import fused_ssd
+from mcore_models.layers.gated_fp8 import GatedCast
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.recurrent.causal_conv import causal_conv
 from mcore_models.layers.recurrent.delta_rule import delta_rule_plain
@@ -332,6 +334,22 @@ def check_convolution_and_gated_norm():
     compare_with_gradients([got], [norm.plain(y, z)], leaves)
 
 
+def check_gated_casts():
+    # More than a tile either way; the interpreter rounds to fp8 wrongly, but always alike.
+    x, dy = torch.randn(70, 160).half(), torch.randn(70, 80).half()
+    for activation in ("silu", "gelu_tanh"):
+        for grad, narrow in ((None, torch.float8_e4m3fn), (dy, torch.float8_e5m2)):
+            matrix = GatedCast(x, grad, activation)._plain()
+            amax = matrix.abs().amax().float().view(1)
+            compare([gated_fp8.largest(x, grad, activation)], [amax], rtol=1e-3)
+            seen = amax / 2
+            got = gated_fp8.cast_by(x, grad, activation, amax, narrow, seen=seen)
+            want = cast_by(matrix, amax, narrow)
+            compare([seen, got.scale_inv], [amax, want[2]], rtol=1e-3)
+            for a, b in zip(got[:2], want[:2], strict=True):
+                assert (a.float() == b.float()).double().mean() > 0.99
+
+
 def check_quantized_weights():
     for algo, rows in (("FP8", 20), ("W8A16", 1), ("W4A16_AWQ", 2), ("NVFP4", 2)):
         layout = LAYOUTS[algo]
@@ -396,6 +414,7 @@ if __name__ == "__main__":
         check_experts_of_tokens,
         check_weight_gradients,
         check_fp8_casts,
+        check_gated_casts,
         check_quantized_weights,
         check_attention_to_codes,
         check_state_space,

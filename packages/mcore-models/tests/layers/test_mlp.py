@@ -1,10 +1,20 @@
 """The feed-forward layer against its formula."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from mcore_models.layers.mlp import MLP
+from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
+from mcore_parallel.precision.config import Fp8Config
+from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, fp8_gemms
+from mcore_parallel.precision.fp8_recipes import Delayed
+
+E4M3 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -25,3 +35,74 @@ def test_a_linear_that_was_replaced_is_called():
     want = layer(x)
     layer.fc1, layer.fc2 = (torch.nn.Sequential(linear) for linear in (layer.fc1, layer.fc2))
     assert torch.equal(layer(x), want)
+
+
+def narrow_mlp(recipe, **options):
+    """A feed-forward layer in fp8 with weights of its own, and its delayed scales."""
+    config, ctx = (
+        Fp8Config(fp8_format="hybrid", fp8_recipe=recipe),
+        ParallelContext.single("cpu"),
+    )
+    scales = delayed_scales(config, ctx)
+    own = None if scales is None else Delayed(scales, "layer")
+    layer = MLP(32, 48, gemms=fp8_gemms(config, ctx, WeightCasts(), own), **options)
+    for seed, linear in enumerate((layer.fc1, layer.fc2)):
+        linear.reset_parameters(seed)
+    return layer, scales
+
+
+def two_steps(layer, scales):
+    """Outputs and gradients of two steps, the second on larger numbers."""
+    found = []
+    for step in range(2):
+        x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(step)) * (1 + step)
+        with nullcontext() if scales is None else scales.noting():
+            y = layer(x.requires_grad_())
+            y.backward(torch.cos(y.detach()))
+        if scales is not None:
+            scales.move_on()
+        found += [y.detach(), x.grad]
+    return [*found, layer.fc1.weight.grad, layer.fc2.weight.grad]
+
+
+def keeping(found):
+    return lambda tensor: found.append(tensor) or tensor
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_an_activation_cast_as_it_is_computed_changes_no_bit(recipe):
+    plain, scales = narrow_mlp(recipe)
+    plain._cast_between = lambda x: None
+    want = two_steps(plain, scales)
+    for forgets in (False, True):
+        layer, scales = narrow_mlp(recipe, recompute_activation=forgets)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(keeping(kept), lambda t: t):
+            got = two_steps(layer, scales)
+        assert all(map(torch.equal, got, want))
+        # The activation is kept as one byte an element, or not at all.
+        of_activation = [t for t in kept if t.shape == (48, 32) and t.dtype == E4M3]
+        assert len(of_activation) == (0 if forgets else 2)
+    queue = WeightQueue()
+    layer, scales = narrow_mlp(recipe)
+    for weight in (layer.fc1.weight, layer.fc2.weight):
+        slot = grad_slot(weight)
+        slot.main, slot.queue = torch.zeros_like(weight), queue
+    assert all(map(torch.equal, two_steps(layer, scales)[:4], want))
+    for work, _ in queue.take():
+        work()
+    for weight, total in zip((layer.fc1.weight, layer.fc2.weight), want[4:], strict=True):
+        torch.testing.assert_close(grad_slot(weight).main, total)
+
+
+def test_what_else_reads_the_hidden_layer_is_given_it():
+    layer, _ = narrow_mlp("tensorwise")
+    x = torch.randn(16, 2, 32)
+    assert layer._cast_between(x) is not None
+    assert layer._cast_between(x[:3]) is None  # tokens that tensor cores do not take
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer._cast_between(x) is None
+    layer.fc1.register_forward_hook(lambda *_: None)  # as adapters do
+    assert layer._cast_between(x) is None
+    for options in ({"bias": True}, {"clamp": 7.0}, {"gated": False}, {"activation": "relu"}):
+        assert narrow_mlp("tensorwise", **options)[0]._cast_between(x) is None

@@ -10,9 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_models.layers.gated_fp8 import gated_between
 from mcore_moe.activations import activation_function, gated
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.precision.fp8_between import CastBetween
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -88,12 +90,24 @@ class MLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
+        between = self._cast_between(x)
+        if between is not None:
+            y = self.fc2(self.fc1(x, between), between)
+            return y if self.output_multiplier == 1.0 else y * self.output_multiplier
         hidden = self.fc1(x)
         if self.recompute_activation and self.training:
             y = recompute_between(self._activate, self.fc2, hidden)
         else:
             y = self.fc2(self._activate(hidden))
         return y if self.output_multiplier == 1.0 else y * self.output_multiplier
+
+    def _cast_between(self, x: Tensor) -> CastBetween | None:
+        """Return what computes the activation as it is cast to fp8; None: it does not apply."""
+        is_plain = self.gate_multiplier == 1.0 and not (self.clamp or self.offset)
+        if not (self.gated and is_plain and isinstance(self.fc1, ColumnParallelLinear)):
+            return None
+        forgets = self.recompute_activation and self.training
+        return gated_between(self.fc1, self.fc2, x, self.activation, forgets=forgets)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:

@@ -15,13 +15,14 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_KINDS = {"silu": 0, "gelu_tanh": 1}
+KINDS = {"silu": 0, "gelu_tanh": 1}
+"""What kernels know an activation by."""
 _WIDEST = 1024  # columns of one program
 
 
 @triton.jit
 @no_type_check
-def _activate(gate, KIND: tl.constexpr):
+def activate(gate, KIND: tl.constexpr):
     """Return the activation and its slope."""
     if KIND == 0:
         sigmoid = tl.sigmoid(gate)
@@ -54,7 +55,7 @@ def _forward(
     inside = column < width
     gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    active, _ = _activate(gate, KIND)
+    active, _ = activate(gate, KIND)
     result = active * up
     if WEIGHTED:
         result *= tl.load(weight + row).to(tl.float32)
@@ -91,7 +92,7 @@ def _backward(
         up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0)
         up = up.to(tl.float32)
         grad = tl.load(dy + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        active, slope = _activate(gate, KIND)
+        active, slope = activate(gate, KIND)
         if WEIGHTED:
             total += grad * active * up
             grad *= tl.load(weight + row).to(tl.float32)
@@ -173,7 +174,7 @@ def fused_gated(x: Float[Tensor, "*R F2"], activation: str = "silu") -> Float[Te
     Reference:
         Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
     """
-    return _Gated.apply(x.contiguous(), None, None, _KINDS[activation])
+    return _Gated.apply(x.contiguous(), None, None, KINDS[activation])
 
 
 def fused_weighted_gated(
@@ -193,4 +194,4 @@ def fused_weighted_gated(
     Raises:
         KeyError: for another activation.
     """
-    return _Gated.apply(x.contiguous(), weight.contiguous(), end, _KINDS[activation])
+    return _Gated.apply(x.contiguous(), weight.contiguous(), end, KINDS[activation])

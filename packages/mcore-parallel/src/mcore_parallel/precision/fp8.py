@@ -29,6 +29,7 @@ from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.delayed_scaling import DelayedScales
+from mcore_parallel.precision.fp8_cast import Uncast
 from mcore_parallel.precision.fp8_recipes import (
     Blockwise,
     Cut,
@@ -123,29 +124,32 @@ class Fp8Gemm:
         return PLAIN_GEMM
 
     def forward(
-        self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
+        self,
+        x: Float[Tensor, "S *B D"] | Uncast,
+        weight: Float[Tensor, "F D"],
+        bias: Tensor | None,
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
         """Return the product, and the input's transpose with its scales."""
-        if not self._fits(x):
+        if isinstance(x, Tensor) and not self.fits(x):
             return PLAIN_GEMM.forward(x, weight, bias)
-        own = self.recipe.cast("x", x.flatten(0, -2), FORWARD_DTYPE, self.x_cut)
+        own = self.recipe.cast("x", _flat(x), FORWARD_DTYPE, self.x_cut)
         wide = self._cast_of(weight)
-        y = self.recipe.multiply(own.rows, wide.rows, x.dtype, fast_accum=True)
+        y = self.recipe.multiply(own.rows, wide.rows, weight.dtype, fast_accum=True)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias, own.columns
 
-    def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
+    def keep(self, x: Float[Tensor, "S *B D"] | Uncast) -> Operands:
         """Return the input's transpose in fp8, and its scales."""
-        if not self._fits(x):
+        if isinstance(x, Tensor) and not self.fits(x):
             return (x,)
-        flat = x.flatten(0, -2)
+        flat = _flat(x)
         return self.recipe.cast("x", flat, FORWARD_DTYPE, self.x_cut, has_rows=False).columns
 
-    def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
+    def prepare(self, grad: Float[Tensor, "S *B F"] | Uncast) -> Operands:
         """Return the gradient in fp8 and its transpose, each with its scales."""
-        if not self._fits(grad):
+        if isinstance(grad, Tensor) and not self.fits(grad):
             return (grad,)
-        own = self.recipe.cast("grad", grad.flatten(0, -2), self.grad_dtype, self.grad_cut)
+        own = self.recipe.cast("grad", _flat(grad), self.grad_dtype, self.grad_cut)
         return own.rows.numbers.view(grad.shape), own.rows.scales, *own.columns
 
     def input_grad(
@@ -172,11 +176,16 @@ class Fp8Gemm:
         slot.ready()
         return None
 
+    def fits(self, x: Float[Tensor, "S *B D"]) -> bool:
+        """Say whether a matrix has as many rows as tensor cores take; else torch multiplies."""
+        return x.shape[:-1].numel() % self.recipe.multiple == 0
+
     def _cast_of(self, weight: Tensor) -> Scaled:
         return self.casts.of(weight, self.recipe, self.weight_cut)
 
-    def _fits(self, x: Tensor) -> bool:
-        return x.shape[:-1].numel() % self.recipe.multiple == 0
+
+def _flat(x: Tensor | Uncast) -> Tensor | Uncast:
+    return x.flatten(0, -2) if isinstance(x, Tensor) else x
 
 
 @dataclass(frozen=True)

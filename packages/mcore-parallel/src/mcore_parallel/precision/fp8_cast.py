@@ -7,7 +7,7 @@ it is NaN: as loud as in 16 bits, where clamping would hide it. Where the scale 
 before, only the numbers that are not finite become NaN.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,22 +23,56 @@ SMALLEST_AMAX = 2.0**-100
 
 
 class Fp8(NamedTuple):
-    """A matrix in fp8, in one or both orders; an order that was not wanted is empty."""
+    """A matrix in fp8, in both orders."""
 
     rows: Shaped[Tensor, "T D"]
+    """Empty where only the transpose was wanted."""
     columns: Shaped[Tensor, "D T"]
     """The transpose, contiguous: tensor cores read both factors along the summed dimension."""
     scale_inv: Float[Tensor, " 1"]
     """Multiplies either to give the matrix back; float32, float64 for a float64 matrix."""
 
 
+class Uncast:
+    """A matrix that is computed when it is cast; kernels that do both at once override it."""
+
+    def __init__(self, shape: torch.Size, make: Callable[[], Float[Tensor, "..."]]) -> None:
+        """Keep how to compute it.
+
+        Args:
+            shape: of the tensor; its last dimension is the matrix' second.
+            make: returns it, in the dtype that its numbers are rounded to before the cast.
+        """
+        self.shape, self._make = shape, make
+        self._made: Tensor | None = None
+
+    def largest(self) -> Float[Tensor, " 1"]:
+        """Return the largest magnitude; see ``largest_magnitude``."""
+        return largest_magnitude(self._matrix())
+
+    def cast(
+        self,
+        amax: Float[Tensor, " 1"],
+        dtype: torch.dtype,
+        *,
+        has_rows: bool,
+        seen: Float[Tensor, " 1"] | None,
+    ) -> Fp8:
+        """Cast by a known magnitude; see ``cast``."""
+        return cast(self._matrix(), dtype, has_rows=has_rows, amax=amax, seen=seen)
+
+    def _matrix(self) -> Float[Tensor, "T D"]:
+        if self._made is None:
+            self._made = self._make().detach().flatten(0, -2).contiguous()
+        return self._made
+
+
 def cast(
-    x: Float[Tensor, "T D"],
+    x: Float[Tensor, "T D"] | Uncast,
     dtype: torch.dtype,
     axis: Axis = SINGLE,
     *,
     has_rows: bool = True,
-    has_columns: bool = True,
     amax: Float[Tensor, " 1"] | None = None,
     seen: Float[Tensor, " 1"] | None = None,
 ) -> Fp8:
@@ -47,37 +81,32 @@ def cast(
     By two kernels on a GPU, else by ``cast_plain``'s arithmetic: the same bits.
 
     Args:
-        x: floating, any memory order.
+        x: floating, any memory order; or one that is computed on the way.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         axis: ranks that hold other parts of the same logical matrix and share its scale.
-        has_rows: whether to give the matrix in its own order.
-        has_columns: whether to give the transpose.
+        has_rows: whether to give the matrix in its own order, not only the transpose.
         amax: what becomes the format's largest number; None: the largest magnitude of all
             ranks.
         seen: float32; raised in place to this matrix' own largest magnitude.
     """
-    x = x.detach().contiguous()
-    has_kernel = _has_kernel(x)
+    if isinstance(x, Tensor):
+        x = x.detach().contiguous()
     if amax is None:
-        own = largest_magnitude(x)
+        own = largest_magnitude(x) if isinstance(x, Tensor) else x.largest()
         if seen is not None:
             seen.copy_(torch.maximum(seen, own))
             seen = None
         amax = all_reduce(own, axis, "max")
-    if has_kernel:
+    if not isinstance(x, Tensor):
+        return x.cast(amax, dtype, has_rows=has_rows, seen=seen)
+    if _has_kernel(x):
         from mcore_parallel.kernels.fp8_cast import cast_by
 
-        options = {"has_rows": has_rows, "has_columns": has_columns, "seen": seen}
-        return Fp8(*cast_by(x, amax, dtype, **options))
+        return Fp8(*cast_by(x, amax, dtype, has_rows=has_rows, seen=seen))
     if seen is not None:
         seen.copy_(torch.maximum(seen, _largest_plain(x)))
     whole = cast_plain(x, amax, dtype)
-    none = whole.rows.new_empty(0, 0)
-    return Fp8(
-        whole.rows if has_rows else none,
-        whole.columns if has_columns else none,
-        whole.scale_inv,
-    )
+    return whole if has_rows else whole._replace(rows=whole.rows.new_empty(0, 0))
 
 
 def cast_plain(x: Float[Tensor, "T D"], amax: Float[Tensor, " 1"], dtype: torch.dtype) -> Fp8:

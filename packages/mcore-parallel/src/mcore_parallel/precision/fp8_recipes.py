@@ -25,7 +25,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import works
 from mcore_parallel.precision.delayed_scaling import DelayedScales, Operand
 from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_matmul
-from mcore_parallel.precision.fp8_cast import Fp8, cast, dequantized
+from mcore_parallel.precision.fp8_cast import Fp8, Uncast, cast, dequantized
 from mcore_parallel.precision.fp8_fine_cast import (
     BLOCK,
     FineFp8,
@@ -68,6 +68,8 @@ class Recipe(ABC):
 
     multiple: int = 16
     """Sizes of operands are multiples of it: tensor cores take no others."""
+    takes_uncast: bool = False
+    """Whether ``cast`` takes matrices that are computed when they are cast."""
 
     def claim(self, grad_dtype: torch.dtype) -> "Recipe":  # noqa: ARG002
         """Return the recipe of one linear: itself, unless it remembers something."""
@@ -77,7 +79,7 @@ class Recipe(ABC):
     def cast(
         self,
         operand: Operand,
-        x: Float[Tensor, "T D"],
+        x: Float[Tensor, "T D"] | Uncast,
         dtype: torch.dtype,
         cut: Cut,
         *,
@@ -111,10 +113,12 @@ class Recipe(ABC):
 class Tensorwise(Recipe):
     """One scale a tensor, from its own largest magnitude."""
 
+    takes_uncast = True
+
     def cast(
         self,
         operand: Operand,  # noqa: ARG002
-        x: Float[Tensor, "T D"],
+        x: Float[Tensor, "T D"] | Uncast,
         dtype: torch.dtype,
         cut: Cut,
         *,
@@ -176,7 +180,7 @@ class Delayed(Tensorwise):
     def cast(
         self,
         operand: Operand,
-        x: Float[Tensor, "T D"],
+        x: Float[Tensor, "T D"] | Uncast,
         dtype: torch.dtype,
         cut: Cut,
         *,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.precision.fp8_between import CastBetween
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import Layout, Part, sliced, whole
@@ -127,14 +128,20 @@ class ColumnParallelLinear(nn.Module):
         """
         reset_weight_(self, std=self.init_std, seed=seed)
 
-    def forward(self, x: Float[Tensor, "s *B D"]) -> Float[Tensor, "S *B F"]:
+    def forward(
+        self, x: Float[Tensor, "s *B D"], between: CastBetween | None = None
+    ) -> Float[Tensor, "S *B F"]:
         """Return this rank's features of the output for the whole sequence.
 
         Forward all-gathers x under sequence parallelism. Backward reduce-scatters (sequence
         parallelism) or all-reduces the gradient of x.
+
+        Args:
+            x: whole features.
+            between: passed on to the linear that follows, which must get this output.
         """
         return column_parallel(
-            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.gemm
+            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.gemm, between
         )
 
     def deferrable_weights(self) -> list[nn.Parameter]:
@@ -243,14 +250,21 @@ class RowParallelLinear(nn.Module):
         """
         reset_weight_(self, std=self.init_std, seed=seed)
 
-    def forward(self, x: Float[Tensor, "S *B f"]) -> Float[Tensor, "s *B D"]:
+    def forward(
+        self, x: Float[Tensor, "S *B _"], between: CastBetween | None = None
+    ) -> Float[Tensor, "s *B D"]:
         """Return the whole output features, of this rank's tokens under sequence parallelism.
 
         Forward reduce-scatters (sequence parallelism) or all-reduces the partial sums.
         Backward all-gathers the gradient of the output under sequence parallelism; the
         gradient of the bias is then that of this rank's tokens, a partial sum.
+
+        Args:
+            x: this rank's features; with ``between`` the output of the linear before.
+            between: computes the features from it.
         """
-        y = row_parallel(x, self.weight, self.axis, self.sequence_parallel, self.gemm)
+        place = self.axis, self.sequence_parallel
+        y = row_parallel(x, self.weight, *place, self.gemm, between)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def deferrable_weights(self) -> list[nn.Parameter]:

@@ -26,6 +26,7 @@ from mcore_parallel.collectives import (
 )
 from mcore_parallel.grad_slot import GradSlot, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.precision.fp8_between import CastBetween
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 
 
@@ -36,6 +37,7 @@ def column_parallel(
     axis: Axis,
     sequence_parallel: bool,
     gemm: Gemm = PLAIN_GEMM,
+    between: CastBetween | None = None,
 ) -> Float[Tensor, "S *B F"]:
     """Multiply by this rank's rows of a weight.
 
@@ -50,17 +52,19 @@ def column_parallel(
         axis: ranks that share the rows.
         sequence_parallel: whether x is cut along dimension 0 over ``axis``.
         gemm: multiplies.
+        between: casts the result for the linear that follows, and its gradient for this one.
     """
     is_cut = sequence_parallel and axis.size > 1
-    return _ColumnParallel.apply(x, weight, bias, axis, is_cut, gemm)
+    return _ColumnParallel.apply(x, weight, bias, axis, is_cut, gemm, between)
 
 
 def row_parallel(
-    x: Float[Tensor, "S *B f"],
+    x: Float[Tensor, "S *B _"],
     weight: Float[Tensor, "D f"],
     axis: Axis,
     sequence_parallel: bool,
     gemm: Gemm = PLAIN_GEMM,
+    between: CastBetween | None = None,
 ) -> Float[Tensor, "s *B D"]:
     """Multiply by this rank's columns of a weight and sum over the ranks.
 
@@ -72,8 +76,12 @@ def row_parallel(
         axis: ranks that share the columns.
         sequence_parallel: whether to cut the result along dimension 0 over ``axis``.
         gemm: multiplies.
+        between: x is the output of the linear before, from which it computes the features.
     """
-    partial = column_parallel(x, weight, None, SINGLE, sequence_parallel=False, gemm=gemm)
+    if between is not None:
+        partial = _Between.apply(x, weight, between)
+    else:
+        partial = column_parallel(x, weight, None, SINGLE, sequence_parallel=False, gemm=gemm)
     is_cut = sequence_parallel and axis.size > 1
     return reduce_scatter_to(partial, axis) if is_cut else reduce_from(partial, axis)
 
@@ -88,8 +96,9 @@ class _ColumnParallel(torch.autograd.Function):
         axis: Axis,
         is_cut: bool,
         gemm: Gemm,
+        between: CastBetween | None,
     ) -> Tensor:
-        ctx.axis, ctx.is_cut, ctx.gemm = axis, is_cut, gemm
+        ctx.axis, ctx.is_cut, ctx.gemm, ctx.between = axis, is_cut, gemm, between
         # Saved tensors may come back as copies (recomputation); the slot is the original's.
         ctx.slot = slot_of(weight)
         x, weight = cast_factor(x), cast_factor(weight)
@@ -102,24 +111,49 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_x, grad_weight = _gradients(ctx, ctx.gemm.prepare(grad))
+        weight, *kept = ctx.saved_tensors
+        operands = ctx.gemm.prepare(grad) if ctx.between is None else ctx.between.take()
+        work = _WeightGradient(
+            ctx.gemm, ctx.slot, operands, tuple(kept), ctx.axis if ctx.is_cut else None
+        )
+        grad_x, grad_weight = _gradients(work, weight, ctx.axis, ctx.needs_input_grad)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def _gradients(ctx: Any, grad: Operands) -> tuple[Tensor | None, Tensor | None]:
+class _Between(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, between: CastBetween) -> Tensor:
+        ctx.slot, ctx.between = slot_of(weight), between
+        y, kept = between.second.forward(between.output(hidden), weight, None)
+        is_kept = ctx.needs_input_grad[1] and not between.forgets
+        ctx.save_for_backward(hidden, weight, *(kept if is_kept else ()))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight, *kept = ctx.saved_tensors
+        between, gemm = ctx.between, ctx.between.second
+        if between.forgets and ctx.needs_input_grad[1]:
+            kept = gemm.keep(between.output(hidden))
+        work = _WeightGradient(gemm, ctx.slot, gemm.prepare(grad), tuple(kept), None)
+        grad_x, grad_weight = _gradients(work, weight, SINGLE, ctx.needs_input_grad)
+        return None if grad_x is None else between.put(hidden, grad_x), grad_weight, None
+
+
+def _gradients(
+    work: "_WeightGradient", weight: Tensor, axis: Axis, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
     """Make the gradients of input and weight, their communication under the other's GEMM."""
-    weight, *kept = ctx.saved_tensors
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
-    axis, is_cut, gemm = ctx.axis, ctx.is_cut, ctx.gemm
-    work = _WeightGradient(gemm, ctx.slot, grad, tuple(kept), axis if is_cut else None)
-    is_deferred = needs_weight and ctx.slot is not None and ctx.slot.queue is not None
-    makes_weight = needs_weight and not is_deferred
-    if is_deferred:
-        ctx.slot.queue.put(work.make, prepare=work.gather)
+    needs_x, needs_weight, *_ = needs
+    is_cut = work.axis is not None
+    queue = work.slot.queue if needs_weight and work.slot is not None else None
+    makes_weight = needs_weight and queue is None
+    if queue is not None:
+        queue.put(work.make, prepare=work.gather)
     if makes_weight:
         work.gather()  # runs under the next GEMM
-    grad_x = gemm.input_grad(grad, weight) if needs_x else None
+    grad_x = work.gemm.input_grad(work.grad, weight) if needs_x else None
     if makes_weight:
         work.wait()  # before the reduction starts: both use the axis' links
     if grad_x is not None and axis.size > 1:  # runs under the weight's GEMM
