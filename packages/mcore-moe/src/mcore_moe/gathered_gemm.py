@@ -108,5 +108,5 @@ def _weight_gradient(
     if slot.queue is None:
         add()
     else:
-        slot.queue.put(add)
+        slot.put_off(add)
     return None

@@ -158,7 +158,7 @@ def take_weight_gradient(
         add_weight_gradient_plain(gradient, grad, x, offsets, overwrite=True)
         return gradient
     if slot.queue is not None:
-        slot.queue.put(lambda: _add_weight_gradient(slot, grad, x, offsets))
+        slot.put_off(lambda: _add_weight_gradient(slot, grad, x, offsets))
     else:
         _add_weight_gradient(slot, grad, x, offsets)
     return None

@@ -44,10 +44,10 @@ class GradSlot:
         overwrites: whether all direct additions heed ``take_stale``.
         is_stale: whether the next addition is written over ``main`` instead of being added.
         queue: takes the weight's gradient later (zero-bubble schedules); None: at once.
-        on_ready: called when an operation has added a gradient that a queue put off.
+        on_ready: called when operations have added all gradients that a queue put off.
     """
 
-    __slots__ = ("is_stale", "main", "on_ready", "overwrites", "queue")
+    __slots__ = ("_num_put_off", "is_stale", "main", "on_ready", "overwrites", "queue")
 
     def __init__(self) -> None:
         """Start without an owner: gradients are autograd's."""
@@ -55,6 +55,7 @@ class GradSlot:
         self.overwrites = self.is_stale = False
         self.queue: DeferredWork | None = None
         self.on_ready: Callable[[], None] | None = None
+        self._num_put_off = 0
 
     def take_stale(self) -> bool:
         """Whether ``main`` is to be written over; from now on it is not."""
@@ -75,9 +76,16 @@ class GradSlot:
         else:
             self.main.add_(gradient)
 
+    def put_off(self, work: Callable[[], object]) -> None:
+        """Give the queue one of a backward pass's works, each of which ends in ``ready``."""
+        assert self.queue is not None
+        self._num_put_off += 1
+        self.queue.put(work)
+
     def ready(self) -> None:
-        """Say that an operation has added its gradient."""
-        if self.on_ready is not None:
+        """Say that an operation has added its gradient, the last one if none is put off."""
+        self._num_put_off = max(0, self._num_put_off - 1)
+        if self.on_ready is not None and not self._num_put_off:
             self.on_ready()
 
     def zero(self) -> None:
@@ -89,6 +97,7 @@ class GradSlot:
         """Forget the main gradient: gradients are autograd's again."""
         self.main = self.on_ready = None
         self.is_stale = False
+        self._num_put_off = 0
 
 
 def grad_slot(parameter: Any) -> GradSlot:
