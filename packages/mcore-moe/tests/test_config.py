@@ -72,6 +72,14 @@ from mcore_moe import MoEConfig, expert_capacity
             "has its own scores",
         ),
         ({"num_experts": 4, "moe_shared_expert_gate": True}, "shared expert"),
+        (
+            {
+                "num_experts": 4,
+                "moe_split_batch_overlap": True,
+                "moe_token_dispatcher_type": "allgather",
+            },
+            "dispatcher-type alltoall, or leave it out",
+        ),
         ({"num_experts": 4, "moe_expert_capacity_factor": -1.0}, "capacity-factor"),
         ({"num_experts": 4, "moe_pad_expert_input_to_capacity": True}, "capacity-factor"),
         (

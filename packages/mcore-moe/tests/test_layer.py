@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_moe import MoEConfig, MoELayer, finish_step
 from mcore_parallel.collectives import all_reduce
@@ -180,8 +181,11 @@ WORLDS = {n: [k for k, v in LAYOUTS.items() if v[0] == n] for n in (2, 4, 6)}
     ],
 )
 def test_every_layout_gives_the_gradients_of_one_rank(world_size, dispatcher):
-    overlap = world_size == 4  # where the shared expert runs while tokens travel
-    fields = {"moe_shared_expert_overlap": overlap, "moe_token_dispatcher_type": dispatcher}
+    fields = {
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_shared_expert_overlap": world_size == 4,
+        "moe_split_batch_overlap": world_size < 6 and dispatcher == "alltoall",
+    }
     run_layouts(WORLDS[world_size], **fields)
 
 
@@ -211,6 +215,50 @@ def test_other_routings_do_not_depend_on_the_layout(fields):
 
 def test_experts_in_fp8_do_not_depend_on_which_rank_holds_them():
     run_layouts(["ep4 folded over tp2 and cp2"], moe_experts_dtype="fp8")
+
+
+class Launches(TorchDispatchMode):
+    """Notes every GEMM, and every exchange of rows when it begins and when it is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.travelling = [], {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.name()
+        if "all_to_all" in name and args[0].dim() == 2:
+            self.travelling[result.untyped_storage().data_ptr()] = "arrive"
+            self.seen.append("depart")
+        elif "wait_tensor" in name:
+            place = args[0].untyped_storage().data_ptr()
+            self.seen += [self.travelling.pop(place)] if place in self.travelling else []
+        elif name in ("aten::mm", "aten::addmm") and self.seen[-1:] != ["gemm"]:
+            self.seen.append("gemm")
+        return result
+
+
+def check_order():
+    ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
+    moe = MoEConfig(num_experts=E, moe_router_topk=3, moe_split_batch_overlap=True)
+    layer = build(moe, ep=ctx.ep)
+    layer(torch.ones(4, D, dtype=torch.float64))  # compares routers
+    x = tokens(ctx.global_rank, 0, 0, "even").requires_grad_()
+    with Launches() as forward:
+        y, _ = layer(x)
+    with Launches() as backward:
+        y.sum().backward()
+    ctx.destroy()
+    return forward.seen, backward.seen
+
+
+def test_each_half_of_a_split_batch_computes_while_the_other_travels():
+    half = ["depart", "depart", "arrive", "gemm", "depart", "arrive", "gemm", "depart"]
+    for forward, backward in run_ranks(check_order, 2):
+        begin = forward.index("depart")  # the router's GEMM is before
+        assert forward[begin:] == [*half, "arrive", "arrive"]
+        assert backward[: backward.index("gemm") + 5] == half
+        assert backward.count("depart") == backward.count("arrive") == 4
 
 
 def test_padding_stays_with_its_tokens_on_strided_groups():

@@ -123,6 +123,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
          "allgather and --moe-expert-rows-limit 2"),
         (1, {"num_experts": 4, "moe_shared_expert_intermediate_size": 8,
              "moe_shared_expert_overlap": True}, "overlap has an effect only with"),
+        (2, {"num_experts": 4, "moe_split_batch_overlap": True}, "batch-overlap has an effect"),
         (1, {"num_experts": 4, "moe_experts_dtype": "fp8"}, "fp8 needs --fp8-format"),
         (1, {"num_experts": 4, "moe_experts_dtype": "fp8", "moe_latent_size": 24,
              "fp8_format": "hybrid", "bf16": True}, "multiples of 16, and theirs are (24, "),

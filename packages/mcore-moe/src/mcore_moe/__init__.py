@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 _EXPORTS: dict[str, str] = {
     "AllGatherDispatcher": "dispatching",
     "AllToAllDispatcher": "dispatching",
-    "Dispatched": "dispatching",
-    "Dispatcher": "dispatching",
+    "Dispatched": "protocol",
+    "Dispatcher": "protocol",
     "Experts": "experts",
     "LocalDispatcher": "dispatching",
     "MixtureOfExperts": "facade",

@@ -1,10 +1,12 @@
-"""Experts in a bounded memory: a rank that gets too many rows computes them in parts.
+"""Experts in parts: in a bounded memory, and one half beside the exchange of the other.
 
 Routing decides how many rows a rank gets: at worst all tokens of all ranks choose its experts.
 Here every rank computes at most a stated number of rows at once. If one rank would get more,
 all ranks exchange and compute in as many parts as that takes, each of which forgets what it
 computed and runs again in backward. So the worst routing costs time, never memory; even routing
-costs nothing. What a rank sends and gets back is bounded by its own tokens.
+costs nothing. What a rank sends and gets back is bounded by its own tokens. Where no rank gets
+too many, the rows may be cut in two, so that the exchange of one half runs beside the GEMMs of
+the other, forward and backward.
 
 Where all tokens are gathered anyway the number of parts follows from the number of tokens: as
 many as the worst routing takes, of which even routing fills the first. So the host waits for
@@ -12,6 +14,7 @@ no number, and the step may be a CUDA graph.
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 
 import torch
@@ -21,11 +24,11 @@ from torch import Tensor
 from mcore_moe.dispatching import (
     AllGatherDispatcher,
     AllToAllDispatcher,
-    Beside,
     Trip,
     plan_kept,
 )
 from mcore_moe.permutation import RowPlan, part_of, permute, permute_probs, trimmed, unpermute
+from mcore_moe.protocol import Beside
 from mcore_moe.routing import Routing
 from mcore_parallel.collectives import InFlight
 from mcore_parallel.recomputing import recompute
@@ -34,52 +37,72 @@ Compute = Callable[[Tensor, Tensor, RowPlan], Tensor]
 """``Experts``: sums by row, of rows, weights and their plan."""
 
 
-def run_bounded(
+def run_in_parts(
     dispatcher: AllToAllDispatcher,
     x: Float[Tensor, "T D"],
     routing: Routing,
     experts: Compute,
     limit: float,
+    *,
+    overlaps: bool = False,
     beside: Beside | None = None,
 ) -> Float[Tensor, "T D"]:
     """Dispatch, compute and combine with no more rows at once than a limit.
 
-    Exchanges over ``ep`` and ``expert_tp`` as the dispatcher does, once for each part.
+    Exchanges over ``ep`` and ``expert_tp`` as the dispatcher does, once for each part. Rows are
+    cut in the order of their experts, so most experts have all their rows in one part.
 
     Args:
         dispatcher: of these ranks.
         x: this rank's tokens.
         routing: of the tokens.
         experts: of this rank.
-        limit: rows that a rank computes at once, in units of the mean over the ranks. One row
-            more for each rank that sends is possible, by rounding.
-        beside: called while rows travel, if they do so at once.
+        limit: rows that a rank computes at once, in units of the mean over the ranks; 0: any
+            number. One row more for each rank that sends is possible, by rounding.
+        overlaps: whether rows within the limit are cut in two halves that overlap.
+        beside: called while rows travel, if they are within the limit.
     """
     plan = plan_kept(routing, dispatcher.config)
     trip, totals = dispatcher.agree(plan.counts)
     plan = trimmed(plan, sum(trip.send))
     rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
     mean = max(1.0, sum(totals) / len(totals))
-    num_parts = max(1, ceil(max(totals) / (limit * mean)))
-    if num_parts == 1:
+    num_parts = max(1, ceil(max(totals) / (limit * mean))) if limit else 1
+    is_within = num_parts == 1
+    if is_within and not overlaps:
         return unpermute(_exchange(dispatcher, experts, trip, rows, probs, beside), plan)
 
-    outputs: list[list[Tensor]] = []
-    row_blocks, prob_blocks = rows.split(trip.send), probs.split(trip.send)
-    for part in range(num_parts):
-        own = _part_of(trip, part, num_parts)
-        inputs = [
-            torch.cat([block[_segment(len(block), part, num_parts)] for block in blocks])
-            for blocks in (row_blocks, prob_blocks)
-        ]
-
-        def run(rows: Tensor, probs: Tensor, own: Trip = own) -> Tensor:
-            return _exchange(dispatcher, experts, own, rows, probs)
-
-        outputs.append(list(recompute(run, *inputs).split(own.send)))
+    num_parts = 2 if is_within else num_parts
+    trips = [_part_of(trip, part, num_parts) for part in range(num_parts)]
+    row_parts, prob_parts = (_cut(x, trip.send, num_parts) for x in (rows, probs))
+    parts = list(zip(trips, row_parts, prob_parts, strict=True))
+    if is_within:
+        outputs = _overlapped(dispatcher, experts, parts, beside)
+    else:
+        run = partial(_exchange, dispatcher, experts)
+        outputs = [recompute(run, *part) for part in parts]
     # By destination and then by part, as the rows were.
-    whole = torch.cat([block for blocks in zip(*outputs, strict=True) for block in blocks])
+    blocks = [y.split(own.send) for y, own in zip(outputs, trips, strict=True)]
+    whole = torch.cat([rows for block in zip(*blocks, strict=True) for rows in block])
     return unpermute(whole, plan)
+
+
+def _overlapped(
+    dispatcher: AllToAllDispatcher,
+    experts: Compute,
+    parts: list[tuple[Trip, Tensor, Tensor]],
+    beside: Beside | None,
+) -> list[Tensor]:
+    """Compute one part while others travel; backward runs the same way, last part first."""
+    arriving = [dispatcher.begin_there(rows, probs, trip) for trip, rows, probs in parts]
+    if beside is not None:
+        beside()
+    returning = []
+    for arrive in arriving:
+        sent = arrive()
+        y = experts(sent.x, sent.probs, sent.plan)
+        returning.append(dispatcher.begin_back(y, sent.handle))
+    return [land() for land in returning]
 
 
 def run_with_fixed_rows(
@@ -138,6 +161,15 @@ def _exchange(
 ) -> Tensor:
     sent = dispatcher.there(rows, probs, trip, beside)
     return dispatcher.back(experts(sent.x, sent.probs, sent.plan), trip)
+
+
+def _cut(x: Tensor, sizes: list[int], num_parts: int) -> list[Tensor]:
+    """Return parts, each with its segment of every block."""
+    blocks = x.split(sizes)
+    return [
+        torch.cat([block[_segment(len(block), part, num_parts)] for block in blocks])
+        for part in range(num_parts)
+    ]
 
 
 def _segment(size: int, part: int, num_parts: int) -> slice:

@@ -121,6 +121,10 @@ class MoEConfig:
     """Compute the shared expert while tokens travel to the ranks of their experts, and in
     backward while their gradients travel back."""
 
+    moe_split_batch_overlap: bool = False
+    """Cut the rows of a micro-batch in two, in the order of their experts, and run the
+    all-to-all of one half beside the GEMMs of the other, forward and backward."""
+
     moe_shared_expert_gate: bool = False
     """Weigh the shared expert by a learned sigmoid of the token."""
 
@@ -139,6 +143,7 @@ class MoEConfig:
         self._check_choice()
         self._check_groups()
         self._check_losses()
+        self._check_dispatch()
         self._check_capacity()
 
     def _check_choice(self) -> None:
@@ -223,6 +228,13 @@ class MoEConfig:
                     f"--{name.replace('_', '-')} has no effect without a shared expert: set "
                     "--moe-shared-expert-intermediate-size."
                 )
+
+    def _check_dispatch(self) -> None:
+        if self.moe_split_batch_overlap and self.moe_token_dispatcher_type != "alltoall":
+            raise ValueError(
+                "--moe-split-batch-overlap cuts what an all-to-all sends: use "
+                "--moe-token-dispatcher-type alltoall, or leave it out."
+            )
 
     def _check_capacity(self) -> None:
         limit = self.moe_expert_rows_limit

@@ -1,10 +1,4 @@
-"""Moving tokens to the ranks of their experts and the results back.
-
-A dispatcher has two methods: ``dispatch`` brings what this rank's experts need, and a plan of
-the order in which they need it; ``combine`` returns their sums to the tokens' ranks and adds
-them up by token. The experts follow the plan, so that a GEMM that gathers its rows needs no
-copy of them. A handle carries the state from one to the other, so a dispatcher has none and
-several micro-batches may be in flight.
+"""Moving tokens to the ranks of their experts and the results back, see ``protocol``.
 
 * ``LocalDispatcher``: all experts are on this rank; no communication.
 * ``AllToAllDispatcher``: an all-to-all sends each row to its expert's rank, after the counts.
@@ -17,7 +11,6 @@ their results. A rank may have any number of tokens, also none.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -33,6 +26,7 @@ from mcore_moe.permutation import (
     trimmed,
     unpermute,
 )
+from mcore_moe.protocol import Beside, Dispatched, Dispatcher
 from mcore_moe.routing import Routing
 from mcore_moe.uneven import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import (
@@ -45,62 +39,6 @@ from mcore_parallel.collectives import (
     start_reduce_scatter,
 )
 from mcore_parallel.mesh import SINGLE, Axis
-
-Beside = Callable[[], object]
-"""Launches work that does not need the tokens which travel meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatched:
-    """What this rank's experts compute."""
-
-    x: Float[Tensor, "M D"]
-    """Tokens of this rank, or rows that came from others."""
-    probs: Float[Tensor, "M k"]
-    """Weight of each choice."""
-    plan: RowPlan
-    """Which expert computes which of them, in which order."""
-    handle: Any
-    """State for ``combine`` of the same dispatcher."""
-
-
-@runtime_checkable
-class Dispatcher(Protocol):
-    """Sends tokens to the ranks of their experts and returns the results."""
-
-    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> InFlight | None:
-        """Begin to send what travels wherever it is routed; None: nothing does."""
-        ...
-
-    def dispatch(
-        self,
-        x: Float[Tensor, "T D"],
-        routing: Routing,
-        *,
-        is_even: bool = False,
-        begun: InFlight | None = None,
-        beside: Beside | None = None,
-    ) -> Dispatched:
-        """Collect what this rank's experts compute.
-
-        Args:
-            x: tokens of this rank.
-            routing: of the tokens.
-            is_even: whether all ranks bring equally many tokens, so that none has to say how
-                many; only ``AllGatherDispatcher`` reads it.
-            begun: what ``begin`` returned for these tokens.
-            beside: may be called, once, while tokens travel.
-        """
-        ...
-
-    def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
-        """Return the experts' sums to the ranks of their tokens and add them up by token.
-
-        Args:
-            y: one sum for each row of ``Dispatched.x``.
-            handle: of that.
-        """
-        ...
 
 
 def build_dispatcher(config: MoEConfig, ep: Axis, expert_tp: Axis) -> Dispatcher:
@@ -237,6 +175,15 @@ class AllToAllDispatcher:
             trip: their numbers.
             beside: called while they travel, if no ``expert_tp`` gathers them after.
         """
+        arrive = self.begin_there(rows, probs, trip)
+        if beside is not None and self._flies():
+            beside()
+        return arrive()
+
+    def begin_there(
+        self, rows: Float[Tensor, "R D"], probs: Float[Tensor, " R"], trip: Trip
+    ) -> Callable[[], Dispatched]:
+        """Begin to send rows as ``there`` does; the function returned waits for them."""
         sizes = [sum(r) for r in trip.receive]
 
         def exchange(x: Tensor) -> Tensor:
@@ -244,35 +191,53 @@ class AllToAllDispatcher:
             return gather_uneven(x, self.expert_tp, sizes)
 
         probs = exchange(probs)
-        if beside is None or self.expert_tp.size > 1 or torch.compiler.is_compiling():
-            rows = self._sent(rows, exchange, trip)
-        else:
+        flight, arrived = None, rows
+        if self._flies():
             flight = self._depart(rows, trip)
-            beside()
-            rows = flight.land()
+        elif self.config.moe_dispatch_dtype:
+            arrived = exchange_narrow(rows, exchange, lambda grad: self.back(grad, trip))
+        else:
+            arrived = exchange(rows)
         experts = _experts_of_rows(trip.chunks, sum(sizes))
         plan = plan_rows(experts, trip.chunks.shape[1])
-        return Dispatched(rows, probs[:, None], plan, trip)
 
-    def _sent(self, rows: Tensor, exchange: Callable[[Tensor], Tensor], trip: Trip) -> Tensor:
-        if not self.config.moe_dispatch_dtype:
-            return exchange(rows)
-        return exchange_narrow(rows, exchange, lambda grad: self.back(grad, trip))
+        def arrive() -> Dispatched:
+            here = arrived if flight is None else flight.land()
+            return Dispatched(here, probs[:, None], plan, trip)
+
+        return arrive
+
+    def _flies(self) -> bool:
+        """Whether rows can travel while other work is launched."""
+        return self.expert_tp.size == 1 and not torch.compiler.is_compiling()
 
     def _depart(self, rows: Tensor, trip: Trip) -> InFlight:
-        send, receive = trip.send, trip.receive[0]
-        go = partial(start_all_to_all, axis=self.ep, send=send, receive=receive)
-        back = partial(start_all_to_all, axis=self.ep, send=receive, receive=send)
+        go, back = self._ways(trip)
         if not self.config.moe_dispatch_dtype:
             return InFlight(rows, go, back)
         return InFlight(
             rows, lambda x: go(packed(x)), back, partial(unpacked, dtype=rows.dtype)
         )
 
+    def _ways(self, trip: Trip) -> tuple[Callable[[Tensor], Tensor], ...]:
+        send, receive = trip.send, trip.receive[0]
+        return (
+            partial(start_all_to_all, axis=self.ep, send=send, receive=receive),
+            partial(start_all_to_all, axis=self.ep, send=receive, receive=send),
+        )
+
     def back(self, y: Float[Tensor, "M D"], trip: Trip) -> Float[Tensor, "R D"]:
         """Return results to the ranks that sent the rows, in the order of these."""
         y = reduce_scatter_uneven(y, self.expert_tp, [sum(r) for r in trip.receive])
         return all_to_all(y, self.ep, trip.receive[self.expert_tp.rank], trip.send)
+
+    def begin_back(self, y: Float[Tensor, "M D"], trip: Trip) -> Callable[[], Tensor]:
+        """Begin to return results as ``back`` does; the function returned waits for them."""
+        if not self._flies():
+            done = self.back(y, trip)
+            return lambda: done
+        go, back = self._ways(trip)
+        return InFlight(y, back, go).land
 
 
 def _experts_of_rows(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, "R 1"]:

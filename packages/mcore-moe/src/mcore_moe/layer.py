@@ -12,17 +12,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mcore_moe.bounded import run_bounded, run_with_fixed_rows
+from mcore_moe.bounded import run_in_parts, run_with_fixed_rows
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatching import (
     AllGatherDispatcher,
     AllToAllDispatcher,
-    Beside,
     build_dispatcher,
 )
 from mcore_moe.experts import Experts
 from mcore_moe.latent import latent_projections
 from mcore_moe.over_ranks import check_same
+from mcore_moe.protocol import Beside
 from mcore_moe.router import Router
 from mcore_moe.routing import Routing
 from mcore_moe.shared import SharedExpert
@@ -230,9 +230,11 @@ class MoELayer(nn.Module):
         beside: Beside | None,
     ) -> Tensor:
         """Send tokens to their experts, and sum what these say of each."""
-        limit, dispatcher = self.router.config.moe_expert_rows_limit, self.dispatcher
-        if limit and isinstance(dispatcher, AllToAllDispatcher):
-            return run_bounded(dispatcher, x, routing, self.experts, limit, beside)
+        config, dispatcher = self.router.config, self.dispatcher
+        limit, overlaps = config.moe_expert_rows_limit, config.moe_split_batch_overlap
+        if (limit or overlaps) and isinstance(dispatcher, AllToAllDispatcher):
+            how = {"overlaps": overlaps, "beside": beside}
+            return run_in_parts(dispatcher, x, routing, self.experts, limit, **how)
         begins = {"is_even": is_even, "begun": begun, "beside": beside}
         if limit and isinstance(dispatcher, AllGatherDispatcher):
             return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, **begins)

@@ -224,7 +224,9 @@ def alone(plan: Plan) -> Plan:
         ),
         recomputation=replace(plan.config.recomputation, distribute_saved_activations=False),
         offloading=OffloadConfig(),
-        experts=replace(plan.config.experts, moe_shared_expert_overlap=False),
+        experts=replace(
+            plan.config.experts, moe_shared_expert_overlap=False, moe_split_batch_overlap=False
+        ),
         batch=replace(plan.config.batch, global_batch_size=plan.global_batch_size),
     )
     return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)

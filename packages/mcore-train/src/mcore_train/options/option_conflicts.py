@@ -269,15 +269,16 @@ def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
 
 
 def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
-    """What experts and tokens in fp8 need, and shared experts beside exchanges."""
+    """What experts and tokens in fp8 need, and what runs beside exchanges."""
     experts, parallel = config.experts, config.parallelism
     is_spread = parallel.expert_model_parallel_size > 1
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    if experts.moe_shared_expert_overlap and (not is_spread or expert_tp > 1):
-        yield (
-            "--moe-shared-expert-overlap has an effect only with --expert-model-parallel-size "
-            "above 1 and --expert-tensor-parallel-size 1: leave it out."
-        )
+    for name in ("moe_shared_expert_overlap", "moe_split_batch_overlap"):
+        if getattr(experts, name) and (not is_spread or expert_tp > 1):
+            yield (
+                f"{flag(name)} has an effect only with --expert-model-parallel-size above 1 "
+                "and --expert-tensor-parallel-size 1: leave it out."
+            )
     if not experts.moe_experts_dtype or not experts.num_experts:
         return
     sizes = _expert_sizes(config)

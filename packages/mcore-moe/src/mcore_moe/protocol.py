@@ -1,0 +1,74 @@
+"""What a dispatcher is: ``dispatch`` brings what a rank's experts need, ``combine`` their sums.
+
+A dispatcher gives tokens and a plan of the order in which the experts need them. The experts
+follow the plan, so that a GEMM that gathers its rows needs no copy of them. A handle carries
+the state from one method to the other, so a dispatcher has none and several micro-batches may
+be in flight.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_moe.permutation import RowPlan
+from mcore_moe.routing import Routing
+from mcore_parallel.collectives import InFlight
+
+Beside = Callable[[], object]
+"""Launches work that does not need the tokens which travel meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What this rank's experts compute."""
+
+    x: Float[Tensor, "M D"]
+    """Tokens of this rank, or rows that came from others."""
+    probs: Float[Tensor, "M k"]
+    """Weight of each choice."""
+    plan: RowPlan
+    """Which expert computes which of them, in which order."""
+    handle: Any
+    """State for ``combine`` of the same dispatcher."""
+
+
+@runtime_checkable
+class Dispatcher(Protocol):
+    """Sends tokens to the ranks of their experts and returns the results."""
+
+    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> InFlight | None:
+        """Begin to send what travels wherever it is routed; None: nothing does."""
+        ...
+
+    def dispatch(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        *,
+        is_even: bool = False,
+        begun: InFlight | None = None,
+        beside: Beside | None = None,
+    ) -> Dispatched:
+        """Collect what this rank's experts compute.
+
+        Args:
+            x: tokens of this rank.
+            routing: of the tokens.
+            is_even: whether all ranks bring equally many tokens, so that none has to say how
+                many; only ``AllGatherDispatcher`` reads it.
+            begun: what ``begin`` returned for these tokens.
+            beside: may be called, once, while tokens travel.
+        """
+        ...
+
+    def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
+        """Return the experts' sums to the ranks of their tokens and add them up by token.
+
+        Args:
+            y: one sum for each row of ``Dispatched.x``.
+            handle: of that.
+        """
+        ...
