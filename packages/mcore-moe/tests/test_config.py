@@ -80,6 +80,10 @@ from mcore_moe import MoEConfig, expert_capacity
             },
             "dispatcher-type alltoall, or leave it out",
         ),
+        (
+            {"num_experts": 4, "moe_experts_dtype": "fp8", "moe_grouped_gemm": False},
+            "leave out --no-moe-grouped-gemm",
+        ),
         ({"num_experts": 4, "moe_expert_capacity_factor": -1.0}, "capacity-factor"),
         ({"num_experts": 4, "moe_pad_expert_input_to_capacity": True}, "capacity-factor"),
         (

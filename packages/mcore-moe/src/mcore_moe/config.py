@@ -235,6 +235,11 @@ class MoEConfig:
                 "--moe-split-batch-overlap cuts what an all-to-all sends: use "
                 "--moe-token-dispatcher-type alltoall, or leave it out."
             )
+        if self.moe_experts_dtype and not self.moe_grouped_gemm:
+            raise ValueError(
+                f"--moe-experts-dtype {self.moe_experts_dtype} multiplies in a grouped GEMM: "
+                "leave out --no-moe-grouped-gemm."
+            )
 
     def _check_capacity(self) -> None:
         limit = self.moe_expert_rows_limit
