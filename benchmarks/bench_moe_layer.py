@@ -2,15 +2,17 @@
 
     python benchmarks/bench_moe_layer.py --name moe-layer-h200 --output benchmarks/results
     torchrun --nproc-per-node 2 benchmarks/bench_moe_layer.py --name moe-layer-h200-x2 \\
-        --shapes qwen3-30b --on-few 0 0.5 1 --exchanges alltoall alltoall:1.25 allgather:2
+        --shapes qwen3-30b --on-few 0 0.5 1 --exchanges alltoall+split alltoall:1.25 allgather:2
 
 Prints one JSON line: for every shape the median with p10 and p90, the TFLOP/s of the experts'
 GEMMs over the whole layer's time, peak memory, and the split of a profiled step. With
 ``--main-grads`` the experts' gradients are added to float32 main gradients, as in training.
 ``--on-few SHARE...`` sends these shares of the tokens to the same few experts, others evenly.
 Over several GPUs the experts are spread, each rank has the shape's tokens, and ``--exchanges``
-names ways to exchange them, ``alltoall`` or ``allgather``, with a limit on rows after a colon;
-kept is what the first rank saw, which has the few experts.
+names ways to exchange them, ``alltoall``, ``alltoall+split`` for halves that overlap, or
+``allgather``, with a limit on rows after a colon; kept is what the first rank saw, which has
+the few experts. ``--experts-dtype`` and ``--dispatch-dtype`` are the layer's options; weights
+are cast once a step.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.fp8 import WeightCasts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ def _tabulate(ctx: ParallelContext, options: argparse.Namespace) -> None:
         "num_gpus": ctx.ep.size,
         **versions(options),
         "main_grads": options.main_grads,
+        "experts_dtype": options.experts_dtype,
+        "dispatch_dtype": options.dispatch_dtype,
         "compiled": options.compile,
         "warmup": options.warmup,
         "steps": options.steps,
@@ -117,10 +122,14 @@ def _measure(
     torch.manual_seed(0)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    dispatcher, _, limit = exchange.partition(":")
+    way, _, limit = exchange.partition(":")
+    casts = WeightCasts()
     config = MoEConfig(
-        moe_token_dispatcher_type=dispatcher,
+        moe_token_dispatcher_type=way.removesuffix("+split"),
+        moe_split_batch_overlap=way.endswith("+split"),
         moe_expert_rows_limit=float(limit or 0),
+        moe_experts_dtype=options.experts_dtype,
+        moe_dispatch_dtype=options.dispatch_dtype,
         num_experts=shape.num_experts,
         moe_router_topk=shape.topk,
         moe_aux_loss_coeff=1e-2,
@@ -133,6 +142,7 @@ def _measure(
         config,
         **moe_axes(ctx),
         equal_tokens=True,
+        fp8_casts=casts,
         device="cuda",
         dtype=torch.bfloat16,
         init_std=0.0,
@@ -149,8 +159,10 @@ def _measure(
         for parameter in layer.parameters():
             parameter.grad = None
         x = inputs[i % 4].detach().requires_grad_()
-        y, aux = run(x)
-        torch.autograd.backward((y, aux), (inputs[(i + 1) % 4].detach(), torch.ones_like(aux)))
+        with casts.keeping():
+            y, aux = run(x)
+            grads = inputs[(i + 1) % 4].detach(), torch.ones_like(aux)
+            torch.autograd.backward((y, aux), grads)
 
     total = options.warmup + options.steps + 1
     routing = nullcontext()
@@ -225,6 +237,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--exchanges", nargs="+", default=["alltoall"], metavar="WAY")
     parser.add_argument("--sequential", action="store_true", help="one expert after the other")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--experts-dtype", choices=["", "fp8"], default="")
+    parser.add_argument("--dispatch-dtype", choices=["", "fp8"], default="")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     add_options(parser)
