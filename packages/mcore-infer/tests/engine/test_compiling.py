@@ -1,5 +1,7 @@
 """The kernels of decoding compile for an H100 or H200: no GPU is needed to see that."""
 
+from itertools import product
+
 import pytest
 
 pytest.importorskip("triton")
@@ -15,7 +17,7 @@ def compiled(function, types, constants):
         signature={**types, **dict.fromkeys(constants, "constexpr")},
         constexprs={(function.arg_names.index(n),): v for n, v in constants.items()},
     )
-    return compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 90, 32))
 
 
 ATTENTION = {
@@ -54,13 +56,21 @@ def test_the_kernels_of_decoding_compile():
         "counters": "*i32",
         **dict.fromkeys("MNDWS", "i32"),
     }
-    for code, group, splits in (
-        *(("", (0, 0), 1), ("e4m3", (0, 0), 2), ("int8", (1, 0), 1)),
-        *(("int4", (1, 64), 2), ("e2m1", (1, 16), 1)),
+    most = few_rows.MOST_ROWS
+    outs, step, stages, _, _ = few_rows.tiles_for(most, "", (4096, 4096))[0]
+    large = {**TILE, "ROWS": most, "OUTS": outs, "STEP": step, "STAGES": stages}
+    for code, group, splits, tile in (
+        *(("", (0, 0), 1, large), ("e4m3", (0, 0), 2, TILE), ("int8", (1, 0), 1, TILE)),
+        *(("int4", (1, 64), 2, TILE), ("e2m1", (1, 16), 1, TILE)),
     ):
         own = types | ({"weight": "*u8"} if code else {})
-        tile = {**TILE, "CODE": code, "TALL": group[0], "WIDE": group[1], "SPLITS": splits}
-        assert compiled(few_rows._few_rows, own, {**tile, "IS_EVEN": not code})
+        options = {**tile, "CODE": code, "TALL": group[0], "WIDE": group[1], "SPLITS": splits}
+        found = compiled(few_rows._few_rows, own, {**options, "IS_EVEN": not code})
+        assert found.metadata.shared <= few_rows.SHARED_BYTES
     types = {"x": "*bf16", "known": "*fp32", "codes": "*fp8e4nv", "scales": "*fp32", "D": "i32"}
     options = {"LIMIT": 448.0, "IS_KNOWN": False, "IS_FLOAT": True, "LANES": 64}
     assert compiled(_round_row, types, options)
+    for code, itemsize in product(("", "e4m3", "int8", "int4", "e2m1"), (2, 4)):
+        for num_rows in range(1, few_rows.MOST_ROWS + 1):
+            for tile in few_rows.tiles_for(num_rows, code, (4096, 4096), itemsize):
+                assert tile.shared_bytes(num_rows, code, itemsize) <= few_rows.SHARED_BYTES

@@ -29,6 +29,8 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave
 
 MOST_ROWS = 64
 """Rows of an input that ``few_rows_linear`` takes."""
+SHARED_BYTES = 227 * 2**10
+"""Shared memory of a program on an H100 or H200."""
 NUM_COUNTERS = 4096
 """Programs with a sum of their own that ``few_rows_linear`` may need."""
 
@@ -46,11 +48,18 @@ class Tile(NamedTuple):
     splits: int = 1
     """Programs that share a row."""
 
+    def shared_bytes(self, num_rows: int, code: str, itemsize: int) -> int:
+        """Shared memory that the steps on their way take; inputs have ``itemsize`` bytes."""
+        rows = max(8, 1 << (num_rows - 1).bit_length())
+        held = self.outs if code else self.outs * itemsize
+        given = 3 * rows if code == "e2m1" else rows  # even and odd ones, and one to mix them
+        return self.stages * self.step * (held + given * itemsize)
+
 
 _TILES = {
     ("", 8): [Tile(16, 512, 3, 1)],
     ("", 16): [Tile(64, 256, 4, 4)],
-    ("", 32): [Tile(64, 256, 4, 4)],
+    ("", 32): [Tile(64, 256, 4, 4), Tile(64, 128, 4, 4)],
     ("e4m3", 8): [
         Tile(16, 256, 4, 1, 2),
         Tile(32, 256, 4, 2, 2),
@@ -76,6 +85,8 @@ _TILES = {
     ("int4", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 3, 4), Tile(64, 128, 4, 4, 4)],
 }
 """By format (int8 as e4m3, e2m1 as int4) and rows at most; the last for all."""
+_SMALL = Tile(32, 64, 3, 4)
+"""Fits where no other does."""
 
 
 @triton.jit
@@ -252,7 +263,9 @@ def _few_rows(
             tl.store(counters + program, 0)
 
 
-def tiles_for(num_rows: int, code: str, shape: tuple[int, int]) -> list[Tile]:
+def tiles_for(
+    num_rows: int, code: str, shape: tuple[int, int], itemsize: int = 2
+) -> list[Tile]:
     """List tiles that are fast somewhere, the best first; by measurement on an H200.
 
     With other groups or formats they work too.
@@ -261,10 +274,17 @@ def tiles_for(num_rows: int, code: str, shape: tuple[int, int]) -> list[Tile]:
         num_rows: of the input.
         code: see ``few_rows_linear``.
         shape: of the weight's memory.
+        itemsize: bytes of a number of the input.
     """
     kind = {"int8": "e4m3", "e2m1": "int4"}.get(code, code)
     found = _TILES[kind, 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32]
-    return [one for one in found if one.splits == 1 or shape[0] <= one.outs * NUM_COUNTERS]
+    fitting = [
+        one
+        for one in found
+        if (one.splits == 1 or shape[0] <= one.outs * NUM_COUNTERS)
+        and one.shared_bytes(num_rows, code, itemsize) <= SHARED_BYTES
+    ]
+    return fitting or [_SMALL]
 
 
 def few_rows_linear(
@@ -296,7 +316,8 @@ def few_rows_linear(
     weight = weight.view(torch.uint8) if code in ("e4m3", "int8") else weight
     N, W = weight.shape
     F = N * (2 if code == "int4" else 1)
-    outs, step, stages, warps, splits = tile or tiles_for(num_rows, code, (N, W))[0]
+    tile = tile or tiles_for(num_rows, code, (N, W), x.element_size())[0]
+    outs, step, stages, warps, splits = tile
     if code and code != "e2m1" and group[1]:
         step = min(step, group[1])
     out = torch.empty(num_rows, F, dtype=x.dtype, device=x.device)
@@ -351,7 +372,8 @@ def _trial(
             held, scales, wide = in_codes(weight, code, group)
         for splits in (1, 2):
             shape = (held.shape[0], held.shape[1])
-            tile = tiles_for(num_rows, code, shape)[0]._replace(splits=splits)
+            tile = tiles_for(num_rows, code, shape, x.element_size())[0]
+            tile = tile._replace(splits=splits)
             yield (
                 few_rows_linear(x, held, scales, code=code, group=group, tile=tile),
                 x.double() @ wide.double().t(),

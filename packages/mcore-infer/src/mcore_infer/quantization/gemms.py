@@ -168,7 +168,7 @@ class QuantizedGemm(_Forward):
                 tile=tile,
                 counters=self.choices.counters(x.device),
             )
-            for tile in tiles_for(x.shape[0], code, shape)
+            for tile in tiles_for(x.shape[0], code, shape, x.element_size())
         ]
         key = (x.dtype, code, group, shape, self.rounding.code)
         return self.choices.fastest(key, [*ways, self._many], x)(x)
