@@ -7,6 +7,7 @@ the first use of a layer, whose tensors give number of heads, dtype and device.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,13 +34,11 @@ class StaticCache:
         """
         self.capacity = capacity
         self.length = 0
-        self._layers: dict[int, _StaticLayer] = {}
+        self._memories: dict[int, _LayerMemory] = {}
 
     def layer(self, number: int) -> "_StaticLayer":
         """Return the view of a layer, by its global number."""
-        if number not in self._layers:
-            self._layers[number] = _StaticLayer(self)
-        return self._layers[number]
+        return _StaticLayer(self, self._memories.setdefault(number, _LayerMemory()))
 
     def advance(self, num_tokens: int) -> None:
         """Say that a forward over so many new tokens is over, in all layers."""
@@ -48,7 +47,7 @@ class StaticCache:
     @property
     def num_bytes(self) -> int:
         """Memory taken so far."""
-        return sum(layer.num_bytes for layer in self._layers.values())
+        return sum(held.num_bytes for held in self._memories.values())
 
 
 def cache_bytes(
@@ -64,20 +63,26 @@ def cache_bytes(
     return 2 * num_layers * capacity * batch * num_kv_heads * head_dim * dtype.itemsize
 
 
-class _StaticLayer:
-    """The keys and values of one layer, or its recurrent state: a ``LayerState``."""
+@dataclass(slots=True)
+class _LayerMemory:
+    """The keys and values of one layer, or its recurrent state."""
 
-    def __init__(self, cache: StaticCache) -> None:
-        self.cache = cache
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.has_shared_values = False
-        self.recurrent: tuple[Tensor, ...] | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    has_shared_values: bool = False
+    recurrent: tuple[Tensor, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
         own = (self.keys, None if self.has_shared_values else self.values)
         return sum(t.nbytes for t in (*own, *(self.recurrent or ())) if t is not None)
+
+
+class _StaticLayer:
+    """A view of what one layer keeps: a ``LayerState``."""
+
+    def __init__(self, cache: StaticCache, held: _LayerMemory) -> None:
+        self.cache, self.held = cache, held
 
     def run(
         self,
@@ -85,7 +90,7 @@ class _StaticLayer:
         *inputs: Shaped[Tensor, "S B ..."],
     ) -> Shaped[Tensor, "S B ..."]:
         """Mix new tokens of a recurrent layer, and replace its state."""
-        y, self.recurrent = mix(self.recurrent, *inputs)
+        y, self.held.recurrent = mix(self.held.recurrent, *inputs)
         return y
 
     def attend(
@@ -108,14 +113,15 @@ class _StaticLayer:
         end = begin + k.shape[0]
         if end > capacity:
             raise ValueError(f"{end} tokens do not fit into a cache of {capacity}")
-        if self.keys is None or self.values is None:
-            self.keys = k.new_empty(capacity, *k.shape[1:])
-            self.has_shared_values = v is None
-            self.values = (
-                self.keys[..., :value_dim] if v is None else v.new_empty(capacity, *v.shape[1:])
+        held = self.held
+        if held.keys is None or held.values is None:
+            held.keys = k.new_empty(capacity, *k.shape[1:])
+            held.has_shared_values = v is None
+            held.values = (
+                held.keys[..., :value_dim] if v is None else v.new_empty(capacity, *v.shape[1:])
             )
-        self.keys[begin:end] = k
+        held.keys[begin:end] = k
         if v is not None:
-            self.values[begin:end] = v
-        keys, values = self.keys[:end], self.values[:end]
+            held.values[begin:end] = v
+        keys, values = held.keys[:end], held.values[:end]
         return attend(q, keys, values, window=window, backend=backend, **scores)

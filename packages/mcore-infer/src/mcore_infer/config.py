@@ -6,6 +6,9 @@ from typing import Literal
 Drafts = Literal["ngram", "model", "mtp"]
 """What proposes tokens."""
 
+CacheDtype = Literal["auto", "model", "fp8"]
+"""Format of keys and values, see ``InferenceConfig``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
@@ -152,9 +155,10 @@ class InferenceConfig:
     inference_dynamic_batching_block_size: int = 64
     """Tokens in a page of the cache."""
 
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: CacheDtype = "auto"
     """Format of keys and values in the cache. auto: fp8 where the checkpoint holds scales for
-    it, else the model's; fp8: e4m3, with scales of 1 where the checkpoint holds none."""
+    it, else the model's; model: the model's; fp8: e4m3, with scales of 1 where the checkpoint
+    holds none."""
 
     inference_dynamic_batching_max_tokens: int = 2048
     """Tokens of one step, of prompts and of writing together."""

@@ -57,7 +57,7 @@ class Conversation:
         self.model, self.tokenizer, self.render = model, tokenizer, render
         self.sampling, self.system, self.seed = sampling, system, seed
         if reason := engine_refusal(model.config):
-            check_without_engine(reason, config)
+            check_without_engine(reason, config, kv_scales)
         self.engine = None if reason else build_engine(model, config, draft, kv_scales)
         self.limit = self.engine.config.max_sequence_tokens if self.engine else 0
         self._num_answers = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
 from mcore_infer.structured import allowed_tokens
+from mcore_infer.transfers import on_device
 from mcore_infer.writing import TokenRules, Top, Writing
 
 
@@ -102,7 +103,8 @@ def choose(
         matchers = [matcher for w in writings if (matcher := w.matcher) is not None]
         allowed = allowed_tokens(matchers, logits.shape[-1], logits.device)
         logits = logits.clone()
-        logits[held] = logits[held].masked_fill(~allowed, -torch.inf)
+        index = on_device(held, logits.device)
+        logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
     # The likeliest token needs no draw, and a draw costs the host as much as a kernel.
     if all(writing.sampling.top_k == 1 for writing in writings):
         return logits.argmax(-1)
@@ -113,7 +115,7 @@ def choose(
             0.0 if w.sampling.top_k == 1 else w.draw_ahead(place)
             for w, place in zip(writings, places, strict=True)
         ]
-    draws = torch.tensor(numbers, dtype=torch.float64).to(logits.device)
+    draws = on_device(numbers, logits.device, torch.float64)
     rows_of: dict[SamplingConfig, list[int]] = {}
     for row, writing in enumerate(writings):
         rows_of.setdefault(writing.cut, []).append(row)
@@ -121,7 +123,7 @@ def choose(
         return sample(logits, next(iter(rows_of)), draws)
     chosen = torch.empty(len(writings), dtype=torch.int64, device=logits.device)
     for cut, rows in rows_of.items():
-        index = torch.tensor(rows, device=logits.device)
+        index = on_device(rows, logits.device)
         chosen[index] = sample(logits[index], cut, draws[index])
     return chosen
 
@@ -147,7 +149,7 @@ def penalized(
     """
     scores = logits.clone()
     if sampling.repetition_penalty != 1 and (seen := sorted({*prompt, *written})):
-        ids = torch.tensor(seen, device=logits.device)
+        ids = on_device(seen, logits.device)
         old, penalty = scores[ids], sampling.repetition_penalty
         scores[ids] = torch.where(old > 0, old / penalty, old * penalty)
     if (sampling.presence_penalty or sampling.frequency_penalty) and written:
@@ -156,8 +158,8 @@ def penalized(
             sampling.presence_penalty + sampling.frequency_penalty * count
             for count in counts.values()
         ]
-        ids = torch.tensor(list(counts), device=logits.device)
-        scores[ids] -= torch.tensor(loss, dtype=scores.dtype, device=logits.device)
+        ids = on_device(list(counts), logits.device)
+        scores[ids] -= on_device(loss, logits.device, scores.dtype)
     for token, bias in rules.bias:
         scores[token] += bias
     if rules.never_after and [*prompt, *written][-1] == rules.never_after[0]:
@@ -165,16 +167,23 @@ def penalized(
     return scores
 
 
-def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> list[Top]:
-    """Return each row's likeliest tokens; waits for the device.
+def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> Float[Tensor, "2 B k"]:
+    """Return each row's likeliest tokens and their log probabilities, float64.
 
     Raises:
         ValueError: if ``num_top`` exceeds V.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     values, ids = scores.topk(num_top, dim=-1)
+    return torch.stack([ids.double(), values.double()])
+
+
+def tops(found: Float[Tensor, "2 B k"]) -> list[Top]:
+    """Return what ``top_log_probs`` found as numbers; waits for a device."""
+    ids, values = found.tolist()
     return [
-        tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)
+        tuple((int(i), value) for i, value in zip(*row, strict=True))
+        for row in zip(ids, values, strict=True)
     ]
 
 

@@ -34,7 +34,7 @@ def test_requests_write_what_a_pass_with_rounded_keys_and_values_does(model, lim
     sampling = SamplingConfig(num_tokens=8, top_k=1)
     numbers = [engine.add(prompt, sampling) for prompt in PROMPTS]
     done = dict(event for event in engine.run() if isinstance(event, tuple))
-    assert engine.cache.layer(0).keys.dtype == torch.uint8
+    assert engine.cache.layer(0).held.keys.dtype == torch.uint8
     worst = 0.0
     for number, prompt in zip(numbers, PROMPTS, strict=True):
         written = done[number].ids
@@ -58,7 +58,7 @@ def test_requests_write_what_a_pass_with_rounded_keys_and_values_does(model, lim
     assert 1e-4 < worst < 0.06  # three bits of fraction, in both layers
 
 
-def test_a_cache_in_fp8_takes_half_of_sixteen_bits_and_knows_what_it_cannot_keep(model):
+def test_a_cache_in_fp8_takes_half_of_sixteen_bits_and_knows_what_it_cannot_keep(model, caplog):
     config = {"inference_max_requests": 2, "inference_dynamic_batching_buffer_size_gb": 1e-3}
     wide = build_engine(model, InferenceConfig(**config))
     narrow = build_engine(model, InferenceConfig(**config, kv_cache_dtype="fp8"))
@@ -71,5 +71,12 @@ def test_a_cache_in_fp8_takes_half_of_sixteen_bits_and_knows_what_it_cannot_keep
         kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8,
     )  # fmt: skip
     own = GPT(latent, ParallelContext.single(), vocab_size=64).eval()
-    with pytest.raises(ValueError, match="latent attention keeps what both"):
+    with pytest.raises(ValueError, match="set --kv-cache-dtype model"):
         build_engine(own, InferenceConfig(**config, kv_cache_dtype="fp8"))
+    # A folder has scales: only its own fp8 can be refused, and its use can be turned off.
+    with caplog.at_level("WARNING"):
+        latent_engine = build_engine(own, InferenceConfig(**config), kv_scales={0: (2.0, 3.0)})
+    assert latent_engine.config.fp8_cache is None
+    assert "scales of a cache in fp8 are not used" in caplog.text
+    same = InferenceConfig(**config, kv_cache_dtype="model")
+    assert build_engine(model, same, kv_scales={0: (2.0, 3.0)}).config.fp8_cache is None

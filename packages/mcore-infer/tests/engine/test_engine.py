@@ -123,9 +123,11 @@ def test_rows_of_padding_change_no_page_but_their_own(model):
         for _ in range(count):
             engine.add(PROMPTS[0], SAMPLINGS[0])
         engine.step()  # reads the prompts
-        before = engine.cache.layer(1).keys.clone()
+        before = engine.cache.layer(1).held.keys.clone()
         engine.step()
-        changed = (engine.cache.layer(1).keys != before).flatten(1).any(1).nonzero().flatten()
+        changed = (
+            (engine.cache.layer(1).held.keys != before).flatten(1).any(1).nonzero().flatten()
+        )
         assert len(changed.tolist()) <= count + 1
         results = [e[1] for e in engine.run() if isinstance(e, tuple)]
         assert_same(results, [expected] * count)
@@ -145,8 +147,8 @@ def test_freed_pages_are_never_read(model):
     engine.scheduler.pool.forget_prefixes()
     for number in range(model.config.num_layers):
         layer = engine.cache.layer(number)
-        layer.keys.fill_(torch.nan)
-        layer.values.fill_(torch.nan)
+        layer.held.keys.fill_(torch.nan)
+        layer.held.values.fill_(torch.nan)
     assert_same(written(engine), alone(model))
 
 
@@ -254,7 +256,7 @@ def test_a_request_that_does_not_fit_is_refused_and_nothing_is_queued(model):
         model.eval()
 
 
-def test_a_model_that_pages_cannot_hold_is_refused():
+def test_a_model_that_pages_cannot_hold_is_refused(caplog):
     fields = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     fields |= {"rope_type": "dynamic", "rotary_scaling_factor": 2.0}
     config = TransformerConfig(**fields, max_position_embeddings=64)
@@ -271,6 +273,15 @@ def test_a_model_that_pages_cannot_hold_is_refused():
             next(stream_texts(model, [[1]], sampling, limits))
         with pytest.raises(ValueError, match=flag):
             Conversation(model, ByteTokenizer(), lambda *_: "", sampling, limits)
+    Conversation(
+        model,
+        ByteTokenizer(),
+        lambda *_: "",
+        sampling,
+        InferenceConfig(),
+        kv_scales={0: (1, 1)},
+    )
+    assert "scales of a cache in fp8 are not used: they need an engine" in caplog.text
 
 
 def test_pages_come_from_memory_and_no_more_than_requests_can_use(model):

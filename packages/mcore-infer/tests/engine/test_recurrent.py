@@ -90,7 +90,7 @@ def test_the_state_of_an_earlier_request_is_never_read(hybrid):
     engine = Engine(hybrid, CONFIGS["prompts in chunks"])
     expected = [result.ids for result in run(engine)]
     for number in range(SIZES.num_layers):
-        for states in engine.cache.layer(number).states:
+        for states in engine.cache.layer(number).held.states:
             states.fill_(torch.nan)
     assert [result.ids for result in run(engine)] == expected
 

@@ -1,5 +1,7 @@
 """Texts written from proposals are those without, whatever is proposed."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -192,3 +194,25 @@ def test_proposals_that_nothing_can_make_or_check_are_refused(model):
         Engine(model, config, other)
     with pytest.raises(ValueError, match="set --num-speculative-tokens 0"):
         Engine(other, replace(config, speculative_drafts="ngram"))
+
+
+@pytest.mark.parametrize("drafts", ["", "ngram", "mtp", "model"])
+def test_an_engine_that_is_dropped_gives_its_memory_back_at_once(model, drafts):
+    """No reference cycle keeps pages until Python looks for cycles."""
+    config = CONFIGS["roomy"]
+    if drafts:
+        config = speculating(config, 2, drafts)
+    gc.disable()
+    try:
+        engine = Engine(model, config, model if drafts == "model" else None)
+        engine.add(PROMPTS[0], SAMPLINGS[1])
+        if not drafts:
+            engine.add(PROMPTS[2], SamplingConfig(num_tokens=3, beam_width=2))
+        for _ in range(3):
+            engine.step()
+        held = engine.cache.layer(0).held.keys
+        seen = weakref.ref(engine), weakref.ref(held)
+        del engine, held
+        assert [one() for one in seen] == [None, None]
+    finally:
+        gc.enable()

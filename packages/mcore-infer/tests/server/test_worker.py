@@ -79,7 +79,7 @@ def test_a_fault_of_the_engine_answers_every_request_and_shows_in_its_health(
     failing_client,
 ):
     engine = failing_client.server.front.worker.requests.engine
-    engine.cache.layer(0).keys = torch.zeros(1)
+    engine.cache.layer(0).held.keys = torch.zeros(1)
     status, answer = failing_client.post("/v1/completions", prompt="a", max_tokens=3)
     assert status == 500
     assert answer["error"]["message"].startswith("the engine failed: ")

@@ -78,14 +78,8 @@ class BeamSearch:
 class Beams:
     """The searches of an engine, and the requests of one token that they run."""
 
-    def __init__(self, add: Callable[..., int], abort: Callable[[int], None]) -> None:
-        """Begin without any.
-
-        Args:
-            add: of the engine.
-            abort: of the engine.
-        """
-        self._add, self._abort = add, abort
+    def __init__(self) -> None:
+        """Begin without any."""
         self._searches: dict[int, tuple[Sequence[int], BeamSearch]] = {}
         self._steps: dict[int, dict[int, Top]] = {}  # search -> request -> successors
         self._searching: dict[int, int] = {}  # request -> search
@@ -94,20 +88,21 @@ class Beams:
         """Whether a request is a step of a search."""
         return request in self._searching
 
-    def begin(self, number: int, writing: Writing) -> None:
-        """Start a search under a number of its own."""
+    def begin(self, number: int, writing: Writing, add: Callable[..., int]) -> None:
+        """Start a search under a number of its own; ``add`` queues its requests."""
         self._searches[number] = writing.prompt, BeamSearch(writing)
-        self._step(number)
+        self._step(number, add)
 
-    def end(self, number: int) -> None:
-        """Forget a search, and abort its requests; one that is over is none."""
+    def end(self, number: int) -> list[int]:
+        """Forget a search; return its requests, which are to be aborted."""
         self._searches.pop(number, None)
-        for request in self._steps.pop(number, {}):
+        requests = list(self._steps.pop(number, {}))
+        for request in requests:
             del self._searching[request]
-            self._abort(request)
+        return requests
 
     def take(
-        self, request: int, result: Generation
+        self, request: int, result: Generation, add: Callable[..., int]
     ) -> Iterator[NewToken | tuple[int, Generation]]:
         """Take the result of a request; yield what its search wrote when that is over."""
         number = self._searching[request]
@@ -120,7 +115,7 @@ class Beams:
         for done in self._steps.pop(number):
             del self._searching[done]
         if not is_over:
-            self._step(number)
+            self._step(number, add)
             return
         del self._searches[number]
         best = search.over[0]
@@ -128,11 +123,9 @@ class Beams:
         reason = "stop" if best.has_end else "length"
         yield number, Generation(best.ids, (), reason, beams=tuple(search.over))
 
-    def _step(self, number: int) -> None:
+    def _step(self, number: int, add: Callable[..., int]) -> None:
         prompt, search = self._searches[number]
         scores = ScoreRequest(log_probs=False, num_top=2 * search.width)
-        requests = [
-            self._add([*prompt, *ids], _ONE_TOKEN, scores=scores) for ids, _ in search.live
-        ]
+        requests = [add([*prompt, *ids], _ONE_TOKEN, scores=scores) for ids, _ in search.live]
         self._steps[number] = dict.fromkeys(requests, ())
         self._searching |= dict.fromkeys(requests, number)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 
 from mcore_infer.config import InferenceConfig, SamplingConfig
-from mcore_infer.engine.cache_codes import check_fp8_cache
+from mcore_infer.engine.cache_codes import chosen_cache
 from mcore_infer.engine.checks import check_without_engine, engine_refusal
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.paged import PagedCache
@@ -46,10 +46,7 @@ def build_engine(
     page_tokens = config.inference_dynamic_batching_block_size
     limit = sequence_limit(model, config)
     pages_of_one = -(-limit // page_tokens)
-    in_fp8 = config.kv_cache_dtype == "fp8" or kv_scales
-    fp8 = Fp8Cache(kv_scales) if in_fp8 else None
-    if fp8:
-        check_fp8_cache(model.config)
+    fp8 = chosen_cache(config.kv_cache_dtype, model.config, kv_scales)
     page_bytes, slot_bytes = measured_bytes(model, page_tokens, fp8)
     if config.speculative_drafts == "mtp":
         wide, _ = measured_bytes(model, page_tokens)
@@ -152,7 +149,7 @@ def stream_texts(
     if reason := engine_refusal(model.config):
         if structure is not None:
             raise ValueError(f"{reason}: texts cannot be held to a structure.")
-        check_without_engine(reason, config)
+        check_without_engine(reason, config, kv_scales)
         yield from stream(model, prompts, sampling, seed=seed, eod=eod, stop=stop)
         return
     engine = build_engine(model, config, draft, kv_scales)

@@ -6,7 +6,8 @@ below 448, as is usual. A new key is rounded before it is attended to for the fi
 that what a request writes does not depend on how its tokens came in.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +17,18 @@ from torch import Tensor, nn
 
 from mcore_ckpt.mapping.low_bits import LARGEST
 from mcore_infer.cache import StaticCache
+from mcore_infer.config import CacheDtype
 from mcore_infer.engine.plans import Fp8Cache, Scales
 from mcore_models.config import TransformerConfig
 from mcore_models.protocol import LayerState
+
+log = logging.getLogger(__name__)
+
+
+_LATENT = (
+    "--kv-cache-dtype fp8 keeps keys and values, and latent attention keeps what both are made "
+    "of"
+)
 
 
 def check_fp8_cache(config: TransformerConfig) -> None:
@@ -28,10 +38,30 @@ def check_fp8_cache(config: TransformerConfig) -> None:
         ValueError: if this one does.
     """
     if config.multi_latent_attention:
-        raise ValueError(
-            "--kv-cache-dtype fp8 keeps keys and values, and latent attention keeps what both "
-            "are made of: leave it out."
-        )
+        raise ValueError(f"{_LATENT}: set --kv-cache-dtype model.")
+
+
+def chosen_cache(
+    kv_cache_dtype: CacheDtype, config: TransformerConfig, kv_scales: Mapping[int, Scales]
+) -> Fp8Cache | None:
+    """Return how a model's cache keeps keys and values; None: in the model's dtype.
+
+    Args:
+        kv_cache_dtype: see ``InferenceConfig``.
+        config: of the model.
+        kv_scales: that the checkpoint holds.
+
+    Raises:
+        ValueError: if fp8 is requested and the model keeps no keys and values.
+    """
+    if kv_cache_dtype == "fp8":
+        check_fp8_cache(config)
+    elif kv_cache_dtype == "model" or not kv_scales:
+        return None
+    elif config.multi_latent_attention:
+        log.warning("the checkpoint's scales of a cache in fp8 are not used: %s.", _LATENT)
+        return None
+    return Fp8Cache(kv_scales)
 
 
 def to_codes(x: Float[Tensor, "..."], scale: float) -> UInt8[Tensor, "..."]:

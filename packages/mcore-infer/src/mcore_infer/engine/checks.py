@@ -1,10 +1,16 @@
 """What an engine refuses: models, draft models and requests."""
 
+import logging
+from collections.abc import Mapping
+
 from mcore_infer.config import Drafts, InferenceConfig
+from mcore_infer.engine.plans import Scales
 from mcore_infer.writing import ScoreRequest, Writing
 from mcore_models.config import TransformerConfig
 from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
+
+log = logging.getLogger(__name__)
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Ways to stretch rotary positions that depend on how long a text is."""
@@ -122,12 +128,16 @@ def engine_refusal(config: TransformerConfig) -> str:
     return ""
 
 
-def check_without_engine(reason: str, config: InferenceConfig) -> None:
+def check_without_engine(
+    reason: str, config: InferenceConfig, kv_scales: Mapping[int, Scales]
+) -> None:
     """Refuse options that would have no effect on a model that no engine can run.
 
     Args:
         reason: of ``engine_refusal``.
         config: limits of the engine.
+        kv_scales: of a cache in fp8, that the checkpoint holds; a warning says that they are
+            not used.
 
     Raises:
         ValueError: with the flag to leave out.
@@ -138,6 +148,12 @@ def check_without_engine(reason: str, config: InferenceConfig) -> None:
         raise ValueError(
             f"--num-speculative-tokens {config.num_speculative_tokens} needs an engine, and "
             f"{reason}: leave it out."
+        )
+    if kv_scales and config.kv_cache_dtype == "auto":
+        log.warning(
+            "the checkpoint's scales of a cache in fp8 are not used: they need an engine, and "
+            "%s.",
+            reason,
         )
 
 

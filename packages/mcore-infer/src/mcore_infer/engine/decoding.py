@@ -97,7 +97,7 @@ class Decoder:
             size: DecodeTensors(size, table_pages, device, num_drafts=num_drafts)
             for size in self.sizes
         }
-        self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]]] = {}
+        self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]] | None] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.is_recorded else None
 
     def run(
@@ -118,7 +118,8 @@ class Decoder:
             inputs.fill(Step((), ()), self.cache.page_tokens, self.cache.padding)
             self._replays[size] = self._recorded(inputs)
         inputs.fill(step, self.cache.page_tokens, self.cache.padding, tokens)
-        hidden, logits = self._replays[size]()
+        replay = self._replays[size]
+        hidden, logits = self._forward(inputs) if replay is None else replay()
         return hidden[: step.num_tokens], logits[: step.num_tokens]
 
     def _forward(self, inputs: DecodeTensors) -> tuple[Tensor, Tensor]:
@@ -126,9 +127,10 @@ class Decoder:
         hidden, _ = self.model(inputs.tokens, inputs.positions, self.cache)
         return hidden, whole_logits(self.model, hidden)
 
-    def _recorded(self, inputs: DecodeTensors) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _recorded(self, inputs: DecodeTensors) -> Callable[[], tuple[Tensor, Tensor]] | None:
+        # What it returns knows nothing of this object, whose memory is free once it is dropped.
         if not self.is_recorded:
-            return lambda: self._forward(inputs)
+            return None
         # Outside of the graph first: kernels are compiled and tried, workspaces allocated.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -137,7 +139,7 @@ class Decoder:
                 self._forward(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         if self.cache.waits_for_device:
-            return lambda: self._forward(inputs)
+            return None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = self._forward(inputs)

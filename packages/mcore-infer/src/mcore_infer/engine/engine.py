@@ -6,7 +6,7 @@ on its neighbours, nor on how its prompt was cut, nor on pages that it shares or
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,14 +36,14 @@ from mcore_infer.engine.speculative import (
     decided,
 )
 from mcore_infer.engine.step_layout import step_tensors
-from mcore_infer.sampling import log_probs_of, top_log_probs
+from mcore_infer.sampling import log_probs_of, top_log_probs, tops
 from mcore_infer.structured import Grammars, Matcher, Structure
+from mcore_infer.transfers import on_device
 from mcore_infer.writing import (
     Generation,
     NewToken,
     ScoreRequest,
     TokenRules,
-    Top,
     Writing,
 )
 from mcore_models.config import window
@@ -64,8 +64,8 @@ class _Flight:
     """Tokens, and log probabilities where any are wanted, on their way to the host."""
     landing: torch.cuda.Event | None = None
     """When they are there."""
-    top: dict[int, Top] = field(default_factory=dict)
-    """The likeliest tokens, by row."""
+    top: tuple[list[int], Tensor] | None = None
+    """Rows, and what ``top_log_probs`` found for them, on its way to the host."""
 
 
 class Engine:
@@ -137,7 +137,7 @@ class Engine:
         self._writings: dict[int, Writing] = {}
         self._scores: dict[int, ScoreRequest] = {}
         self._prompt_scores: dict[int, PromptScores] = {}
-        self._beams = Beams(self.add, self.abort)
+        self._beams = Beams()
         self._num_requests = 0
         self._flight: _Flight | None = None  # a step started before its predecessor was read
         self.runs_ahead = self.device.type == "cuda" and self.drafter is None
@@ -217,9 +217,8 @@ class Engine:
     def _search(self, writing: Writing, scores: ScoreRequest) -> int:
         check_beams(writing, scores, self.model.vocab_size)
         self.scheduler.check(writing.prompt, writing.num_tokens)
-        number = self._num_requests
-        self._num_requests += 1
-        self._beams.begin(number, writing)
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        self._beams.begin(number, writing, self.add)
         return number
 
     def _matcher(self, structure: Structure | None) -> Matcher | None:
@@ -231,7 +230,8 @@ class Engine:
 
     def abort(self, request: int) -> None:
         """Forget a request, wherever it is; one that is over is none."""
-        self._beams.end(request)
+        for step in self._beams.end(request):
+            self.abort(step)
         if self._writings.pop(request, None) is not None:
             del self._scores[request]
             self._prompt_scores.pop(request, None)
@@ -300,13 +300,13 @@ class Engine:
         if any(scores.log_probs for scores in wanted):
             found = torch.cat([found, log_probs_of(logits, chosen)[None].double()])
         flight = _Flight(step, requests, chosen, found.to("cpu", non_blocking=True))
+        if most := max(scores.num_top for scores in wanted):
+            rows = [i for i, scores in enumerate(wanted) if scores.num_top]
+            best = top_log_probs(logits[on_device(rows, self.device)], most)
+            flight.top = rows, best.to("cpu", non_blocking=True)
         if found.is_cuda:
             flight.landing = torch.cuda.Event()
             flight.landing.record()
-        if most := max(scores.num_top for scores in wanted):
-            rows = [i for i, scores in enumerate(wanted) if scores.num_top]
-            for row, best in zip(rows, top_log_probs(logits[rows], most), strict=True):
-                flight.top[row] = best[: wanted[row].num_top]
         return flight
 
     def _plan_ahead(self, flight: "_Flight") -> Step | None:
@@ -318,7 +318,7 @@ class Engine:
             writing = self._writings.get(request)
             if writing is None or len(writing.tokens) + 1 >= writing.num_tokens:
                 return None
-            if writing.needs_last_token or self._scores[request].num_top:
+            if writing.needs_last_token:
                 return None
         return self.scheduler.plan_ahead(step)
 
@@ -348,6 +348,8 @@ class Engine:
             flight.landing.synchronize()
         ids, *rest = flight.found.tolist()
         log_probs = rest[0] if rest else [None] * len(ids)
+        rows_with_top, best = flight.top or ([], torch.empty(2, 0, 0))
+        top = dict(zip(rows_with_top, tops(best), strict=True))
         new, row = [], 0
         for chunk in flight.step.chunks:
             rows = range(row, row + (1 + chunk.num_drafts) * chunk.wants_token)
@@ -358,7 +360,7 @@ class Engine:
                         chunk.request,
                         int(ids[i]),
                         log_probs[i] if self._scores[chunk.request].log_probs else None,
-                        flight.top.get(i, ()),
+                        top.get(i, ())[: self._scores[chunk.request].num_top],
                     )
                     for i in rows[: self._num_right(chunk, ids[rows.start : rows.stop])]
                 ]
@@ -393,6 +395,6 @@ class Engine:
                     result = self._prompt_scores[request].added_to(result)
                 self.abort(request)
                 if request in self._beams:
-                    yield from self._beams.take(request, result)
+                    yield from self._beams.take(request, result, self.add)
                 else:
                     yield request, result

@@ -7,6 +7,7 @@ run side by side from those of their requests, and the first chunk of a request 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -16,12 +17,8 @@ from torch import Tensor
 
 from mcore_infer.engine.cache_codes import from_codes, to_codes
 from mcore_infer.engine.plans import Fp8Cache, Scales
-from mcore_infer.engine.step_layout import (
-    ChunkView,
-    DecodeTensors,
-    StepTensors,
-    on_device,
-)
+from mcore_infer.engine.step_layout import ChunkView, DecodeTensors, StepTensors
+from mcore_infer.transfers import on_device
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend
 from mcore_parallel.optional_kernels import works
@@ -56,7 +53,7 @@ class PagedCache:
         self._fp8 = fp8
         self.step: StepTensors | DecodeTensors | None = None
         self.waits_for_device = False
-        self._layers: dict[int, _PagedLayer] = {}
+        self._memories: dict[int, _LayerMemory] = {}
 
     @property
     def length(self) -> int:
@@ -65,10 +62,8 @@ class PagedCache:
 
     def layer(self, number: int) -> "_PagedLayer":
         """Return the view of a layer, by its global number."""
-        if number not in self._layers:
-            scales = self._fp8.of(number) if self._fp8 else None
-            self._layers[number] = _PagedLayer(self, scales)
-        return self._layers[number]
+        scales = self._fp8.of(number) if self._fp8 else None
+        return _PagedLayer(self, self._memories.setdefault(number, _LayerMemory()), scales)
 
     @property
     def padding(self) -> tuple[int, int]:
@@ -78,24 +73,30 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Memory of the pages taken so far."""
-        tensors = (t for layer in self._layers.values() for t in (layer.keys, layer.values))
+        tensors = (t for held in self._memories.values() for t in (held.keys, held.values))
         return sum(t.nbytes for t in tensors if t is not None)
 
     @property
     def num_state_bytes(self) -> int:
         """Memory of the recurrent states taken so far."""
-        return sum(t.nbytes for layer in self._layers.values() for t in layer.states)
+        return sum(t.nbytes for held in self._memories.values() for t in held.states)
+
+
+@dataclass(slots=True)
+class _LayerMemory:
+    """What one layer keeps: keys and values, or a state."""
+
+    keys: Shaped[Tensor, "P Z G H"] | None = None
+    values: Shaped[Tensor, "P Z G J"] | None = None
+    states: tuple[Float[Tensor, "W ..."], ...] = ()
+    """Of all slots."""
 
 
 class _PagedLayer:
-    """What one layer keeps: keys and values, or a state: ``LayerState``, ``RecurrentState``."""
+    """A view of what one layer keeps: ``LayerState``, ``RecurrentState``."""
 
-    def __init__(self, cache: PagedCache, scales: Scales | None) -> None:
-        self.cache = cache
-        self.scales = scales
-        self.keys: Shaped[Tensor, "P Z G H"] | None = None
-        self.values: Shaped[Tensor, "P Z G J"] | None = None
-        self.states: tuple[Float[Tensor, "W ..."], ...] = ()  # of all slots
+    def __init__(self, cache: PagedCache, held: _LayerMemory, scales: Scales | None) -> None:
+        self.cache, self.held, self.scales = cache, held, scales
 
     def run(self, mix: Mix, *inputs: Shaped[Tensor, "T 1 ..."]) -> Shaped[Tensor, "T 1 ..."]:
         """Mix each request's tokens from its own state, and replace it.
@@ -104,10 +105,10 @@ class _PagedLayer:
         """
         step = self.cache.step
         assert step is not None
-        if not self.states:
+        if not self.held.states:
             _, state = mix(None, *(x[:1] for x in inputs))
             slots = self.cache.num_slots + 1
-            self.states = tuple(x.new_zeros(slots, *x.shape[1:]) for x in state)
+            self.held.states = tuple(x.new_zeros(slots, *x.shape[1:]) for x in state)
         if isinstance(step, DecodeTensors):
             rows = [x.transpose(0, 1) for x in inputs]  # [R, 1, ...] -> [1, R, ...]
             return self._run_from(mix, step.slots, step.positions == 0, rows).transpose(0, 1)
@@ -137,10 +138,10 @@ class _PagedLayer:
         """Mix tokens of several requests side by side; a first token knows of none before."""
         before = (
             held[slots].masked_fill(is_first.view(-1, *[1] * (held.dim() - 1)), 0)
-            for held in self.states
+            for held in self.held.states
         )
         y, behind = mix(tuple(before), *inputs)
-        for held, new in zip(self.states, behind, strict=True):
+        for held, new in zip(self.held.states, behind, strict=True):
             held[slots] = new
         return y
 
@@ -160,26 +161,27 @@ class _PagedLayer:
         assert step is not None
         size = (self.cache.num_pages + 1, self.cache.page_tokens)
         dtype = k.dtype if self.scales is None else torch.uint8
-        if self.keys is None:
-            self.keys = k.new_zeros(*size, *k.shape[2:], dtype=dtype)
-        if v is not None and self.values is None:
-            self.values = v.new_zeros(*size, *v.shape[2:], dtype=dtype)
-        values = self.keys[..., :value_dim] if self.values is None else self.values
+        held = self.held
+        if held.keys is None:
+            held.keys = k.new_zeros(*size, *k.shape[2:], dtype=dtype)
+        if v is not None and held.values is None:
+            held.values = v.new_zeros(*size, *v.shape[2:], dtype=dtype)
+        values = held.keys[..., :value_dim] if held.values is None else held.values
         rules: dict[str, Any] = {**scores, "window": window, "kv_scales": self.scales}
         if isinstance(step, DecodeTensors):
             decode = self._kernel(q, k, v, scores)
             if decode is not None and v is not None:
                 if step.have_drafts:  # of one request: a row reads what another writes
-                    memories = (self.keys, values)
+                    memories = (held.keys, values)
                     write_to_pages(memories, (k[:, 0], v[:, 0]), step.places, self.scales)
-                new, pages = (k[:, 0], v[:, 0]), (self.keys, values)
+                new, pages = (k[:, 0], v[:, 0]), (held.keys, values)
                 where = (step.tables, step.lengths)
                 return decode(q[:, 0], *new, *pages, *where, **rules)[:, None]
-        news, memories = ((k,), (self.keys,)) if v is None else ((k, v), (self.keys, values))
+        news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
             self.cache.waits_for_device = True
-            where = (self.keys, values, step.tables, step.lengths)
+            where = (held.keys, values, step.tables, step.lengths)
             return reference_decode(q[:, 0], *where, **rules).unsqueeze(1)
         return self._of_chunks(step, q, k, v, values, rules, backend)
 
@@ -194,20 +196,20 @@ class _PagedLayer:
         backend: AttentionBackend,
     ) -> Float[Tensor, "S 1 N J"]:
         """Let each chunk attend to its request's pages: those of one token side by side."""
-        assert self.keys is not None
+        assert self.held.keys is not None
         scores = {name: rule for name, rule in rules.items() if name != "kv_scales"}
         window = scores.pop("window")
         mixed = q.new_empty(*q.shape[:-1], values.shape[-1])
         singles = step.singles
         decode = None if singles is None or v is None else self._kernel(q, k, v, scores)
         if decode is not None and singles is not None and v is not None:
-            at, pages = singles.rows, (self.keys, values, singles.tables, singles.lengths)
+            at, pages = singles.rows, (self.held.keys, values, singles.tables, singles.lengths)
             mixed[at, 0] = decode(q[at, 0], k[at, 0], v[at, 0], *pages, **rules)
         for chunk in step.chunks:
             here = slice(chunk.begin, chunk.end)
             if decode is not None and here.stop - here.start == 1:
                 continue
-            seen = [self._seen(memory, chunk, window) for memory in (self.keys, values)]
+            seen = [self._seen(memory, chunk, window) for memory in (self.held.keys, values)]
             seen = wide_pages(seen, self.scales, q.dtype)
             options: dict[str, Any] = {
                 "window": window,

@@ -7,12 +7,12 @@ they are computed and forgotten a few rows at a time.
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mcore_infer.engine.decoding import whole_logits
-from mcore_infer.sampling import log_probs_of, top_log_probs
+from mcore_infer.sampling import log_probs_of, top_log_probs, tops
+from mcore_infer.transfers import on_device
 from mcore_infer.writing import Generation, Top
 from mcore_models.protocol import LanguageModel
 
@@ -47,10 +47,10 @@ class PromptScores:
         for first in range(begin, end, _ROWS):
             last = min(first + _ROWS, end)
             logits = whole_logits(model, hidden[first - begin : last - begin])
-            following = torch.tensor(self.prompt[first + 1 : last + 1], device=logits.device)
+            following = on_device(self.prompt[first + 1 : last + 1], logits.device)
             self._log_probs[first:last] = log_probs_of(logits, following).tolist()
             if self.num_top:
-                self._top[first:last] = top_log_probs(logits, self.num_top)
+                self._top[first:last] = tops(top_log_probs(logits, self.num_top))
 
     def added_to(self, result: Generation) -> Generation:
         """Return a result with the prompt's scores."""

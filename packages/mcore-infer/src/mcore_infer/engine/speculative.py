@@ -100,7 +100,8 @@ class NgramDrafter:
         for request, writing in writings.items():
             if most := num_wanted(writing, self.num_drafts):
                 ngrams = self._texts.setdefault(request, _Ngrams(writing.prompt))
-                ngrams.extend(writing.ids[len(ngrams.tokens) - len(writing.prompt) :])
+                known = len(ngrams.tokens) - len(writing.prompt)
+                ngrams.extend([token.id for token in writing.tokens[known:]])
                 found[request] = ngrams.next(most)
         return found
 

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mcore_infer.engine.plans import Chunk, Step
+from mcore_infer.transfers import on_device
 
 _TABLE_STEP = 16
 """Widths of page tables are multiples of it."""
@@ -223,11 +224,3 @@ def _rows_and_tables(
 
 def _positions(chunk: Chunk) -> range:
     return range(chunk.begin, chunk.begin + len(chunk.tokens))
-
-
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting for it."""
-    tensor = torch.tensor(numbers, dtype=torch.int64)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
