@@ -8,7 +8,7 @@ import sys
 import tomllib
 
 import pytest
-from docs import curves, drawing
+from docs import curves, drawing, load_picture
 from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render
 from house.rows import is_collected
@@ -163,3 +163,9 @@ def test_blocks_are_found_with_what_they_say():
 def test_a_block_cannot_excuse_itself_without_a_reason(note):
     with pytest.raises(ValueError, match="is no note on running"):
         blocks_of(f"<!-- {note} -->\n```bash\nls\n```\n", "a.md")
+
+
+def test_the_load_picture_is_that_of_the_kept_result():
+    assert load_picture.PICTURE.read_text() == load_picture.kept_chart(), (
+        "run `uv run python tests/docs/load_picture.py`"
+    )
