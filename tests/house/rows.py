@@ -1,6 +1,7 @@
 """Rows that point at tests: what both registers, coverage and mutations, have in common."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterable
 from functools import cache
@@ -53,16 +54,43 @@ def is_collected(node: str) -> bool:
     file, _, name = node.partition("::")
     name, _, parameters = name.partition("[")
     tests = _tests_of(ROOT / file)
-    return name in tests and (not parameters or tests[name])
+    return name in tests and (not parameters or "parametrize" in tests[name])
+
+
+def is_in_default_suite(node: str) -> bool:
+    """Whether no mark that the default suite leaves out is on a test or its whole file."""
+    file, _, name = node.partition("::")
+    return not _tests_of(ROOT / file)[name.partition("[")[0]] & _left_out()
 
 
 @cache
-def _tests_of(file: Path) -> dict[str, bool]:
-    """Map the test functions of a file to whether they are parametrized."""
+def _tests_of(file: Path) -> dict[str, set[str]]:
+    """Map the test functions of a file to their marks, with those of the file."""
     if not file.is_file() or not file.name.startswith("test_"):
         return {}
+    body = ast.parse(file.read_text()).body
+    of_all = [
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
     return {
-        node.name: any("parametrize" in ast.unparse(d) for d in node.decorator_list)
-        for node in ast.parse(file.read_text()).body
+        node.name: {mark for each in (*of_all, *node.decorator_list) for mark in _marks(each)}
+        for node in body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
+
+
+def _marks(node: ast.expr) -> list[str]:
+    """Return the marks that an expression puts on a test, not those of single parameters."""
+    if isinstance(node, ast.List):
+        return [mark for each in node.elts for mark in _marks(each)]
+    return re.findall(r"^pytest\.mark\.(\w+)", ast.unparse(node))
+
+
+@cache
+def _left_out() -> set[str]:
+    """Return the marks whose tests the default suite does not run."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    options = config["tool"]["pytest"]["ini_options"]["addopts"]
+    return set(re.findall(r"not (\w+)", " ".join(options)))

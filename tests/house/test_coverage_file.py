@@ -6,6 +6,7 @@ import pytest
 from house import rows
 
 COUNTS = {"000": 41, "001": 28, "002": 20, "003": 15, "004": 28}
+fast = rows.is_in_default_suite
 HERE = "tests/house/test_coverage_file.py"
 
 
@@ -18,6 +19,14 @@ def test_every_row_of_the_founding_documents_is_there_once():
 def test_every_row_has_a_test_that_exists_or_says_who_owns_it():
     coverage = rows.read_rows(rows.COVERAGE)
     assert rows.faults(coverage, {"test", "open"}, rows.topics()) == []
+
+
+def test_every_row_has_a_test_in_the_default_suite():
+    named = {row["id"]: rows.named_tests(row) for row in rows.read_rows(rows.COVERAGE)}
+    assert [i for i, some in named.items() if some and not any(map(fast, some))] == []
+    assert not fast("tests/e2e/test_book.py::test_it_learns_the_book")
+    published = "test_a_published_model_is_verified_under_a_layout"
+    assert not fast(f"tests/parity/test_presets.py::{published}[kimi-k2]")
 
 
 def test_no_two_rows_say_the_same():
