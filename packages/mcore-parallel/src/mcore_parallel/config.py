@@ -142,7 +142,8 @@ class DataParallelConfig:
 
     fp8_param_gather: bool = False
     """Send weights that --fp8-recipe tensorwise casts in fp8 when the distributed optimizer
-    gathers them: half the bytes, and the same numbers in every GEMM."""
+    gathers them: half the bytes, the same numbers in every GEMM. Checkpoints hold all bits of
+    the weights' format."""
 
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to multiples of 65536 elements, which NCCL moves faster on many ranks."""

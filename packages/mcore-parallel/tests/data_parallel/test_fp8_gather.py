@@ -91,10 +91,17 @@ def halves(tp, overlap):
         fp8 = cast_plain(expected, amax, torch.float8_e4m3fn)
         held = dequantized(fp8.rows, fp8.scale_inv).to(torch.bfloat16)
         torch.testing.assert_close(weight, held, rtol=0, atol=0)
+    # What a save does: all bits of the model's dtype, and the same numbers in every GEMM.
+    x = torch.ones(16, 1, D, dtype=torch.bfloat16)
+    seen = model(x)
+    rounded = [p.detach().clone() for p in model.parameters()]
+    optimizer.refresh_in_full()
+    for ours, theirs in zip(model.parameters(), wide[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(model(x), seen, rtol=0, atol=0)
     # What a load does: the same bits from the main weights again.
-    before = [p.detach().clone() for p in model.parameters()]
     optimizer.refresh()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(rounded, model.parameters(), strict=True))
     optimizer.data_parallel.check_weights()
 
 

@@ -221,9 +221,16 @@ class Bucket:
             agree(self.replica.agreement, "all_reduce of gradients", self.owned(self.grads))
             dist.all_reduce(self.owned(self.grads), group=self.replica.group)
 
-    def gather_params(self, async_op: bool = False) -> PendingGather | None:
-        """All-gather the ranges that the ranks own into ``params``, in place."""
-        if self._scales is not None:
+    def gather_params(
+        self, async_op: bool = False, *, in_full: bool = False
+    ) -> PendingGather | None:
+        """All-gather the ranges that the ranks own into ``params``, in place.
+
+        Args:
+            async_op: return before the bytes have arrived.
+            in_full: send the weights' own dtype, also where ``is_narrow``.
+        """
+        if self._scales is not None and not in_full:
             gather = Fp8Gather(self, self._scales, async_op=async_op)
             if async_op:
                 return gather

@@ -226,6 +226,12 @@ class DataParallel(GradientSync):
         if self._gathering is not None:
             self._gathering.wait()
 
+    def gather_in_full(self) -> None:
+        """Gather weights that travel in fp8 in their own dtype; see ``refresh_in_full``."""
+        for bucket in self.update_order:
+            if bucket.is_narrow:
+                bucket.gather_params(in_full=True)
+
     def check_weights(self) -> None:
         """Compare the weights of data ranks and tied copies, which are equal to the last bit.
 

@@ -40,10 +40,6 @@ _CUT_MULTIPLE = 64
 """Elements to whose multiples the host's share of a unit is rounded up."""
 
 
-def _no_width(_named: NamedParameter) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """State for neighbouring elements of what this rank owns of one unit."""
@@ -99,7 +95,7 @@ class DistributedOptimizer:
         data_parallel: GradientSync,
         rule: UpdateRule,
         *,
-        step_width: Callable[[NamedParameter], float] = _no_width,
+        step_width: Callable[[NamedParameter], float] = lambda _named: 1.0,
         host_share: float = 0.0,
         host_threads: int = 1,
         has_main: bool = True,
@@ -263,6 +259,18 @@ class DistributedOptimizer:
                     if unit.own_main() is not None:
                         _part(unit.own_weights(), segment).copy_(segment.main)
         self.data_parallel.wait_params()
+
+    def refresh_in_full(self) -> None:
+        """Round weights that are gathered in fp8 from main weights once more, for a save.
+
+        Gathers these over the data ranks in the model's dtype. GEMMs cast them to the same
+        fp8 numbers; the next step rounds them again.
+        """
+        self.data_parallel.wait_params()
+        for segment in self._kept_apart():
+            if segment.unit.is_narrow:
+                segment.weights.copy_(segment.main)
+        self.data_parallel.gather_in_full()
 
     def _kept_apart(self, unit: OwnedUnit | None = None) -> list[_Segment]:
         """List the segments, of one unit or all, whose main weights are no weights."""

@@ -185,6 +185,9 @@ class GradientSync(ABC):
         for _ in self.gathering():
             pass
 
+    def gather_in_full(self) -> None:  # noqa: B027 - most units are never narrow
+        """Make all bits of narrow units' weights known; their owners have set them."""
+
     def wait_params(self) -> None:  # noqa: B027 - an engine may have nothing on its way
         """Make ``weight_shards`` current: before a save, a comparison, an export."""
 

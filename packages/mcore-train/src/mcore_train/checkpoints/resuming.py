@@ -77,12 +77,14 @@ def take_snapshot(
 ) -> Snapshot:
     """Describe everything that a checkpoint of this step holds.
 
+    Weights that travel in fp8 are gathered in full first, over the data ranks.
+
     Args:
         run: weights are read once gathers on their way are done.
         tokenizer_folder: holds the run's tokenizer; None on ranks that need not bring it.
         state: the result of ``state_shards``, which takes long; None: computed here.
     """
-    run.data_parallel.wait_params()
+    run.optimizer.refresh_in_full()
     return Snapshot(
         shards={**(state_shards(run) if state is None else state), **rng_shards(run)},
         extra=_extra(run),
