@@ -81,6 +81,18 @@ def test_a_way_that_a_smaller_layout_cannot_take_is_said():
     assert "context ranks: more than 2 in the run, 2 in the small run" in notes
 
 
+def test_numbers_that_are_off_by_default_are_switches():
+    before, after = (
+        path_signature.path_signature(resolve(compose(REAL | changes), 1))
+        for changes in ({}, {"logits_multiplier": 2.0, "softmax_scale": 0.1, "clip_grad": 0.0})
+    )
+    assert {name for name, way in after.items() if before[name] != way} == {
+        "--logits-multiplier",
+        "--softmax-scale",
+        "--clip-grad",
+    }
+
+
 def test_dropped_attention_weights_take_the_same_way_over_context_ranks():
     plan, small, _ = plans(CP2 | {"attention_dropout": 0.1}, 2)
     assert set(differences(plan, small)) <= SIZES | {"--attention-dropout"}

@@ -53,32 +53,15 @@ _SPELLED_BELOW = {
     "weight_decay_incr_style",
 }
 """Switches that say the same in several ways; what they amount to is compared instead."""
-_FEATURES = (
-    ("model", "hidden_dropout"),
-    ("model", "attention_dropout"),
-    ("model", "softmax_scale"),
-    ("model", "attn_logit_softcapping"),
-    ("model", "final_logit_softcapping"),
-    ("model", "attention_chunk_size"),
-    ("model", "attention_temperature_span"),
-    ("model", "rotary_base_local"),
-    ("model", "activation_func_clamp_value"),
-    ("peft", "lora_dropout"),
-    ("peft", "peft_base_bits"),
-    ("optimizer", "weight_decay"),
-    ("optimizer", "clip_grad"),
-    ("experts", "moe_aux_loss_coeff"),
-    ("experts", "moe_z_loss_coeff"),
-    ("experts", "moe_input_jitter_eps"),
-    ("experts", "moe_expert_capacity_factor"),
-    ("experts", "moe_router_topk_scaling_factor"),
-    ("experts", "moe_router_num_groups"),
-    ("experts", "moe_shared_expert_intermediate_size"),
-    ("experts", "moe_latent_size"),
-    ("experts", "moe_expert_rows_limit"),
-    ("evaluation", "eval_interval"),
-)
-"""Numbers that switch something on."""
+_SIZES = {
+    *("num_query_groups", "kv_channels", "ffn_hidden_size", "mamba_num_heads"),
+    *("encoder_num_layers", "decoder_num_layers", "num_experts", "moe_ffn_hidden_size"),
+    *("embedding_init_method_std", "lr", "min_lr", "expert_tensor_parallel_size"),
+    *("ddp_bucket_size", "microbatch_group_size_per_virtual_pipeline_stage"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("cpu_offloading_num_layers", "optimizer_offload_fraction"),
+}
+"""Numbers whose 0 or 1 is a size like any other; what they divide is compared below."""
 
 
 def path_signature(plan: Plan) -> dict[str, str]:
@@ -118,15 +101,18 @@ def _switches(config: TrainConfig) -> Iterator[tuple[str, str]]:
             continue
         for field in fields(owner):
             value = getattr(owner, field.name)
-            if field.name in _SPELLED_BELOW:
+            if field.name in _SPELLED_BELOW | _SIZES:
                 continue
             if isinstance(value, bool):
-                yield _flag(field.name), "on" if value else "off"
+                yield _flag(field.name), _on(value)
             elif isinstance(value, str) or _is_words(value):
                 yield _flag(field.name), " ".join([value] if isinstance(value, str) else value)
-    for part, name in _FEATURES:
-        yield _flag(name), "on" if getattr(getattr(config, part), name) else "off"
-    yield "--rampup-batch-size", "on" if config.batch.rampup_batch_size else "off"
+            elif field.default == 0 or field.name in ("weight_decay", "clip_grad"):
+                yield _flag(field.name), _on(value)
+            elif isinstance(value, float) and field.default == 1:
+                yield _flag(field.name), _on(value != 1)
+    yield "--eval-interval", _on(config.evaluation.eval_interval)
+    yield "--rampup-batch-size", _on(config.batch.rampup_batch_size)
 
 
 def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -370,6 +356,10 @@ def vector_length(shards: int) -> int:
 
 def _is_words(value: Any) -> bool:
     return isinstance(value, tuple) and bool(value) and all(isinstance(v, str) for v in value)
+
+
+def _on(value: object) -> str:
+    return "on" if value else "off"
 
 
 def _few(number: int) -> str:
