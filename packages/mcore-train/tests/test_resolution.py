@@ -62,8 +62,14 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
          "heads must divide evenly. Use 1, 2, 3, 4, 6 or 12"),
         (6, {"tensor_model_parallel_size": 4}, "does not divide the world of 6 ranks"),
         (1, {"sequence_parallel": True}, "--sequence-parallel has no effect"),
-        (1, {"optimizer": "sgd", "adam_eps": 1e-6}, "have no effect with --optimizer sgd"),
-        (1, {"sgd_momentum": 0.5}, "--sgd-momentum has no effect with --optimizer adam"),
+        (1, {"optimizer": "sgd", "adam_eps": 1e-6, "adam_beta1": 0.8},
+         "--adam-beta1 and --adam-eps have no effect without --optimizer adam"),
+        (1, {"sgd_momentum": 0.5}, "--sgd-momentum has no effect without --optimizer sgd"),
+        (1, {"moe_experts_dtype": "fp8", "moe_router_topk": 4, "fp8_format": "hybrid"},
+         "--moe-router-topk and --moe-experts-dtype have no effect without --num-experts"),
+        (1, {"kv_lora_rank": 64}, "no effect without --multi-latent-attention"),
+        (1, {"hybrid_override_pattern": "*-*-", "mamba_state_dim": 64}, "without M or P in"),
+        (1, {"eval_iters": 5}, "--eval-iters has no effect without --eval-interval"),
         (2, {"num_distributed_optimizer_instances": 2},
          "--num-distributed-optimizer-instances 2 has no effect without"),
         (2, {"micro_batch_size": 2, "global_batch_size": 6}, "use 4 or 8"),
@@ -91,7 +97,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (2, {"context_parallel_size": 2, "cp_comm_type": "p2p", "window_size": (4, 0)},
          "--cp-comm-type p2p has no windows (--window-size): use all_gather or a2a"),
         (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1",
-             "recompute_granularity": "full"}, "zb-h1 keeps what a layer computes"),
+             "recompute_granularity": "full"}, "what --pipeline-schedule zb-h1"),
         (4, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1",
              "use_torch_fsdp2": True}, "use 1f1b or interleaved, or optim"),
         (2, {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "rowwise",
@@ -105,7 +111,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
         (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "auto",
              "pipeline_memory_cap": "h2000"}, "--pipeline-memory-cap h2000 is not known"),
         (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "auto",
-             "pipeline_memory_cap": "0.0001"}, "zb-v takes 0.0 GiB"),
+             "pipeline_memory_cap": "0.0001"}, "zb-v: takes 0.0 GiB"),
         (2, {"cuda_graph_impl": "full_iteration", "use_torch_fsdp2": True},
          "cannot record --data-parallel-sharding-strategy optim_grads_params"),
         (2, {"main_params_dtype": "bf16", "bf16": True, "use_torch_fsdp2": True},
@@ -153,7 +159,8 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
          "--distribute-saved-activations has no effect"),
         (1, {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
          "--recompute-modules moe_act has no effect without --num-experts"),
-        (1, {"tensorboard": True}, "--tensorboard has nowhere to write"),
+        (1, {"tensorboard": True, "auto_resume": True},
+         "--auto-resume and --tensorboard have no effect without --save"),
         (1, {"lr_warmup_iters": 10}, "not shorter than the decay"),
     ],
 )  # fmt: skip
@@ -177,6 +184,19 @@ def test_auto_is_the_fastest_schedule_that_fits_the_memory_and_the_other_options
     assert ramp.pipeline_schedule == "zb-v"  # dualpipev takes 4 micro-batches or more
     odd = length | {"rampup_batch_size": (2, 1, 8), "recompute_granularity": "full"}
     assert plan(2, **auto, **odd).config.pipeline.pipeline_schedule == "1f1b"
+
+
+def test_auto_names_what_no_schedule_would_mend_instead_of_schedules():
+    auto = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "auto"}
+    for changes, told in (
+        ({"main_grads_dtype": "bf16"}, "--main-grads-dtype bf16 has no effect without --bf16."),
+        ({"train_iters": 0, "train_samples": 40, "rampup_batch_size": (2, 4, 8),
+          "global_batch_size": 8}, "--rampup-batch-size"),
+    ):  # fmt: skip
+        with pytest.raises(ConflictError) as refusal:
+            plan(2, **auto, **changes)
+        assert len(refusal.value.lines) == 1
+        assert refusal.value.lines[0].startswith(told)
 
 
 def test_a_ramp_of_many_sizes_is_resolved_without_building_their_schedules():

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_data.config import DataConfig
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.families import GPT_FAMILY, Family
+from mcore_parallel.config import PipelineConfig
 from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank
@@ -23,6 +23,7 @@ from mcore_train.lr_schedule import Schedule, build_schedule
 from mcore_train.options.adapter_conflicts import find_adapter_conflicts
 from mcore_train.options.option_conflicts import (
     endless_numbers,
+    find_data_conflicts,
     find_offload_conflicts,
     find_option_conflicts,
     find_sample_conflicts,
@@ -145,19 +146,21 @@ def resolve(
     if lines := endless_numbers(config):
         raise ConflictError(lines)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
+    batch_size = _global_batch_size(config, world_size)
     vocab_size = _vocab_size(config, tokenizer_vocab_size)
-    number = _global_batch_size(config, world_size) // micro
-    config, lines = choose_schedule(config, family, world_size, vocab_size, number)
-    lines += [
+    lines = [
         *_layout_conflicts(config, world_size),
         *_model_conflicts(config, family),
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
-        *_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
+        *find_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
         *find_sample_conflicts(config, family.dataset),
         *find_option_conflicts(config),
         *find_text_conflicts(config.samples, family.dataset, tokenizer_vocab_size),
     ]
+    ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
+    if config.pipeline.pipeline_schedule == "auto":
+        config = _with_schedule(config, family, world_size, vocab_size, lines)
     pp = config.parallelism.pipeline_model_parallel_size
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
     lines += _empty_ranks(stages or (), config)
@@ -165,13 +168,8 @@ def resolve(
     lines += misplaced_predictions(stages or (), config)
     if not lines:  # a model that can be described
         lines += find_adapter_conflicts(config, family, vocab_size, stages or ())
-    batch_size = _global_batch_size(config, world_size)
-    ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
-    for size in ramp.sizes() if ramp else (batch_size,):
-        known = len(lines)
-        _attempt(lines, check_schedule, config.pipeline, pp, max(1, size // micro))
-        if len(lines) > known:
-            break
+    sizes = ramp.sizes() if ramp else (batch_size,)
+    lines += _schedule_conflicts(config.pipeline, pp, [max(1, size // micro) for size in sizes])
     schedule = None
     if config.optimizer.lr and _train_samples(config, batch_size):
         schedule = _attempt(
@@ -259,6 +257,28 @@ def _model_conflicts(config: TrainConfig, family: Family) -> Iterator[str]:
         )
 
 
+def _with_schedule(
+    config: TrainConfig, family: Family, world_size: int, vocab_size: int, lines: list[str]
+) -> TrainConfig:
+    """Choose what auto stands for, unless every schedule would fail of ``lines``."""
+    micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
+    number = _global_batch_size(config, world_size) // micro
+    if not lines:
+        found = _attempt(lines, choose_schedule, config, family, world_size, vocab_size, number)
+        if found is not None:
+            return found
+    raise ConflictError(list(dict.fromkeys(lines)))
+
+
+def _schedule_conflicts(pipeline: PipelineConfig, pp: int, numbers: list[int]) -> list[str]:
+    """Say what a schedule lacks for the first number of micro-batches that it does not fit."""
+    lines: list[str] = []
+    for number in numbers:
+        if not lines:
+            _attempt(lines, check_schedule, pipeline, pp, number)
+    return lines
+
+
 def _empty_ranks(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
     """Refuse a pipeline rank that would hold no parameter, and so have nothing to train."""
     pp, layout = config.parallelism.pipeline_model_parallel_size, config.pipeline
@@ -315,40 +335,6 @@ def _vocabulary_conflicts(config: TrainConfig, tokenizer_vocab_size: int) -> Ite
         )
     if not _vocab_size(config, tokenizer_vocab_size):
         yield "how many tokens are there? Give --tokenizer-model (or --vocab-size)."
-
-
-def _data_conflicts(data: DataConfig, *, evaluates: bool) -> Iterator[str]:
-    sources = (
-        data.mock_data,
-        data.data_path,
-        data.train_data_path,
-        data.data_args_path,
-        data.per_split_data_args_path,
-        data.data_mixture_path,
-    )
-    is_external = data.dataloader_type == "external"
-    if is_external and any(sources):
-        yield (
-            "--dataloader-type external takes its batches from the caller: leave --data-path "
-            "and the other sources out."
-        )
-    if is_external and data.full_validation:
-        yield "--full-validation cannot know how long external data are: leave it out."
-    if not is_external and not any(sources):
-        yield "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens."
-    if data.create_attention_mask_in_dataloader:
-        yield (
-            "--create-attention-mask-in-dataloader makes masks that training has no use for: "
-            "leave it out (--reset-attention-mask works by the borders of documents)."
-        )
-    if data.reset_attention_mask and data.dataloader_inter_document_masking:
-        yield (
-            "--reset-attention-mask (borders at end-of-document tokens) and "
-            "--dataloader-inter-document-masking (borders of the stored documents) contradict: "
-            "leave one out."
-        )
-    if data.full_validation and not evaluates:
-        yield "--full-validation has no effect without --eval-interval."
 
 
 def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) -> Any:

@@ -22,6 +22,7 @@ from mcore_parallel.pipeline_parallel.search import (
 )
 from mcore_train.batch_ramp import build_ramp
 from mcore_train.composition import TrainConfig
+from mcore_train.options.option_conflicts import find_option_conflicts
 
 FLOPS = 500e12
 """Of a GPU in a second, as an H200 reaches in bf16 layers."""
@@ -33,51 +34,38 @@ log = logging.getLogger(__name__)
 
 def choose_schedule(
     config: TrainConfig, family: Family, world_size: int, vocab_size: int, num_microbatches: int
-) -> tuple[TrainConfig, list[str]]:
+) -> TrainConfig:
     """Put the best schedule in the place of auto, and log what was compared.
 
     Args:
-        config: all options.
+        config: all options, without conflicts beside those of a schedule.
         family: of the model.
         world_size: ranks of the job.
         vocab_size: tokens of the model.
         num_microbatches: of a step, on each data rank.
 
     Returns:
-        The config with a schedule, and why there is none, if so.
+        The config with a schedule.
+
+    Raises:
+        ValueError: if no schedule fits, with the reasons, or the cap is none.
     """
     pipeline = config.pipeline
-    if pipeline.pipeline_schedule != "auto":
-        return config, []
-    plain = replace(pipeline, pipeline_schedule="", pipeline_memory_cap="")
-    unchanged = replace(config, pipeline=plain)
-    pp = config.parallelism.pipeline_model_parallel_size
-    if pp == 1:
-        problem = "has no effect with --pipeline-model-parallel-size 1: leave it out."
-        return unchanged, [f"--pipeline-schedule auto {problem}"]
-    try:
-        cap = _cap_bytes(pipeline.pipeline_memory_cap)
-        candidates = search_schedules(
-            pipeline,
-            family.num_layers(config.model),
-            pp,
-            max(1, num_microbatches),
-            estimate_costs(config, family, vocab_size),
-            lambda tried: _memory(
-                config, family, world_size, vocab_size, num_microbatches, tried
-            ),
-            cap,
-            lambda tried: _problem(config, tried, num_microbatches),
-        )
-    except ValueError as error:
-        return unchanged, [str(error)]
-    if candidates[0].problem:
-        return unchanged, [_nothing_fits(candidates, pipeline)]
-    chosen = candidates[0].pipeline
-    log.info(
-        "--pipeline-schedule auto takes %s:\n%s", candidates[0].name, search_table(candidates)
+    candidates = search_schedules(
+        pipeline,
+        family.num_layers(config.model),
+        config.parallelism.pipeline_model_parallel_size,
+        num_microbatches,
+        estimate_costs(config, family, vocab_size),
+        lambda tried: _memory(config, family, world_size, vocab_size, num_microbatches, tried),
+        _cap_bytes(pipeline.pipeline_memory_cap),
+        lambda tried: _problem(config, tried, num_microbatches),
     )
-    return replace(config, pipeline=chosen), []
+    best = candidates[0]
+    if best.problem:
+        raise ValueError(_nothing_fits(candidates, pipeline))
+    log.info("--pipeline-schedule auto takes %s:\n%s", best.name, search_table(candidates))
+    return replace(config, pipeline=best.pipeline)
 
 
 def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Costs:
@@ -92,7 +80,7 @@ def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Cost
     gemm = forward(1, 0)
     core = forward(length, 0) - gemm
     head = forward(1, vocab_size) - gemm
-    tokens = max(1, batch.micro_batch_size * length // cp)  # fewer are refused elsewhere
+    tokens = batch.micro_batch_size * length // cp
     unit = tokens / tp / FLOPS
     kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     layer = (gemm + core, gemm + 2.5 * core, gemm)
@@ -141,11 +129,7 @@ def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: in
         pp = config.parallelism.pipeline_model_parallel_size
         for size in build_ramp(ramp, final).sizes():
             check_schedule(pipeline, pp, max(1, size * num_microbatches // final))
-    if not pipeline.splits_backward:
-        return ""
-    if config.recomputation.recompute_granularity == "full":
-        return "not with --recompute-granularity full"
-    return "not with sharded gradients" if config.data_parallelism.is_fully_sharded else ""
+    return next(find_option_conflicts(replace(config, pipeline=pipeline)), "")
 
 
 def _cap_bytes(text: str) -> float:
@@ -167,8 +151,15 @@ def _cap_bytes(text: str) -> float:
 
 
 def _nothing_fits(candidates: list[Candidate], pipeline: PipelineConfig) -> str:
-    cap = pipeline.pipeline_memory_cap or "any memory"
-    reasons = "; ".join(f"{each.name} {each.problem[:60]}" for each in candidates)
+    problems: dict[str, list[str]] = {}
+    for each in candidates:
+        problems.setdefault(each.problem.rstrip("."), []).append(each.name)
+    if len(problems) == 1:
+        return candidates[0].problem
+    reasons = "; ".join(f"{', '.join(names)}: {text}" for text, names in problems.items())
+    cap = pipeline.pipeline_memory_cap
+    if not cap:
+        return f"--pipeline-schedule auto can use no schedule ({reasons})."
     return (
         f"--pipeline-schedule auto finds nothing for --pipeline-memory-cap {cap} ({reasons}): "
         "raise the cap, or split or recompute more."

@@ -211,7 +211,7 @@ def test_adapters_of_experts_load_under_another_layout_and_merge(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"lora_dim": 4}, "--lora-* have no effect without --peft"),
+        ({"lora_dim": 4}, "--lora-dim has no effect without --peft"),
         ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
         ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora knows no routed experts"),
         ({**DORA, "save": "x", "save_hf": True}, "--save-hf writes whole models"),

@@ -2,7 +2,9 @@ import dataclasses
 
 import pytest
 
+from mcore_moe.config import MoEConfig
 from mcore_train.composition import TrainConfig, compose, field_types, flat
+from mcore_train.options.idle_options import idle_options
 from mcore_train.options.parsing import parse
 
 SHAPE = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
@@ -151,3 +153,22 @@ def test_a_flat_table_gives_the_config_back():
     assert compose(flat(config)) == config
     with pytest.raises(ValueError, match="no option is called layers"):
         compose({"layers": 3})
+
+
+def test_what_a_preset_says_of_a_part_that_flags_turn_off_is_left_out():
+    dense = [
+        "--model",
+        "deepseek-v3",
+        "--num-experts",
+        "0",
+        "--mtp-num-layers",
+        "0",
+        "--rope-type",
+        "rope",
+    ]
+    found = parse(dense)
+    assert found.experts == MoEConfig()
+    assert (found.model.mtp_loss_scaling_factor, found.model.beta_fast) == (0.1, 32.0)
+    assert found.model.kv_lora_rank == 512
+    given = parse([*dense, "--moe-router-topk", "4"])
+    assert [names for _, names in idle_options(given)] == [["moe_router_topk"]]

@@ -40,6 +40,7 @@ from mcore_train.layout_check.small_run_sizes import (
     shrink_skip_freq,
     vocab_size,
 )
+from mcore_train.options.idle_options import without_idle_options
 from mcore_train.resolution import Plan, resolve
 
 NUM_STEPS = 3
@@ -116,6 +117,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         ),
         launch=LaunchConfig(),
     )
+    shrunk = without_idle_options(shrunk)  # sizes of parts that this model has not
     small = resolve(shrunk, world_size, family=plan.family)
     return SmallRun(
         config=shrunk,
@@ -215,7 +217,6 @@ def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> Batc
     pp, before = parallel.pipeline_model_parallel_size, plan.config.parallelism
     number = plan.num_microbatches
     group = _group_size(plan, parallel)
-    is_ramp = bool(plan.config.batch.rampup_batch_size)
     if pp == 1:
         kept = min(number, 2)
     elif group:
@@ -231,15 +232,12 @@ def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> Batc
         parallel.tensor_model_parallel_size * parallel.context_parallel_size * pp
     )
     size = micro * data_ranks * kept
-    common: dict[str, int] = {
-        "micro_batch_size": micro,
-        "seq_length": seq_length(plan, parallel),
-    }
+    common = {"micro_batch_size": micro, "seq_length": seq_length(plan, parallel)}
     kind: Any = type(plan.config.batch)
     if kind is not BatchConfig:  # a T5's: the decoder has half the encoder's tokens, or as many
         half = common["seq_length"] // 2
         common["decoder_seq_length"] = half if half % _cuts(parallel) == 0 else 2 * half
-    if not is_ramp:
+    if not plan.config.batch.rampup_batch_size:
         return kind(**common, global_batch_size=size, train_iters=NUM_STEPS)
     # One step of the first size, the others of twice that.
     return kind(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from mcore_models.families import Family
-from mcore_models.peft.config import PeftConfig, linears, without_target
+from mcore_models.peft.config import linears, without_target
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig
 
@@ -21,11 +21,6 @@ def find_adapter_conflicts(
     """
     peft, experts = config.peft, config.experts
     if peft.peft == "none":
-        if peft != PeftConfig():
-            yield (
-                "--lora-* have no effect without --peft lora or --peft dora, nor has "
-                "--peft-base-bits: leave them out."
-            )
         return
     names = linears(family.tensor_shapes(config.model, vocab_size, experts))
     if strange := without_target(peft, names):

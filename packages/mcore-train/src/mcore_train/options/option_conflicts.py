@@ -7,12 +7,13 @@ like ``resolution``, which adds these lines to its own.
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
+from mcore_data.config import DataConfig
 from mcore_models.config import TransformerConfig
 from mcore_parallel.logical_tensors import expert_size
-from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import SampleConfig, flag
+from mcore_train.options.idle_options import find_idle_options
 
 
 def endless_numbers(config: TrainConfig) -> list[str]:
@@ -26,14 +27,20 @@ def endless_numbers(config: TrainConfig) -> list[str]:
 
 def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name the options that contradict each other or have no effect, one line each."""
-    if config.pipeline.splits_backward and config.recomputation.recompute_granularity == "full":
-        yield (
-            f"--pipeline-schedule {config.pipeline.pipeline_schedule} keeps what a layer "
-            "computes until its weight gradients are made, which --recompute-granularity "
-            "full exists to avoid: use 1f1b, or selective recomputation."
-        )
+    yield from find_idle_options(config)
     pipeline = config.pipeline
+    if pipeline.splits_backward and config.recomputation.recompute_granularity == "full":
+        yield (
+            "--recompute-granularity full avoids keeping what --pipeline-schedule "
+            f"{pipeline.pipeline_schedule} keeps until weight gradients are computed: use "
+            "1f1b, or selective recomputation."
+        )
     if config.parallelism.pipeline_model_parallel_size == 1:
+        if pipeline.pipeline_schedule == "auto":
+            yield (
+                "--pipeline-schedule auto has no effect with --pipeline-model-parallel-size 1: "
+                "leave it out."
+            )
         for is_on, name in (
             (pipeline.overlap_p2p_communication, "--no-overlap-p2p-communication"),
             (pipeline.batch_p2p_communication, "--no-batch-p2p-communication"),
@@ -62,14 +69,43 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     yield from _narrow_expert_conflicts(config)
     if config.run.cuda_graph_impl != "none":
         yield from _graph_conflicts(config)
-    if config.logging.tensorboard and not config.saving.save:
-        yield "--tensorboard has nowhere to write: give --save DIR."
     if config.logging.tensorboard and "://" in config.saving.save:
         yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
-    if config.loading.auto_resume and not config.saving.save:
-        yield "--auto-resume has no effect without --save DIR."
-    if config.retention.save_retain_last and not config.saving.save:
-        yield "--save-retain-last has no effect without --save DIR."
+
+
+def find_data_conflicts(data: DataConfig, *, evaluates: bool) -> Iterator[str]:
+    """Say what is wrong with the sources of a run, one line each."""
+    sources = (
+        data.mock_data,
+        data.data_path,
+        data.train_data_path,
+        data.data_args_path,
+        data.per_split_data_args_path,
+        data.data_mixture_path,
+    )
+    is_external = data.dataloader_type == "external"
+    if is_external and any(sources):
+        yield (
+            "--dataloader-type external takes its batches from the caller: leave --data-path "
+            "and the other sources out."
+        )
+    if is_external and data.full_validation:
+        yield "--full-validation cannot know how long external data are: leave it out."
+    if not is_external and not any(sources):
+        yield "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens."
+    if data.create_attention_mask_in_dataloader:
+        yield (
+            "--create-attention-mask-in-dataloader makes masks that training has no use for: "
+            "leave it out (--reset-attention-mask works by the borders of documents)."
+        )
+    if data.reset_attention_mask and data.dataloader_inter_document_masking:
+        yield (
+            "--reset-attention-mask (borders at end-of-document tokens) and "
+            "--dataloader-inter-document-masking (borders of the stored documents) contradict: "
+            "leave one out."
+        )
+    if data.full_validation and not evaluates:
+        yield "--full-validation has no effect without --eval-interval."
 
 
 def find_sample_conflicts(config: TrainConfig, dataset: str) -> Iterator[str]:
@@ -109,10 +145,6 @@ def find_sample_conflicts(config: TrainConfig, dataset: str) -> Iterator[str]:
 
 
 def _optimizer_conflicts(config: TrainConfig) -> Iterator[str]:
-    if config.optimizer.optimizer == "sgd" and config.adam != AdamConfig():
-        yield "--adam-* and --exp-avg-* have no effect with --optimizer sgd: leave them out."
-    if config.optimizer.optimizer == "adam" and config.sgd != SGDConfig():
-        yield "--sgd-momentum has no effect with --optimizer adam: leave it out."
     if config.model.use_mup and config.optimizer.optimizer != "adam":
         yield "--use-mup sets rates for Adam only: use --optimizer adam."
     if config.model.use_mup and config.peft.peft != "none":
@@ -348,9 +380,6 @@ def find_text_conflicts(
         tokenizer_vocab_size: tokens of the tokenizer; 0 where there is none.
     """
     if not samples.sample_interval:
-        for name in ("sample_prompts", "sample_num_tokens", "sample_temperature"):
-            if getattr(samples, name) != getattr(SampleConfig(), name):
-                yield f"{flag(name)} has no effect without --sample-interval: leave it out."
         return
     if dataset != "gpt":
         yield "--sample-interval needs a model that predicts next tokens: leave it out."

@@ -17,6 +17,8 @@ from mcore_parallel.command_line import parse as parse_options
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
 from mcore_train.composition import TrainConfig, field_types, flag_names
+from mcore_train.config import flag
+from mcore_train.options.idle_options import without_idle_options
 from mcore_train.options.megatron_flags import translate
 from mcore_train.options.recipe import Value, read_recipe, to_flags
 
@@ -80,8 +82,8 @@ def parse(
     fields: dict[str, Value] = {}
     for recipe in recipes:
         fields |= _checked_recipe(recipe, config_type)
-    if preset := _last_value(words, "--model") or str(fields.get("model", "")):
-        fields = {**_preset_fields(preset, config_type), **fields}
+    name = _last_value(words, "--model") or str(fields.get("model", ""))
+    preset = _preset_fields(name, config_type) if name else {}
     load = _last_value(words, "--load") or str(fields.get("load", ""))
     step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
     if not step.isdecimal():
@@ -91,17 +93,23 @@ def parse(
     save = _last_value(words, "--save") or str(fields.get("save", ""))
     if save and _is_on(words, "--auto-resume", fields) and find_checkpoint(save) is not None:
         load, step = save, "0"
-    flag = "--pretrained-checkpoint"
-    base = _last_value(words, flag) or str(fields.get("pretrained_checkpoint", ""))
+    base = _last_value(words, "--pretrained-checkpoint")
+    base = base or str(fields.get("pretrained_checkpoint", ""))
     saved = checkpoint_fields(base, 0, config_type) if base else {}
     saved |= checkpoint_fields(load, int(step), config_type) if load else {}
-    args = [*beginning, *to_flags(saved), *to_flags(fields), *words]
-    args = [*_pattern_flags(args), *args]
+    saved |= preset
+    given = [*to_flags(fields), *words]
+    args = [*beginning, *to_flags(saved), *given]
+    beginning = [*_pattern_flags(args), *beginning]
     if layers_per_stage:
-        args += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
+        given += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
     if recipes:
-        args += ["--recipe", *recipes]
-    return parse_options(config_type, program, args)
+        given += ["--recipe", *recipes]
+    config = parse_options(config_type, program, [*beginning, *to_flags(saved), *given])
+    # What a saved model or preset says of a part that options turn off has no effect.
+    options = set(field_types(config_type))
+    kept = {name for name in options if {flag(name), flag(f"no_{name}")} & set(given)}
+    return without_idle_options(config, kept | (options - set(saved)))
 
 
 def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value]:
