@@ -1,27 +1,46 @@
-"""The page of defaults that differ from Megatron's, made from the configs' docstrings.
+"""The page of defaults that differ from Megatron's, and of options that it does not have.
 
+Made from the configs' docstrings; megatron_defaults.toml holds Megatron's own defaults.
 `uv run python tests/docs/defaults.py` writes docs/defaults.md anew.
 """
 
+import dataclasses
 import re
 import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from house.flags import config_classes, config_sources, fields
 from house.sources import ROOT
 
+from mcore_train.composition import FAMILY_COMMANDS
+
 PAGE = ROOT / "docs/defaults.md"
 _HEAD = """# Defaults that differ from Megatron's
 
 Written by `uv run python tests/docs/defaults.py` from the docstrings of the configs. Every
-other default is Megatron's.
+other default is Megatron's, or of an option that Megatron's command line does not have.
 
 | flag | ours | Megatron's | what it is |
 | --- | --- | --- | --- |
 """
+_OWN = """
+## Options that Megatron's command line does not have
+
+| flag | default | what it is |
+| --- | --- | --- |
+"""
 _TAIL = """
+## Options that mean something else
+
+`--mup-output-mult` stands beside the base width over the model's; in Megatron-Core a number
+other than 1 takes its place.
+
 Tokenizer types that give other ids than Megatron-Core's, run beside its version 0.19:
 
 - `Llama2Tokenizer` starts every text with BOS, as Llama 2 was trained; Megatron-Core's adds
@@ -34,20 +53,61 @@ Tokenizer types that give other ids than Megatron-Core's, run beside its version
 _SENTENCE = re.compile(r"\s*Megatron's default: (?P<value>[^.]+(?:\.\d+)?)\.")
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a training command."""
+
+    name: str
+    default: object
+    """Tuples as lists; "required" where there is none."""
+    said: str
+    """Its docstring, on one line."""
+
+
+def training_options() -> Iterator[Option]:
+    """Yield every option of the training commands once, by name; a GPT's where they differ."""
+    said, defaults = {}, {}
+    for source in (s for s in config_sources() if not s.name.startswith("mcore_infer/")):
+        for field in (field for node in config_classes(source) for field in fields(node)):
+            said.setdefault(field.name, field.docstring)
+    for command in FAMILY_COMMANDS.values():
+        for part in get_type_hints(command.verified).values():
+            for field in dataclasses.fields(part):
+                defaults.setdefault(field.name, field.default)
+    for name, default in sorted(defaults.items()):
+        value = list(default) if isinstance(default, tuple) else default
+        value = "required" if default is dataclasses.MISSING else value
+        yield Option(name, value, " ".join(said[name].split()))
+
+
+def megatron_defaults() -> dict[str, object]:
+    """Return Megatron's default of each option that both have."""
+    return tomllib.loads((Path(__file__).parent / "megatron_defaults.toml").read_text())
+
+
 def render() -> str:
     """Return the text of the page."""
-    lines = []
-    for source in config_sources():
-        for node in config_classes(source):
-            for field in fields(node):
-                said = _SENTENCE.search(field.docstring)
-                if said:
-                    what = " ".join(_SENTENCE.sub("", field.docstring).split())
-                    flag = "--" + field.name.replace("_", "-")
-                    lines.append(
-                        f"| `{flag}` | `{field.default}` | {said['value']} | {what} |\n"
-                    )
-    return _HEAD + "".join(sorted(lines)) + _TAIL
+    differing, own = [], []
+    for option in training_options():
+        flag = f"`--{option.name.replace('_', '-')}` | `{option.default!r}`"
+        theirs, what = _SENTENCE.search(option.said), _SENTENCE.sub("", option.said)
+        what = what.replace("|", "\\|")
+        if theirs:
+            differing.append(f"| {flag} | {theirs['value']} | {what} |\n")
+        elif option.name not in megatron_defaults():
+            own.append(f"| {flag} | {what} |\n")
+    return _HEAD + "".join(differing) + _OWN + "".join(own) + _TAIL
+
+
+def unlike_their_docstring() -> list[str]:
+    """Name options whose default is not Megatron's and does not say so, or the reverse."""
+    theirs = megatron_defaults()
+    return [
+        option.name
+        for option in training_options()
+        if (option.default != theirs.get(option.name, option.default))
+        != bool(_SENTENCE.search(option.said))
+    ]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class TokenizerConfig:
     """Kind of tokenizer, by Megatron's names. SFTTokenizer is a Hugging Face folder whose chat
     template counts, for prepare-chats; MultimodalTokenizer one with a token for an image. Left
     out, --vocab-file with --merge-file is GPT2BPETokenizer, and a SentencePiece model is known
-    by its content."""
+    by its content. Megatron's default: none."""
     tokenizer_model: str = ""
     """Model file or folder: a Hugging Face folder, a tokenizer.json, a SentencePiece model,
     or mergeable ranks for TikTokenizer."""
@@ -55,7 +55,7 @@ class TokenizerConfig:
     or <img> and </img>. Empty puts none."""
     tiktoken_pattern: Literal["v1", "v2", "gpt4"] = "v2"
     """How TikTokenizer splits text: Megatron's two patterns, or that of GPT-4 and Llama 3,
-    which takes digits by threes. Megatron's default: v2."""
+    which takes digits by threes."""
     tiktoken_num_special_tokens: int = 1000
     """Special tokens that TikTokenizer puts before the ranks: <unk>, <s>, </s>, <mask>,
     <pad>, <cls>, <sep>, then <SPECIAL_7> and on. 0 puts none, as Llama 3 has it."""
@@ -205,7 +205,8 @@ class DataConfig:
     eod_mask_loss: bool = False
     """No loss where the input token is an end of document."""
     create_attention_mask_in_dataloader: bool = False
-    """Make dense [S, S] attention masks; causal attention needs none."""
+    """Make dense [S, S] attention masks; causal attention needs none. Megatron's default:
+    on."""
     dataloader_inter_document_masking: bool = False
     """Give borders of documents (cu_seqlens) for packed attention within each."""
 

@@ -21,7 +21,7 @@ class AttentionConfig(HybridConfig):
     Megatron's default: yarn with latent attention."""
 
     rotary_scaling_factor: float = 40.0
-    """By how much --rope-type stretches the longest wavelengths."""
+    """By how much --rope-type stretches the longest wavelengths. Megatron's default: 1.0."""
 
     original_max_position_embeddings: int = 4096
     """Context, in tokens, that the model knew before --rope-type stretched it."""
@@ -44,11 +44,10 @@ class AttentionConfig(HybridConfig):
     also have --qk-layernorm and --rotary-interleaved."""
 
     q_lora_rank: int = 0
-    """Width of the latent vector of the queries; 0: they are not compressed. Megatron's
-    default: 512."""
+    """Width of the latent vector of the queries; 0: they are not compressed."""
 
     kv_lora_rank: int = 512
-    """Width of the latent vector of keys and values."""
+    """Width of the latent vector of keys and values. Megatron's default: 32."""
 
     qk_head_dim: int = 128
     """Channels of a latent head's queries and keys that are not rotated."""

@@ -45,7 +45,8 @@ class TransformerConfig(LayerConfig):
     thirds of that, rounded down to a multiple of 64 (at least 64)."""
 
     max_position_embeddings: int = 0
-    """Longest sequence the model takes, in tokens; 0: no limit. Learned positions need it."""
+    """Longest sequence the model takes, in tokens; 0: no limit. Learned positions need it.
+    Megatron's default: none."""
 
     position_embedding_type: PositionEmbedding = "rope"
     """How tokens know their place: rotated queries and keys, a learned table, or not at all.

@@ -91,7 +91,7 @@ class MoEConfig:
     """Which tokens stay when an expert is full: the most wanted, or the first."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
-    """How tokens travel to the ranks of their experts."""
+    """How tokens travel to the ranks of their experts. Megatron's default: allgather."""
 
     moe_dispatch_dtype: Literal["", "fp8"] = ""
     """Format in which tokens travel to the ranks of their experts; empty: the model's own; fp8:
@@ -112,7 +112,8 @@ class MoEConfig:
     host waits for no number: in one part if it is --expert-model-parallel-size or more."""
 
     moe_grouped_gemm: bool = True
-    """Compute all experts of a rank in one grouped GEMM where the device has one."""
+    """Compute all experts of a rank in one grouped GEMM where the device has one. Megatron's
+    default: off."""
 
     moe_shared_expert_intermediate_size: int = 0
     """Width of the expert that every token passes through; 0: none."""

@@ -19,14 +19,14 @@ class BatchConfig:
     """How many tokens a step sees, and how many steps there are."""
 
     micro_batch_size: int = 1
-    """Sequences in one forward pass of one data-parallel rank."""
+    """Sequences in one forward pass of one data-parallel rank. Megatron's default: none."""
     global_batch_size: int = 0
     """Sequences in one step over all ranks; 0: one micro-batch a data-parallel rank."""
     rampup_batch_size: tuple[int, ...] = ()
     """Grow the global batch: START INCREMENT SAMPLES, from the first size to
     --global-batch-size in equal increments over so many sequences. Needs --train-samples."""
     seq_length: int = 1024
-    """Tokens in one sequence."""
+    """Tokens in one sequence. Megatron's default: none."""
     train_iters: int = 0
     """Steps to train. Give this or --train-samples."""
     train_samples: int = 0
@@ -176,7 +176,7 @@ class EvalConfig:
     """Steps between validations; 0: none. A run that validates is scored on its test data, if
     there are any, at its end."""
     eval_iters: int = 10
-    """Global batches of one validation."""
+    """Global batches of one validation. Megatron's default: 100."""
 
     def __post_init__(self) -> None:
         """Check the counts.

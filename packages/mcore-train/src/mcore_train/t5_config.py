@@ -10,7 +10,8 @@ class T5BatchConfig(BatchConfig):
     """The batches of a T5, whose rows have two texts."""
 
     decoder_seq_length: int = 128
-    """Tokens of the decoder in one sequence; --seq-length are the encoder's."""
+    """Tokens of the decoder in one sequence; --seq-length are the encoder's.
+    Megatron's default: none."""
 
     def __post_init__(self) -> None:
         """Check the counts.
