@@ -79,6 +79,7 @@ FULL = {
     "train_iters": 0,
     "train_samples": 80,
     "eval_interval": 5,
+    "fp16": True,
 }
 
 
@@ -89,6 +90,7 @@ def test_a_run_with_a_ramp_validation_and_dropout_is_certified():
     checked = {line.what for line in certificate.lines}
     assert checked >= {"log: loss", "log: global_batch_size", "validation: loss"}
     assert checked >= {"random numbers of ranks", "continued run with dropout or noise"}
+    assert checked >= {"logits in float16", "gradient in float16"}
     unchecked = "\n".join(certificate.unchecked)
     assert "GPU kernels" in unchecked
     assert "vectors" not in unchecked

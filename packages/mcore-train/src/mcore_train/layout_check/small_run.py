@@ -34,6 +34,7 @@ from mcore_train.layout_check.small_run_sizes import (
     mtp_layers,
     seq_length,
     shrink_experts,
+    shrink_loss_scale,
     shrink_model,
     shrink_qk_clip,
     shrink_rope_freq,
@@ -78,8 +79,8 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     config = plan.config
     parallel, world_size = shrink_layout(config.parallelism, plan.world_size, max_ranks)
     num_stages, layers = _keep_layers(plan, parallel)
-    num_layers = sum(map(len, layers))
     shards = _num_shards(config, parallel, world_size)
+    num_layers = sum(map(len, layers))
     model = _split_stacks(plan, shrink_model(plan, parallel, layers, shards), layers)
     shrunk = replace(
         config,
@@ -88,6 +89,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         peft=replace(config.peft, lora_dropout=0.0, peft_base_bits=0),
         batch=_shrink_batch(plan, parallel, world_size),
         optimizer=_shrink_optimizer(config.optimizer),
+        precision=shrink_loss_scale(config.precision),
         qk_clipping=shrink_qk_clip(config.qk_clipping),
         schedule=ScheduleConfig(),
         recomputation=_shrink_recompute(config.recomputation, num_layers // num_stages),

@@ -24,11 +24,13 @@ from mcore_train.layout_check.path_signature import (
     vector_length,
     vocabulary_rows,
 )
+from mcore_train.precision_config import PrecisionConfig
 from mcore_train.resolution import Plan
 
 HEAD_DIM = 8
 LEAST_SEQ_LENGTH = 16
 LEAST_VOCAB_SIZE = 48
+MOST_LOSS_SCALE = 1024.0
 
 
 def shrink_model(
@@ -211,6 +213,16 @@ def vocab_size(plan: Plan, model: TransformerConfig, parallel: ParallelConfig) -
 def shrink_qk_clip(options: QKClipConfig) -> QKClipConfig:
     """Lower the threshold to what the scores of a small run pass, so that clipping is seen."""
     return replace(options, qk_clip_threshold=1e-3) if options.qk_clip else options
+
+
+def shrink_loss_scale(options: PrecisionConfig) -> PrecisionConfig:
+    """Begin where the gradients of a small run fit float16; a real run's scale sinks there."""
+    if not options.fp16:
+        return options
+    least = min(options.min_loss_scale, MOST_LOSS_SCALE)
+    first = min(options.initial_loss_scale, MOST_LOSS_SCALE)
+    fixed = min(options.loss_scale, MOST_LOSS_SCALE)
+    return replace(options, loss_scale=fixed, initial_loss_scale=first, min_loss_scale=least)
 
 
 def shrink_experts(
