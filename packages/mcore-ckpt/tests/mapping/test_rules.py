@@ -6,7 +6,6 @@ import pytest
 
 from mcore_ckpt.families import MODEL_TYPES, family_for, family_of
 from mcore_ckpt.families.common import defaults, experts
-from mcore_ckpt.families.dense import cohere, gemma2, olmo2
 from mcore_ckpt.mapping.rules import Link, Rule, Table, expand, match_ours, match_theirs
 from mcore_ckpt.storage.index import TensorEntry
 
@@ -91,9 +90,9 @@ def test_our_defaults_are_the_configs_own():
 def test_each_family_refuses_flags_that_it_cannot_say():
     plain = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     fits = {"qwen2": {"add_qkv_bias": True}, "granite": {"embedding_multiplier": 2.0}}
-    fits |= {"gemma2": gemma2.FIXED | {"embedding_multiplier": 8**0.5}, "cohere": cohere.FIXED}
-    fits |= {"gemma3_text": fits["gemma2"], "cohere2": cohere.FIXED | {"window_size": (3, 0)}}
-    fits |= {"olmo2": olmo2.FIXED, "olmo3": olmo2.FIXED}
+    fits |= {name: family_of(name).fixed for name in ("gemma2", "cohere", "olmo2", "olmo3")}
+    fits["gemma2"] = fits["gemma2"] | {"embedding_multiplier": 8**0.5}
+    fits |= {"gemma3_text": fits["gemma2"], "cohere2": fits["cohere"] | {"window_size": (3, 0)}}
     gelu = {"normalization": "LayerNorm", "swiglu": False, "openai_gelu": True}
     fits |= {"starcoder2": gelu, "gpt_neox": gelu | {"add_bias_linear": True}}
     fits["gpt2"] = fits["gpt_neox"] | {"position_embedding_type": "learned_absolute"}

@@ -1,16 +1,16 @@
 """Families of Hugging Face models: one short file each, weights and config.json together.
 
-A family is a module with ``to_ours(config) -> description``, ``to_theirs(description) ->
-config`` and ``table(description) -> Table``; where config.json may promise more than a folder
-has, or less, also ``as_stored(description, names) -> description``; where published folders
-spell names in another way, ``renames(names) -> {name there: name in the table}``; where the
-model is no GPT of ours, ``shapes(description)``; where the class is not named like the type,
-``ARCHITECTURE``; fields that only go along, ``CARRIES``. A description is what our
-checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with
-the fields of mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have
-their defaults. Families whose model does not run here yet have a name of their own in
-``family``, and weights and config survive the way there and back all the same. Each direction
-refuses, by name, what the other side cannot say.
+A file has a ``FAMILY`` (a ``common.decoder.Decoder``), or is one: ``to_ours(config) ->
+description``, ``to_theirs(description) -> config`` and ``table(description) -> Table``; where
+config.json may promise more than a folder has, or less, also ``as_stored(description, names) ->
+description``; where published folders spell names in another way, ``renames(names) -> {name
+there: name in the table}``; where the model is no GPT of ours, ``shapes(description)``; where
+the class is not named like the type, ``ARCHITECTURE``. A description is what our checkpoints
+keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with the fields of
+mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have their defaults.
+Families whose model does not run here yet have a name of their own in ``family``, and weights
+and config survive the way there and back all the same. Each direction refuses, by name, what
+the other side cannot say.
 """
 
 import re
@@ -73,7 +73,7 @@ _REFUSED = {
 
 
 def family_of(model_type: str) -> Any:
-    """Return the module of a family.
+    """Return a family.
 
     Raises:
         ValueError: for a model type of no family.
@@ -85,7 +85,8 @@ def family_of(model_type: str) -> Any:
             f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
         )
     name = model_type.replace("-", "_")
-    return import_module(f"{__name__}.{_FLOORS[model_type]}.{name}")
+    module = import_module(f"{__name__}.{_FLOORS[model_type]}.{name}")
+    return getattr(module, "FAMILY", module)
 
 
 def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -118,8 +119,8 @@ def stored_model(
         raise ValueError(f"{twice[0]} and {news[twice[0]]} are names of one tensor.")
     description = family.to_ours(config)
     named = {news.get(name, name): entry for name, entry in tensors.items()}
-    if hasattr(family, "as_stored"):
-        description = family.as_stored(description, named.keys())
+    if as_stored := getattr(family, "as_stored", None):
+        description = as_stored(description, named.keys())
     return description, named
 
 

@@ -105,7 +105,7 @@ def _open_hf(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
     table = family_of(model_type).table(description)
     tensors = unstacked(tensors, expand(table))
     tokenizer, generation = small_files(folder.path)
-    words = (*CARRIED, *getattr(family_of(model_type), "CARRIES", ()))
+    words = (*CARRIED, *getattr(family_of(model_type), "carries", ()))
     carried = {name: config[name] for name in words if name in config}
     hf: dict[str, Any] = {"model_type": model_type, "config": carried | kept}
     with Reader(folder.path) as reader:

@@ -1,256 +1,260 @@
-"""What the Llama-like families share: their config.json and their rules.
+"""What the Llama-like families share: how a config.json says a model.
+
+A family is a ``Decoder``: what all its models have, what its fields mean, and parts that read
+and write fields of ours together. What no part of a family says must have its default, so that
+a new field is refused by all families that do not know it.
 
 Reads the old spellings (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and the new ones
 (``rope_parameters``, ``dtype``); writes both where they do not contradict, so that every
 transformers since 4.40 reads a folder.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_ckpt.families.common.defaults import ROPE_VARIANTS
+from mcore_ckpt.families.common.decoder_rules import decoder_table
+from mcore_ckpt.families.common.defaults import DEFAULTS, ROPE_VARIANTS, VARIANTS
+from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
     Fields,
-    refuse_variants,
     require,
     require_family,
     setting,
     settings,
 )
 from mcore_ckpt.families.common.rope import read_rope, write_rope
-from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import (
-    ffn_size,
-    has_attention_bias,
-    has_qkv_bias,
-    head_dim,
-    is_gated,
-    norm_has_bias,
-    num_kv_heads,
-)
+from mcore_ckpt.mapping.rules import Table
+from mcore_parallel.layer_patterns import pattern_layers
+from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads
 
-NORMS = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
-"""Norms before attention and before the feed-forward layer."""
+Description = Mapping[str, Any]
+"""Of a model, in our fields."""
 
-ANGLES = ("*.rotary_emb.inv_freq",)
-"""Tensors of old folders that are computed anew."""
+Theirs = dict[str, Any]
+"""Fields of a config.json."""
 
 _LONG = 131072
+_UNSAID = (
+    *("position_embedding_type", "hidden_dropout", "multi_latent_attention"),
+    *("rotary_interleaved", "rotary_percent", "window_size", "window_attn_skip_freq"),
+    *("normalization", "apply_layernorm_1p", "swiglu", "qk_layernorm"),
+    *("add_bias_linear", "add_qkv_bias", *VARIANTS),
+)
 
 
-def read_common(
-    fields: Fields, *, partial: bool = False, epsilon: str = "", theta: float = 10000.0
-) -> dict[str, Any]:
-    """Read what all Llama-like families say alike: sizes, norms, ties, rotary positions.
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Some of our fields, and how a config.json says them."""
+
+    says: tuple[str, ...] = ()
+    """Our fields."""
+    read: Callable[[Fields, dict[str, Any]], dict[str, Any]] = _nothing
+    """Returns ours, from theirs and from what was read before."""
+    write: Callable[[Description, Theirs], Theirs] = _nothing
+    """Returns theirs, from ours; may change what was written before."""
+    keep: tuple[str, ...] = ()
+    """Their fields that say something here, though nothing in other families."""
+
+
+def pair(ours: str, theirs: str, default: Any = None, kind: type | None = None) -> Part:
+    """Make the part of a field that differs in name only.
 
     Args:
-        fields: of the config.json.
-        epsilon: its name for what norms add; empty: ``rms_norm_eps``.
-        theta: rotary base where none is said.
-        partial: whether the family can rotate a part of each head; others rotate all of it,
-            whatever their config.json says, so that they must not say otherwise.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
+        ours: our name; left out of a description where it has our default.
+        theirs: their name.
+        default: what its absence means there; None: it must be there.
+        kind: that numbers are turned into.
     """
-    heads = fields.take("num_attention_heads")
-    hidden = fields.take("hidden_size")
-    ours: dict[str, Any] = {
-        "num_layers": fields.take("num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": fields.take("num_key_value_heads", heads),
-        "kv_channels": fields.take("head_dim", hidden // heads),
-        "ffn_hidden_size": fields.take("intermediate_size"),
-        "max_position_embeddings": fields.take("max_position_embeddings", 0),
-        "norm_epsilon": fields.take(epsilon)
-        if epsilon
-        else fields.take("rms_norm_eps", fields.take("norm_eps", 1e-6)),
-        "attention_dropout": fields.take("attention_dropout", 0.0),
-        "init_method_std": fields.take("initializer_range", 0.02),
-        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
-    }
-    ours |= read_rope(fields, ours["max_position_embeddings"], theta=theta)
-    if not partial and ours["rotary_percent"] != 1.0:
-        raise ValueError(
-            f"config.json has partial_rotary_factor={ours['rotary_percent']!r}, which this "
-            "family does not heed: it rotates whole heads. Take the field out."
-        )
-    return ours
+
+    def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
+        value = fields.take(theirs, default)
+        value = kind(value) if kind else value
+        return {} if value == DEFAULTS[ours] else {ours: value}
+
+    def write(description: Description, _: Theirs) -> Theirs:
+        return {theirs: setting(description, ours)}
+
+    return Part(says=(ours,), read=read, write=write)
 
 
-def write_common(
-    description: Mapping[str, Any],
-    architecture: str,
-    *,
-    partial: bool = False,
-    says: Iterable[str] = (),
-) -> dict[str, Any]:
-    """Write what all Llama-like families say alike.
+ATTENTION_BIAS = pair("add_attention_bias", "attention_bias", False)
 
-    Args:
-        description: of the model.
-        architecture: their class.
-        partial: whether the family can rotate a part of each head.
-        says: fields that it has beside these: some of ``VARIANTS``, or
-            ``window_attn_skip_freq`` and ``rotary_interleaved``.
+
+def _own_heads(_: Description, theirs: Theirs) -> Theirs:
+    own = theirs["hidden_size"] // theirs["num_attention_heads"]
+    if theirs.pop("head_dim") != own:
+        raise ValueError(f"it cannot say --kv-channels: only {own}, hidden size / heads")
+    return {}
+
+
+OWN_HEADS = Part(write=_own_heads)
+"""Of families whose heads are as wide as the model divided by their number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoder:
+    """A Llama-like family."""
+
+    model_type: str
+    """As in its config.json."""
+    architecture: str
+    """Its class."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Our fields that are alike in all its models."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """What it takes for fields that are not there, though others take something else."""
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """Their fields that may have one value, which is written."""
+    refused: Mapping[str, Any] = field(default_factory=dict)
+    """Their fields that may have one value, which goes without saying."""
+    unread: tuple[str, ...] = ()
+    """Their fields that nothing reads."""
+    parts: tuple[Part, ...] = ()
+    """What it says beside sizes, norms, ties and rotary positions, in this order."""
+    experts: Part | None = None
+    """Reads and writes fields of a MoEConfig; None: it has no experts."""
+    layers: tuple[str, ...] = ()
+    """Kinds of layers that its ``--hybrid-override-pattern`` may have; empty: it has none."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """Field and word of its activation; empty: a part says it."""
+    epsilon: str = "rms_norm_eps"
+    """Its name for what norms add."""
+    theta: float = 10000.0
+    """Rotary base where none is said."""
+    partial: float = 0.0
+    """Share of each head that rotates where nothing is said; 0: all of it, whatever its
+    config.json says, so that it must not say otherwise."""
+    stated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    """Brings other spellings of a config.json into the usual one."""
+    weights: Callable[[Description], Table] = decoder_table
+    """Lists the weights."""
+    as_stored: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
+    """See ``families``."""
+    carries: tuple[str, ...] = ()
+    """Their fields that only go along."""
+
+    def to_ours(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Read a config.json as a description.
+
+        Raises:
+            ValueError: naming a field that we cannot represent.
+        """
+        keep = tuple(name for part in self._all_parts() for name in part.keep)
+        fields = Fields(self.stated(config), keep=keep, absent=self.absent)
+        for name, value in {**self.only, **self.refused}.items():
+            fields.must_be(name, value)
+        for name in self.unread:
+            fields.maybe(name)
+        if self.activation[0]:
+            fields.must_be(*self.activation)
+        ours = self._read_common(fields) | dict(self.fixed)
+        for part in self.parts:
+            ours |= part.read(fields, ours)
+        moe = self.experts.read(fields, ours) if self.experts else {}
+        return fields.described(ours, moe)
+
+    def _all_parts(self) -> tuple[Part, ...]:
+        return self.parts if self.experts is None else (*self.parts, self.experts)
+
+    def _read_common(self, fields: Fields) -> dict[str, Any]:
+        """Read what all families say alike: sizes, norms, ties, rotary positions."""
+        heads = fields.take("num_attention_heads")
+        hidden = fields.take("hidden_size")
+        usual = fields.take("norm_eps", 1e-6) if self.epsilon == "rms_norm_eps" else None
+        limit = fields.take("max_position_embeddings", 0)
+        ours: dict[str, Any] = {
+            "num_layers": fields.take("num_hidden_layers"),
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": fields.take("num_key_value_heads", heads),
+            "kv_channels": fields.take("head_dim", hidden // heads),
+            "ffn_hidden_size": fields.take("intermediate_size"),
+            "max_position_embeddings": limit,
+            "norm_epsilon": fields.take(self.epsilon, usual),
+            "attention_dropout": fields.take("attention_dropout", 0.0),
+            "init_method_std": fields.take("initializer_range", 0.02),
+            "untie_embeddings_and_output_weights": not fields.take(
+                "tie_word_embeddings", False
+            ),
+        }
+        ours |= read_rope(fields, limit, theta=self.theta, partial=self.partial or 1.0)
+        if not self.partial and ours["rotary_percent"] != 1.0:
+            raise ValueError(
+                f"config.json has partial_rotary_factor={ours['rotary_percent']!r}, which this "
+                "family does not heed: it rotates whole heads. Take the field out."
+            )
+        return ours
+
+    def to_theirs(self, description: Description) -> dict[str, Any]:
+        """Write a description as a config.json.
+
+        Raises:
+            ValueError: naming a flag that the family cannot say.
+        """
+        require_family(description, "gpt")
+        if self.layers:
+            layers_of(description, *self.layers)
+        if self.experts is None:
+            no_experts(description)
+        said = {name for part in self._all_parts() for name in part.says} | set(ROPE_VARIANTS)
+        said |= {"rotary_percent"} if self.partial else set()
+        said |= {"hybrid_override_pattern"} if self.layers else set()
+        plain = {name: DEFAULTS[name] for name in _UNSAID if name not in said}
+        require(description, **{**self.fixed, **plain, **self.fixed})
+        theirs = self._write_common(description)
+        for part in self.parts:
+            theirs |= part.write(description, theirs)
+        if self.experts is not None:
+            theirs |= self.experts.write(description, theirs)
+        return theirs | dict(self.only)
+
+    def _write_common(self, description: Description) -> Theirs:
+        config = settings(description)
+        theirs: Theirs = {
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            "vocab_size": description["vocab_size"],
+            "hidden_size": config.hidden_size,
+            "intermediate_size": ffn_size(config),
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": num_kv_heads(config),
+            "head_dim": head_dim(config),
+            # Without a limit of ours: rotary models need none, transformers wants a number.
+            "max_position_embeddings": config.max_position_embeddings or _LONG,
+            "initializer_range": config.init_method_std,
+            self.epsilon: config.norm_epsilon,
+            "attention_dropout": config.attention_dropout,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            **write_rope(description),
+        }
+        if self.activation[0]:
+            theirs |= [self.activation]
+        if self.partial not in (0.0, 1.0):
+            theirs["partial_rotary_factor"] = config.rotary_percent
+            theirs["rope_parameters"]["partial_rotary_factor"] = config.rotary_percent
+        return theirs
+
+    def table(self, description: Description) -> Table:
+        """List the weights."""
+        return self.weights(description)
+
+
+def layers_of(description: Description, *known: str) -> tuple[str, ...]:
+    """Return the layers of a pattern, each of them of a kind that a family has.
 
     Raises:
-        ValueError: for fields that none of them can say.
+        ValueError: with the pattern, if there are none or others; for another family.
     """
     require_family(description, "gpt")
-    says = set(says)
-    refuse_variants(description, *ROPE_VARIANTS, *says)
-    require(description, position_embedding_type="rope", hidden_dropout=0.0)
-    require(description, multi_latent_attention=False)
-    for name, value in (("rotary_interleaved", False), ("window_attn_skip_freq", "0")):
-        if name not in says:
-            require(description, **{name: value})
-    if not partial:
-        require(description, rotary_percent=1.0)
-    config = settings(description)
-    theirs: dict[str, Any] = {
-        "architectures": [architecture],
-        "vocab_size": description["vocab_size"],
-        "hidden_size": setting(description, "hidden_size"),
-        "intermediate_size": ffn_size(config),
-        "num_hidden_layers": setting(description, "num_layers"),
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": num_kv_heads(config),
-        "head_dim": head_dim(config),
-        "hidden_act": "silu",
-        # Without a limit of ours: rotary models need none, transformers wants a number.
-        "max_position_embeddings": setting(description, "max_position_embeddings") or _LONG,
-        "initializer_range": setting(description, "init_method_std"),
-        "rms_norm_eps": setting(description, "norm_epsilon"),
-        "attention_dropout": setting(description, "attention_dropout"),
-        "tie_word_embeddings": not setting(description, "untie_embeddings_and_output_weights"),
-    }
-    return theirs | write_rope(description)
-
-
-def write_rms_silu(
-    description: Mapping[str, Any],
-    architecture: str,
-    *,
-    partial: bool = False,
-    says: Iterable[str] = (),
-) -> dict[str, Any]:
-    """Write what the families with RMSNorm and SwiGLU say alike; as ``write_common``.
-
-    Raises:
-        ValueError: for fields that none of them can say.
-    """
-    require(description, normalization="RMSNorm", apply_layernorm_1p=False, swiglu=True)
-    return write_common(description, architecture, partial=partial, says=says)
-
-
-def read_rms_silu(
-    fields: Fields, *, partial: bool = False, theta: float = 10000.0
-) -> dict[str, Any]:
-    """Read what the families with RMSNorm and SwiGLU say alike; as ``read_common``."""
-    fields.must_be("hidden_act", "silu")
-    return read_common(fields, partial=partial, theta=theta)
-
-
-def attention_rules(
-    description: Mapping[str, Any], norms: Mapping[str, str] | None = None
-) -> list[Rule]:
-    """Rules of a layer's norms and attention projections; biases as the description says.
-
-    Args:
-        description: of the model.
-        norms: our norm's name and theirs; None: one before each half.
-    """
-    config = settings(description)
-    rules = [
-        Rule(f"blocks.*.{ours}.{kind}", f"model.layers.*.{theirs}.{kind}")
-        for ours, theirs in (NORMS if norms is None else norms).items()
-        for kind in (("weight", "bias") if norm_has_bias(config) else ("weight",))
-    ]
-    for kind in ("weight", "bias"):
-        if kind == "weight" or has_qkv_bias(config):
-            rules += [
-                Rule(
-                    f"blocks.*.attention.qkv.{part}.{kind}",
-                    f"model.layers.*.self_attn.{part}_proj.{kind}",
-                )
-                for part in "qkv"
-            ]
-        if kind == "weight" or has_attention_bias(config):
-            there = f"model.layers.*.self_attn.o_proj.{kind}"
-            rules.append(Rule(f"blocks.*.attention.proj.{kind}", there))
-    return rules + (qk_norm_rules() if setting(description, "qk_layernorm") else [])
-
-
-def qk_norm_rules() -> list[Rule]:
-    """Rules of the norms on each head's queries and keys."""
-    return [
-        Rule(
-            f"blocks.*.attention.{part}_norm.weight",
-            f"model.layers.*.self_attn.{part}_norm.weight",
-        )
-        for part in ("q", "k")
-    ]
-
-
-def mlp_rules(
-    description: Mapping[str, Any], layers: tuple[int, ...] | None = None
-) -> list[Rule]:
-    """Rules of a feed-forward layer, gated or not."""
-    gated = is_gated(settings(description))
-    names = {"fc1.gate": "gate_proj", "fc1.up": "up_proj"} if gated else {"fc1": "up_proj"}
-    kinds = ("weight", "bias") if setting(description, "add_bias_linear") else ("weight",)
-    return [
-        Rule(
-            f"blocks.*.mlp.{ours}.{kind}", f"model.layers.*.mlp.{theirs}.{kind}", layers=layers
-        )
-        for kind in kinds
-        for ours, theirs in {**names, "fc2": "down_proj"}.items()
-    ]
-
-
-def decoder_table(
-    description: Mapping[str, Any],
-    mlp: Iterable[Rule] | None = None,
-    norms: Mapping[str, str] | None = None,
-    num_experts: int = 0,
-) -> Table:
-    """List the weights of a Llama-like model, as its description says.
-
-    Args:
-        description: of the model.
-        mlp: rules of the feed-forward layers; None: dense ones.
-        norms: our norm's name and theirs; None: one before each half.
-        num_experts: range of the second ``*``.
-    """
-    halves = mlp_rules(description) if mlp is None else mlp
-    return Table(
-        around(description, [*attention_rules(description, norms), *halves]),
-        setting(description, "num_layers"),
-        num_experts,
-        droppable=ANGLES,
-        copies=tied_copies(description),
-    )
-
-
-def around(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Put embedding, final norm and head around the rules of the layers."""
-    head = [Rule("head.weight", "lm_head.weight")]
-    kinds = ("weight", "bias") if norm_has_bias(settings(description)) else ("weight",)
-    return (
-        Rule("embedding.weight", "model.embed_tokens.weight"),
-        *layer_rules,
-        *(Rule(f"final_norm.{kind}", f"model.norm.{kind}") for kind in kinds),
-        *(head if setting(description, "untie_embeddings_and_output_weights") else []),
-    )
-
-
-def tied_copies(description: Mapping[str, Any]) -> dict[str, str]:
-    """Name the head as a copy of the embedding where the two are tied."""
-    if setting(description, "untie_embeddings_and_output_weights"):
-        return {}
-    return {"lm_head.weight": "model.embed_tokens.weight"}
+    pattern = setting(description, "hybrid_override_pattern")
+    layers = pattern_layers(pattern)
+    if not layers or not set(layers) <= set(known):
+        kinds = ", ".join(one if len(one) == 1 else f"[{one}]" for one in known)
+        raise ValueError(f"it cannot say --hybrid-override-pattern {pattern!r}: only {kinds}")
+    return layers

@@ -1,11 +1,10 @@
-"""What families with experts share: settings of the router, which layers, their rules."""
+"""What families with experts share: settings of the router, and which layers have them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt.families.common.fields import require_value, setting, settings
-from mcore_ckpt.mapping.rules import Rule
 from mcore_parallel.logical_tensors import expert_size, moe_layers
 
 MOE_DEFAULTS: dict[str, Any] = {
@@ -34,17 +33,6 @@ MOE_DEFAULTS: dict[str, Any] = {
 """MoEConfig's defaults; a test holds them equal to mcore-moe's."""
 
 
-def expert_rules(
-    theirs: str, names: tuple[str, str, str], layers: tuple[int, ...] | None = None
-) -> list[Rule]:
-    """Rules of gated experts; ``names`` are gate, up and down of the family."""
-    ours = ("fc1.gate", "fc1.up", "fc2")
-    return [
-        Rule(f"blocks.*.moe.experts.*.{mine}.weight", f"{theirs}{name}.weight", layers=layers)
-        for mine, name in zip(ours, names, strict=True)
-    ]
-
-
 def expert_setting(description: Mapping[str, Any], name: str) -> Any:
     """Return a MoEConfig field of a description, its default where it is left out."""
     return description.get("moe", {}).get(name, MOE_DEFAULTS[name])
@@ -69,6 +57,21 @@ def expert_layers(description: Mapping[str, Any]) -> list[int]:
     """
     num_layers = setting(description, "num_layers")
     return [int(has) for has in moe_layers(expert_settings(description), num_layers)]
+
+
+def sparse_and_dense(description: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Number the layers with experts, and those without."""
+    pattern = expert_layers(description)
+    sparse, dense = (
+        tuple(layer for layer, has in enumerate(pattern) if has == wanted) for wanted in (1, 0)
+    )
+    return sparse, dense
+
+
+def write_layers(has_experts: Iterable[bool]) -> str:
+    """Write which layers have experts as ``moe_layer_freq``."""
+    pattern = [int(has) for has in has_experts]
+    return "1" if all(pattern) else str(pattern).replace(" ", "")
 
 
 def require_experts(description: Mapping[str, Any]) -> None:

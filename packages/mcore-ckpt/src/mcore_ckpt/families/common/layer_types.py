@@ -1,8 +1,10 @@
 """Which layers have a window, or no rotation: lists in a config.json, patterns of ours."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from mcore_ckpt.families.common.decoder import Description, Part, Theirs
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_parallel.layer_patterns import read_pattern
 
@@ -10,23 +12,41 @@ LOCAL = "sliding_attention"
 FULL = "full_attention"
 
 
-def read_windows(fields: Fields, num_layers: int, every: int) -> dict[str, Any]:
-    """Read a window and the layers that have it.
+def _read_window(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
+    # Theirs of w tokens counts the token itself, ours those before.
+    return {"window_size": [fields.take("sliding_window", 0) - 1, 0]}
+
+
+def _write_window(description: Description, _: Theirs) -> Theirs:
+    return {"sliding_window": setting(description, "window_size")[0] + 1 or None}
+
+
+WINDOW = Part(says=("window_size",), read=_read_window, write=_write_window)
+"""A window in all layers; null is none."""
+
+
+def windows(every: int) -> Part:
+    """Make the part of a window that some layers have.
 
     Args:
-        fields: of the config.json; ``layer_types`` must be kept in it.
-        num_layers: of the model.
         every: every so many-th layer has none where nothing is said; 0: all have one.
-
-    Raises:
-        ValueError: for a kind of layer that we cannot represent.
     """
+    return Part(
+        says=("window_size", "window_attn_skip_freq"),
+        read=partial(_read_windows, every=every),
+        write=_write_windows,
+        keep=("layer_types",),
+    )
+
+
+def _read_windows(fields: Fields, ours: dict[str, Any], *, every: int) -> dict[str, Any]:
     size = fields.maybe("sliding_window") or 0
     every = fields.maybe("sliding_window_pattern") or every
     every = fields.maybe("_sliding_window_pattern") or every
     types = fields.maybe("layer_types")
     if types is None:
-        has_window = [not every or (layer + 1) % every != 0 for layer in range(num_layers)]
+        layers = range(ours["num_layers"])
+        has_window = [not every or (layer + 1) % every != 0 for layer in layers]
     else:
         has_window = [kind == LOCAL for kind in types]
         if unknown := sorted(set(types) - {LOCAL, FULL}):
@@ -37,14 +57,12 @@ def read_windows(fields: Fields, num_layers: int, every: int) -> dict[str, Any]:
     if not size or not any(has_window):
         return {"window_size": [-1, 0]}
     return {
-        # Theirs counts the token itself, ours those before.
         "window_size": [size - 1, 0],
         "window_attn_skip_freq": write_pattern([not has for has in has_window], ones=False),
     }
 
 
-def write_windows(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a window and the layers that have it; null is none."""
+def _write_windows(description: Description, _: Theirs) -> Theirs:
     size = setting(description, "window_size")[0] + 1
     skipped = read_skipped(description, "window_attn_skip_freq", ones=False)
     return {
@@ -53,7 +71,75 @@ def write_windows(description: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_skipped(description: Mapping[str, Any], name: str, *, ones: bool = True) -> list[bool]:
+def _read_upper_windows(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    """Read a window that layers have from ``max_window_layers`` on, unless they are named."""
+    first = fields.take("max_window_layers", 28)
+    if not fields.take("use_sliding_window", False):
+        fields.maybe("sliding_window")
+        fields.maybe("layer_types")
+        return {}
+    default = [LOCAL if layer >= first else FULL for layer in range(ours["num_layers"])]
+    stated = {"layer_types": fields.maybe("layer_types") or default}
+    stated["sliding_window"] = fields.maybe("sliding_window", 4096)
+    return _read_windows(Fields(stated, ("layer_types",)), ours, every=0)
+
+
+def _write_upper_windows(description: Description, theirs: Theirs) -> Theirs:
+    found = _write_windows(description, theirs)
+    if found["sliding_window"] is None:
+        return {"use_sliding_window": False}
+    types = found["layer_types"]
+    first = types.index(LOCAL) if LOCAL in types else len(types)
+    return {**found, "use_sliding_window": True, "max_window_layers": first}
+
+
+UPPER_WINDOWS = Part(
+    says=("window_size", "window_attn_skip_freq"),
+    read=_read_upper_windows,
+    write=_write_upper_windows,
+    keep=("layer_types", "max_window_layers"),
+)
+"""Qwen's: a switch, and the first layer with a window."""
+
+
+def _read_no_window(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
+    fields.must_be("use_sliding_window", False)
+    fields.take("sliding_window", 0)
+    return {}
+
+
+def _write_no_window(_: Description, _theirs: Theirs) -> Theirs:
+    return {"use_sliding_window": False}
+
+
+NO_WINDOW = Part(read=_read_no_window, write=_write_no_window)
+"""A window that is switched off, whatever its size."""
+
+
+def read_rotated(fields: Fields, num_layers: int) -> list[bool]:
+    """Read which layers rotate queries and keys."""
+    interval = fields.take("no_rope_layer_interval")
+    rotated = fields.maybe("no_rope_layers")  # 1 stands for rotation
+    if rotated:
+        return [bool(has) for has in rotated]
+    return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+
+
+def _read_rotation(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    rotated = read_rotated(fields, ours["num_layers"])
+    return {"rope_skip_freq": write_pattern([not has for has in rotated])}
+
+
+def _write_rotation(description: Description, _: Theirs) -> Theirs:
+    skipped = read_skipped(description, "rope_skip_freq")
+    return {"no_rope_layers": [int(not skip) for skip in skipped]}
+
+
+ROTATED_LAYERS = Part(says=("rope_skip_freq",), read=_read_rotation, write=_write_rotation)
+"""Layers with and without rotary positions."""
+
+
+def read_skipped(description: Description, name: str, *, ones: bool = True) -> list[bool]:
     """Say for each layer whether it goes without what a pattern of ours is about.
 
     Args:

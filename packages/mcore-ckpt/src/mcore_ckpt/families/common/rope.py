@@ -17,21 +17,23 @@ _LLAMA3 = (
 )
 
 
-def read_rope(fields: Fields, limit: int, *, theta: float = 10000.0) -> dict[str, Any]:
+def read_rope(
+    fields: Fields, limit: int, *, theta: float = 10000.0, partial: float = 1.0
+) -> dict[str, Any]:
     """Read how positions rotate.
 
     Args:
         fields: of the config.json.
         limit: its ``max_position_embeddings``; 0: not said.
         theta: base where none is said.
+        partial: share of each head that rotates where nothing is said.
 
     Raises:
         ValueError: naming a field that we cannot represent.
     """
     stated = {**fields.take("rope_scaling", {}), **fields.take("rope_parameters", {})}
     stated.setdefault("rope_theta", fields.take("rope_theta", theta))
-    partial = fields.take("partial_rotary_factor", 1.0)
-    stated.setdefault("partial_rotary_factor", partial)
+    stated.setdefault("partial_rotary_factor", fields.take("partial_rotary_factor", partial))
     return read_one_rope(stated, limit)
 
 

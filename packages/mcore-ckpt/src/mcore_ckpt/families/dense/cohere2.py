@@ -1,42 +1,24 @@
 """Command-R7B and A: windows in three of four layers, and rotation in those only."""
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from mcore_ckpt.families.common.decoder import Description, Part, Theirs
 from mcore_ckpt.families.common.fields import Fields, setting
-from mcore_ckpt.families.common.layer_types import read_skipped, read_windows, write_windows
-from mcore_ckpt.families.dense.cohere import ABSENT, read_cohere, table, write_cohere
-
-__all__ = ["table", "to_ours", "to_theirs"]
+from mcore_ckpt.families.common.layer_types import read_skipped, windows, write_pattern
+from mcore_ckpt.families.dense import cohere
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
-    absent = {**ABSENT, "sliding_window": 4096}
-    fields = Fields(config, keep=("layer_types",), absent=absent)
-    ours = read_cohere(fields, theta=1e4)
-    ours |= read_windows(fields, ours["num_layers"], 4)
+def _read(_: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     if ours["window_size"][0] < 0:
         raise ValueError(
             "config.json has no layer with sliding_window: only Cohere is without."
         )
     skipped = read_skipped({"config": ours}, "window_attn_skip_freq", ones=False)
-    ours["rope_skip_freq"] = _flipped(ours["window_attn_skip_freq"], skipped)
-    return fields.described(ours)
+    return {"rope_skip_freq": write_pattern(skipped)}
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
-    says = ("rope_skip_freq", "window_attn_skip_freq")
-    theirs = write_cohere(description, "Cohere2ForCausalLM", says)
+def _write(description: Description, _: Theirs) -> Theirs:
     skipped = read_skipped(description, "window_attn_skip_freq", ones=False)
     if setting(description, "window_size")[0] < 0:
         raise ValueError("it cannot say a model without --window-size")
@@ -45,9 +27,20 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
             "it cannot say that layers with a window do not rotate, or others do: "
             f"--rope-skip-freq {setting(description, 'rope_skip_freq')}"
         )
-    return {"model_type": "cohere2", **theirs, **write_windows(description)}
+    return {}
 
 
-def _flipped(text: str, skipped: list[bool]) -> str:
-    """Write a pattern of windows, where 1 has one, as one of rotation, where 1 has none."""
-    return text if text.isdigit() else str([int(skip) for skip in skipped]).replace(" ", "")
+FAMILY = replace(
+    cohere.FAMILY,
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    absent={**cohere.FAMILY.absent, "sliding_window": 4096},
+    only={},
+    refused=cohere.FAMILY.only,
+    parts=(
+        *cohere.FAMILY.parts,
+        windows(4),
+        Part(says=("rope_skip_freq",), read=_read, write=_write),
+    ),
+    theta=1e4,
+)

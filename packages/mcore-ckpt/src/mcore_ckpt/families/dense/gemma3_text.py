@@ -1,64 +1,68 @@
 """Gemma 3, its text model: Gemma 2 with norms on queries and keys, and two rotary bases."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from mcore_ckpt.families.common.decoder import ATTENTION_BIAS, Description, Part, Theirs
 from mcore_ckpt.families.common.fields import Fields, require, setting
-from mcore_ckpt.families.common.layer_types import FULL, LOCAL
-from mcore_ckpt.families.dense.gemma2 import ABSENT, read_gemma, table, write_gemma
+from mcore_ckpt.families.common.layer_types import FULL, LOCAL, windows
+from mcore_ckpt.families.dense import gemma2
 
-__all__ = ["table", "to_ours", "to_theirs"]
-
-_ABSENT = ABSENT | {
-    "max_position_embeddings": 131072,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-}
+_BASE = "rope_local_base_freq"
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
-    local = config.get("rope_local_base_freq") or 10000.0
-    stated = {name: v for name, v in config.items() if name != "rope_local_base_freq"}
-    nested = config.get("rope_parameters") or {}
-    if FULL in nested:
-        other = dict(nested[LOCAL])
-        local = other.pop("rope_theta", local)
-        if other.pop("rope_type", "default") != "default" or other:
-            raise ValueError(
-                f"config.json has rope_parameters[{LOCAL!r}]={nested[LOCAL]!r}, which mcore "
-                "cannot represent here: only a base (--rotary-base-local)."
-            )
-        stated["rope_parameters"] = nested[FULL]
-    fields = Fields(stated, keep=("layer_types",), absent=_ABSENT)
+def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
     # transformers does not cap this family's scores, whatever the field says.
-    fields.maybe("attn_logit_softcapping")
-    ours = read_gemma(fields, every=6, theta=1e6) | {"qk_layernorm": True}
-    if ours["window_size"][0] >= 0:
-        ours["rotary_base_local"] = float(local)
-    return fields.described(ours)
+    stated = {**config, "attn_logit_softcapping": None}
+    nested = config.get("rope_parameters") or {}
+    if FULL not in nested:
+        return stated
+    other = dict(nested[LOCAL])
+    local = other.pop("rope_theta", config.get(_BASE))
+    if other.pop("rope_type", "default") != "default" or other:
+        raise ValueError(
+            f"config.json has rope_parameters[{LOCAL!r}]={nested[LOCAL]!r}, which mcore "
+            "cannot represent here: only a base (--rotary-base-local)."
+        )
+    return stated | {"rope_parameters": nested[FULL], _BASE: local}
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
+def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    local = fields.take(_BASE, 0) or 10000.0
+    return {"rotary_base_local": float(local)} if ours["window_size"][0] >= 0 else {}
 
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
-    require(description, qk_layernorm=True, attn_logit_softcapping=0.0)
-    says = ("rotary_base_local", "qk_norm_width")
-    theirs = write_gemma(description, "Gemma3ForCausalLM", says)
-    require(description, qk_norm_width="head")
+
+def _write(description: Description, theirs: Theirs) -> Theirs:
+    require(description, attn_logit_softcapping=0.0)
     local = setting(description, "rotary_base_local") or setting(description, "rotary_base")
+    if theirs["rope_scaling"] is None:
+        del theirs["rope_scaling"]
     nested = {
         LOCAL: {"rope_type": "default", "rope_theta": local},
         FULL: theirs["rope_parameters"],
     }
-    theirs |= {"rope_parameters": nested, "rope_local_base_freq": local}
-    if theirs["rope_scaling"] is None:
-        del theirs["rope_scaling"]
-    return {"model_type": "gemma3_text", **theirs, "use_bidirectional_attention": False}
+    return {"rope_parameters": nested, _BASE: local}
+
+
+FAMILY = replace(
+    gemma2.FAMILY,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    fixed={**gemma2.FAMILY.fixed, "qk_layernorm": True},
+    absent={
+        **gemma2.FAMILY.absent,
+        "max_position_embeddings": 131072,
+        "final_logit_softcapping": None,
+    },
+    only=gemma2.FAMILY.refused,
+    refused={},
+    parts=(
+        ATTENTION_BIAS,
+        gemma2.SCALES,
+        windows(6),
+        Part(says=("rotary_base_local",), read=_read, write=_write),
+    ),
+    theta=1e6,
+    stated=_stated,
+)

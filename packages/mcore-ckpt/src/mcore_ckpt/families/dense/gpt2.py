@@ -19,11 +19,7 @@ _LAYER = "transformer.h.*."
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description; see ``families``."""
     fields = Fields(config)
     fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
     fields.must_be("scale_attn_weights", True)
@@ -57,11 +53,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+    """Write a description as a config.json; see ``families``."""
     require_family(description, "gpt")
     no_experts(description)
     refuse_variants(description)

@@ -1,56 +1,58 @@
 """OLMo-3: OLMo-2 with windows in three of four layers, whose positions are not stretched."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import read_rms_silu
+from mcore_ckpt.families.common.decoder import Description, Part, Theirs
 from mcore_ckpt.families.common.fields import Fields, require, setting
-from mcore_ckpt.families.common.layer_types import FULL, LOCAL, read_windows, write_windows
-from mcore_ckpt.families.dense.olmo2 import ABSENT, FIXED, table, write_olmo
+from mcore_ckpt.families.common.layer_types import FULL, LOCAL, windows
+from mcore_ckpt.families.dense import olmo2
 
-__all__ = ["table", "to_ours", "to_theirs"]
+_LOCAL_THETA = "base of layers with a window"
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
     stated, nested = dict(config), config.get("rope_parameters") or {}
-    local: Mapping[str, Any] = {}
-    if FULL in nested:
-        # transformers looks for this switch of YaRN's outside of the tables by layer.
-        full = {name: value for name, value in nested[FULL].items() if name != "truncate"}
-        stated["rope_parameters"], local = full, nested[LOCAL]
-    fields = Fields(stated, keep=("layer_types",), absent={**ABSENT, "sliding_window": 4096})
-    ours = read_rms_silu(fields, theta=5e5) | FIXED
-    ours["add_attention_bias"] = fields.take("attention_bias", False)
-    ours |= read_windows(fields, ours["num_layers"], 4)
-    if ours["window_size"][0] >= 0:
-        ours["rotary_base_local"] = float(local.get("rope_theta", ours["rotary_base"]))
+    if FULL not in nested:
+        return stated
+    # transformers looks for this switch of YaRN's outside of the tables by layer.
+    full = {name: value for name, value in nested[FULL].items() if name != "truncate"}
+    local = nested[LOCAL]
     if local.get("rope_type", "default") != "default":
         raise ValueError(
             f"config.json has rope_parameters[{LOCAL!r}]={local!r}, which mcore cannot "
             "represent here: only a base (--rotary-base-local)."
         )
-    return fields.described(ours)
+    return stated | {"rope_parameters": full, _LOCAL_THETA: local.get("rope_theta")}
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
+def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    local = fields.take(_LOCAL_THETA, ours["rotary_base"])
+    return {"rotary_base_local": float(local)} if ours["window_size"][0] >= 0 else {}
 
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+
+def _write(description: Description, theirs: Theirs) -> Theirs:
     require(description, yarn_correction_range_round_to_int=True)
-    says = ("rotary_base_local", "window_attn_skip_freq")
-    theirs = write_olmo(description, "Olmo3ForCausalLM", says)
     local = setting(description, "rotary_base_local") or setting(description, "rotary_base")
-    theirs["rope_parameters"].pop("truncate", None)
-    theirs["rope_parameters"] = {
-        LOCAL: {"rope_type": "default", "rope_theta": local},
-        FULL: theirs["rope_parameters"],
-    }
+    full = theirs["rope_parameters"]
+    full.pop("truncate", None)
     del theirs["rope_scaling"]
-    return {"model_type": "olmo3", **theirs, **write_windows(description)}
+    return {
+        "rope_parameters": {LOCAL: {"rope_type": "default", "rope_theta": local}, FULL: full}
+    }
+
+
+FAMILY = replace(
+    olmo2.FAMILY,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    absent={**olmo2.FAMILY.absent, "sliding_window": 4096},
+    parts=(
+        *olmo2.FAMILY.parts,
+        windows(4),
+        Part(says=("rotary_base_local",), read=_read, write=_write),
+    ),
+    theta=5e5,
+    stated=_stated,
+)

@@ -3,72 +3,43 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import (
+from mcore_ckpt.families.common.decoder import OWN_HEADS, Decoder, Description, Part, Theirs
+from mcore_ckpt.families.common.decoder_rules import (
     ANGLES,
     around,
     attention_rules,
-    read_rms_silu,
     tied_copies,
-    write_rms_silu,
 )
-from mcore_ckpt.families.common.experts import no_experts
-from mcore_ckpt.families.common.fields import Fields, require, setting, settings
-from mcore_ckpt.families.dense.mistral import read_window, write_window
+from mcore_ckpt.families.common.fields import require, setting, settings
+from mcore_ckpt.families.common.layer_types import WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import head_dim, num_kv_heads
 
-CARRIES = ("original_max_position_embeddings",)
-"""Says something with LongRoPE alone, and is there without it."""
+_CONTEXT = "original_max_position_embeddings"
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
-    context = config.get("original_max_position_embeddings")
-    stated = dict(config)
+def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+    stated, context = dict(config), config.get(_CONTEXT)
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name) or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default" and context:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default" and context:
             # The family says it outside of the table, and calls the same thing by more names.
-            stated[name] = {**rope, "original_max_position_embeddings": context}
-            kind = rope.get("rope_type", rope.get("type"))
-            stated[name]["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+            kind = "longrope" if kind in ("su", "yarn") else kind
+            stated[name] = {**rope, _CONTEXT: context, "rope_type": kind}
             stated[name].pop("type", None)
-    fields = Fields(stated, absent={"rms_norm_eps": 1e-5})
-    fields.must_be("attention_bias", False)
-    for name in ("embd_pdrop", "resid_pdrop"):
-        fields.must_be(name, 0.0)
-    fields.take("original_max_position_embeddings", 0)
-    ours = read_rms_silu(fields, partial=True) | {"window_size": read_window(fields)}
-    return fields.described(ours)
+    return stated
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
-    no_experts(description)
-    require(description, qk_layernorm=False, add_bias_linear=False, add_qkv_bias=False)
-    theirs = write_rms_silu(description, "Phi3ForCausalLM", partial=True)
-    own = theirs["hidden_size"] // theirs["num_attention_heads"]
-    if theirs.pop("head_dim") != own:
-        raise ValueError(f"it cannot say --kv-channels: only {own}, hidden size / heads")
+def _write_context(description: Description, _: Theirs) -> Theirs:
     # The short context stands outside of the rotary tables too.
-    if setting(description, "rope_type") in ("longrope", "yarn"):
-        require(description, rope_type="longrope")
-        context = setting(description, "original_max_position_embeddings")
-        theirs["original_max_position_embeddings"] = context
-    theirs |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False}
-    return {"model_type": "phi3", **theirs, **write_window(description)}
+    if setting(description, "rope_type") not in ("longrope", "yarn"):
+        return {}
+    require(description, rope_type="longrope")
+    return {_CONTEXT: setting(description, _CONTEXT)}
 
 
-def table(description: Mapping[str, Any]) -> Table:
-    """List the weights."""
+def _table(description: Description) -> Table:
     at = "model.layers.*."
     config = settings(description)
     key_value = num_kv_heads(config) * head_dim(config)
@@ -88,3 +59,17 @@ def table(description: Mapping[str, Any]) -> Table:
         droppable=ANGLES,
         copies=tied_copies(description),
     )
+
+
+FAMILY = Decoder(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    absent={"rms_norm_eps": 1e-5},
+    only={"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False},
+    unread=(_CONTEXT,),
+    parts=(OWN_HEADS, Part(write=_write_context), WINDOW),
+    partial=1.0,
+    stated=_stated,
+    weights=_table,
+    carries=(_CONTEXT,),  # says something with LongRoPE alone, and is there without it
+)

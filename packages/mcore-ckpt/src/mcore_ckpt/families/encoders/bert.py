@@ -26,20 +26,12 @@ shapes = megatron_bert.shapes
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description; see ``families``."""
     return read(config, "Bert", post_layer_norm=True)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: if it is of another family.
-    """
+    """Write a description as a config.json; see ``families``."""
     return write(description, "bert", "Bert", post_layer_norm=True)
 
 

@@ -56,20 +56,12 @@ _PRE = {
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description; see ``families``."""
     return read(config, "MegatronBert", post_layer_norm=False)
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: if it is of another family.
-    """
+    """Write a description as a config.json; see ``families``."""
     return write(description, "megatron-bert", "MegatronBert", post_layer_norm=False)
 
 

@@ -52,11 +52,7 @@ _CROSS = {"q": "q", "kv.k": "k", "kv.v": "v", "proj": "o"}
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description; see ``families``."""
     fields = Fields(config)
     fields.must_be("is_encoder_decoder", True)
     unread = ("dense_act_fn", "is_gated_act", "n_positions", "is_decoder", "output_past")
@@ -93,11 +89,7 @@ def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, 
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: if it is of another family, or in Megatron's form.
-    """
+    """Write a description as a config.json; see ``families``."""
     require_family(description, "t5")
     config = description["config"]
     for name, (default, wanted) in _FORM.items():

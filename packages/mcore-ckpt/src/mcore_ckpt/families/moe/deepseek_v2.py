@@ -18,11 +18,7 @@ table = deepseek_v3.table
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description; see ``families``."""
     fields = Fields(config, absent=_ABSENT)
     fields.must_be("scoring_func", "softmax")
     # Their model does not look at it, whatever it says.
@@ -48,11 +44,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+    """Write a description as a config.json; see ``families``."""
     theirs = write(description, "deepseek_v2", "DeepseekV2ForCausalLM")
     require(description, rotary_interleaved=True, mtp_num_layers=0)
     topk, groups, kept, scored, score, is_before = (

@@ -6,9 +6,18 @@ What V2 has in common with it is here too.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import ANGLES, around, tied_copies
+from mcore_ckpt.families.common.decoder_rules import (
+    ANGLES,
+    around,
+    gated_rules,
+    tied_copies,
+)
 from mcore_ckpt.families.common.defaults import ROPE_VARIANTS
-from mcore_ckpt.families.common.experts import expert_layers, expert_rules, expert_setting
+from mcore_ckpt.families.common.experts import (
+    expert_layers,
+    expert_setting,
+    sparse_and_dense,
+)
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
     Fields,
@@ -19,13 +28,7 @@ from mcore_ckpt.families.common.fields import (
     setting,
 )
 from mcore_ckpt.families.common.rope import read_rope, write_rope
-from mcore_ckpt.families.moe.mtp_layers import (
-    mtp_copies,
-    mtp_rules,
-    read_mtp,
-    without_absent,
-    write_mtp,
-)
+from mcore_ckpt.families.moe.mtp_layers import MTP, mtp_copies, mtp_rules, without_absent
 from mcore_ckpt.mapping.rules import Rule, Table
 
 PAIRS = (
@@ -56,11 +59,7 @@ _SCORED = 2
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description; see ``families``."""
     fields = Fields(config, absent=_ABSENT)
     fields.must_be("scoring_func", "sigmoid")
     fields.must_be("topk_method", "noaux_tc")
@@ -68,7 +67,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     interleaved = fields.take("rope_interleave", True)
     groups = fields.take("n_group", 1), fields.take("topk_group", 1)
     ours, moe = read(fields, interleaved)
-    ours |= read_mtp(fields)
+    ours |= MTP.read(fields, ours)
     if moe["moe_router_topk"] == 1:
         raise ValueError(
             "config.json has num_experts_per_tok=1, whose weight is then always 1, which mcore "
@@ -83,11 +82,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+    """Write a description as a config.json; see ``families``."""
     theirs = write(description, "deepseek_v3", "DeepseekV3ForCausalLM")
     topk, groups, kept, scored, score, bias = (
         expert_setting(description, f"moe_router_{name}")
@@ -112,7 +107,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "n_group": groups or 1,
         "topk_group": kept or 1,
         "rope_interleave": setting(description, "rotary_interleaved"),
-        **write_mtp(description),
+        **MTP.write(description, theirs),
     }
 
 
@@ -212,15 +207,13 @@ def write(description: Mapping[str, Any], family: str, architecture: str) -> dic
 
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights, those of both versions."""
-    pattern = expert_layers(description)
-    sparse = tuple(layer for layer, has in enumerate(pattern) if has)
-    dense = tuple(layer for layer, has in enumerate(pattern) if not has)
+    sparse, dense = sparse_and_dense(description)
     layers = [
         *_attention(description),
-        *_mlp("mlp.", "mlp.", dense),
+        *gated_rules("mlp.", "mlp.", dense),
         *_router(description, sparse),
-        *expert_rules("model.layers.*.mlp.experts.*.", _MLP_NAMES, sparse),
-        *_mlp("moe.shared.", "mlp.shared_experts.", sparse),
+        *gated_rules("moe.experts.*.", "mlp.experts.*.", sparse),
+        *gated_rules("moe.shared.", "mlp.shared_experts.", sparse),
     ]
     return Table(
         (*around(description, layers), *mtp_rules(description, layers)),
@@ -229,9 +222,6 @@ def table(description: Mapping[str, Any]) -> Table:
         droppable=ANGLES,
         copies=tied_copies(description) | mtp_copies(description),
     )
-
-
-_MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def _attention(description: Mapping[str, Any]) -> list[Rule]:
@@ -254,17 +244,6 @@ def _attention(description: Mapping[str, Any]) -> list[Rule]:
     return [
         Rule(f"blocks.*.{ours}.weight", f"model.layers.*.{theirs}.weight")
         for ours, theirs in names.items()
-    ]
-
-
-def _mlp(ours: str, theirs: str, layers: tuple[int, ...]) -> list[Rule]:
-    return [
-        Rule(
-            f"blocks.*.{ours}{mine}.weight",
-            f"model.layers.*.{theirs}{name}.weight",
-            layers=layers,
-        )
-        for mine, name in zip(("fc1.gate", "fc1.up", "fc2"), _MLP_NAMES, strict=True)
     ]
 
 

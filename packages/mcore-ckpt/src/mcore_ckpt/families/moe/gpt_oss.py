@@ -3,29 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import decoder_table, read_rms_silu, write_common
+from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs, pair
+from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.experts import expert_setting, expert_size_of
-from mcore_ckpt.families.common.fields import Fields, require, setting
-from mcore_ckpt.families.common.layer_types import read_windows, write_windows
+from mcore_ckpt.families.common.fields import Fields
+from mcore_ckpt.families.common.layer_types import windows
 from mcore_ckpt.mapping.rules import Rule, Table
 
-_FIXED: dict[str, Any] = {
-    "swiglu": False,
-    "quick_geglu": True,
-    "glu_linear_offset": 1.0,
-    "softmax_type": "learnable",
-    "add_bias_linear": True,
-}
-_ABSENT = {
-    "head_dim": 64,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 128,
-    "router_aux_loss_coef": 0.0,
-    "max_position_embeddings": 131072,
-    "swiglu_limit": 7.0,
-    "attention_bias": True,
-}
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -37,59 +21,34 @@ _ROPE = {
 """What transformers takes where nothing is said of positions."""
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    if config.get("rope_parameters") or config.get("rope_scaling"):
+        return config
+    return {**config, "rope_scaling": _ROPE}
 
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
-    stated = dict(config)
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
-        stated["rope_scaling"] = _ROPE
-    fields = Fields(stated, keep=("layer_types",), absent=_ABSENT)
-    fields.must_be("attention_bias", True)
-    fields.must_be("swiglu_alpha", 1.702)
-    for name in ("initial_context_length", "experts_per_token"):
-        fields.maybe(name)  # copies of other fields, which nothing reads
-    ours = read_rms_silu(fields, theta=150000.0) | _FIXED
-    ours["activation_func_clamp_value"] = float(fields.take("swiglu_limit"))
-    ours |= read_windows(fields, ours["num_layers"], 2)
-    moe = {
+
+def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    return {
         "num_experts": fields.take("num_local_experts"),
         "moe_router_topk": fields.take("num_experts_per_tok"),
         "moe_ffn_hidden_size": ours["ffn_hidden_size"],
         "moe_router_bias": True,
         "moe_aux_loss_coeff": fields.take("router_aux_loss_coef"),
     }
-    return fields.described(ours, moe)
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
-    require(description, **_FIXED, normalization="RMSNorm", apply_layernorm_1p=False)
-    require(description, qk_layernorm=False)
+def _write(description: Description, _: Theirs) -> Theirs:
     if not expert_setting(description, "moe_router_bias"):
         raise ValueError("it cannot say a model without --moe-router-bias")
-    says = (*_FIXED, "activation_func_clamp_value", "window_attn_skip_freq")
-    theirs = write_common(description, "GptOssForCausalLM", says=says)
-    return theirs | {
-        "model_type": "gpt_oss",
+    return {
         "intermediate_size": expert_size_of(description),
         "num_local_experts": expert_setting(description, "num_experts"),
         "num_experts_per_tok": expert_setting(description, "moe_router_topk"),
         "router_aux_loss_coef": expert_setting(description, "moe_aux_loss_coeff"),
-        "swiglu_limit": setting(description, "activation_func_clamp_value"),
-        "swiglu_alpha": 1.702,
-        "attention_bias": True,
-        **write_windows(description),
     }
 
 
-def table(description: Mapping[str, Any]) -> Table:
+def _table(description: Description) -> Table:
     """List the weights: experts lie stacked, a gate beside its up-projection, inputs first."""
     mlp, width = "model.layers.*.mlp.", expert_size_of(description)
     expert = "blocks.*.moe.experts.*."
@@ -99,15 +58,40 @@ def table(description: Mapping[str, Any]) -> Table:
         suffix = "" if is_matrix else "_bias"
         fc1 = tuple(f"{expert}fc1.{part}.{kind}" for part in ("gate", "up"))
         there = f"{mlp}experts.gate_up_proj{suffix}[*]"
+        down = f"{mlp}experts.down_proj{suffix}[*]"
         rules += [
             Rule(f"blocks.*.moe.router.{kind}", f"{mlp}router.{kind}"),
             Rule(fc1, there, transposed=is_matrix, groups=width),
-            Rule(
-                f"{expert}fc2.{kind}",
-                f"{mlp}experts.down_proj{suffix}[*]",
-                transposed=is_matrix,
-            ),
+            Rule(f"{expert}fc2.{kind}", down, transposed=is_matrix),
         ]
-    return decoder_table(
-        description, rules, num_experts=expert_setting(description, "num_experts")
-    )
+    return decoder_table(description, rules)
+
+
+FAMILY = Decoder(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fixed={
+        "swiglu": False,
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+    },
+    absent={
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "router_aux_loss_coef": 0.0,
+        "max_position_embeddings": 131072,
+        "swiglu_limit": 7.0,
+    },
+    only={"attention_bias": True, "swiglu_alpha": 1.702},
+    # Copies of other fields.
+    unread=("initial_context_length", "experts_per_token"),
+    parts=(pair("activation_func_clamp_value", "swiglu_limit", kind=float), windows(2)),
+    experts=Part(says=("add_qkv_bias",), read=_read, write=_write),
+    theta=150000.0,
+    stated=_stated,
+    weights=_table,
+)

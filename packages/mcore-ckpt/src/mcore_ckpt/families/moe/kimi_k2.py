@@ -14,9 +14,5 @@ as_stored = deepseek_v3.as_stored
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+    """Write a description as a config.json; see ``families``."""
     return deepseek_v3.to_theirs(description) | {"model_type": "kimi_k2"}

@@ -1,79 +1,79 @@
 """Llama 4, its text model: chunks with rotation, every fourth layer whole and without it."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
-    around,
-    attention_rules,
-    read_rms_silu,
-    tied_copies,
-    write_rms_silu,
+    ATTENTION_BIAS,
+    Decoder,
+    Description,
+    Part,
+    Theirs,
+    pair,
 )
+from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
 from mcore_ckpt.families.common.experts import (
-    expert_layers,
     expert_setting,
     expert_size_of,
     require_routing,
+    sparse_and_dense,
+    write_layers,
 )
-from mcore_ckpt.families.common.fields import Fields, require, setting
-from mcore_ckpt.families.common.layer_types import FULL, read_skipped, write_pattern
+from mcore_ckpt.families.common.fields import Fields, setting
+from mcore_ckpt.families.common.layer_types import (
+    FULL,
+    read_rotated,
+    read_skipped,
+    write_pattern,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 
-CHUNKED = "chunked_attention"
-_NAMES = ("gate_proj", "up_proj", "down_proj")
-_ABSENT = {
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "attention_chunk_size": 8192,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-    "no_rope_layer_interval": 4,
-    "interleave_moe_layer_step": 1,
-    "num_experts_per_tok": 1,
-    "max_position_embeddings": 131072,
-    "router_aux_loss_coef": 0.001,
-}
+_CHUNKED = "chunked_attention"
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
-    fields = Fields(config, keep=("layer_types",), absent=_ABSENT)
-    ours = read_rms_silu(fields, theta=5e5)
-    count, width = ours["num_layers"], ours["ffn_hidden_size"]
-    interval = fields.take("no_rope_layer_interval")
-    rotated = fields.maybe("no_rope_layers")  # 1 stands for rotation
-    if not rotated:
-        rotated = [(layer + 1) % interval != 0 for layer in range(count)]
-    types = fields.maybe("layer_types") or [CHUNKED if has else FULL for has in rotated]
+def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    rotated = read_rotated(fields, ours["num_layers"])
+    types = fields.maybe("layer_types") or [_CHUNKED if has else FULL for has in rotated]
     whole = [kind == FULL for kind in types]
     chunk = fields.maybe("attention_chunk_size") or 0
-    ours |= {
-        "ffn_hidden_size": fields.take("intermediate_size_mlp", 16384),
-        "rotary_interleaved": True,
-        "rope_skip_freq": write_pattern([not has for has in rotated]),
-        "qk_l2_norm": fields.take("use_qk_norm", True),
-        "add_attention_bias": fields.take("attention_bias", False),
-    }
+    found: dict[str, Any] = {"rope_skip_freq": write_pattern([not has for has in rotated])}
     if chunk and not all(whole):
-        ours["attention_chunk_size"] = chunk
-        ours["window_attn_skip_freq"] = write_pattern(whole, ones=False)
+        found["attention_chunk_size"] = chunk
+        found["window_attn_skip_freq"] = write_pattern(whole, ones=False)
+    return found
+
+
+def _write_layers(description: Description, _: Theirs) -> Theirs:
+    rotated = [not skip for skip in read_skipped(description, "rope_skip_freq")]
+    whole = read_skipped(description, "window_attn_skip_freq", ones=False)
+    chunk = setting(description, "attention_chunk_size")
+    return {
+        "no_rope_layers": [int(has) for has in rotated],
+        "layer_types": [FULL if full or not chunk else _CHUNKED for full in whole],
+        "attention_chunk_size": chunk or None,
+    }
+
+
+def _read_temperature(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
     span, scale = fields.take("floor_scale"), float(fields.take("attn_scale"))
-    if fields.take("attn_temperature_tuning", True):
-        ours |= {"attention_temperature_span": int(span), "attention_temperature_scale": scale}
-    moe = _read_experts(fields, count, width)
-    return fields.described(ours, moe)
+    if not fields.take("attn_temperature_tuning", True):
+        return {}
+    return {"attention_temperature_span": int(span), "attention_temperature_scale": scale}
 
 
-def _read_experts(fields: Fields, count: int, width: int) -> dict[str, Any]:
+def _write_temperature(description: Description, _: Theirs) -> Theirs:
+    span = setting(description, "attention_temperature_span")
+    return {
+        "attn_temperature_tuning": bool(span),
+        "floor_scale": span or 8192,
+        "attn_scale": setting(description, "attention_temperature_scale"),
+    }
+
+
+def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    count, width = ours["num_layers"], ours["ffn_hidden_size"]
+    ours["ffn_hidden_size"] = fields.take("intermediate_size_mlp", 16384)
     step, sparse = fields.take("interleave_moe_layer_step"), fields.maybe("moe_layers")
     sparse = set(range(step - 1, count, step) if sparse is None else sparse)
-    pattern = [int(layer in sparse) for layer in range(count)]
     topk = fields.take("num_experts_per_tok")
     if topk != 1:
         raise ValueError(
@@ -84,7 +84,7 @@ def _read_experts(fields: Fields, count: int, width: int) -> dict[str, Any]:
         "num_experts": fields.take("num_local_experts"),
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": width,
-        "moe_layer_freq": "1" if all(pattern) else str(pattern).replace(" ", ""),
+        "moe_layer_freq": write_layers(layer in sparse for layer in range(count)),
         "moe_shared_expert_intermediate_size": width,
         "moe_router_score_function": "sigmoid",
         "moe_apply_probs_on_input": True,
@@ -93,14 +93,7 @@ def _read_experts(fields: Fields, count: int, width: int) -> dict[str, Any]:
     }
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
-    require(description, rotary_interleaved=True, window_size=(-1, 0), qk_layernorm=False)
-    require(description, add_bias_linear=False, add_qkv_bias=False)
+def _write_experts(description: Description, theirs: Theirs) -> Theirs:
     width = expert_size_of(description)
     routing = {
         "moe_router_score_function": "sigmoid",
@@ -111,62 +104,64 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": width,
     }
     require_routing(description, routing)
-    says = (
-        *("rotary_interleaved", "rope_skip_freq", "qk_l2_norm", "add_attention_bias"),
-        *("attention_chunk_size", "window_attn_skip_freq"),
-        *("attention_temperature_span", "attention_temperature_scale"),
-    )
-    theirs = write_rms_silu(description, "Llama4ForCausalLM", says=says)
-    rotated = [not skip for skip in read_skipped(description, "rope_skip_freq")]
-    whole = read_skipped(description, "window_attn_skip_freq", ones=False)
-    chunk = setting(description, "attention_chunk_size")
-    span = setting(description, "attention_temperature_span")
-    return theirs | {
-        "model_type": "llama4_text",
+    return {
         "intermediate_size_mlp": theirs["intermediate_size"],
         "intermediate_size": width,
-        "no_rope_layers": [int(has) for has in rotated],
-        "layer_types": [FULL if full or not chunk else CHUNKED for full in whole],
-        "attention_chunk_size": chunk or None,
-        "use_qk_norm": setting(description, "qk_l2_norm"),
-        "attention_bias": setting(description, "add_attention_bias"),
-        "attn_temperature_tuning": bool(span),
-        "floor_scale": span or 8192,
-        "attn_scale": setting(description, "attention_temperature_scale"),
         "num_local_experts": expert_setting(description, "num_experts"),
         "num_experts_per_tok": 1,
-        "moe_layers": [i for i, has in enumerate(expert_layers(description)) if has],
+        "moe_layers": list(sparse_and_dense(description)[0]),
         "router_aux_loss_coef": expert_setting(description, "moe_aux_loss_coeff"),
         "router_jitter_noise": expert_setting(description, "moe_input_jitter_eps"),
     }
 
 
-def table(description: Mapping[str, Any]) -> Table:
+def _table(description: Description) -> Table:
     """List the weights: experts lie stacked, inputs first, gates before up-projections."""
-    pattern = expert_layers(description)
-    sparse = tuple(layer for layer, has in enumerate(pattern) if has)
-    dense = tuple(layer for layer, has in enumerate(pattern) if not has)
+    sparse, dense = sparse_and_dense(description)
     at, expert = "model.layers.*.feed_forward.", "blocks.*.moe.experts.*."
     fc1 = (f"{expert}fc1.gate.weight", f"{expert}fc1.up.weight")
     down = f"{at}experts.down_proj[*]"
     rules = [
-        *attention_rules(description),
-        *_mlp("mlp.", at, dense),
+        *gated_rules("mlp.", "feed_forward.", dense),
         Rule("blocks.*.moe.router.weight", f"{at}router.weight", layers=sparse),
         Rule(fc1, f"{at}experts.gate_up_proj[*]", transposed=True, layers=sparse),
         Rule(f"{expert}fc2.weight", down, transposed=True, layers=sparse),
-        *_mlp("moe.shared.", f"{at}shared_expert.", sparse),
+        *gated_rules("moe.shared.", "feed_forward.shared_expert.", sparse),
     ]
-    return Table(
-        around(description, rules),
-        setting(description, "num_layers"),
-        expert_setting(description, "num_experts"),
-        copies=tied_copies(description),
-    )
+    return decoder_table(description, rules)
 
 
-def _mlp(ours: str, theirs: str, layers: tuple[int, ...]) -> list[Rule]:
-    return [
-        Rule(f"blocks.*.{ours}{mine}.weight", f"{theirs}{name}.weight", layers=layers)
-        for mine, name in zip(("fc1.gate", "fc1.up", "fc2"), _NAMES, strict=True)
-    ]
+_LAYERS = Part(
+    says=("rope_skip_freq", "attention_chunk_size", "window_attn_skip_freq"),
+    read=_read_layers,
+    write=_write_layers,
+    keep=("layer_types",),
+)
+_TEMPERATURE = Part(
+    says=("attention_temperature_span", "attention_temperature_scale"),
+    read=_read_temperature,
+    write=_write_temperature,
+)
+
+FAMILY = Decoder(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    fixed={"rotary_interleaved": True},
+    absent={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "no_rope_layer_interval": 4,
+        "interleave_moe_layer_step": 1,
+        "num_experts_per_tok": 1,
+        "max_position_embeddings": 131072,
+        "router_aux_loss_coef": 0.001,
+    },
+    parts=(_LAYERS, pair("qk_l2_norm", "use_qk_norm", True), ATTENTION_BIAS, _TEMPERATURE),
+    experts=Part(read=_read_experts, write=_write_experts),
+    theta=5e5,
+    weights=_table,
+)

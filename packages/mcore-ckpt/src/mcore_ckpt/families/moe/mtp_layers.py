@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mcore_ckpt.families.common.decoder import pair
 from mcore_ckpt.families.common.experts import expert_setting
-from mcore_ckpt.families.common.fields import Fields, setting
+from mcore_ckpt.families.common.fields import setting
 from mcore_ckpt.mapping.rules import Rule
 
-_FIELD = "num_nextn_predict_layers"
 _AROUND = {
     "enorm": "enorm",
     "hnorm": "hnorm",
@@ -22,15 +22,8 @@ _AROUND = {
 }
 
 
-def read_mtp(fields: Fields) -> dict[str, Any]:
-    """Read from a config.json how many there are; nothing where there are none."""
-    number = fields.take(_FIELD, 0)
-    return {"mtp_num_layers": number} if number else {}
-
-
-def write_mtp(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write into a config.json how many there are."""
-    return {_FIELD: setting(description, "mtp_num_layers")}
+MTP = pair("mtp_num_layers", "num_nextn_predict_layers", 0)
+"""How many there are."""
 
 
 def without_absent(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -1,31 +1,22 @@
 """Granite 4: Mamba-2 or attention without positions, then experts and a shared layer."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import read_rms_silu, write_rms_silu
-from mcore_ckpt.families.common.defaults import HYBRID
-from mcore_ckpt.families.common.experts import expert_setting, require_routing
-from mcore_ckpt.families.common.fields import Fields, require, setting
-from mcore_ckpt.families.recurrent.bamba import (
-    hybrid_table,
-    read_mamba,
-    write_mamba,
+from mcore_ckpt.families.common.decoder import (
+    ATTENTION_BIAS,
+    Decoder,
+    Description,
+    Part,
+    Theirs,
 )
-from mcore_ckpt.families.recurrent.mamba2 import layers_of
+from mcore_ckpt.families.common.experts import expert_setting, expert_size_of, require_routing
+from mcore_ckpt.families.common.fields import Fields, setting
+from mcore_ckpt.families.dense.granite import FACTORS, read_factors
+from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
 from mcore_ckpt.mapping.rules import Rule, Table
+from mcore_parallel.layer_patterns import pattern_layers
 
-_ABSENT: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "intermediate_size": 11008,
-}
 _WORDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
-_FACTORS = {
-    "softmax_scale": "attention_multiplier",
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-}
 _ROUTING: dict[str, Any] = {
     "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False,
@@ -41,87 +32,62 @@ _ROUTING: dict[str, Any] = {
 }
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
-    fields = Fields(config, keep=("layer_types",), absent=_ABSENT)
-    ours = read_rms_silu(fields) | read_mamba(fields, config["hidden_size"])
-    ours |= {mine: float(fields.take(there, 1.0)) for mine, there in _FACTORS.items()}
-    ours["logits_multiplier"] = 1.0 / fields.take("logits_scaling", 1.0)
-    ours["add_attention_bias"] = fields.take("attention_bias", False)
-    if fields.maybe("position_embedding_type") != "rope":
-        ours["position_embedding_type"] = "none"
-    count = ours["num_layers"]
-    kinds = fields.maybe("layer_types") or fields.maybe("layers_block_type")
-    fields.maybe("layers_block_type")
-    letters = [_WORDS[kind] for kind in kinds or ["mamba"] * count]
-    experts, shared = (
-        fields.take("num_local_experts", 8),
-        fields.take("shared_intermediate_size", 1024),
-    )
-    chosen = fields.take("num_experts_per_tok", 2)
-    coefficient = fields.take("router_aux_loss_coef", 0.001)
-    moe: dict[str, Any] = {}
-    if experts:
-        moe = {
-            "num_experts": experts,
-            "moe_router_topk": chosen,
-            "moe_ffn_hidden_size": ours["ffn_hidden_size"],
-            "moe_shared_expert_intermediate_size": shared,
-            "moe_aux_loss_coeff": coefficient,
-        }
-    else:
-        ours["ffn_hidden_size"] = shared
-    half = "E" if experts else "-"
-    ours["hybrid_override_pattern"] = "".join(f"[{letter}{half}]" for letter in letters)
-    return fields.described(ours, moe)
+def _write_factors(description: Description, theirs: Theirs) -> Theirs:
+    own = theirs["head_dim"] ** -0.5
+    return {
+        **{there: setting(description, mine) for mine, there in FACTORS.items()},
+        "attention_multiplier": setting(description, "softmax_scale") or own,
+        "logits_scaling": round(1.0 / setting(description, "logits_multiplier"), 12),
+    }
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
+def _read_positions(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
+    is_rotated = fields.maybe("position_embedding_type") == "rope"
+    return {} if is_rotated else {"position_embedding_type": "none"}
 
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
-    layers = layers_of(description, "ME", "*E", "M-", "*-")
-    experts = expert_setting(description, "num_experts")
-    if len({layer[1] for layer in layers}) > 1:
-        raise ValueError("it cannot say experts in some layers and none in others")
-    require_routing(description, _ROUTING)
-    require(description, qk_layernorm=False, add_bias_linear=False, add_qkv_bias=False)
-    require(description, window_size=(-1, 0))
+
+def _write_positions(description: Description, _: Theirs) -> Theirs:
     kind = setting(description, "position_embedding_type")
     if kind not in ("rope", "none"):
         raise ValueError(f"it cannot say --position-embedding-type {kind}")
-    rotated = {**description["config"], "position_embedding_type": "rope"}
-    says = (*HYBRID, *_FACTORS, "logits_multiplier", "add_attention_bias")
-    theirs = write_rms_silu(
-        {**description, "config": rotated}, "GraniteMoeHybridForCausalLM", says=says
-    )
-    own = theirs.pop("head_dim")
-    if own * theirs["num_attention_heads"] != theirs["hidden_size"]:
-        raise ValueError("it cannot say --kv-channels")
+    return {"position_embedding_type": "rope" if kind == "rope" else None}
+
+
+def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    """Read them, and with them the layers, for without experts there is a dense half."""
+    kinds = fields.maybe("layer_types")
+    kinds = kinds or fields.maybe("layers_block_type") or ["mamba"] * ours["num_layers"]
+    fields.maybe("layers_block_type")
+    moe = {
+        "num_experts": fields.take("num_local_experts", 8),
+        "moe_router_topk": fields.take("num_experts_per_tok", 2),
+        "moe_ffn_hidden_size": ours["ffn_hidden_size"],
+        "moe_shared_expert_intermediate_size": fields.take("shared_intermediate_size", 1024),
+        "moe_aux_loss_coeff": fields.take("router_aux_loss_coef", 0.001),
+    }
+    half = "E" if moe["num_experts"] else "-"
+    layers = (f"[{_WORDS[kind]}{half}]" for kind in kinds)
+    ours["hybrid_override_pattern"] = "".join(layers)
+    if moe["num_experts"]:
+        return moe
+    ours["ffn_hidden_size"] = moe["moe_shared_expert_intermediate_size"]
+    return {}
+
+
+def _write_experts(description: Description, theirs: Theirs) -> Theirs:
+    layers = pattern_layers(setting(description, "hybrid_override_pattern"))
+    if len({layer[1] for layer in layers}) > 1:
+        raise ValueError("it cannot say experts in some layers and none in others")
+    require_routing(description, _ROUTING)
+    experts = expert_setting(description, "num_experts")
     shared = expert_setting(description, "moe_shared_expert_intermediate_size")
     if experts and not shared:
         raise ValueError("it cannot say experts without --moe-shared-expert-intermediate-size")
     width = theirs["intermediate_size"]
-    if experts:
-        theirs["intermediate_size"] = (
-            expert_setting(description, "moe_ffn_hidden_size") or width
-        )
     words = {letter: word for word, letter in reversed(_WORDS.items())}
-    return theirs | {
-        "model_type": "granitemoehybrid",
-        **write_mamba(description),
-        **{there: setting(description, mine) for mine, there in _FACTORS.items()},
-        "attention_multiplier": setting(description, "softmax_scale") or own**-0.5,
-        "logits_scaling": round(1.0 / setting(description, "logits_multiplier"), 12),
-        "attention_bias": setting(description, "add_attention_bias"),
-        "position_embedding_type": "rope" if kind == "rope" else None,
+    return {
         "layer_types": [words[layer[0]] for layer in layers],
+        "intermediate_size": expert_size_of(description) if experts else width,
         "num_local_experts": experts,
         "num_experts_per_tok": expert_setting(description, "moe_router_topk"),
         "router_aux_loss_coef": expert_setting(description, "moe_aux_loss_coeff"),
@@ -129,7 +95,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(description: Mapping[str, Any]) -> Table:
+def _table(description: Description) -> Table:
     """List the weights; a gate and its up-projection are one matrix, experts one stack."""
     experts = expert_setting(description, "num_experts")
     there = "model.layers.*."
@@ -148,4 +114,29 @@ def table(description: Mapping[str, Any]) -> Table:
             Rule(f"{one}fc2.weight", f"{moe}output_linear.weight[*]"),
         ]
     norms = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
-    return hybrid_table(description, norms, halves, num_experts=experts)
+    return hybrid_table(description, norms, halves)
+
+
+_POSITIONS = Part(
+    says=("position_embedding_type",), read=_read_positions, write=_write_positions
+)
+
+FAMILY = Decoder(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    absent={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "intermediate_size": 11008,
+    },
+    parts=(
+        _POSITIONS,
+        Part(says=(*FACTORS, "logits_multiplier"), read=read_factors, write=_write_factors),
+        SQUARE_HEADS,
+        MAMBA,
+        ATTENTION_BIAS,
+    ),
+    experts=Part(keep=("layer_types",), read=_read_experts, write=_write_experts),
+    layers=("ME", "*E", "M-", "*-"),
+    weights=_table,
+)

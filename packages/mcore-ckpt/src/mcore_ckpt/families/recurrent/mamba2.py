@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.families.common.decoder import layers_of
 from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
@@ -12,25 +13,19 @@ from mcore_ckpt.families.common.fields import (
     read_pairs,
     refuse_variants,
     require,
-    require_family,
     setting,
     settings,
 )
+from mcore_ckpt.families.recurrent.mamba_parts import (
+    MAMBA_PAIRS,
+    expansion,
+    mamba_rules,
+    read_limit,
+    write_limit,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.layer_patterns import pattern_layers
 from mcore_parallel.logical_tensors import mamba_sizes
 
-MAMBA_PAIRS = (
-    ("norm_epsilon", "layer_norm_epsilon", 1e-5),
-    ("mamba_num_groups", "n_groups", 8),
-    ("mamba_conv_kernel", "conv_kernel", 4),
-    ("mamba_conv_bias", "use_conv_bias", True),
-    ("mamba_proj_bias", "use_bias", False),
-    ("mamba_dt_min", "time_step_min", 0.001),
-    ("mamba_dt_max", "time_step_max", 0.1),
-    ("mamba_dt_init_floor", "time_step_floor", 1e-4),
-)
-"""Fields of Mamba layers that Mamba-2 and Nemotron-H name alike."""
 PAIRS = (
     ("num_layers", "num_hidden_layers", REQUIRED),
     ("hidden_size", "hidden_size", REQUIRED),
@@ -50,11 +45,7 @@ _FIXED: dict[str, Any] = {
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description; see ``families``."""
     fields = Fields(config)
     fields.must_be("hidden_act", "silu")
     fields.must_be("rms_norm", True)
@@ -69,11 +60,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+    """Write a description as a config.json; see ``families``."""
     layers_of(description, "M")
     no_experts(description)
     refuse_variants(description, *HYBRID)
@@ -91,84 +78,6 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm": True,
         "tie_word_embeddings": _is_tied(description),
     }
-
-
-def read_limit(limit: Any) -> list[float]:
-    """Read bounds of step sizes: where theirs have no upper one, ours is 0."""
-    # transformers 5 writes {"__float__": "Infinity"}, those before it Infinity.
-    low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in limit)
-    return [low, 0.0 if high == math.inf else high]
-
-
-def write_limit(limit: Any) -> list[float]:
-    """Undo ``read_limit``."""
-    low, high = limit
-    return [low, high or math.inf]
-
-
-def expansion(description: Mapping[str, Any]) -> int:
-    """Return how many times as wide as the stream all Mamba heads are together.
-
-    Raises:
-        ValueError: if that is no whole number.
-    """
-    config = settings(description)
-    inner, hidden = mamba_sizes(config).inner, config.hidden_size
-    if inner % hidden:
-        raise ValueError(
-            f"it cannot say {inner} channels of Mamba heads: only multiples of "
-            f"--hidden-size {hidden}"
-        )
-    return inner // hidden
-
-
-def layers_of(description: Mapping[str, Any], *known: str) -> tuple[str, ...]:
-    """Return the layers of a pattern, each of them of a kind that a family has.
-
-    Raises:
-        ValueError: with the pattern, if there are none or others; for another family.
-    """
-    require_family(description, "gpt")
-    pattern = setting(description, "hybrid_override_pattern")
-    layers = pattern_layers(pattern)
-    if not layers or not set(layers) <= set(known):
-        kinds = ", ".join(one if len(one) == 1 else f"[{one}]" for one in known)
-        raise ValueError(f"it cannot say --hybrid-override-pattern {pattern!r}: only {kinds}")
-    return layers
-
-
-def mamba_rules(
-    description: Mapping[str, Any],
-    there: str,
-    ours: str = "blocks.*.mamba.",
-    layers: tuple[int, ...] | None = None,
-) -> list[Rule]:
-    """Rules of one Mamba-2 mixer, which transformers names alike in all families.
-
-    Args:
-        description: of the model.
-        there: where the mixer is, up to the dot.
-        ours: where ours is.
-        layers: that have one; None: all.
-    """
-    config = settings(description)
-    sizes = mamba_sizes(config)
-    inner, states = sizes.inner, sizes.states
-    kinds = ("weight", "bias")
-    rules = []
-    for kind in kinds if config.mamba_proj_bias else kinds[:1]:
-        parts = tuple(f"{ours}in_proj.{name}.{kind}" for name in ("z", "x", "B", "C", "dt"))
-        rows = (inner, inner, states, states, sizes.heads)
-        rules.append(Rule(parts, f"{there}in_proj.{kind}", sizes=rows, layers=layers))
-        rules.append(Rule(f"{ours}out_proj.{kind}", f"{there}out_proj.{kind}", layers=layers))
-    for kind in kinds if config.mamba_conv_bias else kinds[:1]:
-        parts = tuple(f"{ours}conv1d.{name}.{kind}" for name in ("x", "B", "C"))
-        rows = (inner, states, states)
-        rules.append(Rule(parts, f"{there}conv1d.{kind}", sizes=rows, layers=layers))
-    vectors = ("dt_bias", "A_log", "D", *["norm.weight"] * (config.mamba_norm != "none"))
-    for name in vectors:
-        rules.append(Rule(f"{ours}{name}", f"{there}{name}", layers=layers))
-    return rules
 
 
 def table(description: Mapping[str, Any]) -> Table:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.families.common.decoder import layers_of
 from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting, require_routing
 from mcore_ckpt.families.common.fields import (
@@ -14,7 +15,7 @@ from mcore_ckpt.families.common.fields import (
     setting,
     settings,
 )
-from mcore_ckpt.families.recurrent.mamba2 import MAMBA_PAIRS, layers_of, mamba_rules
+from mcore_ckpt.families.recurrent.mamba_parts import MAMBA_PAIRS, mamba_rules
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_parallel.logical_tensors import head_dim, mamba_sizes, num_kv_heads
@@ -70,11 +71,7 @@ _WITHOUT_EFFECT = (
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description; see ``families``."""
     fields = Fields(config, keep=("layer_types",))
     for name in ("attention_bias", "mlp_bias"):
         fields.must_be(name, False)
@@ -110,11 +107,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+    """Write a description as a config.json; see ``families``."""
     config, letters = settings(description), layers_of(description, *"M*-E")
     refuse_variants(description, *HYBRID)
     require(description, **_FIXED, add_bias_linear=False, add_qkv_bias=False)

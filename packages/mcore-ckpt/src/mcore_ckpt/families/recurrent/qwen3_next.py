@@ -1,39 +1,30 @@
 """Qwen3-Next: three of four layers a gated delta net, the fourth gated attention; experts."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
+    ATTENTION_BIAS,
+    Decoder,
+    Description,
+    Part,
+    Theirs,
+)
+from mcore_ckpt.families.common.decoder_rules import (
     NORMS,
     around,
-    mlp_rules,
+    gated_rules,
     qk_norm_rules,
-    read_rms_silu,
     tied_copies,
-    write_rms_silu,
 )
 from mcore_ckpt.families.common.defaults import DELTA_NET, HYBRID
-from mcore_ckpt.families.common.experts import expert_rules, expert_setting, require_routing
-from mcore_ckpt.families.common.fields import Fields, require, require_family, setting, settings
+from mcore_ckpt.families.common.experts import expert_setting, require_routing
+from mcore_ckpt.families.common.fields import Fields, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import join_layers, pattern_layers
 from mcore_parallel.logical_tensors import delta_sizes
 
-_FIXED: dict[str, Any] = {
-    "qk_layernorm": True,
-    "attention_output_gate": True,
-    "apply_layernorm_1p": True,
-}
 _WORDS = {"linear_attention": "G", "full_attention": "*"}
-_ABSENT: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "intermediate_size": 5632,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-}
 _EXPERTS = {
     "num_experts": ("num_experts", 512),
     "moe_router_topk": ("num_experts_per_tok", 10),
@@ -41,8 +32,6 @@ _EXPERTS = {
     "moe_shared_expert_intermediate_size": ("shared_expert_intermediate_size", 512),
     "moe_aux_loss_coeff": ("router_aux_loss_coef", 0.001),
 }
-_NAMES = ("gate_proj", "up_proj", "down_proj")
-
 _ROUTING: dict[str, Any] = {
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": 0.0,
@@ -57,21 +46,7 @@ _ROUTING: dict[str, Any] = {
 }
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    own = rope.get("partial_rotary_factor")
-    absent = {**_ABSENT, "partial_rotary_factor": own} if own else _ABSENT
-    fields = Fields(config, keep=("layer_types",), absent=absent)
-    biased = fields.take("attention_bias", False)
-    ours = read_rms_silu(fields, partial=True) | _FIXED
-    if biased:
-        ours["add_attention_bias"] = True
-    ours |= {name: fields.take(name, default) for name, default in DELTA_NET.items()}
+def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     count = ours["num_layers"]
     every = fields.take("full_attention_interval", 4)
     kinds = fields.take("layer_types", [])
@@ -80,54 +55,34 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ]
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     halves = ["-" if i in dense or (i + 1) % step else "E" for i in range(count)]
-    ours["hybrid_override_pattern"] = join_layers(
-        one + half for one, half in zip(letters, halves, strict=True)
-    )
+    layers = (one + half for one, half in zip(letters, halves, strict=True))
+    return {
+        **{name: fields.take(name, default) for name, default in DELTA_NET.items()},
+        "hybrid_override_pattern": join_layers(layers),
+    }
+
+
+def _write_layers(description: Description, _: Theirs) -> Theirs:
+    layers = pattern_layers(setting(description, "hybrid_override_pattern"))
+    words = {letter: word for word, letter in _WORDS.items()}
+    return {
+        **{name: setting(description, name) for name in DELTA_NET},
+        "layer_types": [words[layer[0]] for layer in layers],
+        "mlp_only_layers": [i for i, layer in enumerate(layers) if layer[1] == "-"],
+        "decoder_sparse_step": 1,
+    }
+
+
+def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     moe = {name: fields.take(*there) for name, there in _EXPERTS.items()}
     moe |= {
         "moe_router_pre_softmax": not fields.take("norm_topk_prob", True),
         "moe_shared_expert_gate": True,
     }
-    return fields.described(ours, moe if "E" in halves else {})
+    return moe if "E" in ours["hybrid_override_pattern"] else {}
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
-    require_family(description, "gpt")
-    pattern = setting(description, "hybrid_override_pattern")
-    layers = pattern_layers(pattern)
-    if not layers or not set(layers) <= {"GE", "G-", "*E", "*-"}:
-        raise ValueError(
-            f"it cannot say --hybrid-override-pattern {pattern!r}: only [GE], [G-], [*E], [*-]"
-        )
-    require(description, **_FIXED, add_bias_linear=False, add_qkv_bias=False)
-    require(description, window_size=(-1, 0))
-    says = (*HYBRID, *DELTA_NET, "attention_output_gate", "add_attention_bias")
-    # The common fields are written as of a model whose norms are not centred on zero.
-    plain = {**description["config"], "apply_layernorm_1p": False}
-    theirs = write_rms_silu(
-        {**description, "config": plain}, "Qwen3NextForCausalLM", partial=True, says=says
-    )
-    words = {letter: word for word, letter in _WORDS.items()}
-    rope = theirs["rope_parameters"]
-    rope["partial_rotary_factor"] = setting(description, "rotary_percent")
-    return theirs | {
-        "model_type": "qwen3_next",
-        "partial_rotary_factor": rope["partial_rotary_factor"],
-        "attention_bias": setting(description, "add_attention_bias"),
-        **{name: setting(description, name) for name in DELTA_NET},
-        "layer_types": [words[layer[0]] for layer in layers],
-        "mlp_only_layers": [i for i, layer in enumerate(layers) if layer[1] == "-"],
-        "decoder_sparse_step": 1,
-        **_write_experts(description),
-    }
-
-
-def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
+def _write_experts(description: Description, _: Theirs) -> Theirs:
     theirs = {there: expert_setting(description, ours) for ours, (there, _) in _EXPERTS.items()}
     if not theirs["num_experts"]:
         return {}
@@ -138,8 +93,7 @@ def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
     return {**theirs, "norm_topk_prob": not pre}
 
 
-def table(description: Mapping[str, Any]) -> Table:
-    """List the weights."""
+def _table(description: Description) -> Table:
     config = settings(description)
     layers = pattern_layers(config.hybrid_override_pattern)
     places = {
@@ -152,22 +106,18 @@ def table(description: Mapping[str, Any]) -> Table:
         Rule(f"blocks.*.{norm}.weight", f"model.layers.*.{before}.weight", layers=places[one])
         for norm, one in norms.items()
     ]
-    rules += delta_rules(description, places["G"])
-    rules += [_at(rule, places["*"]) for rule in _attention_rules(description)]
+    rules += _delta_rules(description, places["G"])
+    rules += _attention_rules(description, places["*"])
     rules.append(Rule("blocks.*.mlp_norm.weight", f"model.layers.*.{NORMS['mlp_norm']}.weight"))
     mlp = "model.layers.*.mlp."
-    rules += mlp_rules(description, places["-"])
+    rules += gated_rules("mlp.", "mlp.", places["-"])
+    shared_gate = "blocks.*.moe.shared.token_gate.weight"
     rules += [
-        Rule(f"blocks.*.moe.{ours}.weight", f"{mlp}{theirs}.weight", layers=places["E"])
-        for ours, theirs in (
-            ("router", "gate"),
-            ("shared.fc1.gate", "shared_expert.gate_proj"),
-            ("shared.fc1.up", "shared_expert.up_proj"),
-            ("shared.fc2", "shared_expert.down_proj"),
-            ("shared.token_gate", "shared_expert_gate"),
-        )
+        Rule("blocks.*.moe.router.weight", f"{mlp}gate.weight", layers=places["E"]),
+        *gated_rules("moe.shared.", "mlp.shared_expert.", places["E"]),
+        Rule(shared_gate, f"{mlp}shared_expert_gate.weight", layers=places["E"]),
+        *gated_rules("moe.experts.*.", "mlp.experts.*.", places["E"]),
     ]
-    rules += expert_rules(f"{mlp}experts.*.", _NAMES, places["E"])
     return Table(
         around(description, rules),
         len(layers),
@@ -177,7 +127,7 @@ def table(description: Mapping[str, Any]) -> Table:
     )
 
 
-def delta_rules(description: Mapping[str, Any], layers: tuple[int, ...]) -> list[Rule]:
+def _delta_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
     """Rules of gated delta nets; their rows stand in blocks, one for each key head."""
     sizes = delta_sizes(settings(description))
     ours, there = "blocks.*.delta_net.", "model.layers.*.linear_attn."
@@ -203,7 +153,7 @@ def delta_rules(description: Mapping[str, Any], layers: tuple[int, ...]) -> list
     return rules + [Rule(f"{ours}{name}", f"{there}{name}", layers=layers) for name in names]
 
 
-def _attention_rules(description: Mapping[str, Any]) -> list[Rule]:
+def _attention_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
     """Rules of gated attention: a head's gate stands behind its query."""
     config = settings(description)
     ours, there = "blocks.*.attention.", "model.layers.*.self_attn."
@@ -215,8 +165,27 @@ def _attention_rules(description: Mapping[str, Any]) -> list[Rule]:
             Rule(f"{ours}qkv.{part}.{kind}", f"{there}{part}_proj.{kind}") for part in "kv"
         ]
         rules.append(Rule(f"{ours}proj.{kind}", f"{there}o_proj.{kind}"))
-    return rules + qk_norm_rules()
+    return [replace(rule, layers=layers) for rule in rules + qk_norm_rules()]
 
 
-def _at(rule: Rule, layers: tuple[int, ...]) -> Rule:
-    return replace(rule, layers=layers)
+_LAYERS = Part(
+    says=(*HYBRID, *DELTA_NET), read=_read_layers, write=_write_layers, keep=("layer_types",)
+)
+
+FAMILY = Decoder(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    fixed={"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True},
+    absent={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 32768,
+    },
+    parts=(ATTENTION_BIAS, _LAYERS),
+    experts=Part(read=_read_experts, write=_write_experts),
+    layers=("GE", "G-", "*E", "*-"),
+    partial=0.25,
+    weights=_table,
+)

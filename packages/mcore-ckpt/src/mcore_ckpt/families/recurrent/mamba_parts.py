@@ -1,0 +1,185 @@
+"""What families with Mamba-2 layers share: sizes in a config.json, rules of a mixer."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt.families.common.decoder import Description, Part, Theirs
+from mcore_ckpt.families.common.decoder_rules import around, attention_rules, tied_copies
+from mcore_ckpt.families.common.defaults import HYBRID
+from mcore_ckpt.families.common.experts import expert_setting
+from mcore_ckpt.families.common.fields import Fields, read_pairs, setting, settings
+from mcore_ckpt.mapping.rules import Rule, Table
+from mcore_parallel.layer_patterns import pattern_layers
+from mcore_parallel.logical_tensors import mamba_sizes
+
+MAMBA_PAIRS = (
+    ("norm_epsilon", "layer_norm_epsilon", 1e-5),
+    ("mamba_num_groups", "n_groups", 8),
+    ("mamba_conv_kernel", "conv_kernel", 4),
+    ("mamba_conv_bias", "use_conv_bias", True),
+    ("mamba_proj_bias", "use_bias", False),
+    ("mamba_dt_min", "time_step_min", 0.001),
+    ("mamba_dt_max", "time_step_max", 0.1),
+    ("mamba_dt_init_floor", "time_step_floor", 1e-4),
+)
+"""Fields of Mamba layers that Mamba-2 and Nemotron-H name alike."""
+SIZE_PAIRS = (
+    ("mamba_num_heads", "mamba_n_heads", 128),
+    ("mamba_num_groups", "mamba_n_groups", 1),
+    ("mamba_state_dim", "mamba_d_state", 256),
+    ("mamba_conv_kernel", "mamba_d_conv", 4),
+    ("mamba_chunk_size", "mamba_chunk_size", 256),
+    ("mamba_conv_bias", "mamba_conv_bias", True),
+    ("mamba_proj_bias", "mamba_proj_bias", False),
+)
+"""Fields of Mamba layers that Bamba, Granite 4 and Falcon-H1 name alike."""
+
+
+def read_sizes(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    """Read the sizes of Mamba-2 layers, by ``SIZE_PAIRS``."""
+    found = read_pairs(fields, SIZE_PAIRS)
+    expand, width = fields.take("mamba_expand", 2), fields.take("mamba_d_head", "auto")
+    heads = found["mamba_num_heads"]
+    found["mamba_head_dim"] = (
+        expand * ours["hidden_size"] // heads if width == "auto" else width
+    )
+    limit = fields.maybe("time_step_limit")
+    found["mamba_dt_limit"] = read_limit(limit or (0.0, math.inf))
+    return found
+
+
+def write_sizes(description: Description) -> Theirs:
+    """Write them, but for the width of all heads."""
+    config = settings(description)
+    return {
+        **{there: getattr(config, ours) for ours, there, _ in SIZE_PAIRS},
+        "mamba_n_heads": mamba_sizes(config).heads,
+        "mamba_d_head": config.mamba_head_dim,
+        "time_step_limit": write_limit(config.mamba_dt_limit),
+    }
+
+
+def _write_mamba(description: Description, _: Theirs) -> Theirs:
+    return {**write_sizes(description), "mamba_expand": expansion(description)}
+
+
+MAMBA = Part(says=tuple(HYBRID), read=read_sizes, write=_write_mamba)
+"""Mamba-2 layers whose heads are a multiple of the hidden size together."""
+
+
+def _square_heads(_: Description, theirs: Theirs) -> Theirs:
+    if theirs.pop("head_dim") * theirs["num_attention_heads"] != theirs["hidden_size"]:
+        raise ValueError("it cannot say --kv-channels")
+    return {}
+
+
+SQUARE_HEADS = Part(write=_square_heads)
+"""Attention's heads are as wide as the model together."""
+
+
+def read_limit(limit: Any) -> list[float]:
+    """Read bounds of step sizes: where theirs have no upper one, ours is 0."""
+    # transformers 5 writes {"__float__": "Infinity"}, those before it Infinity.
+    low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in limit)
+    return [low, 0.0 if high == math.inf else high]
+
+
+def write_limit(limit: Any) -> list[float]:
+    """Undo ``read_limit``."""
+    low, high = limit
+    return [low, high or math.inf]
+
+
+def expansion(description: Mapping[str, Any]) -> int:
+    """Return how many times as wide as the stream all Mamba heads are together.
+
+    Raises:
+        ValueError: if that is no whole number.
+    """
+    config = settings(description)
+    inner, hidden = mamba_sizes(config).inner, config.hidden_size
+    if inner % hidden:
+        raise ValueError(
+            f"it cannot say {inner} channels of Mamba heads: only multiples of "
+            f"--hidden-size {hidden}"
+        )
+    return inner // hidden
+
+
+def mamba_rules(
+    description: Mapping[str, Any],
+    there: str,
+    ours: str = "blocks.*.mamba.",
+    layers: tuple[int, ...] | None = None,
+) -> list[Rule]:
+    """Rules of one Mamba-2 mixer, which transformers names alike in all families.
+
+    Args:
+        description: of the model.
+        there: where the mixer is, up to the dot.
+        ours: where ours is.
+        layers: that have one; None: all.
+    """
+    config = settings(description)
+    sizes = mamba_sizes(config)
+    inner, states = sizes.inner, sizes.states
+    kinds = ("weight", "bias")
+    rules = []
+    for kind in kinds if config.mamba_proj_bias else kinds[:1]:
+        parts = tuple(f"{ours}in_proj.{name}.{kind}" for name in ("z", "x", "B", "C", "dt"))
+        rows = (inner, inner, states, states, sizes.heads)
+        rules.append(Rule(parts, f"{there}in_proj.{kind}", sizes=rows, layers=layers))
+        rules.append(Rule(f"{ours}out_proj.{kind}", f"{there}out_proj.{kind}", layers=layers))
+    for kind in kinds if config.mamba_conv_bias else kinds[:1]:
+        parts = tuple(f"{ours}conv1d.{name}.{kind}" for name in ("x", "B", "C"))
+        rows = (inner, states, states)
+        rules.append(Rule(parts, f"{there}conv1d.{kind}", sizes=rows, layers=layers))
+    vectors = ("dt_bias", "A_log", "D", *["norm.weight"] * (config.mamba_norm != "none"))
+    for name in vectors:
+        rules.append(Rule(f"{ours}{name}", f"{there}{name}", layers=layers))
+    return rules
+
+
+def hybrid_table(
+    description: Mapping[str, Any],
+    norms: Mapping[str, str],
+    halves: Iterable[Rule],
+    final_norm: str = "norm",
+) -> Table:
+    """List the weights of layers that are Mamba-2 or attention, then something else.
+
+    Args:
+        description: of the model.
+        norms: names of the norms before each of the two.
+        halves: rules of what comes second.
+        final_norm: name of the last norm.
+    """
+    layers = pattern_layers(setting(description, "hybrid_override_pattern"))
+    mixers = {"mamba": "M", "attention": "*"}
+    places = {
+        name: tuple(i for i, layer in enumerate(layers) if letter in layer)
+        for name, letter in mixers.items()
+    }
+    there = "model.layers.*."
+    rules = [
+        Rule(f"blocks.*.{name}_norm.weight", f"{there}{norms['attention']}.weight", layers=at)
+        for name, at in places.items()
+    ]
+    rules += mamba_rules(description, f"{there}mamba.", layers=places["mamba"])
+    rules += [
+        replace(rule, layers=places["attention"]) for rule in attention_rules(description, {})
+    ]
+    rules.append(Rule("blocks.*.mlp_norm.weight", f"{there}{norms['mlp']}.weight"))
+    ends = renamed_norm(around(description, [*rules, *halves]), final_norm)
+    num_experts = expert_setting(description, "num_experts")
+    return Table(ends, len(layers), num_experts, copies=tied_copies(description))
+
+
+def renamed_norm(rules: Iterable[Rule], name: str) -> tuple[Rule, ...]:
+    """Call the last norm otherwise."""
+    return tuple(
+        replace(rule, theirs=rule.theirs.replace("model.norm.", f"model.{name}.", 1))
+        for rule in rules
+    )
