@@ -8,8 +8,9 @@
 Everything after ``--`` is flags of ``mcore-train gpt``; the schedules' own flags are added.
 The durations of each stage's forward, backward and their halves are measured alone on its
 rank and given to the simulator, which has no messages and no host: what is
-measured beyond its prediction is their cost. Beside the peak memory stands the planner's
-figure. Rank 0 prints a table and one JSON line.
+measured beyond its prediction is their cost. Schedules in pairs (1f1b-beside and others, for
+experts) are predicted as if they hid nothing: what is measured below that is hidden. Beside the
+peak memory stands the planner's figure. Rank 0 prints a table and one JSON line.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from bench_train_step import planned_gib, random_batches
 from reporting import add_options, keep, quantiles, time_steps, versions
 
-from mcore_parallel.config import PipelineConfig
+from mcore_parallel.config import SCHEDULES, PipelineConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.actions import Action, Kind
@@ -46,6 +47,8 @@ FLAGS = {
     ],
     **{name: ["--pipeline-schedule", name] for name in ("zb-h1", "zb-v", "dualpipev")},
 }
+BESIDE = "--overlap-moe-expert-parallel-comm"
+FLAGS |= {f"{n}-beside": [*FLAGS[n], BESIDE] for n in ("1f1b", "interleaved", "dualpipev")}
 
 Durations = dict[int, dict[Kind, float]]
 """Milliseconds of each kind of computation, by chunk of a rank."""
@@ -182,6 +185,8 @@ def chunk_durations(
 
 def durations_of_all(ctx: ParallelContext, own: Durations) -> list[Durations]:
     """Gather what every pipeline rank measured, in their order."""
+    if ctx.pp.size == 1:
+        return [own]
     gathered: list[Durations] = [{} for _ in range(ctx.pp.size)]
     dist.all_gather_object(gathered, own, group=ctx.pp.group)
     return gathered
@@ -190,7 +195,7 @@ def durations_of_all(ctx: ParallelContext, own: Durations) -> list[Durations]:
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--name", required=True)
-    parser.add_argument("--schedules", nargs="+", choices=FLAGS, default=list(FLAGS))
+    parser.add_argument("--schedules", nargs="+", choices=FLAGS, default=SCHEDULES)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     add_options(parser)

@@ -21,6 +21,7 @@ def zb(pp, name="zb-h1", **flags):
 
 
 EXPERTS = {"sparse": True, "micro_batch_size": 2}
+BESIDE = {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True}
 CASES = {
     "cp2 p2p": Brief(2, cp(2, "p2p")),
     "cp2 all_gather": Brief(2, cp(2, "all_gather")),
@@ -44,15 +45,25 @@ CASES = {
         num_layers=4,
         rows="packed",
     ),
-    "tp2 sp pp2 ep2 dualpipev": Brief(
+    "ep2 beside": Brief(2, BESIDE, **EXPERTS),
+    "pp2 ep2 beside, gathered": Brief(
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "moe_token_dispatcher_type": "allgather",
+            **BESIDE,
+        },
+        **EXPERTS,
+    ),
+    "tp2 sp pp2 ep2 dualpipev, beside": Brief(
         4,
         zb(
             2,
             name="dualpipev",
             tensor_model_parallel_size=2,
             sequence_parallel=True,
-            expert_model_parallel_size=2,
             expert_tensor_parallel_size=1,
+            **BESIDE,
         ),
         num_layers=4,
         **EXPERTS,

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from mcore_parallel import collectives as c
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.in_flight import begin_gather_partial
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import fill_normal_
 from mcore_parallel.testing.ranks import run_ranks
@@ -170,7 +171,7 @@ def plain():
     torch.testing.assert_close(scattered, sum(both).chunk(2)[axis.rank], **EXACT)
     seen = []
     y = x.detach().requires_grad_()
-    flight = c.begin_gather_partial(y, axis)
+    flight = begin_gather_partial(y, axis)
     beside = y.exp()
     beside.grad_fn.register_hook(lambda *_: seen.append("beside"))
     flight._x.grad_fn.register_hook(lambda *_: seen.append("landed"))

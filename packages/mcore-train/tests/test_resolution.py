@@ -55,6 +55,14 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
     assert plan(tokenizer_vocab_size=90, vocab_size=120).vocab_size == 120
 
 
+BESIDE = {
+    "num_experts": 4,
+    "expert_model_parallel_size": 2,
+    "overlap_moe_expert_parallel_comm": True,
+    "global_batch_size": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("world_size", "changes", "told"),
     [
@@ -131,6 +139,11 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
              "moe_shared_expert_overlap": True}, "overlap has an effect only with"),
         (2, {"num_experts": 4, "moe_split_batch_overlap": True}, "batch-overlap has an effect"),
         (1, {"num_experts": 4, "moe_experts_dtype": "fp8"}, "fp8 needs --fp8-format"),
+        (2, BESIDE | {"expert_model_parallel_size": 1}, "has no effect without experts that"),
+        (4, BESIDE | {"use_torch_fsdp2": True}, "gathers its weights for one of them"),
+        (2, BESIDE | {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
+         "no order in which --cpu-offloading"),
+        (2, BESIDE | {"global_batch_size": 2}, "pairs a step's micro-batches, and there is 1"),
         (1, {"num_experts": 4, "moe_experts_dtype": "fp8", "moe_latent_size": 24,
              "fp8_format": "hybrid", "bf16": True}, "multiples of 16, and theirs are (24, "),
         (1, {"qk_clip": True, "hybrid_override_pattern": "M-M-", "mamba_num_groups": 2},

@@ -272,9 +272,10 @@ def _passes_held(pp: int, pipeline: PipelineConfig, num_microbatches: int) -> fl
     held = float(pp)
     if pipeline.v_shaped:
         held += 0.5 * (pipeline.pipeline_schedule == "dualpipev")
-    elif vpp > 1:
+    elif vpp > 1 or pipeline.overlap_moe_expert_parallel_comm:
         group = pipeline.microbatch_group_size_per_virtual_pipeline_stage or pp
-        held = (2 * (pp - 1) + (vpp - 1) * group + 1) / vpp
+        more = 1 + pipeline.overlap_moe_expert_parallel_comm
+        held = (2 * (pp - 1) + (vpp - 1) * group + more) / vpp
     return min(held, float(num_microbatches or held))
 
 

@@ -30,7 +30,7 @@ from mcore_moe.dispatching import (
 from mcore_moe.permutation import RowPlan, part_of, permute, permute_probs, trimmed, unpermute
 from mcore_moe.protocol import Beside
 from mcore_moe.routing import Routing
-from mcore_parallel.collectives import InFlight
+from mcore_parallel.in_flight import InFlight
 from mcore_parallel.recomputing import recompute
 
 Compute = Callable[[Tensor, Tensor, RowPlan], Tensor]
@@ -134,7 +134,7 @@ def run_with_fixed_rows(
     """
     if beside is not None and begun is not None:
         beside()
-    plan, sizes = dispatcher.plan(routing, is_even)
+    plan, sizes = dispatcher.plan(routing, is_even, begun)
     x = dispatcher.tokens(x, sizes, begun)
     probs = dispatcher.there(routing.probs, sizes)
     num_tokens, topk = plan.slots.shape

@@ -11,6 +11,7 @@ their results. A rank may have any number of tokens, also none.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -29,14 +30,13 @@ from mcore_moe.permutation import (
 from mcore_moe.protocol import Beside, Dispatched, Dispatcher
 from mcore_moe.routing import Routing
 from mcore_moe.uneven import gather_uneven, reduce_scatter_uneven
-from mcore_parallel.collectives import (
+from mcore_parallel.collectives import all_gather, all_to_all
+from mcore_parallel.in_flight import (
     InFlight,
-    all_gather,
-    all_to_all,
+    Meanwhile,
+    begin_all_to_all,
     begin_gather_partial,
-    start_all_gather,
-    start_all_to_all,
-    start_reduce_scatter,
+    begin_reduce_scatter,
 )
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -109,6 +109,7 @@ class AllToAllDispatcher:
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
         """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
+        self.meanwhile: Meanwhile = None
 
     def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
         """Send nothing before it is routed."""
@@ -193,7 +194,9 @@ class AllToAllDispatcher:
         probs = exchange(probs)
         flight, arrived = None, rows
         if self._flies():
-            flight = self._depart(rows, trip)
+            send, receive = trip.send, trip.receive[0]
+            cast = _casts(self.config, rows)
+            flight = begin_all_to_all(rows, self.ep, send, receive, self.meanwhile, **cast)
         elif self.config.moe_dispatch_dtype:
             arrived = exchange_narrow(rows, exchange, lambda grad: self.back(grad, trip))
         else:
@@ -211,33 +214,26 @@ class AllToAllDispatcher:
         """Whether rows can travel while other work is launched."""
         return self.expert_tp.size == 1 and not torch.compiler.is_compiling()
 
-    def _depart(self, rows: Tensor, trip: Trip) -> InFlight:
-        go, back = self._ways(trip)
-        if not self.config.moe_dispatch_dtype:
-            return InFlight(rows, go, back)
-        return InFlight(
-            rows, lambda x: go(packed(x)), back, partial(unpacked, dtype=rows.dtype)
-        )
-
-    def _ways(self, trip: Trip) -> tuple[Callable[[Tensor], Tensor], ...]:
-        send, receive = trip.send, trip.receive[0]
-        return (
-            partial(start_all_to_all, axis=self.ep, send=send, receive=receive),
-            partial(start_all_to_all, axis=self.ep, send=receive, receive=send),
-        )
-
     def back(self, y: Float[Tensor, "M D"], trip: Trip) -> Float[Tensor, "R D"]:
         """Return results to the ranks that sent the rows, in the order of these."""
         y = reduce_scatter_uneven(y, self.expert_tp, [sum(r) for r in trip.receive])
-        return all_to_all(y, self.ep, trip.receive[self.expert_tp.rank], trip.send)
+        send, receive = trip.receive[self.expert_tp.rank], trip.send
+        if self.meanwhile is None or self.ep.size == 1:
+            return all_to_all(y, self.ep, send, receive)
+        return begin_all_to_all(y, self.ep, send, receive, self.meanwhile).land()
 
     def begin_back(self, y: Float[Tensor, "M D"], trip: Trip) -> Callable[[], Tensor]:
         """Begin to return results as ``back`` does; the function returned waits for them."""
         if not self._flies():
             done = self.back(y, trip)
             return lambda: done
-        go, back = self._ways(trip)
-        return InFlight(y, back, go).land
+        return begin_all_to_all(y, self.ep, trip.receive[0], trip.send, self.meanwhile).land
+
+
+def _casts(config: MoEConfig, x: Tensor) -> dict[str, Any]:
+    """Return how tokens become what travels, and that tokens."""
+    is_narrow = bool(config.moe_dispatch_dtype)
+    return {"encode": packed, "decode": partial(unpacked, dtype=x.dtype)} if is_narrow else {}
 
 
 def _experts_of_rows(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, "R 1"]:
@@ -256,19 +252,14 @@ class AllGatherDispatcher:
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
         """Keep the config and the axes of the expert grid."""
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
+        self.meanwhile: Meanwhile = None
 
     def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> InFlight | None:
         """Begin to gather tokens over ``ep``, if the ranks bring equally many."""
         if not is_even or self.expert_tp.size > 1 or torch.compiler.is_compiling():
             return None
-        if not self.config.moe_dispatch_dtype:
-            return begin_gather_partial(x, self.ep)
-        return InFlight(
-            x,
-            lambda x: start_all_gather(packed(x), self.ep),
-            lambda grad: start_reduce_scatter(grad, self.ep),
-            partial(unpacked, dtype=x.dtype),
-        )
+        cast = _casts(self.config, x)
+        return begin_gather_partial(x, self.ep, self.meanwhile, **cast)
 
     def dispatch(
         self,
@@ -286,7 +277,7 @@ class AllGatherDispatcher:
         """
         if beside is not None and begun is not None:
             beside()
-        plan, sizes = self.plan(routing, is_even)
+        plan, sizes = self.plan(routing, is_even, begun)
         num_rows = _to_host(plan.offsets[-1])
         x = self.tokens(x, sizes, begun)
         probs = self.there(routing.probs, sizes)
@@ -295,19 +286,27 @@ class AllGatherDispatcher:
     def combine(self, y: Float[Tensor, "M D"], handle: list[list[int]]) -> Float[Tensor, "T D"]:
         """Sum what ranks have for each token over ``expert_tp`` and ``ep``, on its own rank."""
         y = reduce_scatter_uneven(y, self.expert_tp, [sum(sizes) for sizes in handle])
-        return reduce_scatter_uneven(y, self.ep, handle[self.expert_tp.rank])
+        sizes = handle[self.expert_tp.rank]
+        if self.meanwhile is None or self.ep.size == 1 or len(set(sizes)) > 1:
+            return reduce_scatter_uneven(y, self.ep, sizes)
+        return begin_reduce_scatter(y, self.ep, self.meanwhile).land()
 
-    def plan(self, routing: Routing, is_even: bool) -> tuple[RowPlan, list[list[int]]]:
+    def plan(
+        self, routing: Routing, is_even: bool, begun: InFlight | None = None
+    ) -> tuple[RowPlan, list[list[int]]]:
         """Gather the choices of all ranks, and plan the rows of those that are computed here.
 
         Args:
             routing: of this rank's tokens.
             is_even: as in ``dispatch``; without it the host waits.
+            begun: tokens on their way, before which no choice is there: it pauses first.
 
         Returns:
             The plan, in which rows may follow that belong to no expert, and the number of
             tokens of each rank, ``[expert_tp][ep]``.
         """
+        if begun is not None:
+            begun.pause()
         ids, config = routing.ids, self.config
         if routing.keep is not None:
             ids = ids.where(routing.keep, config.num_experts)

@@ -6,6 +6,8 @@ rank: under sequence parallelism the tensor ranks hold different tokens already,
 the layer shares the tokens out among them and sums the results.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -27,7 +29,8 @@ from mcore_moe.router import Router
 from mcore_moe.routing import Routing
 from mcore_moe.shared import SharedExpert
 from mcore_parallel.autocasting import cast_factor
-from mcore_parallel.collectives import InFlight, copy_to, reduce_from
+from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.in_flight import InFlight
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute
@@ -215,6 +218,18 @@ class MoELayer(nn.Module):
         if self.shared is not None:
             y = y + (shared[0] if shared else self._shared_output(x))
         return y, aux
+
+    def take_turns(self, change: Callable[[], None]) -> None:
+        """Call a function from now on while tokens, sums or their gradients travel.
+
+        Forward and backward do so the same number of times on all ranks of ``ep``; not where
+        experts' ranks are one, or tokens are gathered of which ranks bring different numbers.
+
+        Args:
+            change: see ``mcore_parallel.pipeline_parallel.turns``.
+        """
+        if isinstance(self.dispatcher, AllToAllDispatcher | AllGatherDispatcher):
+            self.dispatcher.meanwhile = change
 
     def _shared_output(self, x: Tensor) -> Tensor:
         assert self.shared is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_moe.permutation import RowPlan
 from mcore_moe.routing import Routing
-from mcore_parallel.collectives import InFlight
+from mcore_parallel.in_flight import InFlight
 
 Beside = Callable[[], object]
 """Launches work that does not need the tokens which travel meanwhile."""

@@ -13,13 +13,12 @@ The pairs, forward / backward:
     reduce_scatter_to  reduce-scatter  / all-gather
     all_to_all         exchange        / exchange back
 The ``start_`` functions begin a plain collective and return at once, for overlap with
-computation; ``wait`` gives its result. ``begin_gather_partial`` does so with gradients.
+computation; ``wait`` gives its result. ``in_flight`` does so with gradients.
 Which pair is right depends on what the gradient is on each rank: whole and equal (a replica)
 or a part of a sum (partial). Shoeybi et al. 2019, arXiv:1909.08053 (f and g); Korthikanti
 et al. 2022, arXiv:2205.05198 (g-bar).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,44 +116,6 @@ def start_all_to_all(
         return x
     agree(axis.agreement, "all_to_all", x, any_rows=True)
     return _ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name)
-
-
-class InFlight:
-    """A collective of a pair that has begun: launch other work, then ``land``.
-
-    In backward ``land`` begins the collective of the gradient, and operations that were
-    launched in between run theirs before it is waited for.
-    """
-
-    def __init__(
-        self,
-        x: Shaped[Tensor, "..."],
-        begin: Callable[[Tensor], Tensor],
-        begin_back: Callable[[Tensor], Tensor],
-        decode: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        """Begin.
-
-        Args:
-            x: what the collective takes.
-            begin: a ``start_`` function.
-            begin_back: that of the gradient.
-            decode: from what ``begin`` gave, once it is there, to the result; None: the same.
-        """
-        self._x = _Depart.apply(x)
-        self._result = begin(self._x.detach())
-        self._begin_back, self._decode = begin_back, decode
-
-    def land(self) -> Shaped[Tensor, "..."]:
-        """Wait for the result and return it; once."""
-        return _Land.apply(self._x, self._result, self._begin_back, self._decode)
-
-
-def begin_gather_partial(x: Shaped[Tensor, "s ..."], axis: Axis) -> InFlight:
-    """Begin ``gather_partial_from`` along dimension 0, over an axis of several ranks."""
-    return InFlight(
-        x, lambda x: start_all_gather(x, axis), lambda grad: start_reduce_scatter(grad, axis)
-    )
 
 
 def wait(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
@@ -255,27 +216,6 @@ def _check_divides(x: Tensor, axis: Axis, dim: int) -> None:
             f"dimension {dim} of size {x.shape[dim]} does not divide over axis "
             f"{axis.name} of {axis.size} ranks"
         )
-
-
-class _Depart(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Any:
-        return wait(grad)
-
-
-class _Land(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, _x: Tensor, result: Tensor, begin_back: Any, decode: Any) -> Tensor:
-        ctx.begin_back = begin_back
-        return wait(result) if decode is None else decode(wait(result))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.begin_back(grad), None, None, None
 
 
 class _Copy(torch.autograd.Function):

@@ -256,6 +256,11 @@ class PipelineConfig:
     """Post messages between stages that stand together as one operation; off: one by one, so
     that a stage waits for its own input alone."""
 
+    overlap_moe_expert_parallel_comm: bool = False
+    """Run each forward beside the backward of another micro-batch, so that the exchanges of
+    experts travel under the computation of the other. More micro-batches are held: 2 on one
+    pipeline rank, up to twice as many in 1f1b, one chunk more in interleaved."""
+
     pipeline_model_parallel_layout: str = ""
     """Stages spelled out, such as ``Et*3|(tt|)*2,L``: E embedding, t layer, m
     multi-token-prediction layer, L loss, | next stage, x*n and (..)*n repeat."""
@@ -287,6 +292,14 @@ class PipelineConfig:
             raise ValueError(
                 "--pipeline-memory-cap has no effect without --pipeline-schedule auto: leave "
                 "it out."
+            )
+        if self.overlap_moe_expert_parallel_comm and (
+            self.pipeline_schedule not in ("", "1f1b", "interleaved", "dualpipev")
+        ):
+            raise ValueError(
+                "--overlap-moe-expert-parallel-comm pairs forwards with whole backwards, and "
+                f"--pipeline-schedule {self.pipeline_schedule} has none: use 1f1b, interleaved "
+                "or dualpipev."
             )
         num_chunks = self.num_virtual_stages_per_pipeline_rank
         if num_chunks < 1:

@@ -438,7 +438,7 @@ def test_a_queue_comes_before_data_parallelism():
 
 
 def test_a_split_backward_without_a_queue_is_refused():
-    with pytest.raises(ValueError, match="needs linears that put their weight gradients"):
+    with pytest.raises(ValueError, match="needs a weight_queue, which linears put"):
         run_schedule(zero_bubble_h1(1, 1)[0], {0: lambda x, microbatch: None})
 
 

@@ -1,5 +1,7 @@
 """The schedules against the papers' figures, and against the simulator for many sizes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,10 +119,12 @@ def refusal(function, *arguments):
     vpp=st.integers(1, 3),
     group=st.integers(0, 7),
     num_microbatches=st.integers(1, 15),
+    paired=st.booleans(),
 )
-def test_checking_refuses_what_building_refuses(name, pp, vpp, group, num_microbatches):
+def test_checking_refuses_what_building_refuses(name, pp, vpp, group, num_microbatches, paired):
     config = PipelineConfig(
         pipeline_schedule=name,
+        overlap_moe_expert_parallel_comm=paired and not name.startswith("zb"),
         num_virtual_stages_per_pipeline_rank=1 if name else vpp,
         microbatch_group_size_per_virtual_pipeline_stage=0 if name or vpp == 1 else group,
     )
@@ -303,3 +307,44 @@ def test_orders_that_wait_for_each_other_are_refused():
     last = [Action(Kind.FORWARD, 1), Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)]
     with pytest.raises(ValueError, match="rank 0 at B0, rank 1 at F1"):
         with_messages([first, last])
+
+
+def test_pairs_warm_up_one_forward_more_and_hide_what_they_are_said_to():
+    beside = {"overlap_moe_expert_parallel_comm": True}
+    (alone,) = build_schedule(PipelineConfig(**beside), 1, 3)
+    assert computations(alone) == "F0 F1& B0 F2& B1 B2"
+    first, last = build_schedule(PipelineConfig(**beside), 2, 5)
+    assert computations(first) == "F0 F1 F2 F3& B0 F4& B1 B2 B3 B4"
+    assert computations(last) == "F0 F1& B0 F2& B1 F3& B2 F4& B3 B4"
+    found = simulate([first, last], num_microbatches=5, hidden_share=0.5)
+    assert found.makespan == 12.5
+    assert found.peak_activations == [4, 2]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    pp=st.integers(1, 4),
+    groups=st.integers(2, 3),
+    vpp=st.integers(1, 3),
+    name=st.sampled_from(["1f1b", "interleaved", "dualpipev"]),
+)
+def test_schedules_in_pairs_are_sound_and_take_no_longer_where_nothing_is_hidden(
+    pp, groups, vpp, name
+):
+    pp += name != "1f1b" and pp == 1
+    config = PipelineConfig(
+        pipeline_schedule=name,
+        num_virtual_stages_per_pipeline_rank=vpp if name == "interleaved" else 1,
+        overlap_moe_expert_parallel_comm=True,
+    )
+    count = groups * pp
+    chunks = {"num_chunks": config.num_chunks, "v_shaped": config.v_shaped}
+    schedule = build_schedule(config, pp, count)
+    assert messages_meet_one_by_one(schedule, config.v_shaped)
+    found = simulate(schedule, num_microbatches=count, **chunks)
+    plain = build_schedule(replace(config, overlap_moe_expert_parallel_comm=False), pp, count)
+    one_by_one = simulate(plain, num_microbatches=count, **chunks)
+    # A pair ends as a whole: what another rank waits for may come a forward later.
+    assert found.makespan <= one_by_one.makespan + 2 * pp
+    hiding = simulate(schedule, num_microbatches=count, hidden_share=0.3, **chunks)
+    assert hiding.makespan < found.makespan

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_parallel.pipeline_parallel.actions import Action, Kind
+from mcore_parallel.pipeline_parallel.actions import Action, Kind, with_messages
 from mcore_parallel.pipeline_parallel.schedule import (
     dualpipe_v,
     interleaved,
@@ -168,3 +168,12 @@ def test_stages_may_take_unequal_times():
         durations=lambda rank, action: float(rank + 1),
     )
     assert simulation.makespan == 1 + 4 * (2 + 2) + 1
+
+
+def test_pairs_of_one_micro_batch_are_refused():
+    pair = [Action(Kind.FORWARD, 0, is_paired=True), Action(Kind.BACKWARD, 0)]
+    refused([pair], 1, 1, match="rank 0 does B0 before its F")
+    with pytest.raises(ValueError, match="wait for each other"):
+        with_messages([pair])
+    lonely = [Action(Kind.FORWARD, 0, is_paired=True), Action(Kind.FORWARD, 1)]
+    refused([lonely], 2, 1, match="pairs F0& with F1, no backward")

@@ -32,6 +32,7 @@ from mcore_parallel.optional_kernels import agree_on_kernels
 from mcore_parallel.pipeline_parallel.actions import Action, Schedule
 from mcore_parallel.pipeline_parallel.schedule import build_schedule, forward_only
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
+from mcore_parallel.pipeline_parallel.turns import Turns
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import (
@@ -92,6 +93,8 @@ class Run:
     """Factor of the loss under ``--fp16``; None in other formats."""
     weight_queue: WeightQueue | None = None
     """Where linears put their weight gradients off; None where backward is whole."""
+    turns: Turns | None = None
+    """By which forwards and backwards of pairs take turns; None where there are none."""
     recorder: BackwardRecorder | None = None
     """What makes a CUDA graph of forward and backward; None where they are launched singly."""
     warmed_up: set[str] = field(default_factory=set)
@@ -189,6 +192,10 @@ def assemble(
     if config.pipeline.splits_backward:
         weight_queue = WeightQueue()
         weight_queue.serve(*chunks)
+    turns = None
+    if config.pipeline.overlap_moe_expert_parallel_comm:
+        turns = Turns()
+        turns.serve(*chunks)
     engine = engines[config.data_parallelism.sharding]
     data_parallel = engine(chunks, ctx, config.data_parallelism)
     if config.offloading.cpu_offloading:
@@ -212,6 +219,7 @@ def assemble(
         fp8_scales=fp8_scales,
         loss_scaler=LossScaler(precision, ctx.device) if precision.fp16 else None,
         weight_queue=weight_queue,
+        turns=turns,
         recorder=recorder,
     )
 

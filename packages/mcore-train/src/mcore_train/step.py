@@ -142,6 +142,7 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
             before_last_backward=run.data_parallel.start_sync,
             before_last_weights=run.data_parallel.start_weight_sync,
             weight_queue=run.weight_queue,
+            turns=run.turns,
             v_shaped=run.plan.config.pipeline.v_shaped,
             rendezvous="train" not in run.warmed_up,
             overlap=run.plan.config.pipeline.overlap_p2p_communication,

@@ -8,8 +8,8 @@ wait in a circle.
 """
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mcore_parallel.pipeline_parallel.stages import place_of, stage_at
@@ -43,9 +43,12 @@ class Action:
     microbatch: int
     chunk: int = 0
     """Which of the rank's own stages."""
+    is_paired: bool = field(default=False, compare=False)
+    """Of a forward: the backward that comes next runs beside it, see ``turns``."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+        chunk = f".{self.chunk}" if self.chunk else ""
+        return f"{self.kind.value}{self.microbatch}{chunk}{'&' * self.is_paired}"
 
 
 Schedule = list[list[Action]]
@@ -58,6 +61,13 @@ DURATIONS = {
     Kind.BACKWARD_WEIGHT: 1.0,
 }
 """Time units by which messages are placed: each half of backward costs one forward."""
+
+
+def units_of(actions: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
+    """Yield what is done at one time: an action, or a forward and the backward beside it."""
+    left = iter(actions)
+    for action in left:
+        yield (action, next(left)) if action.is_paired else (action,)
 
 
 def message_peer(action: Action, rank: int, pp: int, v_shaped: bool = False) -> int:
@@ -82,30 +92,36 @@ def with_messages(orders: Sequence[Sequence[Action]], v_shaped: bool = False) ->
     """
     pp = len(orders)
     num_stages = pp * (1 + max((a.chunk for order in orders for a in order), default=0))
-    waiting = [list(reversed(order)) for order in orders]
+    waiting = [list(units_of(order))[::-1] for order in orders]
     schedule: Schedule = [[] for _ in orders]
-    arrived: set[tuple[int, Kind, int]] = set()
-    running: list[tuple[float, int, Action]] = []  # (end, rank, action)
+    arrived: set[Value] = set()
+    running: list[tuple[float, int, tuple[Action, ...]]] = []  # (end, rank, unit)
     idle = set(range(pp))
     now = 0.0
+
+    def needs(rank: int, unit: tuple[Action, ...]) -> set[Value]:
+        stages = [stage_at(rank, action.chunk, pp, v_shaped) for action in unit]
+        return set().union(*map(_needs, unit, stages, [num_stages] * len(unit)))
+
     while True:
         for rank in sorted(idle):
             order = waiting[rank]
-            stage = stage_at(rank, order[-1].chunk, pp, v_shaped) if order else 0
-            if order and _needs(order[-1], stage, num_stages) <= arrived:
-                action = order.pop()
-                schedule[rank].append(action)
-                heapq.heappush(running, (now + DURATIONS[action.kind], rank, action))
+            if order and needs(rank, order[-1]) <= arrived:
+                unit = order.pop()
+                schedule[rank] += unit
+                end = now + sum(DURATIONS[action.kind] for action in unit)
+                heapq.heappush(running, (end, rank, unit))
                 idle.discard(rank)
         if not running:
             break
         now = running[0][0]
         while running and running[0][0] == now:
-            _, rank, action = heapq.heappop(running)
-            arrived |= _deliver(schedule, rank, action, num_stages, v_shaped)
+            _, rank, unit = heapq.heappop(running)
+            for action in unit:
+                arrived |= _deliver(schedule, rank, action, num_stages, v_shaped)
             idle.add(rank)
     if any(waiting):
-        stuck = ", ".join(f"rank {r} at {o[-1]}" for r, o in enumerate(waiting) if o)
+        stuck = ", ".join(f"rank {r} at {o[-1][0]}" for r, o in enumerate(waiting) if o)
         raise ValueError(f"the orders of computation wait for each other: {stuck}")
     return schedule
 

@@ -1,4 +1,4 @@
-"""The runner: executes any schedule, one action after the other.
+"""The runner: executes any schedule, one action or pair after the other.
 
 A stage is a function from its input and the micro-batch number to its output, so the runner
 does not depend on models. It waits for a received tensor only when a stage needs it, so
@@ -9,7 +9,8 @@ graph, not the memory. On one rank a schedule has no messages.
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.pipeline_parallel.actions import Action, Kind, message_peer
+from mcore_parallel.pipeline_parallel.actions import Action, Kind, message_peer, units_of
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
 from mcore_parallel.pipeline_parallel.stages import Placement
+from mcore_parallel.pipeline_parallel.turns import Turns
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work, make_weights
 
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -30,7 +32,6 @@ _ONLY = ""
 """Name of a payload that is one tensor."""
 MAX_POSTED = 2
 """Batches of messages on their way at one time: more would keep more sent memory alive."""
-
 
 Payload = Tensor | Mapping[str, Tensor]
 """What stages send on: a hidden state, or several tensors by name; each gets a gradient."""
@@ -65,6 +66,7 @@ def run_schedule(
     before_last_backward: Callable[[int], None] | None = None,
     before_last_weights: Callable[[int], None] | None = None,
     weight_queue: WeightQueue | None = None,
+    turns: Turns | None = None,
     v_shaped: bool = False,
     rendezvous: bool = False,
     overlap: bool = True,
@@ -88,15 +90,14 @@ def run_schedule(
             off, such as ``DataParallel.start_weight_sync``.
         weight_queue: needed by schedules that split backward: what the linears fill. Under
             other schedules it is emptied after each backward.
+        turns: by which layers let pairs take turns; None: one runs after the other.
         v_shaped: whether chunks lie in a V, see ``stages.stage_at``; those that follow one
             another on a rank hand tensors over without a message.
         rendezvous: let the host wait for each batch of messages before it goes on. Needed
             the first time that stages run on CUDA: loading a kernel waits for the device,
-            and a device that already waits for a neighbour's message makes a circle. The
-            order of messages is such that waiting for each cannot deadlock. Connections to
-            the neighbours are opened first. No effect on CPU.
-        overlap: let messages travel under computation; else each is waited for where it is
-            posted.
+            and a device that already waits for a neighbour's message makes a circle. Waiting
+            for each cannot deadlock. Connections are opened first. No effect on CPU.
+        overlap: let messages travel under computation; else wait for each where it is posted.
         batched: post messages that stand together as one; else one by one, so that a stage
             waits for its own input alone. Schedules of ``with_messages`` allow either.
 
@@ -115,18 +116,22 @@ def run_schedule(
     runner.rendezvous = rendezvous and torch.device(device).type == "cuda"
     if runner.rendezvous and axis.size > 1:
         runner.open_connections()
-    last_backward = {a.chunk: a for a in actions if a.kind in BACKWARDS}
-    last_weights = {a.chunk: a for a in actions if a.kind in MAKING_WEIGHTS}
+    calls = ((before_last_backward, BACKWARDS), (before_last_weights, MAKING_WEIGHTS))
+    before = [(call, {a.chunk: a for a in actions if a.kind in kinds}) for call, kinds in calls]
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
             runner.exchange(list(run))
             continue
-        for action in run:
-            if before_last_backward is not None and action is last_backward.get(action.chunk):
-                before_last_backward(action.chunk)
-            if before_last_weights is not None and action is last_weights.get(action.chunk):
-                before_last_weights(action.chunk)
-            runner.compute(action)
+        for unit in units_of(run):
+            for action, (call, last) in product(unit, before):
+                if call is not None and action is last.get(action.chunk):
+                    call(action.chunk)
+            computations = [partial(runner.compute, action) for action in unit]
+            if turns is not None and len(unit) == 2:
+                turns.run(computations[1], computations[0], device)
+                continue
+            for compute in computations:
+                compute()
     runner.finish()
 
 
@@ -162,9 +167,8 @@ def _check(
             )
     if weight_queue is None and any(a.kind is Kind.BACKWARD_WEIGHT for a in actions):
         raise ValueError(
-            "a schedule that splits backward (zb-h1, zb-v, dualpipev) needs linears that put "
-            "their weight gradients into a weight_queue; none is given. Use 1f1b or "
-            "interleaved."
+            "a schedule that splits backward (zb-h1, zb-v, dualpipev) needs a weight_queue, "
+            "which linears put weight gradients into: give one, or use 1f1b or interleaved."
         )
 
 

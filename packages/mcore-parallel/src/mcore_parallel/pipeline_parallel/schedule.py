@@ -6,6 +6,7 @@ checks any schedule, ``runner`` executes it. Schedules in a V place stages as ``
 """
 
 from collections import Counter
+from dataclasses import replace
 
 from mcore_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, Schedule, with_messages
@@ -27,16 +28,18 @@ def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Sc
     Raises:
         ValueError: if micro-batches, groups and stages do not fit the pipeline.
     """
-    name = _name(config)
-    if name == "interleaved":
+    name, paired = _name(config), config.overlap_moe_expert_parallel_comm
+    _check_pairs(config, num_microbatches)
+    if name == "interleaved" or (name == "1f1b" and paired):
         vpp = config.num_virtual_stages_per_pipeline_rank
         group = config.microbatch_group_size_per_virtual_pipeline_stage
-        return interleaved(pp, num_microbatches, vpp, group)
+        return interleaved(pp, num_microbatches, vpp, group, paired=paired)
+    if name == "dualpipev":
+        return dualpipe_v(pp, num_microbatches, paired=paired)
     builders = {
         "1f1b": one_f_one_b,
         "zb-h1": zero_bubble_h1,
         "zb-v": zero_bubble_v,
-        "dualpipev": dualpipe_v,
     }
     return builders[name](pp, num_microbatches)
 
@@ -47,7 +50,9 @@ def check_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> No
     Raises:
         ValueError: if micro-batches, groups and stages do not fit the pipeline.
     """
-    if _name(config) == "interleaved":
+    name = _name(config)
+    _check_pairs(config, num_microbatches)
+    if name == "interleaved":
         vpp = config.num_virtual_stages_per_pipeline_rank
         group = config.microbatch_group_size_per_virtual_pipeline_stage or pp
         _check_groups(pp, num_microbatches, vpp, group)
@@ -73,26 +78,35 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     return with_messages(orders)
 
 
-def interleaved(pp: int, num_microbatches: int, vpp: int, group: int = 0) -> Schedule:
+def interleaved(
+    pp: int, num_microbatches: int, vpp: int, group: int = 0, *, paired: bool = False
+) -> Schedule:
     """1F1B over VPP stages a rank: the bubble shrinks by VPP, messages grow by it.
 
     Micro-batches go in groups: a group passes the first chunk, then the second, and so on,
     before the next group starts. Backward takes the chunks in reverse.
+
+    In pairs, each forward runs beside a backward (see ``turns``), so one needs nothing of the
+    other: each rank warms up one forward more. One stage a rank then warms up like several, and
+    its first rank holds 2 PP micro-batches; one rank alone holds 2.
 
     Args:
         pp: pipeline ranks, 2 or more when ``vpp`` is.
         num_microbatches: of one step; a last, smaller group must still fill the pipeline.
         vpp: stages on each rank.
         group: micro-batches in a group, PP or more; 0 means PP.
+        paired: whether forwards run beside backwards.
 
     Raises:
         ValueError: if micro-batches and group do not fit the pipeline.
 
     Reference:
-        Narayanan et al. 2021, arXiv:2104.04473, figure 4.
+        Narayanan et al. 2021, arXiv:2104.04473, figure 4. Pairs: DeepSeek-AI 2024,
+        arXiv:2412.19437, section 3.2.1.
     """
     group = group or pp
-    _check_groups(pp, num_microbatches, vpp, group)
+    if vpp > 1 or not paired:
+        _check_groups(pp, num_microbatches, vpp, group)
     table = [
         (chunk, microbatch)
         for begin in range(0, num_microbatches, group)
@@ -103,10 +117,10 @@ def interleaved(pp: int, num_microbatches: int, vpp: int, group: int = 0) -> Sch
     backwards = [Action(Kind.BACKWARD, m, vpp - 1 - chunk) for chunk, m in table]
     orders = []
     for rank in range(pp):
-        warmup = min(2 * (pp - rank - 1) + (vpp - 1) * group, len(table))
+        warmup = min(2 * (pp - rank - 1) + (vpp - 1) * group + paired, len(table))
         order = forwards[:warmup]
         for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-            order += [forward, backward]
+            order += [replace(forward, is_paired=paired), backward]
         orders.append(order + backwards[len(table) - warmup :])
     return with_messages(orders)
 
@@ -166,11 +180,12 @@ def zero_bubble_v(pp: int, num_microbatches: int) -> Schedule:
     return with_messages(orders, v_shaped=True)
 
 
-def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
+def dualpipe_v(pp: int, num_microbatches: int, *, paired: bool = False) -> Schedule:
     """DualPipe's half, in a V: each forward of one chunk stands beside a backward of the other.
 
-    In the middle of a step backward is whole and next to a forward whose messages it hides; at
-    both ends it is in halves. Every rank holds at most 2 PP + 1 chunks of a micro-batch.
+    In the middle of a step backward is whole and next to a forward whose messages it hides, or
+    in pairs beside it (see ``turns``); at both ends it is in halves. Every rank holds at most
+    2 PP + 1 chunks of a micro-batch.
 
     Raises:
         ValueError: on one pipeline rank, or with fewer than 2 PP micro-batches.
@@ -185,8 +200,8 @@ def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
         lane.add(2 * after, "F0")
         lane.add(rank + 1, "F0 F1")
         lane.add(after, "I1 W1 F1")
-        lane.add(num_microbatches - 2 * pp + rank + 1, "F0 B1 F1 B0")
-        lane.add(after, "B1 F1 B0")
+        lane.add(num_microbatches - 2 * pp + rank + 1, "F0 B1 F1 B0", paired)
+        lane.add(after, "B1 F1 B0", paired)
         ends = ["B1", "B0"] * (rank + 1)
         put_off = [word.replace("B", "I") for word in ends[rank + 1 :]]
         lane.add(1, " ".join(ends[: rank + 1] + put_off))
@@ -220,8 +235,8 @@ class _Lane:
         self._counts: Counter[str] = Counter()
         self._put_off: list[Action] = []
 
-    def add(self, times: int, words: str) -> None:
-        """Append words so many times over."""
+    def add(self, times: int, words: str, paired: bool = False) -> None:
+        """Append words so many times over; forwards beside backwards where they are paired."""
         for word in words.split() * times:
             kind = Kind(word[0])
             if kind is Kind.BACKWARD_WEIGHT:
@@ -234,9 +249,18 @@ class _Lane:
             turn = f"{'F' if kind is Kind.FORWARD else 'B'}{chunk}"
             microbatch = self._counts[turn]
             self._counts[turn] += 1
-            self.actions.append(Action(kind, microbatch, chunk))
+            is_paired = paired and kind is Kind.FORWARD
+            self.actions.append(Action(kind, microbatch, chunk, is_paired))
             if kind is Kind.BACKWARD_INPUT:
                 self._put_off.append(Action(Kind.BACKWARD_WEIGHT, microbatch, chunk))
+
+
+def _check_pairs(config: PipelineConfig, num_microbatches: int) -> None:
+    if config.overlap_moe_expert_parallel_comm and num_microbatches == 1:
+        raise ValueError(
+            "--overlap-moe-expert-parallel-comm pairs a step's micro-batches, and there is 1: "
+            "raise --global-batch-size, or leave it out."
+        )
 
 
 def _check_v(name: str, pp: int, num_microbatches: int) -> None:

@@ -8,9 +8,9 @@ stage starts when its rank is free and its input is computed.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby, product, zip_longest
 
 from mcore_parallel.pipeline_parallel.actions import (
     DURATIONS,
@@ -18,6 +18,7 @@ from mcore_parallel.pipeline_parallel.actions import (
     Kind,
     Schedule,
     message_peer,
+    units_of,
 )
 from mcore_parallel.pipeline_parallel.stages import Placement
 
@@ -26,7 +27,7 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A computation and when it runs."""
+    """A computation and when it runs; both of a pair at one time."""
 
     action: Action
     start: float
@@ -55,6 +56,7 @@ def simulate(
     v_shaped: bool = False,
     durations: Mapping[Kind, float] | Callable[[int, Action], float] = DURATIONS,
     message_time: float = 0.0,
+    hidden_share: float = 0.0,
 ) -> Simulation:
     """Check a schedule and time it.
 
@@ -66,6 +68,7 @@ def simulate(
         durations: time of each kind of computation, or a function of rank and action where
             stages differ.
         message_time: from the end of a computation until another rank has its result.
+        hidden_share: of the time of a pair, exchanges that run under computation.
 
     Raises:
         ValueError: if the schedule is wrong, saying which rank, which action and why.
@@ -76,9 +79,10 @@ def simulate(
     _check_message_order(schedule, places)
     _check_rendezvous(schedule, places)
     duration = durations if callable(durations) else lambda _, action: durations[action.kind]
-    spans = _time(schedule, places, duration, message_time)
+    spans = _time(schedule, places, duration, message_time, hidden_share)
     makespan = max((span.end for rank in spans for span in rank), default=0.0)
-    work = sum(span.end - span.start for rank in spans for span in rank)
+    busy = {(r, span.start, span.end) for r, rank in enumerate(spans) for span in rank}
+    work = sum(end - start for _, start, end in busy)
     bubble = len(schedule) * makespan / work - 1.0 if work else 0.0
     return Simulation(spans, makespan, _peak_activations(schedule), bubble)
 
@@ -122,16 +126,25 @@ def _messages(rank: int, chunk: int, places: Placement, has_backward: bool) -> s
 
 
 def _check_order_on_ranks(schedule: Schedule, places: Placement) -> None:
-    """Each rank receives or computes a value before it uses or sends it."""
+    """Each rank receives or computes a value before it uses or sends it, none in a pair."""
     for rank, actions in enumerate(schedule):
         done: set[Action] = set()
-        for action in actions:
-            for kinds, chunk in _prerequisites(action.kind, rank, action.chunk, places):
-                if not any(Action(k, action.microbatch, chunk) in done for k in kinds):
-                    names = " or ".join(k.value for k in kinds)
-                    of = f" of chunk {chunk}" if chunk != action.chunk else ""
-                    raise ValueError(f"rank {rank} does {action} before its {names}{of}")
-            done.add(action)
+        _check_pairs(rank, actions)
+        for unit in units_of(actions):
+            for action in unit:
+                for kinds, chunk in _prerequisites(action.kind, rank, action.chunk, places):
+                    if not any(Action(k, action.microbatch, chunk) in done for k in kinds):
+                        names = " or ".join(k.value for k in kinds)
+                        of = f" of chunk {chunk}" if chunk != action.chunk else ""
+                        raise ValueError(f"rank {rank} does {action} before its {names}{of}")
+            done.update(unit)
+
+
+def _check_pairs(rank: int, actions: Sequence[Action]) -> None:
+    for action, follower in zip_longest(actions, actions[1:]):
+        fits = follower is not None and follower.kind is Kind.BACKWARD
+        if action.is_paired and not (action.kind is Kind.FORWARD and fits):
+            raise ValueError(f"rank {rank} pairs {action} with {follower}, no backward")
 
 
 def _prerequisites(
@@ -243,31 +256,41 @@ def _time(
     places: Placement,
     duration: Callable[[int, Action], float],
     message_time: float,
+    hidden_share: float,
 ) -> list[list[Span]]:
-    orders = [[a for a in actions if not a.kind.is_message] for actions in schedule]
+    orders = [
+        list(units_of(a for a in actions if not a.kind.is_message))[::-1]
+        for actions in schedule
+    ]
     spans: list[list[Span]] = [[] for _ in schedule]
     ends: dict[tuple[int, bool, int], float] = {}  # stage, is forward, micro-batch
-    left = sum(map(len, orders))
-    while left:
+
+    def arrival(rank: int, action: Action) -> float | None:
+        """When the action's input is there; None: not computed yet."""
+        is_forward = action.kind is Kind.FORWARD
+        other = places.stage(rank, action.chunk) + (-1 if is_forward else 1)
+        if action.kind is Kind.BACKWARD_WEIGHT or not places.has(other):
+            return 0.0
+        end = ends.get((other, is_forward, action.microbatch))
+        is_sent = places.rank(other) != rank
+        return None if end is None else end + is_sent * message_time
+
+    while any(orders):
         for rank, order in enumerate(orders):
-            while len(spans[rank]) < len(order):
-                action = order[len(spans[rank])]
-                stage = places.stage(rank, action.chunk)
-                is_forward = action.kind is Kind.FORWARD
-                other = stage + (-1 if is_forward else 1)
-                source = (other, is_forward, action.microbatch)
-                has_source = action.kind is not Kind.BACKWARD_WEIGHT and places.has(other)
-                if has_source and source not in ends:
+            while order:
+                arrivals = [arrival(rank, action) for action in order[-1]]
+                if None in arrivals:
                     break
-                start = spans[rank][-1].end if spans[rank] else 0.0
-                if has_source:
-                    is_sent = places.rank(other) != rank
-                    start = max(start, ends[source] + is_sent * message_time)
-                end = start + duration(rank, action)
-                spans[rank].append(Span(action, start, end))
-                if action.kind is not Kind.BACKWARD_WEIGHT:
-                    ends[stage, is_forward, action.microbatch] = end
-                left -= 1
+                free = spans[rank][-1].end if spans[rank] else 0.0
+                start = max([free, *(each for each in arrivals if each is not None)])
+                unit = order.pop()
+                shown = 1.0 if len(unit) == 1 else 1.0 - hidden_share
+                end = start + shown * sum(duration(rank, action) for action in unit)
+                for action in unit:
+                    spans[rank].append(Span(action, start, end))
+                    if action.kind is not Kind.BACKWARD_WEIGHT:
+                        stage = places.stage(rank, action.chunk)
+                        ends[stage, action.kind is Kind.FORWARD, action.microbatch] = end
     return spans
 
 

@@ -1,5 +1,7 @@
 """A simulated schedule as a picture: text for the terminal, SVG for a page."""
 
+from collections import Counter
+
 from mcore_parallel.pipeline_parallel.actions import Kind
 from mcore_parallel.pipeline_parallel.simulator import Simulation, Span
 
@@ -21,20 +23,21 @@ _UNIT, _ROW, _LEFT, _TOP = 22, 26, 64, 44
 def timeline_text(simulation: Simulation) -> str:
     """Draw one line a rank; a column is the shortest computation, dots are waiting.
 
-    A cell reads ``F3``, ``B3``, ``I3`` or ``W3`` for micro-batch 3, ``F3.1`` on chunk 1; what
-    lasts longer goes on as dashes.
+    A cell reads ``F3``, ``B3``, ``I3`` or ``W3`` for micro-batch 3, ``F3.1`` on chunk 1,
+    ``F3&B1`` for a pair; what lasts longer goes on as dashes.
     """
     spans = [span for rank in simulation.spans for span in rank]
     unit = min((span.end - span.start for span in spans), default=1.0)
-    width = max((len(str(span.action)) for span in spans), default=1)
+    rows = [_names(row) for row in simulation.spans]
+    width = max((len(name) for row in rows for name in row.values()), default=1)
     num_columns = round(simulation.makespan / unit)
     lines = []
-    for rank, row in enumerate(simulation.spans):
+    for rank, row in enumerate(rows):
         cells: list[str] = ["." * width] * num_columns
-        for span in row:
-            begin, end = round(span.start / unit), round(span.end / unit)
+        for (start, stop), name in row.items():
+            begin, end = round(start / unit), round(stop / unit)
             cells[begin:end] = ["-" * width] * (end - begin)
-            cells[begin] = str(span.action).ljust(width)
+            cells[begin] = name.ljust(width)
         lines.append(f"rank {rank:<3}" + " ".join(cells))
     lines.append(
         f"bubble {simulation.bubble_fraction:.1%} of the work, "
@@ -43,8 +46,20 @@ def timeline_text(simulation: Simulation) -> str:
     return "\n".join(lines)
 
 
+def _names(row: list[Span]) -> dict[tuple[float, float], str]:
+    """Return what is computed at each time."""
+    names: dict[tuple[float, float], str] = {}
+    for span in row:
+        time = span.start, span.end
+        names[time] = names.get(time, "") + str(span.action)
+    return names
+
+
 def timeline_svg(simulation: Simulation) -> str:
-    """Draw one row a rank, a box a computation with its micro-batch; chunks pale in turn."""
+    """Draw one row a rank, a box a computation with its micro-batch; chunks pale in turn.
+
+    Of a pair the forward is the upper half.
+    """
     spans = [span for rank in simulation.spans for span in rank]
     unit = min((span.end - span.start for span in spans), default=1.0)
     scale = _UNIT / unit
@@ -64,20 +79,26 @@ def timeline_svg(simulation: Simulation) -> str:
     for rank, row in enumerate(simulation.spans):
         y = _TOP + _ROW * rank
         parts.append(f'<text x="12" y="{y + 16}">rank {rank}</text>')
-        parts += [_box(span, y, scale) for span in row]
+        times = Counter((span.start, span.end) for span in row)
+        for span in row:
+            parts.append(_box(span, y, scale, in_pair=times[span.start, span.end] > 1))
     parts += _legend({span.action.kind for span in spans}, height - 18)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _box(span: Span, y: int, scale: float) -> str:
+def _box(span: Span, y: int, scale: float, *, in_pair: bool) -> str:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+    height, base, size = _ROW - 4, 15, ""
+    if in_pair:
+        height, base, size = height // 2, 9, ' font-size="9"'
+        y += 0 if span.action.is_paired else height
     shades = _COLOURS[span.action.kind]
     shade = min(span.action.chunk, len(shades) - 1)
     ink = "#ffffff" if shade == 0 else "#000000"
     return (
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" '
+        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" '
         f'fill="{shades[shade]}" stroke="#ffffff"><title>{span.action}</title></rect>'
-        f'<text x="{x + width / 2:.1f}" y="{y + 15}" text-anchor="middle" '
+        f'<text x="{x + width / 2:.1f}" y="{y + base}"{size} text-anchor="middle" '
         f'fill="{ink}">{span.action.microbatch}</text>'
     )
 

@@ -227,12 +227,12 @@ def _shrink_batch(plan: Plan, parallel: ParallelConfig, world_size: int) -> Batc
         kept = pp if number == before.pipeline_model_parallel_size or pp > 2 else 2 * pp
     else:
         kept = min(number, pp + 1)
-    if plan.config.pipeline.pipeline_schedule == "dualpipev":
-        kept = max(kept, 2 * pp)
+    options = plan.config.pipeline
+    if options.pipeline_schedule == "dualpipev" or options.overlap_moe_expert_parallel_comm:
+        kept = max(kept, min(number, 2 * pp))
     micro = min(plan.config.batch.micro_batch_size, 2)
-    data_ranks = world_size // (
-        parallel.tensor_model_parallel_size * parallel.context_parallel_size * pp
-    )
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    data_ranks = world_size // (tp * cp * pp)
     size = micro * data_ranks * kept
     common = {"micro_batch_size": micro, "seq_length": seq_length(plan, parallel)}
     kind: Any = type(plan.config.batch)

@@ -214,9 +214,6 @@ INSTEAD: dict[str, str] = {
     "--nnodes --nproc*per*node --node-rank --master-* --rdzv-* --max-restarts --standalone": (
         "this belongs to torchrun, before -m mcore_train; use --nproc N on one host."
     ),
-    "--overlap-moe-expert-parallel-comm": (
-        "use --moe-shared-expert-overlap, which computes the shared expert under exchanges."
-    ),
     "--moe-permute-fusion --moe-router-fusion": (
         "leave it out: kernels of the experts are chosen by what is installed."
     ),

@@ -9,10 +9,10 @@ from math import isfinite
 
 from mcore_data.config import DataConfig
 from mcore_models.config import TransformerConfig
-from mcore_parallel.logical_tensors import expert_size
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import SampleConfig, flag
+from mcore_train.options.expert_conflicts import expert_graph_conflicts, find_expert_conflicts
 from mcore_train.options.idle_options import find_idle_options
 
 
@@ -66,7 +66,7 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     yield from _clip_conflicts(config)
     yield from _recompute_conflicts(config)
     yield from _determinism_conflicts(config)
-    yield from _narrow_expert_conflicts(config)
+    yield from find_expert_conflicts(config)
     if config.run.cuda_graph_impl != "none":
         yield from _graph_conflicts(config)
     if config.logging.tensorboard and "://" in config.saving.save:
@@ -282,7 +282,7 @@ def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
     """What a recorded step cannot hold: see ``cuda_graph``."""
     name = f"--cuda-graph-impl {config.run.cuda_graph_impl}"
     if config.experts.num_experts:
-        yield from _expert_graph_conflicts(config, name)
+        yield from expert_graph_conflicts(config, name)
     if config.parallelism.pipeline_model_parallel_size > 1:
         yield (
             f"{name} cannot record pipeline stages, whose hosts wait for messages: leave it "
@@ -297,67 +297,6 @@ def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{name} cannot record packed documents, whose borders change from step to step: "
             "leave it out."
-        )
-
-
-def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
-    """What experts and tokens in fp8 need, and what runs beside exchanges."""
-    experts, parallel = config.experts, config.parallelism
-    is_spread = parallel.expert_model_parallel_size > 1
-    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    for name in ("moe_shared_expert_overlap", "moe_split_batch_overlap"):
-        if getattr(experts, name) and (not is_spread or expert_tp > 1):
-            yield (
-                f"{flag(name)} has an effect only with --expert-model-parallel-size above 1 "
-                "and --expert-tensor-parallel-size 1: leave it out."
-            )
-    if not experts.moe_experts_dtype or not experts.num_experts:
-        return
-    sizes = _expert_sizes(config)
-    name = f"--moe-experts-dtype {experts.moe_experts_dtype}"
-    if not config.fp8.fp8_format:
-        yield f"{name} needs --fp8-format, as other linears do: give it, or leave it out."
-    if any(size % 16 for size in sizes):
-        yield f"{name} needs experts whose sizes are multiples of 16, and theirs are {sizes}."
-    if expert_tp > 1:
-        yield (
-            f"{name} scales whole rows, which --expert-tensor-parallel-size {expert_tp} cuts: "
-            "use 1."
-        )
-
-
-def _expert_sizes(config: TrainConfig) -> tuple[int, int]:
-    """Return the widths of an expert's input and of its inside."""
-    experts = config.experts
-    width = experts.moe_latent_size or config.model.hidden_size
-    return width, expert_size(config.model, experts)
-
-
-def _expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
-    """What experts need so that the host waits for no number of theirs."""
-    parallel, experts = config.parallelism, config.experts
-    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    is_spread = parallel.expert_model_parallel_size > 1 or expert_tp > 1
-    is_gathered = experts.moe_token_dispatcher_type == "allgather"
-    if is_spread and not (
-        is_gathered and experts.moe_expert_rows_limit >= parallel.expert_model_parallel_size
-    ):
-        yield (
-            f"{name} cannot record experts that exchange tokens in other numbers each step: "
-            "leave it out, or use --moe-token-dispatcher-type allgather and "
-            f"--moe-expert-rows-limit {parallel.expert_model_parallel_size}."
-        )
-    sizes = _expert_sizes(config)
-    is_grouped = experts.moe_grouped_gemm and config.precision.bf16
-    if not is_grouped or any(size % 8 for size in sizes):
-        yield (
-            f"{name} can record experts only as grouped GEMMs: use --bf16, leave out "
-            "--no-moe-grouped-gemm, and make their sizes multiples of 8; or leave it out."
-        )
-    if experts.moe_router_load_balancing_type == "sinkhorn":
-        yield (
-            f"{name} cannot record --moe-router-load-balancing-type sinkhorn, for whose rounds "
-            "the host waits: leave out one of the two."
         )
 
 

@@ -1,0 +1,95 @@
+"""A forward and a backward that take turns, so that one's exchanges run under the other.
+
+An expert layer exchanges tokens twice, and nothing else of its micro-batch can be computed
+meanwhile. A forward of another micro-batch beside a backward fills these times: each runs on
+the host until an exchange of its own is on its way, then the other continues. What either
+launches is what it launches alone, in the same order, so results are the same bits.
+
+The backward runs on a thread, since autograd cannot be left and entered again. One of the two
+runs at a time, and which one depends on the layers alone: all ranks launch their collectives
+in one order. DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+
+import torch
+from torch import nn
+
+_BACKWARD, _FORWARD = 0, 1
+
+
+class Turns:
+    """Lets a forward and a backward take turns at the exchanges of their layers."""
+
+    def __init__(self) -> None:
+        """Begin with nothing to run."""
+        self._entries = (Lock(), Lock())
+        for entry in self._entries:
+            entry.acquire()  # released by the other side
+        self._is_going = [False, False]
+        self._active = _BACKWARD
+        self._thread = ThreadPoolExecutor(1, "backward")
+
+    def serve(self, *modules: nn.Module) -> None:
+        """Let layers that have a method ``take_turns`` call ``change`` in their exchanges."""
+        for module in modules:
+            for layer in module.modules():
+                if (take := getattr(layer, "take_turns", None)) is not None:
+                    take(self.change)
+
+    def change(self) -> None:
+        """Let the other side continue; returns at this one's next turn, at once if alone."""
+        if not all(self._is_going):
+            return
+        own = self._active
+        self._active = 1 - own
+        self._entries[1 - own].release()
+        self._entries[own].acquire()
+
+    def run(
+        self,
+        backward: Callable[[], object],
+        forward: Callable[[], object],
+        device: torch.device | str,
+    ) -> None:
+        """Run both to their ends; the backward begins.
+
+        Neither may need anything of the other. Both launch on the current stream.
+
+        Args:
+            backward: runs on a thread of its own.
+            forward: runs on this one.
+            device: of the stream.
+        """
+        self._is_going[:] = True, True
+        self._active = _BACKWARD
+        is_cuda = torch.device(device).type == "cuda"
+        stream = torch.cuda.current_stream(device) if is_cuda else None
+
+        def run_backward() -> None:
+            here: AbstractContextManager[object] = nullcontext()
+            if stream is not None:
+                here = torch.cuda.stream(stream)
+            try:
+                with here:
+                    backward()
+            finally:
+                self._leave(_BACKWARD)
+
+        done = self._thread.submit(run_backward)
+        self._entries[_FORWARD].acquire()
+        try:
+            forward()
+        finally:
+            self._leave(_FORWARD)
+            done.result()
+
+    def _leave(self, own: int) -> None:
+        """End one side; the other, which waits for its turn, runs alone."""
+        self._is_going[own] = False
+        if self._is_going[1 - own]:
+            self._active = 1 - own
+            self._entries[1 - own].release()

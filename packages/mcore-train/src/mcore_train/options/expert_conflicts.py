@@ -1,0 +1,94 @@
+"""What experts contradict, and need: exchanges beside computation, narrow formats, graphs."""
+
+from collections.abc import Iterator
+
+from mcore_parallel.logical_tensors import expert_size
+from mcore_train.composition import TrainConfig
+from mcore_train.config import flag
+
+
+def find_expert_conflicts(config: TrainConfig) -> Iterator[str]:
+    """Name what options of experts contradict or lack, one line each."""
+    yield from _pair_conflicts(config)
+    yield from _narrow_expert_conflicts(config)
+
+
+def expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
+    """What experts need so that the host waits for no number of theirs."""
+    parallel, experts = config.parallelism, config.experts
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    is_spread = parallel.expert_model_parallel_size > 1 or expert_tp > 1
+    is_gathered = experts.moe_token_dispatcher_type == "allgather"
+    if is_spread and not (
+        is_gathered and experts.moe_expert_rows_limit >= parallel.expert_model_parallel_size
+    ):
+        yield (
+            f"{name} cannot record experts that exchange tokens in other numbers each step: "
+            "leave it out, or use --moe-token-dispatcher-type allgather and "
+            f"--moe-expert-rows-limit {parallel.expert_model_parallel_size}."
+        )
+    sizes = _expert_sizes(config)
+    is_grouped = experts.moe_grouped_gemm and config.precision.bf16
+    if not is_grouped or any(size % 8 for size in sizes):
+        yield (
+            f"{name} can record experts only as grouped GEMMs: use --bf16, leave out "
+            "--no-moe-grouped-gemm, and make their sizes multiples of 8; or leave it out."
+        )
+    if experts.moe_router_load_balancing_type == "sinkhorn":
+        yield (
+            f"{name} cannot record --moe-router-load-balancing-type sinkhorn, for whose rounds "
+            "the host waits: leave out one of the two."
+        )
+
+
+def _pair_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What forwards beside backwards need, and cannot be combined with."""
+    name = "--overlap-moe-expert-parallel-comm"
+    if not config.pipeline.overlap_moe_expert_parallel_comm:
+        return
+    if not config.experts.num_experts or config.parallelism.expert_model_parallel_size == 1:
+        yield (
+            f"{name} has no effect without experts that --expert-model-parallel-size 2 or more "
+            "spreads: leave it out."
+        )
+    if config.data_parallelism.is_fully_sharded:
+        yield (
+            f"{name} runs a layer's forward and backward at one time, and "
+            f"--data-parallel-sharding-strategy {config.data_parallelism.sharding} gathers its "
+            "weights for one of them: leave it out, or use optim."
+        )
+    if config.offloading.cpu_offloading:
+        yield f"{name} keeps no order in which --cpu-offloading could fetch: leave one out."
+
+
+def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What experts and tokens in fp8 need, and what runs beside exchanges."""
+    experts, parallel = config.experts, config.parallelism
+    is_spread = parallel.expert_model_parallel_size > 1
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    for name in ("moe_shared_expert_overlap", "moe_split_batch_overlap"):
+        if getattr(experts, name) and (not is_spread or expert_tp > 1):
+            yield (
+                f"{flag(name)} has an effect only with --expert-model-parallel-size above 1 "
+                "and --expert-tensor-parallel-size 1: leave it out."
+            )
+    if not experts.moe_experts_dtype or not experts.num_experts:
+        return
+    sizes = _expert_sizes(config)
+    name = f"--moe-experts-dtype {experts.moe_experts_dtype}"
+    if not config.fp8.fp8_format:
+        yield f"{name} needs --fp8-format, as other linears do: give it, or leave it out."
+    if any(size % 16 for size in sizes):
+        yield f"{name} needs experts whose sizes are multiples of 16, and theirs are {sizes}."
+    if expert_tp > 1:
+        yield (
+            f"{name} scales whole rows, which --expert-tensor-parallel-size {expert_tp} cuts: "
+            "use 1."
+        )
+
+
+def _expert_sizes(config: TrainConfig) -> tuple[int, int]:
+    """Return the widths of an expert's input and of its inside."""
+    experts = config.experts
+    width = experts.moe_latent_size or config.model.hidden_size
+    return width, expert_size(config.model, experts)
