@@ -12,6 +12,7 @@ import pytest
 from house.sources import PACKAGES, ROOT, Source, package_sources, parse
 
 EXTRAS = {
+    "te": ({"models"}, "transformer-engine"),
     "flash4": ({"models"}, "flash-attn-4"),
     "resiliency": ({"ckpt", "train"}, r"(nvidia-resiliency-ext|mcore-ckpt\[resiliency\])"),
     "tensorboard": ({"train"}, "tensorboard"),
@@ -31,7 +32,13 @@ GROUPS = {
     "browser": {"playwright", "pytest"},
     "resiliency": {"nvidia-resiliency-ext", "pytest"},
 }
-KERNELS = {"flash-attn-4", "quack-kernels", "nvidia-resiliency-ext", "s3fs"}
+KERNELS = {
+    "flash-attn-4",
+    "transformer-engine",
+    "quack-kernels",
+    "nvidia-resiliency-ext",
+    "s3fs",
+}
 
 # What a distribution is imported as, where that is not its own name.
 IMPORTED_AS = {

@@ -2,6 +2,8 @@ import time
 
 import pytest
 
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.resolution import ConflictError, resolve
 
@@ -252,3 +254,23 @@ def test_what_two_checks_find_is_told_once():
     with pytest.raises(ConflictError) as refused:
         plan(num_virtual_stages_per_pipeline_rank=2)
     assert len(refused.value.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bf16": False}, "--bf16 or --fp16"),
+        ({"fp8_format": "hybrid", "fp8_recipe": "rowwise"}, "no --fp8-recipe rowwise"),
+        ({"cuda_graph_impl": "full_iteration"}, "with --cuda-graph-impl"),
+        ({"peft": "lora"}, "with --peft"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable: name an"),
+        ({"context_parallel_size": 2}, "needs --cp-comm-type a2a"),
+    ],
+)
+def test_what_transformer_engine_does_not_compute_is_refused_by_name(changes, said):
+    base = {"transformer_impl": "transformer_engine", "bf16": True}
+    with pytest.raises(ConflictError, match=said):
+        plan(2, **(base | changes))
+    assert plan(2, **base).config.kernels.transformer_impl == "transformer_engine"
+    with pytest.raises(ValueError, match=r"transformer_engine: it computes on GPUs alone"):
+        assemble(plan(1, **base), ParallelContext.single("cpu"))

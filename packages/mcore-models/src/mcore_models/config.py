@@ -301,6 +301,11 @@ class RecomputeConfig:
 class KernelConfig:
     """Which kernels compute a model; none of it changes what is computed."""
 
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """What computes linears, norms, experts and, with --attention-backend auto, attention:
+    local, this package and torch, or NVIDIA's Transformer Engine (an extra; GPUs, --bf16 or
+    --fp16). Weights and checkpoints are the same. Megatron's default: transformer_engine."""
+
     attention_backend: AttentionBackend = "auto"
     """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (torch's
     own), unfused (plain products); auto: the fastest that is there and takes the shapes."""

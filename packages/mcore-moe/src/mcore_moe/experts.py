@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from mcore_moe import quack_gemm
 from mcore_moe.activations import activation_function, weighted_gated
 from mcore_moe.fp8_rows import fp8_linear
-from mcore_moe.grouped_gemm import accumulating_linear, grouped_linear, sequential_linear
+from mcore_moe.grouped_gemm import (
+    Linear,
+    accumulating_linear,
+    grouped_linear,
+    sequential_linear,
+)
 from mcore_moe.permutation import RowPlan, permute, permute_probs, unpermute
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import overwrites, slot_of
@@ -63,6 +68,7 @@ class Experts(nn.Module):
         fc2_weight: ``[e, D, F/expert_tp]``.
         fc1_bias, fc2_bias: ``[e, ...]`` or None.
         adapter: adds to the output of both, or None.
+        linear: multiplies in place of this package's GEMMs, their gradients too, or None.
     """
 
     def __init__(
@@ -137,6 +143,7 @@ class Experts(nn.Module):
         self.fc1_bias = allocate(rows) if bias else None
         self.fc2_bias = allocate(hidden_size) if bias else None
         self.adapter: RowsAdapter | None = None
+        self.linear: Linear | None = None
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -199,6 +206,8 @@ class Experts(nn.Module):
         linear = grouped_linear if self.grouped else sequential_linear
         if self.fp8_casts is not None:
             linear = partial(fp8_linear, casts=self.fp8_casts)
+        elif self.linear is not None:
+            linear = self.linear
         elif slot_of(self.fc1_weight) is not None:
             linear = partial(accumulating_linear, linear=linear)
 
@@ -228,6 +237,8 @@ class Experts(nn.Module):
         """Whether GEMMs gather their rows: by quack, without biases, every row a token's."""
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
         if self.probs_on_input or self.adapter is not None or self.fp8_casts is not None:
+            return False
+        if self.linear is not None:
             return False
         if not self.grouped or has_bias or not plan.is_dense or not x.shape[0]:
             return False

@@ -41,6 +41,7 @@ from mcore_parallel.precision.fp8 import (
     delayed_scales,
     layer_gemms,
 )
+from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_train.composition import BertTrainConfig, T5TrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
@@ -252,12 +253,33 @@ def _build_chunks(
     ]
     if config.pipeline.v_shaped:
         share_embedding(chunks)
+    if config.kernels.transformer_impl == "transformer_engine":
+        use_transformer_engine = _transformer_engine(ctx.device)
+        for chunk in chunks:
+            use_transformer_engine(chunk, config.kernels.attention_backend)
     for chunk in chunks:
         if config.peft.peft != "none":
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
         if config.qk_clipping.qk_clip:
             track_scores(chunk)
     return chunks
+
+
+def _transformer_engine(device: torch.device) -> Callable[..., None]:
+    """Return what lets a model compute by Transformer Engine.
+
+    Raises:
+        ValueError: if it cannot be used here.
+    """
+    why_not = refusal() if device.type == "cuda" else "it computes on GPUs alone"
+    if why_not:
+        raise ValueError(
+            f"--transformer-impl transformer_engine: {why_not}; or leave the flag out: this "
+            "package's own layers compute the same."
+        )
+    from mcore_models.kernels.transformer_engine import use_transformer_engine
+
+    return use_transformer_engine
 
 
 def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:

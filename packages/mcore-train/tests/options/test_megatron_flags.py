@@ -17,10 +17,11 @@ def test_known_flags_pass_in_any_spelling_and_keep_their_values():
 
 def test_foreign_flags_become_ours_and_take_their_values_with_them():
     words, notes = translate(
-        ["--use-rotary-position-embeddings", "--transformer-impl", "local", "--lr", "1"], KNOWN
+        ["--use-rotary-position-embeddings", "--distributed-backend", "nccl", "--lr", "1"],
+        KNOWN,
     )
     assert words == ["--position-embedding-type", "rope", "--lr", "1"]
-    assert notes == ["--transformer-impl: there is one implementation."]
+    assert notes == ["--distributed-backend: nccl on GPUs, gloo on CPUs."]
 
 
 def test_the_guides_switch_for_fp8_is_a_format_of_ours():

@@ -5,6 +5,7 @@ ranks, neighbouring ranks hold the same ones and each sees its own queries' shar
 gradient. Under context parallelism the keys of other ranks come as ``--cp-comm-type`` says.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -100,6 +101,7 @@ class Attention(nn.Module):
         self.comm_type = cp_comm_type(config, ctx.config, layer)
         check_backend(kernels.attention_backend)
         self.backend = kernels.attention_backend
+        self.attend: Callable[..., Tensor] = attend
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
@@ -241,7 +243,7 @@ class Attention(nn.Module):
         # Heads are split over the tensor ranks, so each rank drops its own weights.
         stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
         with stream:
-            return attend(
+            return self.attend(
                 q,
                 k,
                 v,

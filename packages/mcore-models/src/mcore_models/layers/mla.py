@@ -12,6 +12,7 @@ DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -101,6 +102,7 @@ class LatentAttention(nn.Module):
         self.comm_type = cp_comm_type(config, ctx.config, layer)
         check_backend(kernels.attention_backend)
         self.backend = kernels.attention_backend
+        self.attend: Callable[..., Tensor] = attend
         self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
         self.tracker: ScoreTracker | None = None
         D, N = config.hidden_size, config.num_attention_heads
@@ -232,7 +234,9 @@ class LatentAttention(nn.Module):
         # Heads are split over the tensor ranks, so each rank drops its own weights.
         stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
         with stream:
-            return attend(q, k, v, dropout_prob=prob, documents=documents, backend=self.backend)
+            return self.attend(
+                q, k, v, dropout_prob=prob, documents=documents, backend=self.backend
+            )
 
     def _decode(
         self,

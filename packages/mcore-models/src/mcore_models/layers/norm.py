@@ -8,6 +8,7 @@ Norms of the residual stream come after an addition: ``add_and_norm`` makes both
 one kernel.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from mcore_parallel.sharding import Layout, sliced, whole
 
 NARROWEST, WIDEST = 256, 16384
 """Channels that the kernels are made for: a row is one program's registers."""
+
+NormKernel = Callable[..., Tensor]
+"""Called with x, weight, bias (None: RMSNorm), ``epsilon`` and ``offset`` of the weight."""
 
 
 class RMSNorm(nn.Module):
@@ -59,10 +63,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.epsilon, self.zero_centered = epsilon, zero_centered
         self.replicas, self.partial = replicas, partial
+        self.kernel: NormKernel | None = None
         self.weight = _identity(size, zero_centered, device, dtype)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
+        if self.kernel is not None:
+            return self.kernel(x, *_parameters(self), **_constants(self))
         if _has_kernel(x):
             return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
         weight = self.weight + 1 if self.zero_centered else self.weight
@@ -105,12 +112,16 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.epsilon, self.zero_centered = epsilon, zero_centered
         self.replicas, self.partial = replicas, partial
+        self.kernel: NormKernel | None = None
         self.weight = _identity(size, zero_centered, device, dtype)
         zeros = torch.zeros(size, device=device, dtype=dtype) if bias else None
         self.bias = None if zeros is None else nn.Parameter(zeros)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
+        if self.kernel is not None:
+            bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
+            return self.kernel(x, self.weight, bias, **_constants(self))
         if _has_kernel(x):
             return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
         weight = self.weight + 1 if self.zero_centered else self.weight
@@ -208,7 +219,7 @@ def l2_normed(x: Float[Tensor, "*B H"], epsilon: float) -> Float[Tensor, "*B H"]
 def _add_and_norm(
     norm: RMSNorm | LayerNorm, x: Tensor, branch: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if _has_kernel(x):
+    if norm.kernel is None and _has_kernel(x):
         return _kernels().fused_add_and_norm(x, branch, *_parameters(norm), **_constants(norm))
     total = x + branch
     return norm(total), total

@@ -90,10 +90,19 @@ class DelayedScales:
         has_rows: bool = True,
     ) -> Fp8:
         """Cast an operand of a linear by its history; ``axis`` matters until there is one."""
-        tensors, at = self._all, (number, OPERANDS.index(operand))
-        seen = tensors.seen[at].view(1) if self._is_recording else None
-        amax = None if self.is_fresh else tensors.amax[at].view(1)
+        amax, seen = self.views(number, operand)
         return cast(x, dtype, axis, has_rows=has_rows, amax=amax, seen=seen)
+
+    def views(
+        self, number: int, operand: Operand
+    ) -> tuple[Float[Tensor, " 1"] | None, Float[Tensor, " 1"] | None]:
+        """Return the magnitude to cast an operand by, and the one to raise to what is seen.
+
+        None for the first until there is a history, for the second outside a step.
+        """
+        tensors, at = self._all, (number, OPERANDS.index(operand))
+        amax = None if self.is_fresh else tensors.amax[at].view(1)
+        return amax, tensors.seen[at].view(1) if self._is_recording else None
 
     @contextmanager
     def noting(self) -> Iterator[None]:

@@ -36,7 +36,6 @@ SPELLINGS: dict[str, Spelling] = {
     "--use-flash-attn": Spelling(note="the fastest attention present is used anyway"),
     "--manual-gc": Spelling(note="on anyway, every --manual-gc-interval steps"),
     "--use-precision-aware-optimizer": Spelling(note="--exp-avg-dtype alone turns it on"),
-    "--transformer-impl": Spelling(num_values=1, note="there is one implementation"),
     "--enable-cuda-graph": Spelling(("--cuda-graph-impl", "full_iteration")),
     "--lora-rank": Spelling(("--lora-dim",)),
     "--hybrid-layer-pattern": Spelling(("--hybrid-override-pattern",)),

@@ -1,0 +1,170 @@
+"""``--transformer-impl transformer_engine``: GEMMs, norms and attention by NVIDIA's library.
+
+``use_transformer_engine`` sets what a finished model computes with. Parameters, their names,
+shapes and initial values, communication, gradient slots and checkpoints stay as they are; so do
+embeddings, heads, rotations, gated activations, the router and blocks of context parallelism.
+
+Its low-level functions (``general_gemm``, the norms of ``transformer_engine_torch``) are what
+its own modules call; the versions that were tested are pinned in the extra.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mcore_models.config import AttentionBackend
+from mcore_models.layers.attention import Attention
+from mcore_models.layers.mla import LatentAttention
+from mcore_models.layers.norm import LayerNorm, RMSNorm
+from mcore_moe.experts import Experts
+from mcore_moe.transformer_engine import transformer_engine_linear
+from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.precision.transformer_engine import by_transformer_engine
+from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto") -> None:
+    """Let a model's linears, norms, experts and attention compute by Transformer Engine.
+
+    Changes the model in place, before any forward; no communication.
+
+    Args:
+        model: on a GPU, in 16 bits.
+        backend: ``auto`` is its attention too, any other name this package's.
+
+    Raises:
+        ValueError: if a linear's fp8 recipe is none of its own.
+        ImportError: if it is not installed, or its libraries cannot be loaded.
+    """
+    import_module("transformer_engine.pytorch")
+    attend = TransformerEngineAttention()
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.gemm = by_transformer_engine(module.gemm)
+        elif isinstance(module, RMSNorm | LayerNorm):
+            module.kernel = transformer_engine_norm
+        elif isinstance(module, Experts):
+            module.linear = transformer_engine_linear
+        elif isinstance(module, Attention | LatentAttention) and backend == "auto":
+            module.attend = attend
+
+
+def transformer_engine_norm(
+    x: Float[Tensor, "*B D"],
+    weight: Float[Tensor, " D"],
+    bias: Float[Tensor, " D"] | None,
+    *,
+    epsilon: float,
+    offset: float,
+) -> Float[Tensor, "*B D"]:
+    """Norm the last dimension by Transformer Engine.
+
+    Args:
+        x: to norm.
+        weight: multiplies, after ``offset`` is added.
+        bias: of a LayerNorm; None: RMSNorm.
+        epsilon: added to the variance or mean square.
+        offset: 0 or 1.
+    """
+    return _Norm.apply(x, weight, bias, epsilon, bool(offset))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, is_less: bool
+    ) -> Tensor:
+        kernels = import_module("transformer_engine_torch")
+        constants = import_module("transformer_engine.pytorch.constants")
+        flat, weight = x.flatten(0, -2).contiguous(), weight.to(x.dtype)
+        options = epsilon, None, None, constants.TE_DType[x.dtype], 0, is_less
+        if bias is None:
+            y, _, deviation = kernels.rmsnorm_fwd(flat, weight, *options)
+            statistics = (deviation,)
+        else:
+            y, *statistics = kernels.layernorm_fwd(flat, weight, bias.to(x.dtype), *options)
+        ctx.save_for_backward(flat, weight, *statistics)
+        ctx.is_less, ctx.has_bias = is_less, bias is not None
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kernels = import_module("transformer_engine_torch")
+        x, weight, *statistics = ctx.saved_tensors
+        dy = grad.reshape(x.shape).contiguous()
+        backward = kernels.layernorm_bwd if ctx.has_bias else kernels.rmsnorm_bwd
+        dx, *grads = backward(dy, x, *statistics, weight, 0, ctx.is_less)
+        grad_weight, grad_bias = grads if ctx.has_bias else (*grads, None)
+        return dx.view(grad.shape), grad_weight, grad_bias, None, None
+
+
+class TransformerEngineAttention:
+    """``attend`` by Transformer Engine's ``DotProductAttention``, which chooses the kernel."""
+
+    def __init__(self) -> None:
+        """Begin without modules: one is made for each kind of call; none has parameters."""
+        self._modules: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        q: Float[Tensor, "S B N H"],
+        k: Float[Tensor, "S B G H"],
+        v: Float[Tensor, "S B G J"],
+        *,
+        scale: float | None = None,
+        window: int = -1,
+        softcap: float = 0.0,
+        dropout_prob: float = 0.0,
+        documents: Documents | None = None,
+        backend: AttentionBackend = "auto",  # noqa: ARG002
+    ) -> Float[Tensor, "S B N J"]:
+        """Attend causally over whole sequences; see ``attention_backends.attend``."""
+        q, k, v = (cast_factor(t) for t in (q, k, v))
+        N, width = q.shape[2], v.shape[3]
+        kind = N, k.shape[2], q.shape[3], width, scale, window, softcap, dropout_prob
+        if kind not in self._modules:
+            self._modules[kind] = _build(*kind)
+        module = self._modules[kind]
+        if documents is None:
+            return module(q, k, v).unflatten(-1, (N, width))  # [S, B, N*J] -> [S, B, N, J]
+        pieces = documents.flat()
+        borders, longest = pieces.cu_seqlens(q.device), pieces.longest
+        # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H].
+        flat = (t.transpose(0, 1).flatten(0, 1).contiguous() for t in (q, k, v))
+        out = module(
+            *flat,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        return out.view(q.shape[1], q.shape[0], N, width).transpose(0, 1)
+
+
+def _build(
+    N: int,
+    G: int,
+    H: int,
+    J: int,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    dropout_prob: float,
+) -> Any:
+    return import_module("transformer_engine.pytorch").DotProductAttention(
+        N,
+        H if H == J else (H, J),
+        num_gqa_groups=G,
+        attention_dropout=dropout_prob,
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+        window_size=(window, 0) if window >= 0 else None,
+        softcap=softcap,
+        softmax_scale=scale,
+    )

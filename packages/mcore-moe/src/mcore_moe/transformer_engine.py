@@ -1,0 +1,108 @@
+"""The GEMMs of experts by Transformer Engine's grouped GEMM: an extra, see ``mcore-models``.
+
+The host waits for the number of rows of every expert, which that GEMM takes as integers.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.grad_slot import GradSlot, slot_of
+
+
+def transformer_engine_linear(
+    x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], offsets: Int[Tensor, " e1"]
+) -> Float[Tensor, "R N"]:
+    """Multiply each expert's rows with its weight; see ``grouped_gemm.sequential_linear``.
+
+    Backward adds the weight's gradient to its main gradient where it has one.
+    """
+    return _Grouped.apply(x, weight, offsets)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        # Saved tensors may come back as copies; the slot is the original's.
+        ctx.slot = slot_of(weight)
+        x, weight = cast_factor(x), cast_factor(weight)
+        ctx.sizes = offsets.diff().tolist()
+        ctx.save_for_backward(x, weight)
+        y = x.new_zeros(x.shape[0], weight.shape[1])  # rows of no expert stay zero
+        _multiply(weight, x, ctx.sizes, y, "TN")
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.zeros_like(x)
+            _multiply(weight, grad, ctx.sizes, grad_x, "NN")
+        slot = ctx.slot
+        if ctx.needs_input_grad[1] and slot is None:
+            grad_weight = torch.zeros_like(weight)
+            _add_weight_gradient(grad_weight, grad, x, ctx.sizes)
+        elif ctx.needs_input_grad[1] and slot.queue is not None:
+            slot.queue.put(lambda: _into(slot, grad, x, ctx.sizes))
+        elif ctx.needs_input_grad[1]:
+            _into(slot, grad, x, ctx.sizes)
+        return grad_x, grad_weight, None
+
+
+def _into(slot: GradSlot, grad: Tensor, x: Tensor, sizes: list[int]) -> None:
+    assert slot.main is not None
+    if slot.take_stale():
+        slot.main.zero_()
+    _add_weight_gradient(slot.main, grad, x, sizes)
+    slot.ready()
+
+
+def _multiply(
+    weight: Float[Tensor, "e N K"],
+    x: Float[Tensor, "R _"],
+    sizes: list[int],
+    out: Float[Tensor, "R _"],
+    layout: str,
+) -> None:
+    """Write each expert's product to its rows of ``out``."""
+    chosen = [expert for expert, size in enumerate(sizes) if size]
+    if not chosen:
+        return
+    rows = x[: sum(sizes)].split(sizes)
+    _grouped_gemm(
+        [weight[expert] for expert in chosen],
+        [rows[expert] for expert in chosen],
+        [out],
+        layout,
+        m_splits=[sizes[expert] for expert in chosen],
+        single_output=True,
+        grad=layout != "TN",
+    )
+
+
+def _add_weight_gradient(
+    total: Float[Tensor, "e N K"], grad: Tensor, x: Tensor, sizes: list[int]
+) -> None:
+    """Add the gradient of every expert that has rows."""
+    chosen = [expert for expert, size in enumerate(sizes) if size]
+    if not chosen:
+        return
+    both = (t[: sum(sizes)].split(sizes) for t in (x, grad))
+    inputs, grads = ([parts[expert] for expert in chosen] for parts in both)
+    out = [total[expert] for expert in chosen]
+    _grouped_gemm(inputs, grads, out, "NT", grad=True, accumulate=True)
+
+
+def _grouped_gemm(
+    a: list[Tensor], b: list[Tensor], out: list[Tensor], layout: str, **options: Any
+) -> None:
+    """Multiply pairs of matrices as Transformer Engine's own grouped linear does."""
+    grouped = import_module("transformer_engine.pytorch.cpp_extensions").general_grouped_gemm
+    split = layout != "TN"
+    none, dtype = [None] * len(a), out[0].dtype
+    grouped(a, b, out, none, dtype, layout=layout, use_split_accumulator=split, **options)
