@@ -1,5 +1,6 @@
 """Sizes and costs against published numbers and against built models."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -326,10 +327,11 @@ def test_what_data_ranks_share_and_what_the_host_keeps_is_counted():
     ends = 2 * 128256 * 4096
     assert zero3.weights == pytest.approx(2 * (ends + 2 * layer), rel=1e-3)
     assert zero3.total < zero2.total < zero1.total
-    half = bytes_of(
-        offload=OffloadConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-    )
+    halved = OffloadConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    half = bytes_of(offload=halved)
     assert half.host == zero1.optimizer - half.optimizer == pytest.approx(3 * size)
+    filed = bytes_of(offload=replace(halved, optimizer_offload_dir="nvme"))
+    assert (filed.host, filed.disk, filed.total) == (0, half.host, half.total)
     away = bytes_of(offload=OffloadConfig(cpu_offloading=True, cpu_offloading_num_layers=17))
     assert away.host == zero1.activations - away.activations > 0.45 * zero1.activations
     assert bytes_of(main="bf16").optimizer == pytest.approx(4 * size)

@@ -156,6 +156,8 @@ class RankBytes:
     activations: int
     host: int = 0
     """Of these, what is in host memory instead (``OffloadConfig``); not in ``total``."""
+    disk: int = 0
+    """What is in a file instead, read and written once a step; not in ``total``."""
 
     @property
     def total(self) -> int:
@@ -254,12 +256,15 @@ def rank_bytes(
     share = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
     rows = 4 * own if data_parallel.is_fully_sharded else 0  # stay for the gathers
     state_gone = int(share * (state * own - rows))
+    kept_away = state_gone + int(share * rows)
+    on_disk = bool(offload.optimizer_offload_dir)
     return RankBytes(
         weights=weight_bytes * weights,
         gradients=own_bytes + gradient_bytes * gradients,
         optimizer=state * own - state_gone,
         activations=weight_bytes * (int(kept * passes) - gone + logits),
-        host=state_gone + int(share * rows) + weight_bytes * gone,
+        host=(not on_disk) * kept_away + weight_bytes * gone,
+        disk=on_disk * kept_away,
     )
 
 

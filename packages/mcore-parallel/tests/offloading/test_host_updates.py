@@ -10,6 +10,7 @@ from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimi
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.offloading.host_updates import HostPiece, HostUpdates
+from mcore_parallel.offloading.state_file import StateFile
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.optimizers.sgd import SGD
@@ -17,7 +18,7 @@ from mcore_parallel.optimizers.sgd import SGD
 RULES = {"adam": AdamW(AdamConfig()), "sgd": SGD(SGDConfig())}
 
 
-def built(share, dtype=torch.bfloat16, rule="adam", device="cpu", has_main=True):
+def built(share, dtype=torch.bfloat16, rule="adam", device="cpu", has_main=True, folder=""):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 50), nn.LayerNorm(50), nn.Linear(50, 20)).to(dtype)
     ctx = ParallelContext.single(device)
@@ -25,7 +26,7 @@ def built(share, dtype=torch.bfloat16, rule="adam", device="cpu", has_main=True)
     data_parallel = DataParallel([model.to(device)], ctx, config)
     assert len(data_parallel.units) > 1
     optimizer = DistributedOptimizer(
-        data_parallel, RULES[rule], host_share=share, has_main=has_main
+        data_parallel, RULES[rule], host_share=share, has_main=has_main, host_folder=folder
     )
     return model, data_parallel, optimizer
 
@@ -66,10 +67,19 @@ def same(a, b):
 
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_any_share_on_the_host_gives_the_same_bits(rule, dtype):
+def test_any_share_on_the_host_gives_the_same_bits(rule, dtype, tmp_path):
     expected = whole(train(*built(0.0, dtype, rule)))
-    for share in (0.3, 1.0):
-        assert same(whole(train(*built(share, dtype, rule))), expected)
+    for share, folder in ((0.3, ""), (1.0, ""), (0.3, tmp_path / "new"), (1.0, tmp_path)):
+        assert same(whole(train(*built(share, dtype, rule, folder=str(folder)))), expected)
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]  # no file has a name
+
+
+def test_state_that_a_drive_cannot_hold_is_refused_before_any_is_made(tmp_path):
+    with pytest.raises(ValueError, match=r"GiB free and this rank's state takes 1073741824.0"):
+        StateFile(str(tmp_path), 1 << 60)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot hold the state: Not a directory"):
+        StateFile(str(tmp_path / "file" / "below"), 8)
 
 
 def test_the_share_is_what_was_asked_for_to_a_few_elements():
@@ -114,6 +124,7 @@ def test_options_without_effect_are_refused():
     for options, message in (
         ({"optimizer_offload_fraction": 0.5}, "no effect without"),
         ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5}, "not above 1"),
+        ({"optimizer_offload_dir": "nvme"}, "dir has no effect without"),
         ({"cpu_offloading": True}, "needs --cpu-offloading-num-layers"),
         ({"cpu_offloading_num_layers": 2}, "no effect"),
     ):
@@ -122,9 +133,8 @@ def test_options_without_effect_are_refused():
 
 
 @pytest.mark.gpu
-def test_updates_on_the_host_follow_gradients_of_a_gpu(monkeypatch):
+def test_updates_on_the_host_follow_gradients_of_a_gpu():
     """Many pieces through two buffers, and weights that are used at once."""
-    monkeypatch.setattr("mcore_parallel.data_parallel.distributed_optimizer.PIECE", 1 << 18)
     size, device = 1 << 22, torch.device("cuda")
     host = HostUpdates(device, 4)
     pieces, expected = [], []

@@ -41,5 +41,6 @@ def build_optimizer(
         step_width=width,
         host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
         host_threads=num_threads,
+        host_folder=offload.optimizer_offload_dir,
         has_main=config.main_weights.main_params_dtype == "fp32",
     )

@@ -9,7 +9,7 @@ A flat range has no shapes, so what depends on them (weight decay, which rank co
 norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,58 +18,30 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.data_parallel.gradient_sync import (
-    GradientSync,
-    OwnedRange,
-    OwnedUnit,
-    clipped,
-)
+from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit, clipped
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views
+from mcore_parallel.data_parallel.optimizer_segments import (
+    Run,
+    Segment,
+    build_runs,
+    bytes_on_host,
+    check_rounding,
+    main_dtype,
+    new_segment,
+    part_of,
+    share_out,
+)
 from mcore_parallel.data_parallel.row_scaling import NO_FACTORS, RowFactors, scale_rows
-from mcore_parallel.offloading.host_updates import PIECE, HostPiece, HostUpdates
+from mcore_parallel.offloading.host_updates import HostPiece, HostUpdates
+from mcore_parallel.offloading.state_file import StateFile
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.optimizers.rounding import round_stochastically_
 from mcore_parallel.optimizers.update_rule import UpdateRule
-from mcore_parallel.optimizers.weight_decay import has_weight_decay
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
 """Elements that are compared at one time, which bounds temporary memory."""
-_CUT_MULTIPLE = 64
-"""Elements to whose multiples the host's share of a unit is rounded up."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """State for neighbouring elements of what this rank owns of one unit."""
-
-    unit: OwnedUnit
-    begin: int
-    """First of them."""
-    main: Tensor
-    moments: dict[str, Tensor]
-    weights: Tensor
-    """What becomes ``main`` in its own dtype; ``main`` itself where nothing is kept beside."""
-    on_host: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Views over neighbouring parameters of a segment with equal weight decay and width.
-
-    The padding between them is included: its gradient is 0, so it stays 0.
-    """
-
-    main: Tensor
-    grad: Tensor
-    moments: dict[str, Tensor]
-    weights: Tensor
-    owned: list[OwnedRange]
-    """What it holds of which parameter."""
-    decays: bool
-    width: float
-    on_host: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +70,7 @@ class DistributedOptimizer:
         step_width: Callable[[NamedParameter], float] = lambda _named: 1.0,
         host_share: float = 0.0,
         host_threads: int = 1,
+        host_folder: str = "",
         has_main: bool = True,
     ) -> None:
         """Allocate main weights and moments of this rank's ranges; no communication.
@@ -111,25 +84,31 @@ class DistributedOptimizer:
             host_share: of the state that is kept and updated in host memory, the first in the
                 order of updates.
             host_threads: of the processor for these updates.
+            host_folder: where that state is in a file instead, see ``StateFile``.
             has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
                 stochastically after an update in float32.
 
         Raises:
             ValueError: if ``has_main`` is off for weights that are neither bfloat16 nor wide,
-                or that an engine keeps in float32.
+                or that an engine keeps in float32; or the folder has too little space.
         """
         self.data_parallel = data_parallel
         self.rule = rule
         self.num_steps = 0
         self._has_main = has_main
         if not has_main:
-            _check_rounding(data_parallel.units)
-        self._segments: dict[OwnedUnit, list[_Segment]] = {}
-        for unit, parts in _shared_out(data_parallel.update_order, host_share):
-            self._segments[unit] = [_new_segment(unit, rule, has_main, *part) for part in parts]
+            check_rounding(data_parallel.units)
+        shared_out = list(share_out(data_parallel.update_order, host_share))
+        self._file: StateFile | None = None
+        if host_folder:
+            self._file = StateFile(host_folder, bytes_on_host(shared_out, rule))
+        self._segments: dict[OwnedUnit, list[Segment]] = {
+            unit: [new_segment(unit, rule, has_main, self._file, *part) for part in parts]
+            for unit, parts in shared_out
+        }
         self._norm_views = owned_views(data_parallel.grad_shards().values())
         self._runs = {
-            unit: [run for segment in segments for run in _runs(segment, step_width)]
+            unit: [run for segment in segments for run in build_runs(segment, step_width)]
             for unit, segments in self._segments.items()
         }
         self._host = HostUpdates(data_parallel.ctx.device, host_threads)
@@ -185,6 +164,9 @@ class DistributedOptimizer:
 
         def update_on_host(index: int, grad: Tensor, weights: Tensor) -> None:
             run, scale = on_host[index], host_scale
+            if self._file is not None and index + 1 < len(on_host):
+                ahead = on_host[index + 1]
+                self._file.fetch(ahead.main, *ahead.moments.values())
             if grad is not run.grad and grad.dtype == run.main.dtype:
                 grad.mul_(scale)  # a copy of ours: no new memory, whose pages cost more
                 scale = 1.0
@@ -199,7 +181,7 @@ class DistributedOptimizer:
                 host.apply(sum(run.on_host for run in self._runs[unit]), update_on_host)
 
     def _update(
-        self, run: _Run, grad: Tensor, weights: Tensor, rates: _Rates, grad_scale: Any
+        self, run: Run, grad: Tensor, weights: Tensor, rates: _Rates, grad_scale: Any
     ) -> None:
         """Update one run by the rule; in bfloat16 in float32, and rounded stochastically."""
         constants: dict[str, Any] = {
@@ -249,7 +231,7 @@ class DistributedOptimizer:
         """
         if from_parameters:
             for segment in self._kept_apart():
-                segment.main.copy_(_part(segment.unit.own_weights(), segment))
+                segment.main.copy_(part_of(segment.unit.own_weights(), segment))
                 if segment.unit.own_main() is not None:
                     segment.weights.copy_(segment.main)
         else:
@@ -257,7 +239,7 @@ class DistributedOptimizer:
                 for segment in self._kept_apart(unit):
                     segment.weights.copy_(segment.main)
                     if unit.own_main() is not None:
-                        _part(unit.own_weights(), segment).copy_(segment.main)
+                        part_of(unit.own_weights(), segment).copy_(segment.main)
         self.data_parallel.wait_params()
 
     def refresh_in_full(self) -> None:
@@ -272,14 +254,14 @@ class DistributedOptimizer:
                 segment.weights.copy_(segment.main)
         self.data_parallel.gather_in_full()
 
-    def _kept_apart(self, unit: OwnedUnit | None = None) -> list[_Segment]:
+    def _kept_apart(self, unit: OwnedUnit | None = None) -> list[Segment]:
         """List the segments, of one unit or all, whose main weights are no weights."""
         units = self._segments if unit is None else (unit,)
         found = [segment for each in units for segment in self._segments[each]]
         return [s for s in found if s.on_host or self._keeps_main(s.unit)]
 
     def _keeps_main(self, unit: OwnedUnit) -> bool:
-        return self._has_main and _main_dtype(unit) != unit.dtype
+        return self._has_main and main_dtype(unit) != unit.dtype
 
     def _check_main_weights(self) -> None:
         """Compare rounded main weights with the weights, which the update would overwrite."""
@@ -313,88 +295,3 @@ class ShardedAdamW(DistributedOptimizer):
             config: the constants of Adam.
         """
         super().__init__(data_parallel, AdamW(config))
-
-
-def _main_dtype(unit: OwnedUnit) -> torch.dtype:
-    return torch.promote_types(unit.dtype, torch.float32)
-
-
-def _part(flat: Tensor, segment: _Segment) -> Tensor:
-    return flat[segment.begin : segment.begin + segment.main.numel()]
-
-
-def _shared_out(
-    units: Sequence[OwnedUnit], host_share: float
-) -> Iterator[tuple[OwnedUnit, list[tuple[int, int, bool]]]]:
-    """Cut each unit into what the host takes, the first elements of all, and the rest."""
-    sizes = [unit.own_grads().numel() for unit in units]
-    left = round(host_share * sum(sizes))
-    for unit, size in zip(units, sizes, strict=True):
-        taken = min(size, -(-left // _CUT_MULTIPLE) * _CUT_MULTIPLE)
-        left = max(0, left - taken)
-        parts = [(0, taken, True), (taken, size, False)]
-        yield unit, [part for part in parts if part[0] < part[1]]
-
-
-def _check_rounding(units: Sequence[OwnedUnit]) -> None:
-    for unit in units:
-        is_wide = _main_dtype(unit) == unit.dtype
-        if not is_wide and (unit.dtype != torch.bfloat16 or unit.own_main() is not None):
-            raise ValueError(
-                "--main-params-dtype bf16 rounds updates into bfloat16 weights: it needs "
-                "--bf16, and weights that are not fully sharded, whose rows are float32."
-            )
-
-
-def _new_segment(
-    unit: OwnedUnit, rule: UpdateRule, has_main: bool, begin: int, stop: int, on_host: bool
-) -> _Segment:
-    own = unit.own_main()
-    weights = unit.own_weights() if own is None else own
-    weights = weights[begin:stop]
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    main = weights if wide == weights.dtype or not has_main else weights.to(wide)
-    if on_host:
-        # Only main weights that travel as they are need to be pinned.
-        travels = main.is_cuda and main.dtype == weights.dtype
-        main = torch.empty_like(main, device="cpu", pin_memory=travels).copy_(main)
-    moments = {
-        name: torch.zeros_like(main, dtype=torch.bfloat16 if kept == "bf16" else wide)
-        for name, kept in rule.moments.items()
-    }
-    return _Segment(unit, begin, main, moments, weights, on_host)
-
-
-def _runs(segment: _Segment, step_width: Callable[[NamedParameter], float]) -> list[_Run]:
-    """Merge neighbouring parameters with equal rates into as few runs as possible.
-
-    Runs in host memory are no longer than a piece that travels at once.
-    """
-    stop = segment.begin + segment.main.numel()
-    ends: list[tuple[int, int, tuple[bool, float]]] = []
-    ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
-    for owned in ranges:
-        rates = has_weight_decay(owned.named), step_width(owned.named)
-        begin, end = owned.offset, owned.offset + owned.stop - owned.first
-        if ends and ends[-1][2] == rates:
-            begin = ends.pop()[0]
-        ends.append((begin, end, rates))
-    grads = _part(segment.unit.own_grads(), segment)
-    found = []
-    for begin, end, (decays, width) in ends:
-        length = PIECE if segment.on_host else max(1, end - begin)
-        for first in range(begin, end, length):
-            cut = slice(first, min(end, first + length))
-            found.append(
-                _Run(
-                    main=segment.main[cut],
-                    grad=grads[cut],
-                    moments={n: moment[cut] for n, moment in segment.moments.items()},
-                    weights=segment.weights[cut],
-                    owned=list(clipped(ranges, cut.start, cut.stop)),
-                    decays=decays,
-                    width=width,
-                    on_host=segment.on_host,
-                )
-            )
-    return found

@@ -14,6 +14,10 @@ class OffloadConfig:
     optimizer_offload_fraction: float = 1.0
     """Share of this rank's optimizer state that --optimizer-cpu-offload takes, 0 to 1."""
 
+    optimizer_offload_dir: str = ""
+    """Folder on an NVMe drive of each host: what --optimizer-cpu-offload takes is in a file
+    there, and memory holds a part of it. Empty: it is in memory."""
+
     cpu_offloading: bool = False
     """Keep what backward needs of the first layers in host memory."""
 
@@ -34,6 +38,10 @@ class OffloadConfig:
         if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
             raise ValueError(
                 "--optimizer-offload-fraction has no effect without --optimizer-cpu-offload."
+            )
+        if self.optimizer_offload_dir and not self.optimizer_cpu_offload:
+            raise ValueError(
+                "--optimizer-offload-dir has no effect without --optimizer-cpu-offload."
             )
         if self.cpu_offloading != (self.cpu_offloading_num_layers > 0):
             raise ValueError(

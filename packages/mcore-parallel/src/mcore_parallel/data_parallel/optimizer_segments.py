@@ -1,0 +1,179 @@
+"""State of an update rule over what this rank owns of its units, in pieces.
+
+A unit's range is cut into what the host takes and the rest (``Segment``), and that into
+neighbouring parameters that are updated by one call (``Run``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit, clipped
+from mcore_parallel.offloading.host_updates import PIECE
+from mcore_parallel.offloading.state_file import StateFile
+from mcore_parallel.optimizers.update_rule import UpdateRule
+from mcore_parallel.optimizers.weight_decay import has_weight_decay
+from mcore_parallel.sharding import NamedParameter
+
+_CUT_MULTIPLE = 64
+"""Elements to whose multiples the host's share of a unit is rounded up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """State for neighbouring elements of what this rank owns of one unit."""
+
+    unit: OwnedUnit
+    begin: int
+    """First of them."""
+    main: Tensor
+    moments: dict[str, Tensor]
+    weights: Tensor
+    """What becomes ``main`` in its own dtype; ``main`` itself where nothing is kept beside."""
+    on_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Views over neighbouring parameters of a segment with equal weight decay and width.
+
+    The padding between them is included: its gradient is 0, so it stays 0.
+    """
+
+    main: Tensor
+    grad: Tensor
+    moments: dict[str, Tensor]
+    weights: Tensor
+    owned: list[OwnedRange]
+    """What it holds of which parameter."""
+    decays: bool
+    width: float
+    on_host: bool
+
+
+def main_dtype(unit: OwnedUnit) -> torch.dtype:
+    """Return the dtype of a unit's main weights: float32 or wider."""
+    return torch.promote_types(unit.dtype, torch.float32)
+
+
+def part_of(flat: Tensor, segment: Segment) -> Tensor:
+    """Return a segment's part of what this rank owns of the unit."""
+    return flat[segment.begin : segment.begin + segment.main.numel()]
+
+
+def share_out(
+    units: Sequence[OwnedUnit], host_share: float
+) -> Iterator[tuple[OwnedUnit, list[tuple[int, int, bool]]]]:
+    """Cut each unit into what the host takes, the first elements of all, and the rest."""
+    sizes = [unit.own_grads().numel() for unit in units]
+    left = round(host_share * sum(sizes))
+    for unit, size in zip(units, sizes, strict=True):
+        taken = min(size, -(-left // _CUT_MULTIPLE) * _CUT_MULTIPLE)
+        left = max(0, left - taken)
+        parts = [(0, taken, True), (taken, size, False)]
+        yield unit, [part for part in parts if part[0] < part[1]]
+
+
+def bytes_on_host(
+    shared_out: Sequence[tuple[OwnedUnit, list[tuple[int, int, bool]]]], rule: UpdateRule
+) -> int:
+    """Count the bytes of main weights and moments of the host's parts, each padded to 8."""
+    total = 0
+    for unit, parts in shared_out:
+        count = sum(stop - begin for begin, stop, on_host in parts if on_host)
+        total += (1 + len(rule.moments)) * (count * main_dtype(unit).itemsize + 8)
+    return total
+
+
+def check_rounding(units: Sequence[OwnedUnit]) -> None:
+    """Refuse units that cannot do without main weights.
+
+    Raises:
+        ValueError: if weights are neither bfloat16 nor wide, or the engine's are float32.
+    """
+    for unit in units:
+        is_wide = main_dtype(unit) == unit.dtype
+        if not is_wide and (unit.dtype != torch.bfloat16 or unit.own_main() is not None):
+            raise ValueError(
+                "--main-params-dtype bf16 rounds updates into bfloat16 weights: it needs "
+                "--bf16, and weights that are not fully sharded, whose rows are float32."
+            )
+
+
+def new_segment(
+    unit: OwnedUnit,
+    rule: UpdateRule,
+    has_main: bool,
+    file: StateFile | None,
+    begin: int,
+    stop: int,
+    on_host: bool,
+) -> Segment:
+    """Allocate the state of a part of a unit; main weights are copied from it.
+
+    Args:
+        unit: what this rank owns of it.
+        rule: names the moments.
+        has_main: whether 16-bit weights have main weights.
+        file: where the host's parts are; None: in memory.
+        begin: first element.
+        stop: behind the last one.
+        on_host: whether it is the host's.
+    """
+    own = unit.own_main()
+    weights = unit.own_weights() if own is None else own
+    weights = weights[begin:stop]
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    main = weights if wide == weights.dtype or not has_main else weights.to(wide)
+    make: Callable[..., Tensor] = partial(torch.zeros, device=main.device)
+    if on_host and file is not None:
+        make = file.zeros
+        main = make(tuple(main.shape), dtype=main.dtype).copy_(main)
+    elif on_host:
+        # Only main weights that travel as they are need to be pinned.
+        travels = main.is_cuda and main.dtype == weights.dtype
+        main = torch.empty_like(main, device="cpu", pin_memory=travels).copy_(main)
+        make = torch.zeros
+    moments = {
+        name: make(tuple(main.shape), dtype=torch.bfloat16 if kept == "bf16" else wide)
+        for name, kept in rule.moments.items()
+    }
+    return Segment(unit, begin, main, moments, weights, on_host)
+
+
+def build_runs(segment: Segment, step_width: Callable[[NamedParameter], float]) -> list[Run]:
+    """Merge neighbouring parameters with equal rates into as few runs as possible.
+
+    Runs in host memory are no longer than a piece that travels at once.
+    """
+    stop = segment.begin + segment.main.numel()
+    ends: list[tuple[int, int, tuple[bool, float]]] = []
+    ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
+    for owned in ranges:
+        rates = has_weight_decay(owned.named), step_width(owned.named)
+        begin, end = owned.offset, owned.offset + owned.stop - owned.first
+        if ends and ends[-1][2] == rates:
+            begin = ends.pop()[0]
+        ends.append((begin, end, rates))
+    grads = part_of(segment.unit.own_grads(), segment)
+    found = []
+    for begin, end, (decays, width) in ends:
+        length = PIECE if segment.on_host else max(1, end - begin)
+        for first in range(begin, end, length):
+            cut = slice(first, min(end, first + length))
+            found.append(
+                Run(
+                    main=segment.main[cut],
+                    grad=grads[cut],
+                    moments={n: moment[cut] for n, moment in segment.moments.items()},
+                    weights=segment.weights[cut],
+                    owned=list(clipped(ranges, cut.start, cut.stop)),
+                    decays=decays,
+                    width=width,
+                    on_host=segment.on_host,
+                )
+            )
+    return found
