@@ -100,6 +100,15 @@ def test_a_trial_sees_nothing_of_what_its_caller_set(kernel):
     assert works(kernel, CPU, torch.float64)  # another kind is tried again
 
 
+def test_a_trial_that_asks_for_its_own_kernel_meets_the_fallback():
+    def trial(device):
+        x = wave(3, device=device, dtype=torch.float32)
+        yield (x if works(kernel, device) else x.clone()), x
+
+    kernel = OptionalKernel("asks for itself", ("torch",), trial)
+    assert works(kernel, CPU)
+
+
 def _fails_on_one(rank):
     def trial(device):
         if rank == 1:

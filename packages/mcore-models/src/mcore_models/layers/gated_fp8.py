@@ -39,11 +39,10 @@ def gated_between(
     is_hooked = bool(first._forward_hooks or second._forward_hooks)
     if activation not in FUSED or is_hooked or first.bias is not None:
         return None
-    if x.is_cuda and not _has_kernel(x):
-        return None
     whole = x.expand(first.axis.size, *x.shape) if first.sequence_parallel else x
     output, grad = partial(_output, activation), partial(_grad, activation)
-    return cast_between(first.gemm, second.gemm, whole, output, grad, forgets=forgets)
+    found = cast_between(first.gemm, second.gemm, whole, output, grad, forgets=forgets)
+    return None if found is not None and x.is_cuda and not _has_kernel(x) else found
 
 
 def _output(activation: str, hidden: Tensor) -> Uncast:
@@ -73,11 +72,10 @@ class GatedCast(Uncast):
         self._factors = hidden, grad, activation
         width = hidden.shape[-1] // (2 if grad is None else 1)
         super().__init__(torch.Size((*hidden.shape[:-1], width)), self._plain)
-        self._has_kernel = hidden.is_cuda and _has_kernel(hidden)
 
     def largest(self) -> Float[Tensor, " 1"]:
         """Return the largest magnitude; by the kernel on a GPU, which keeps nothing else."""
-        if not self._has_kernel:
+        if not self._uses_kernel():
             return super().largest()
         from mcore_models.kernels.gated_fp8 import largest
 
@@ -92,11 +90,15 @@ class GatedCast(Uncast):
         seen: Float[Tensor, " 1"] | None,
     ) -> Fp8:
         """Cast by a known magnitude; by the kernel on a GPU."""
-        if not self._has_kernel:
+        if not self._uses_kernel():
             return super().cast(amax, dtype, has_rows=has_rows, seen=seen)
         from mcore_models.kernels.gated_fp8 import cast_by
 
         return cast_by(*self._flat(), amax, dtype, has_rows=has_rows, seen=seen)
+
+    def _uses_kernel(self) -> bool:
+        hidden = self._factors[0]
+        return hidden.is_cuda and _has_kernel(hidden)
 
     def _flat(self) -> tuple[Tensor, Tensor | None, str]:
         hidden, grad, activation = self._factors
@@ -129,8 +131,12 @@ def _try_kernel(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tens
             amax = matrix.abs().amax().float().view(1)
             yield largest(x, grad, activation), amax
             want = cast_plain(matrix, amax, narrow)
+            apart = torch.finfo(narrow).eps  # from a code to the next
             for a, b in zip(cast_by(x, grad, activation, amax, narrow), want, strict=True):
-                yield a.float(), b.float()
+                got, plain = a.float(), b.float()
+                # 16-bit values that differ in their last bit may have neighbouring codes.
+                is_near = (got - plain).abs() <= apart * plain.abs()
+                yield torch.where(is_near, plain, got), plain
 
 
 GATED_CAST_KERNEL = OptionalKernel("gated activations cast to fp8", ("triton",), _try_kernel)
