@@ -224,11 +224,11 @@ WRONG = {
         "use FROM-to-TO",
     ),
     "an unknown flag": (None, f"{IN} --dytpe bf16", 2, "did you mean --dtype?"),
-    "a family that cannot say it": (
+    "a family that cannot express it": (
         None,
         "convert mcore-to-hf --input mcore --output out --model-type gpt2",
         2,
-        "gpt2 cannot say this model",
+        "gpt2 cannot express this model",
     ),
     "an unknown family to write": (
         None,

@@ -172,7 +172,10 @@ def test_batches_of_the_caller_that_will_not_do_are_named():
 def test_flags_that_batches_of_the_caller_have_no_use_for_are_refused():
     for options, message in (
         ({**EXTERNAL, "mock_data": True}, "leave --data-path and the other sources out"),
-        ({**EXTERNAL, "full_validation": True, "eval_interval": 1}, "cannot know how long"),
+        (
+            {**EXTERNAL, "full_validation": True, "eval_interval": 1},
+            "needs the length of the data",
+        ),
         ({"mock_data": True, "full_validation": True}, "has no effect without --eval-interval"),
     ):
         with pytest.raises(ConflictError, match=message):

@@ -120,15 +120,15 @@ def test_each_family_refuses_flags_that_it_cannot_say():
         for flag, value in (("qk_l2_norm", True), ("attention_chunk_size", 4)):
             odd = {**described, "config": described["config"] | {flag: value}}
             with pytest.raises(
-                ValueError, match=f"cannot say --{flag.replace('_', '-')} {value}"
+                ValueError, match=f"cannot express --{flag.replace('_', '-')} {value}"
             ):
                 family_of(name).to_theirs(odd)
     for name in MODEL_TYPES[MODEL_TYPES.index("deepseek_v2") :]:
-        message = "cannot say a model of the family 'gpt'"
+        message = "cannot express a model of the family 'gpt'"
         if name.startswith(("deepseek", "kimi")):
-            message = "cannot say --multi-latent-attention False"
+            message = "cannot express --multi-latent-attention False"
         if name in PATTERNS:
-            message = "cannot say .*--hybrid-override-pattern"
+            message = "cannot express .*--hybrid-override-pattern"
         with pytest.raises(ValueError, match=message):
             family_of(name).to_theirs(described | {"moe": {}})
     with pytest.raises(ValueError, match="blocks are shared by several layers"):

@@ -67,7 +67,7 @@ def test_a_template_sees_tools_and_the_default_of_several_is_taken():
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     last_only = "{{ messages[-1]['content'] }}{% if add_generation_prompt %}>{% endif %}"
-    with pytest.raises(ValueError, match="cannot be told apart by position"):
+    with pytest.raises(ValueError, match="cannot be separated by position"):
         list(segments(CHATS[0], load_template(last_only, BYTES)))
     ending = (
         "{% if messages[-1]['role'] == 'user' and not add_generation_prompt %}x{% endif %}"

@@ -75,7 +75,7 @@ class Grammars:
         """Return a matcher at the beginning of a text.
 
         Raises:
-            ValueError: if llguidance is missing, or knows no grammar for the structure.
+            ValueError: if llguidance is missing, or has no grammar for the structure.
         """
         library = _library()
         if structure.kind == "regex":

@@ -71,7 +71,7 @@ class TokenRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
-    """Which log probabilities a request wants; the rest is not computed."""
+    """Which log probabilities a request returns; the rest is not computed."""
 
     log_probs: bool = True
     """Of each written token."""

@@ -123,8 +123,8 @@ def test_what_the_forms_cannot_say_is_refused(folder, tmp_path):
     llama(tmp_path / "grouped", 2)
     quantize(tmp_path / "grouped", tmp_path / "q", "W4A16_AWQ")
     for source, form, options, message in (
-        (folder, "hf-quant", {}, "wants quantized weights"),
-        (folder, "compressed-tensors", {}, "wants quantized weights"),
+        (folder, "hf-quant", {}, "needs quantized weights"),
+        (folder, "compressed-tensors", {}, "needs quantized weights"),
         (tmp_path / "q", "compressed-tensors", {}, "query heads of one value head differ"),
         (tmp_path / "q", "hf-quant", {"tensor_parallel_size": 2}, "leave out"),
         (tmp_path / "q", "hf-quant", {"dtype": "bf16"}, "leave out"),

@@ -49,7 +49,7 @@ class TransformerConfig(LayerConfig):
     Megatron's default: none."""
 
     position_embedding_type: PositionEmbedding = "rope"
-    """How tokens know their place: rotated queries and keys, a learned table, or not at all.
+    """How positions enter: rotated queries and keys, a learned table, or not at all.
     Megatron's default: learned_absolute."""
 
     rotary_base: float = 10000.0
@@ -357,7 +357,7 @@ def is_rotated(config: TransformerConfig, layer: int) -> bool:
 
 
 def has_plain_scores(config: TransformerConfig) -> bool:
-    """Whether fused kernels know the scores of attention: neither caps nor sinks."""
+    """Whether fused kernels compute the scores of attention: no caps, no sinks."""
     return not config.attn_logit_softcapping and config.softmax_type == "vanilla"
 
 

@@ -20,7 +20,7 @@ class BertConfig(TransformerConfig):
     """Shape and numerics of a BERT."""
 
     position_embedding_type: PositionEmbedding = "learned_absolute"
-    """How tokens know their place: only learned_absolute, a learned table."""
+    """How positions enter: only learned_absolute, a learned table."""
 
     max_position_embeddings: int = 512
     """Longest sequence the model takes, in tokens."""
@@ -97,7 +97,7 @@ class T5Config(TransformerConfig):
     """Layers of the decoder; 0: --num-layers."""
 
     position_embedding_type: Literal["learned_absolute", "relative"] = "learned_absolute"  # pyrefly: ignore
-    """How tokens know their place: a learned table, or a bias for each distance and head on
+    """How positions enter: a learned table, or a bias for each distance and head on
     attention scores, as T5 was published."""
 
     relative_attention_num_buckets: int = 32

@@ -1,8 +1,8 @@
 """The table of model families: how each is built, counted and checked.
 
 A family is one file with its model and one entry here. Training, generation and verification
-know a model only as a ``TrainableModel`` and its family only as an entry, so a family may also
-be defined outside of this package and given to them. No torch here.
+use a model as a ``TrainableModel`` and its family as an entry, so a family may also be defined
+outside of this package and given to them. No torch here.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """GPT: a decoder-only language model, whole or one pipeline stage of it.
 
-The model is plain torch inside and knows its layout only through the context it is given.
+The model is plain torch inside; its layout is the context that it is given.
 Blocks are keyed by global layer number, so names are the same on every stage. ``forward``
 carries the residual stream; ``logits``, ``token_losses`` and ``loss`` are what the last
 stage does with it. Auxiliary losses travel beside the stream, as a second root of backward.

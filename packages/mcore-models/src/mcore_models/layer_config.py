@@ -193,8 +193,8 @@ class LayerConfig(AttentionConfig):
         positions = getattr(self, "position_embedding_type")  # noqa: B009 - likewise
         if self.mtp_num_layers and positions == "learned_absolute":
             raise ValueError(
-                "--mtp-num-layers knows no --position-embedding-type learned_absolute, whose "
-                "table is where the model begins: use rope or none."
+                "--mtp-num-layers does not work with --position-embedding-type "
+                "learned_absolute, whose table is on the first stage: use rope or none."
             )
         self._check_windows(num_layers)
 

@@ -1,8 +1,8 @@
 """What others give to a model or need from it, as types.
 
-Training and verification know models as ``TrainableModel`` and nothing of their layers:
-named tensors of a batch in, a payload from stage to stage, named losses out. Generation knows
-those that are ``LanguageModel`` as well. A model runs with any ``ModelState``; no class need
+Training and verification use models as ``TrainableModel``, independent of their layers:
+named tensors of a batch in, a payload from stage to stage, named losses out. Generation
+needs a ``LanguageModel``. A model runs with any ``ModelState``; no class need
 be inherited for one.
 """
 

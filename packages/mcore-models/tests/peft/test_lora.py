@@ -218,7 +218,7 @@ def test_experts_are_all_meant_or_none_and_take_lora_alone():
     with pytest.raises(ValueError, match=r"means some experts of blocks\.0\.moe\.experts"):
         attach_adapters(gpt(moe=moe), some, streams=streams())
     all_of_them = PeftConfig(peft="dora", lora_target_modules=("experts",))
-    with pytest.raises(ValueError, match="--peft dora knows no routed experts"):
+    with pytest.raises(ValueError, match="--peft dora has no routed experts"):
         attach_adapters(gpt(moe=moe), all_of_them, streams=streams())
     with pytest.raises(ValueError, match="--peft none adds no adapters"):
         attach_adapters(gpt(), PeftConfig(), streams=streams())

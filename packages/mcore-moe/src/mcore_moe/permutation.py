@@ -4,7 +4,7 @@ A *row* is one token for one of its experts; rows are sorted by expert, then by 
 holds both directions (the token of each row, the row of each choice), so forward and backward
 of ``permute`` and ``unpermute`` are copies and a sum over k in fixed order: no atomic
 addition, the same bits in every run. Without dropping, the number of rows is T*k, which the
-host knows without waiting. On a GPU the plan is a counting sort, and every movement one
+host has without waiting. On a GPU the plan is a counting sort, and every movement one
 kernel (``kernels.rows``).
 """
 

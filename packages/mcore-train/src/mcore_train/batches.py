@@ -152,7 +152,7 @@ def _open_external(run: Run, source: BatchSource, consumed_samples: int) -> Iter
     if consumed_samples:
         raise ValueError(
             f"--dataloader-type external: the run continues after {consumed_samples} samples, "
-            "and an iterable cannot say where that is. Give a function of BatchPlace, which "
+            "and an iterable has no position. Give a function of BatchPlace, which "
             "returns the batches from there on."
         )
     return source

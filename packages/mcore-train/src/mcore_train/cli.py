@@ -169,7 +169,7 @@ def is_of_machines(error: RuntimeError) -> bool:
 
 
 MAMBA_FLAGS = ("--position-embedding-type", "none")
-"""What mcore-train mamba begins from: layers with a state know their place without."""
+"""What mcore-train mamba begins from: layers with a state need no positions."""
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "gpt": ("train a GPT: dense or mixture of experts, any layout", gpt),

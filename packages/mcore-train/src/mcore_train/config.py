@@ -335,7 +335,7 @@ class RunConfig:
     """Steps before the graph is recorded, and again after the batch size changes."""
     manual_gc_interval: int = 100
     """Steps after which all ranks collect Python's garbage together, and never else; 0: each
-    rank whenever Python thinks fit. Megatron's default: 0."""
+    rank by Python's own thresholds. Megatron's default: 0."""
 
     def __post_init__(self) -> None:
         """Check the counts.

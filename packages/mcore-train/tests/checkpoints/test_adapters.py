@@ -213,11 +213,11 @@ def test_adapters_of_experts_load_under_another_layout_and_merge(tmp_path):
     [
         ({"lora_dim": 4}, "--lora-dim has no effect without --peft"),
         ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
-        ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora knows no routed experts"),
+        ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora has no routed experts"),
         ({**DORA, "save": "x", "save_hf": True}, "--save-hf writes whole models"),
         (
             {**LORA, **EXPERTS, "peft_base_bits": 4},
-            "--peft-base-bits 4 knows no routed experts",
+            "--peft-base-bits 4 has no routed experts",
         ),
         ({**DORA, "peft_base_bits": 8, "use_torch_fsdp2": True}, "no rows to gather by layers"),
         (

@@ -153,7 +153,7 @@ def convert(
         logits: run our model on the result against transformers, before the result is kept.
 
     Raises:
-        ValueError: if a format is not known, one side cannot say the model, or its logits
+        ValueError: if a format is not known, one side cannot express the model, or its logits
             cannot be compared; names what.
         CheckpointError: if files are damaged, the output is in the way, or the proof fails.
     """
@@ -267,7 +267,7 @@ def mcore_to_hf(
         on_progress: called for each slab written.
 
     Raises:
-        ValueError: if the family cannot say the model, or the output is in the way.
+        ValueError: if the family cannot express the model, or the output is in the way.
         CheckpointError: if files are damaged, or the proof fails.
     """
     wanted = WriteOptions(max_shard_bytes=max_shard_bytes, model_type=model_type)

@@ -3,7 +3,7 @@
 Names and bits are proven elsewhere (``round_trip``), but a wrong rule that is undone on the
 way back passes that proof. So our model runs on the weights as they were written, or on those
 that were read if a Hugging Face folder is the output, and transformers on the other side.
-Needs the extra ``check``; mcore-models is looked for by name, since this package knows none.
+Needs the extra ``check`` and mcore-models, imported by name, since no model is a dependency.
 """
 
 import tempfile

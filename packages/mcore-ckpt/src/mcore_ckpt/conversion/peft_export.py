@@ -66,7 +66,7 @@ def export_adapters(source: str | Path, output: str | Path) -> Report:
         output: folder to make.
 
     Raises:
-        ValueError: if the step holds no adapters, or PEFT cannot say them; names what.
+        ValueError: if the step holds no adapters, or PEFT cannot express them; names what.
         CheckpointError: if files are damaged, or what was written is not what was read.
     """
     step, output = native_step(source), as_path(output)

@@ -106,8 +106,8 @@ def write_hf(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: 
         config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
     except ValueError as error:
         raise ValueError(
-            f"{model_type} cannot say this model: {error}. Leave --model-type out to have a "
-            "family found that can."
+            f"{model_type} cannot express this model: {error}. Leave --model-type out to have "
+            "a family found that can."
         ) from None
     items = watch(stacked_items(_items(family.table(source.description), source)))
     config |= _dtype_fields(items)
@@ -168,7 +168,7 @@ def write_megatron(
     Without an optimizer's state it is a release, with it the step that the run is at.
 
     Raises:
-        ValueError: if Megatron cannot say the model, or an option is out of range.
+        ValueError: if Megatron cannot express the model, or an option is out of range.
     """
     multiple = wanted.make_vocab_size_divisible_by
     if multiple < 1:

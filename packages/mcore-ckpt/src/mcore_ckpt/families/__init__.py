@@ -10,7 +10,7 @@ keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` wi
 mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have their defaults.
 Families whose model does not run here yet have a name of their own in ``family``, and weights
 and config survive the way there and back all the same. Each direction refuses, by name, what
-the other side cannot say.
+the other side cannot express.
 """
 
 import re
@@ -128,7 +128,7 @@ def unknown_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that its family does not read.
 
     Raises:
-        ValueError: if the family cannot say the model for another reason.
+        ValueError: if the family cannot express the model for another reason.
     """
     try:
         family_of(config.get("model_type", "")).to_ours(config)

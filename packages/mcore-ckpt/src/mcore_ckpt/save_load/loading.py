@@ -70,7 +70,7 @@ def load(
 ) -> Mapping[str, Any]:
     """Fill this rank's pieces from a checkpoint saved under any layout.
 
-    Communicates over ``world``: all ranks call it, each with what it wants. If any rank
+    Communicates over ``world``: all ranks call it, each with what it needs. If any rank
     fails, all raise; pieces may then be partly filled.
 
     Args:
@@ -85,7 +85,7 @@ def load(
         cast: convert dtypes that differ, whatever ``strictness`` says of them.
         ignore: beginnings of names in the checkpoint that need not be loaded, such as
             ``optimizer.``.
-        share: whether a box that several ranks of a host want is read by one of them and
+        share: whether a box that several ranks of a host need is read by one of them and
             travels over ``world`` to the others. auto: if tensors are on a GPU; on the CPU
             the system's file cache is the faster road.
 
@@ -226,7 +226,7 @@ def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list
 def _spread(
     shared: Sequence[Shared], shards: Mapping[str, Shard], world: Axis, device: torch.device
 ) -> None:
-    """Send what one rank has read to those that want it too."""
+    """Send what one rank has read to those that need it too."""
     live = {
         Write(name, box_of(piece)): piece.data
         for name, shard in shards.items()

@@ -177,7 +177,7 @@ def _put(box: Tensor, target: Tensor) -> None:
 
 
 class _State:
-    """One rank's pieces, in the shape that the package wants: structure, and tensors apart.
+    """One rank's pieces, in the form that the package takes: structure, and tensors apart.
 
     What the package calls hollow travels between ranks as an object, the tensors as tensors.
     """

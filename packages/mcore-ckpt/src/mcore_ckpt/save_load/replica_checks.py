@@ -1,6 +1,6 @@
 """Boxes that several ranks hold must be copies: compared before one of them is written.
 
-A plan knows boxes by name and place, and writes each once. Two stages that name a layer
+A plan identifies boxes by name and place, and writes each once. Two stages that name a layer
 alike, ranks seeded apart or never synchronized look like copies to it, and all but one of
 their boxes would be lost in silence. So bits are compared, by digests of 64 bits; boxes
 travel only where digests differ, to tell copies that drifted by rounding from others.

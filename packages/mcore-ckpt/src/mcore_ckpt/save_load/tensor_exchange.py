@@ -1,7 +1,7 @@
 """Boxes of tensors moved between ranks, in rounds of bounded size.
 
-Every rank knows every move beforehand, from a plan, so nothing but bytes travels: one
-all-to-all a round. What stays on its rank is handed over without a copy.
+Every rank has every move beforehand, from a plan, so only bytes travel: one all-to-all a
+round. What stays on its rank is handed over without a copy.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """Weights from one layout to another without files: from training to serving, in memory.
 
-Both layouts live on the ranks of one world. Ranks exchange what they hold and want as boxes of
+Both layouts live on the ranks of one world. Ranks exchange what they hold and need as boxes of
 logical tensors; from the same lists each computes the same moves, and bytes travel in rounds of
 bounded size. What stays on its rank is copied there.
 """
@@ -32,7 +32,7 @@ def transfer_weights(
 ) -> None:
     """Fill the pieces of one layout from those of another.
 
-    Communicates over ``world``: all its ranks call it, each with what it holds and wants;
+    Communicates over ``world``: all its ranks call it, each with what it holds and needs;
     either may be empty on a rank. Dtypes that differ are cast by the receiver.
 
     Args:

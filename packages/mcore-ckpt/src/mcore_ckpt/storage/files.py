@@ -1,7 +1,7 @@
 """Safetensors files, streamed: a writer that never holds a file, a reader that reads rows.
 
 Sizes are known beforehand, so the header goes first and then the bytes, straight from the
-memory they live in; checksums are taken on the way. The safetensors library wants every
+memory they live in; checksums are taken on the way. The safetensors library needs every
 tensor of a file alive at once, hence this. Reading uses positioned reads: a file that was cut
 short is then an error, where a memory map would end the process.
 

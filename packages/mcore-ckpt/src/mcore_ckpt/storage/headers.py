@@ -50,7 +50,7 @@ def read_header_bytes(path: Path) -> bytes:
 
 
 def _check_gaps(entries: list[TensorEntry], first: int, size: int) -> None:
-    """Check that the tensors' data fills the file, as the format wants."""
+    """Check that the tensors' data fills the file, as the format requires."""
     for entry in sorted(entries, key=lambda entry: (entry.chunks[0].offset, entry.num_bytes)):
         if entry.chunks[0].offset != first:
             raise ValueError(f"data has a gap or overlaps at byte {first}")

@@ -168,12 +168,12 @@ def _key(write: Write) -> tuple[str, Box]:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A box that several ranks of one host want: one reads it, the others get it."""
+    """A box that several ranks of one host need: one reads it, the others get it."""
 
     write: Write
     """The tensor and the box."""
     num_bytes: int
-    """As the ranks want it."""
+    """In the dtype of the ranks."""
     reader: int
     """Rank that reads it."""
     others: tuple[int, ...]
@@ -183,7 +183,7 @@ class Shared:
 def plan_sharing(
     claims: Sequence[Mapping[str, Claim]], hosts: Sequence[str], names: Collection[str]
 ) -> list[Shared]:
-    """Let one rank of a host read what several of it want, so that all read as much. Pure.
+    """Let one rank of a host read what several of it need, so that all read as much. Pure.
 
     Args:
         claims: what each rank loads.
@@ -275,7 +275,7 @@ def load_differences(
         for offsets, lengths in claim.boxes:
             outside = intersect((offsets, lengths), ((0,) * len(entry.shape), entry.shape))
             if outside != (offsets, lengths):
-                faults.append(f"{name}: wants {offsets}+{lengths} of {entry.shape}")
+                faults.append(f"{name}: {offsets}+{lengths} lies outside {entry.shape}")
     return Differences(shapes, dtypes, faults)
 
 

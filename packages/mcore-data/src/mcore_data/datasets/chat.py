@@ -134,7 +134,7 @@ def segments(
         if not (prompt.startswith(done) and spoken.startswith(prompt)):
             raise ValueError(
                 f"the chat template writes the first {number + 1} messages in another way once "
-                "more of them are there: its turns cannot be told apart by position. Use a "
+                "more of them are there: its turns cannot be separated by position. Use a "
                 "template that only adds."
             )
         yield prompt[len(done) :], False

@@ -25,7 +25,7 @@ Encode = Callable[[list[str]], Iterable[Iterable[int]]]
 _UNKNOWN, _SAME, _DIFFERS = 0, 1, 2
 _NEIGHBOURS = "aA1. \n'"
 # Each class of neighbour on either side, the character twice, and behind the mark of the
-# highest combining class, where normalisation moves every mark that it knows.
+# highest combining class, where normalisation moves every mark that it can.
 _CONTEXT = "a{0}a1{0}1.{0}. {0} \n{0}\nA{0}A'{0}'{0}{0}q\u0345{0}q"
 _NUM_CODES = 0x110000
 _CHUNK = 1 << 16

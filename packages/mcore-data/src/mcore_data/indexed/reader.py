@@ -122,7 +122,7 @@ class IndexedDataset:
         count = available - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > available:
             raise ValueError(
-                f"tokens {offset} to {offset + count} asked of sequence {sequence} in "
+                f"tokens {offset} to {offset + count} are not in sequence {sequence} of "
                 f"{self.prefix}, which has {available}."
             )
         start = int(self.index.pointers[sequence]) + offset * self.dtype.itemsize

@@ -53,7 +53,7 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        """Whether any process of this machine may open it, as often as it likes."""
+        """Whether any process of this machine may open it, any number of times."""
         return not self.is_stream and "://" not in self.path
 
     @property

@@ -96,7 +96,7 @@ def _load_punkt(lang: str) -> tuple[Any, str]:
 
 
 def _split_by_punkt(text: str, *, punkt: Any, keep_newlines: bool) -> list[str]:
-    """Sentences by punkt, with the space up to the next one as ``_strip`` wants it."""
+    """Sentences by punkt, with the space up to the next one as ``_strip`` takes it."""
     spans = list(punkt.span_tokenize(text))
     ends = [*(start for start, _ in spans[1:]), len(text)][: len(spans)]
     pieces = [text[start:end] for (start, _), end in zip(spans, ends, strict=True)]

@@ -113,7 +113,7 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
     tokenizer = build_tokenizer(tokenizer_config)
     if config.append_eod and tokenizer.eod is None:
         raise ValueError(
-            f"--append-eod: {tokenizer_config.tokenizer_type} knows no end-of-document token. "
+            f"--append-eod: {tokenizer_config.tokenizer_type} has no end-of-document token. "
             f"{how_to_end_documents(tokenizer_config)}"
         )
     reference = _reference_beside(config, tokenizer)

@@ -100,7 +100,7 @@ def _as_files_say(config: TokenizerConfig) -> TokenizerConfig:
     """The type of the given files, where the default type stands beside files of another.
 
     Raises:
-        ValueError: if the file holds mergeable ranks, whose pattern only the user knows.
+        ValueError: if the file holds mergeable ranks, whose pattern the user must give.
     """
     if config.vocab_file and config.merge_file and not config.tokenizer_model:
         return replace(config, tokenizer_type="GPT2BPETokenizer")

@@ -135,7 +135,7 @@ class _PagedLayer:
         is_first: Bool[Tensor, " R"],
         inputs: Sequence[Shaped[Tensor, "L R ..."]],
     ) -> Shaped[Tensor, "L R ..."]:
-        """Mix tokens of several requests side by side; a first token knows of none before."""
+        """Mix tokens of several requests side by side; a first token has none before it."""
         before = (
             held[slots].masked_fill(is_first.view(-1, *[1] * (held.dim() - 1)), 0)
             for held in self.held.states

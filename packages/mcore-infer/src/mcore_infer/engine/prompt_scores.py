@@ -20,7 +20,7 @@ _ROWS = 256
 
 
 class PromptScores:
-    """What a model thinks of one prompt's tokens behind the first."""
+    """Log probabilities of one prompt's tokens behind the first."""
 
     def __init__(self, prompt: Sequence[int], num_top: int) -> None:
         """Begin with nothing scored.

@@ -206,7 +206,7 @@ class Scheduler:
 
         Args:
             step: what ``plan`` returned.
-            new_tokens: by request, for every chunk that wants one and whose request was
+            new_tokens: by request, for every chunk that samples one and whose request was
                 neither finished nor aborted since: the drafts that were right, and the token
                 after them.
         """

@@ -32,7 +32,7 @@ from mcore_infer.export.folding import folded_scales
 from mcore_infer.export.hf_quant import hf_config, quantized, write_tokenizer
 
 _VERSION = "0.12.0"
-"""First release of compressed-tensors that knows every format here."""
+"""First release of compressed-tensors that reads every format here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def export_model(
         on_progress: called for each slab written.
 
     Raises:
-        ValueError: if the format cannot say the model, the ranks do not fit it, or an option
+        ValueError: if the format cannot hold the model, the ranks do not fit it, or an option
             has no effect on the format.
         CheckpointError: if files are damaged, the output is in the way, or the disk is full.
     """

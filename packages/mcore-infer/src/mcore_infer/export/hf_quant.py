@@ -32,7 +32,7 @@ def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
     """
     if not isinstance(source.theirs, WidenedRows):
         raise ValueError(
-            f"--format {form} wants quantized weights: mcore-infer quantize makes them. Others "
+            f"--format {form} needs quantized weights: mcore-infer quantize makes them. Others "
             "go as they are: mcore-ckpt convert mcore-to-hf writes their folder."
         )
     return source.theirs

@@ -113,7 +113,7 @@ def check_model(model_type: str, description: Mapping[str, Any]) -> None:
     family_of(model_type).to_theirs(dict(description))
     kind = setting(description, "rope_type")
     if kind != "rope":
-        raise ValueError(f"--format trtllm cannot say --rope-type {kind}. {INSTEAD}")
+        raise ValueError(f"--format trtllm cannot express --rope-type {kind}. {INSTEAD}")
     if expert_setting(description, "num_experts") and not all(expert_layers(description)):
         raise ValueError(
             "--format trtllm has experts in every layer or in none, not --moe-layer-freq "
@@ -122,7 +122,7 @@ def check_model(model_type: str, description: Mapping[str, Any]) -> None:
     config = settings(description)
     if model_type in ("qwen3", "qwen3_moe", "nemotron") and has_attention_bias(config):
         raise ValueError(
-            f"--format trtllm cannot say --add-attention-bias of {model_type}. {INSTEAD}"
+            f"--format trtllm cannot express --add-attention-bias of {model_type}. {INSTEAD}"
         )
 
 

@@ -95,7 +95,7 @@ def attend(
     is_plain = softcap > 0 or sinks is not None
     if is_plain and backend not in ("auto", "unfused"):
         raise ValueError(
-            f"--attention-backend {backend} knows neither soft caps nor sinks: use auto or "
+            f"--attention-backend {backend} has neither soft caps nor sinks: use auto or "
             "unfused, which compute them in plain torch."
         )
     if documents is not None:

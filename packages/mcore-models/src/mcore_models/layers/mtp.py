@@ -2,7 +2,7 @@
 
 Depth k joins the hidden state of depth k-1 with the embedding of the token k places on, runs
 one more layer over both, and its output predicts the token k+1 places on. Embedding and
-output head are the model's own. Causality holds at every depth: place i knows tokens up to
+output head are the model's own. Causality holds at every depth: place i sees tokens up to
 i + k when it predicts token i + k + 1.
 
 DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, section 2.2. As in its release, and unlike

@@ -121,7 +121,7 @@ def _attach_to_experts(
     if not any(is_adapted):
         return
     if config.peft == "dora":
-        raise ValueError("--peft dora knows no routed experts: use lora, or other targets.")
+        raise ValueError("--peft dora has no routed experts: use lora, or other targets.")
     experts.adapter = ExpertsAdapter(experts, is_adapted, config, streams=streams)
 
 

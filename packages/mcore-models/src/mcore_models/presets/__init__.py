@@ -41,7 +41,7 @@ def presets() -> dict[str, Preset]:
 
 
 def preset_names() -> list[str]:
-    """List the models that ``load_preset`` knows, as ``presets``."""
+    """List the names that ``load_preset`` takes, in the order of ``presets``."""
     return list(presets())
 
 

@@ -32,7 +32,7 @@ def find_adapter_conflicts(
         return
     targets = [name for name in names if peft.is_target(name)]
     if peft.peft == "dora" and any(".experts." in name for name in targets):
-        yield "--peft dora knows no routed experts: use --peft lora, or other targets."
+        yield "--peft dora has no routed experts: use --peft lora, or other targets."
     if peft.peft_base_bits:
         yield from _base_conflicts(config, targets)
     if config.saving.save_hf:
@@ -54,7 +54,7 @@ def _base_conflicts(config: TrainConfig, targets: Sequence[str]) -> Iterator[str
     """Name what reads frozen weights past the linears that widen them."""
     name = f"--peft-base-bits {config.peft.peft_base_bits}"
     if any(".experts." in target for target in targets):
-        yield f"{name} knows no routed experts: use other --lora-target-modules."
+        yield f"{name} has no routed experts: use other --lora-target-modules."
     if config.data_parallelism.is_fully_sharded:
         yield f"{name} leaves no rows to gather by layers: use --use-distributed-optimizer."
     if config.fp8.fp8_format:

@@ -90,7 +90,7 @@ def find_data_conflicts(data: DataConfig, *, evaluates: bool) -> Iterator[str]:
             "and the other sources out."
         )
     if is_external and data.full_validation:
-        yield "--full-validation cannot know how long external data are: leave it out."
+        yield "--full-validation needs the length of the data: external data have none."
     if not is_external and not any(sources):
         yield "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens."
     if data.create_attention_mask_in_dataloader:

@@ -1,8 +1,8 @@
 """From the words of a command line to a ``TrainConfig``, without torch.
 
 What stands further right wins: defaults, then the model that ``--load`` names, then the one
-that ``--model`` names, then recipes from left to right, then flags. ``megatron_flags`` knows
-the spellings that differ.
+that ``--model`` names, then recipes from left to right, then flags. ``megatron_flags``
+has the spellings that differ.
 """
 
 import logging

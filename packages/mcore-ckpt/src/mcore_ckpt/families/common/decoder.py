@@ -88,7 +88,7 @@ ATTENTION_BIAS = pair("add_attention_bias", "attention_bias", False)
 def _own_heads(_: Description, theirs: Theirs) -> Theirs:
     own = theirs["hidden_size"] // theirs["num_attention_heads"]
     if theirs.pop("head_dim") != own:
-        raise ValueError(f"it cannot say --kv-channels: only {own}, hidden size / heads")
+        raise ValueError(f"it cannot express --kv-channels: only {own}, hidden size / heads")
     return {}
 
 
@@ -194,7 +194,7 @@ class Decoder:
         """Write a description as a config.json.
 
         Raises:
-            ValueError: naming a flag that the family cannot say.
+            ValueError: naming a flag that the family cannot express.
         """
         require_family(description, "gpt")
         if self.layers:
@@ -256,5 +256,7 @@ def layers_of(description: Description, *known: str) -> tuple[str, ...]:
     layers = pattern_layers(pattern)
     if not layers or not set(layers) <= set(known):
         kinds = ", ".join(one if len(one) == 1 else f"[{one}]" for one in known)
-        raise ValueError(f"it cannot say --hybrid-override-pattern {pattern!r}: only {kinds}")
+        raise ValueError(
+            f"it cannot express --hybrid-override-pattern {pattern!r}: only {kinds}"
+        )
     return layers

@@ -81,7 +81,7 @@ def require_experts(description: Mapping[str, Any]) -> None:
         ValueError: with the flag.
     """
     if not expert_setting(description, "num_experts"):
-        raise ValueError("it cannot say a model without experts")
+        raise ValueError("it cannot express a model without experts")
     names = (
         "moe_router_score_function",
         "moe_router_topk_scaling_factor",
@@ -96,7 +96,7 @@ def require_experts(description: Mapping[str, Any]) -> None:
 
 
 def require_routing(description: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Refuse experts whose fields a family cannot say.
+    """Refuse experts whose fields a family cannot express.
 
     Raises:
         ValueError: as ``require``.
@@ -113,4 +113,4 @@ def no_experts(description: Mapping[str, Any]) -> None:
     """
     experts = description.get("moe", {}).get("num_experts", 0)
     if experts:
-        raise ValueError(f"it cannot say --num-experts {experts}: only 0")
+        raise ValueError(f"it cannot express --num-experts {experts}: only 0")

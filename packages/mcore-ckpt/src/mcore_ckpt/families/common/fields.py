@@ -194,7 +194,7 @@ def settings(description: Mapping[str, Any]) -> Any:
 
 
 def require(description: Mapping[str, Any], **values: Any) -> None:
-    """Refuse a description whose fields a family cannot say.
+    """Refuse a description whose fields a family cannot express.
 
     Raises:
         ValueError: with the flag, its value and what it would have to be.
@@ -207,7 +207,7 @@ def require_value(name: str, value: Any, wanted: Any) -> None:
     """Refuse a field's value; as ``require``, for one field of any config."""
     if value != wanted:
         flag = "--" + name.replace("_", "-")
-        raise ValueError(f"it cannot say {flag} {value}: only {wanted}")
+        raise ValueError(f"it cannot express {flag} {value}: only {wanted}")
 
 
 def refuse_variants(description: Mapping[str, Any], *said: str) -> None:
@@ -271,4 +271,6 @@ def require_family(description: Mapping[str, Any], name: str) -> None:
         ValueError: with both names.
     """
     if description.get("family") != name:
-        raise ValueError(f"it cannot say a model of the family {description.get('family')!r}")
+        raise ValueError(
+            f"it cannot express a model of the family {description.get('family')!r}"
+        )

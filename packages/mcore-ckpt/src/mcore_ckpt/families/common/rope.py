@@ -86,7 +86,9 @@ def _read_yarn(rope: Fields, limit: int) -> dict[str, Any]:
     factor = float(rope.take("factor"))
     scales = rope.maybe("mscale") or 0.0, rope.maybe("mscale_all_dim") or 0.0
     if scales[1] and not scales[0]:
-        raise ValueError("config.json has mscale_all_dim without mscale, which we cannot say.")
+        raise ValueError(
+            "config.json has mscale_all_dim without mscale, which we cannot express."
+        )
     if not all(scales):  # one alone leaves YaRN's rule as it is
         scales = 1.0, 0.0
     given = float(rope.maybe("attention_factor") or 0.0)
@@ -153,7 +155,7 @@ def rope_scaling(description: Mapping[str, Any]) -> dict[str, Any]:
     if setting(description, "use_rope_scaling"):
         if factor != 1.0:
             raise ValueError(
-                "it cannot say --use-rope-scaling and "
+                "it cannot express --use-rope-scaling and "
                 f"--rotary-seq-len-interpolation-factor {factor} together"
             )
         names = {name: setting(description, f"rope_scaling_{name}") for name in _LLAMA3}

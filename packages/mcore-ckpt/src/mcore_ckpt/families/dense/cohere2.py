@@ -21,10 +21,10 @@ def _read(_: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 def _write(description: Description, _: Theirs) -> Theirs:
     skipped = read_skipped(description, "window_attn_skip_freq", ones=False)
     if setting(description, "window_size")[0] < 0:
-        raise ValueError("it cannot say a model without --window-size")
+        raise ValueError("it cannot express a model without --window-size")
     if read_skipped(description, "rope_skip_freq") != skipped:
         raise ValueError(
-            "it cannot say that layers with a window do not rotate, or others do: "
+            "it cannot express that layers with a window do not rotate, or others do: "
             f"--rope-skip-freq {setting(description, 'rope_skip_freq')}"
         )
     return {}

@@ -35,7 +35,7 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 def _write(description: Description, theirs: Theirs) -> Theirs:
     width = math.sqrt(theirs["hidden_size"])
     if not math.isclose(setting(description, "embedding_multiplier"), width):
-        raise ValueError(f"it cannot say --embedding-multiplier other than {width}")
+        raise ValueError(f"it cannot express --embedding-multiplier other than {width}")
     scale = setting(description, "softmax_scale")
     scalar = round(scale**-2, 9) if scale else theirs["head_dim"]
     return {

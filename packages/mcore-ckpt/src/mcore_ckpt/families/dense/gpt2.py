@@ -72,9 +72,9 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     )
     heads, hidden = (setting(description, n) for n in ("num_attention_heads", "hidden_size"))
     if setting(description, "num_query_groups") not in (0, heads):
-        raise ValueError("it cannot say --num-query-groups: only as many as heads")
+        raise ValueError("it cannot express --num-query-groups: only as many as heads")
     if setting(description, "kv_channels") not in (0, hidden // heads):
-        raise ValueError("it cannot say --kv-channels: only hidden size / heads")
+        raise ValueError("it cannot express --kv-channels: only hidden size / heads")
     dropout = setting(description, "hidden_dropout")
     return {
         "model_type": "gpt2",

@@ -43,11 +43,11 @@ def _read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
 def _write(description: Description, theirs: Theirs) -> Theirs:
     kind = setting(description, "parallel_residual")
     if kind == "one_norm":
-        raise ValueError("it cannot say --parallel-residual one_norm")
+        raise ValueError("it cannot express --parallel-residual one_norm")
     heads = theirs["num_attention_heads"]
     own = theirs["hidden_size"] // heads
     if theirs.pop("head_dim") != own or theirs.pop("num_key_value_heads") != heads:
-        raise ValueError("it cannot say --kv-channels or --num-query-groups")
+        raise ValueError("it cannot express --kv-channels or --num-query-groups")
     rope = theirs["rope_parameters"]
     del theirs["partial_rotary_factor"]
     return {

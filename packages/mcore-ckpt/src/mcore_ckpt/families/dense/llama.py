@@ -24,7 +24,9 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
         require(description, add_qkv_bias=False)
     heads, hidden = theirs["num_attention_heads"], theirs["hidden_size"]
     if hidden % heads:
-        raise ValueError(f"it cannot say --hidden-size {hidden}: no multiple of {heads} heads")
+        raise ValueError(
+            f"it cannot express --hidden-size {hidden}: no multiple of {heads} heads"
+        )
     return {"attention_bias": biased, "mlp_bias": mlp}
 
 

@@ -55,10 +55,10 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         )
     )
     if score != "softmax" or not is_before:
-        raise ValueError("it cannot say experts but with --moe-router-pre-softmax")
+        raise ValueError("it cannot express experts but with --moe-router-pre-softmax")
     if kept and (scored or topk // kept) != 1:
         raise ValueError(
-            "it cannot say groups of experts but with --moe-router-group-score-topk 1"
+            "it cannot express groups of experts but with --moe-router-group-score-topk 1"
         )
     return theirs | {
         "scoring_func": "softmax",

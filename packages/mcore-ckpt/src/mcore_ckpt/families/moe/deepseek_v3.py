@@ -93,12 +93,13 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     )
     if score != "sigmoid" or not bias:
         raise ValueError(
-            "it cannot say experts but with --moe-router-score-function sigmoid and "
+            "it cannot express experts but with --moe-router-score-function sigmoid and "
             "--moe-router-enable-expert-bias"
         )
     if kept and (scored or topk // kept) != _SCORED:
         raise ValueError(
-            f"it cannot say groups of experts but with --moe-router-group-score-topk {_SCORED}"
+            "it cannot express groups of experts but with --moe-router-group-score-topk "
+            f"{_SCORED}"
         )
     return theirs | {
         "scoring_func": "sigmoid",
@@ -178,12 +179,12 @@ def write(description: Mapping[str, Any], family: str, architecture: str) -> dic
     dense = pattern.index(1) if 1 in pattern else len(pattern)
     if not width or shared % width or 0 in pattern[dense:]:
         raise ValueError(
-            "it cannot say experts but with --moe-ffn-hidden-size that divides "
+            "it cannot express experts but with --moe-ffn-hidden-size that divides "
             "--moe-shared-expert-intermediate-size, in all layers after the first dense ones"
         )
     for name in ("moe_shared_expert_gate", "moe_router_bias", "moe_apply_probs_on_input"):
         if expert_setting(description, name):
-            raise ValueError(f"it cannot say --{name.replace('_', '-')}")
+            raise ValueError(f"it cannot express --{name.replace('_', '-')}")
     return {
         "model_type": family,
         "architectures": [architecture],

@@ -53,7 +53,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
     pattern = expert_layers(description)
     dense = pattern.count(0)
     if any(pattern[:dense]):
-        raise ValueError("it cannot say --moe-layer-freq: dense layers come first")
+        raise ValueError("it cannot express --moe-layer-freq: dense layers come first")
     width = expert_size_of(description)
     shared = expert_setting(description, "moe_shared_expert_intermediate_size")
     scale = expert_setting(description, "moe_router_topk_scaling_factor")

@@ -39,7 +39,7 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 def _write(description: Description, _: Theirs) -> Theirs:
     if not expert_setting(description, "moe_router_bias"):
-        raise ValueError("it cannot say a model without --moe-router-bias")
+        raise ValueError("it cannot express a model without --moe-router-bias")
     return {
         "intermediate_size": expert_size_of(description),
         "num_local_experts": expert_setting(description, "num_experts"),

@@ -28,9 +28,9 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 def _write(description: Description, _: Theirs) -> Theirs:
     require_experts(description)
     if expert_setting(description, "moe_router_pre_softmax"):
-        raise ValueError("it cannot say --moe-router-pre-softmax")
+        raise ValueError("it cannot express --moe-router-pre-softmax")
     if 0 in expert_layers(description):
-        raise ValueError("it cannot say --moe-layer-freq: every layer has experts")
+        raise ValueError("it cannot express --moe-layer-freq: every layer has experts")
     return {
         "intermediate_size": expert_size_of(description),
         "num_local_experts": expert_setting(description, "num_experts"),

@@ -40,7 +40,7 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 def _write(description: Description, _: Theirs) -> Theirs:
     require_experts(description)
     if expert_setting(description, "moe_input_jitter_eps"):
-        raise ValueError("it cannot say --moe-input-jitter-eps")
+        raise ValueError("it cannot express --moe-input-jitter-eps")
     experts = expert_setting(description, "num_experts")
     return {
         "moe_intermediate_size": expert_size_of(description),

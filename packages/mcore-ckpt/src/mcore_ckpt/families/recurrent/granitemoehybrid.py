@@ -49,7 +49,7 @@ def _read_positions(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
 def _write_positions(description: Description, _: Theirs) -> Theirs:
     kind = setting(description, "position_embedding_type")
     if kind not in ("rope", "none"):
-        raise ValueError(f"it cannot say --position-embedding-type {kind}")
+        raise ValueError(f"it cannot express --position-embedding-type {kind}")
     return {"position_embedding_type": "rope" if kind == "rope" else None}
 
 
@@ -77,12 +77,14 @@ def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 def _write_experts(description: Description, theirs: Theirs) -> Theirs:
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     if len({layer[1] for layer in layers}) > 1:
-        raise ValueError("it cannot say experts in some layers and none in others")
+        raise ValueError("it cannot express experts in some layers and none in others")
     require_routing(description, _ROUTING)
     experts = expert_setting(description, "num_experts")
     shared = expert_setting(description, "moe_shared_expert_intermediate_size")
     if experts and not shared:
-        raise ValueError("it cannot say experts without --moe-shared-expert-intermediate-size")
+        raise ValueError(
+            "it cannot express experts without --moe-shared-expert-intermediate-size"
+        )
     width = theirs["intermediate_size"]
     words = {letter: word for word, letter in reversed(_WORDS.items())}
     return {

@@ -71,7 +71,7 @@ MAMBA = Part(says=tuple(HYBRID), read=read_sizes, write=_write_mamba)
 
 def _square_heads(_: Description, theirs: Theirs) -> Theirs:
     if theirs.pop("head_dim") * theirs["num_attention_heads"] != theirs["hidden_size"]:
-        raise ValueError("it cannot say --kv-channels")
+        raise ValueError("it cannot express --kv-channels")
     return {}
 
 
@@ -102,7 +102,7 @@ def expansion(description: Mapping[str, Any]) -> int:
     inner, hidden = mamba_sizes(config).inner, config.hidden_size
     if inner % hidden:
         raise ValueError(
-            f"it cannot say {inner} channels of Mamba heads: only multiples of "
+            f"it cannot express {inner} channels of Mamba heads: only multiples of "
             f"--hidden-size {hidden}"
         )
     return inner // hidden

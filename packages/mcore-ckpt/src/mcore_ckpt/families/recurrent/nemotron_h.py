@@ -116,7 +116,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     limit = setting(description, "mamba_dt_limit")
     if "M" in letters and tuple(limit) != (config.mamba_dt_min, 0.0):
         raise ValueError(
-            f"it cannot say --mamba-dt-limit {limit[0]} {limit[1]}: only --mamba-dt-min "
+            f"it cannot express --mamba-dt-limit {limit[0]} {limit[1]}: only --mamba-dt-min "
             f"({config.mamba_dt_min}) and 0"
         )
     words = {letter: word for word, letter in reversed(_WORDS.items())}
@@ -144,7 +144,7 @@ def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
     kept = expert_setting(description, "moe_router_group_topk")
     if not all(theirs[name] for name in ("moe_intermediate_size", _EXPERT_PAIRS[3][1])):
         raise ValueError(
-            "it cannot say experts but with --moe-ffn-hidden-size and "
+            "it cannot express experts but with --moe-ffn-hidden-size and "
             "--moe-shared-expert-intermediate-size"
         )
     return {**theirs, "n_group": groups or 1, "topk_group": kept or 1}
