@@ -176,8 +176,9 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     if config.position_embedding_type == "learned_absolute":
         shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
     layers = layer_mixers(config, moe)
+    alike = {mixers: _layer(config, moe, mixers) for mixers in set(layers)}
     for layer, mixers in enumerate(layers):
-        inside = _layer(config, moe, mixers)
+        inside = alike[mixers]
         shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
     shapes |= _norm(config, "final_norm", D)
     if config.untie_embeddings_and_output_weights:
@@ -185,7 +186,7 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     for depth in range(config.mtp_num_layers):
         inside = _norm(config, "enorm", D) | _norm(config, "hnorm", D)
         inside |= {"eh_proj.weight": (D, 2 * D)} | _norm(config, "final_norm", D)
-        last = _layer(config, moe, layers[-1])
+        last = alike[layers[-1]]
         inside |= {f"block.{name}": shape for name, shape in last.items()}
         shapes |= {f"mtp.{depth}.{name}": shape for name, shape in inside.items()}
     return shapes
