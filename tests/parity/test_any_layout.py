@@ -4,13 +4,6 @@ import pytest
 from parity.any_layout import BASE, OPTIONS, check, command_line, draws, is_valid, shrink
 
 SEED = 2026
-DEFAULT = {4: 2}
-"""Draws of the default suite, by ranks; more ranks are in ``parity_long``."""
-
-
-@pytest.mark.parametrize("world_size", list(DEFAULT))
-def test_drawn_layouts_compute_what_one_rank_computes(world_size):
-    check(draws(SEED + world_size, world_size, DEFAULT[world_size]), world_size)
 
 
 @pytest.mark.parity_long

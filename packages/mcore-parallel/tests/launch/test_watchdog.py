@@ -58,13 +58,24 @@ def run_world(fault, timeout_s, frozen=None):
     return [d.returncode for d in done], [d.stdout + d.stderr for d in done], took_s
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
+@pytest.fixture(scope="module")
+def scripts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        yield
 
 
-def test_a_world_without_faults_ends_well(scripts):
-    codes, texts, _ = run_world("none", 120.0)
+@pytest.fixture(scope="module")
+def worlds(scripts):
+    """The worlds that need no short timeout, side by side, as they wait most of the time."""
+    timeouts_s = {"none": 120.0, "dies": 20.0, "raises": 20.0, "shape": 20.0}
+    with ThreadPoolExecutor(len(timeouts_s)) as pool:
+        running = {name: pool.submit(run_world, name, s) for name, s in timeouts_s.items()}
+        return {name: world.result() for name, world in running.items()}
+
+
+def test_a_world_without_faults_ends_well(worlds):
+    codes, texts, _ = worlds["none"]
     assert codes == [0, 0, 0], texts
 
 
@@ -77,8 +88,8 @@ def test_a_world_without_faults_ends_well(scripts):
         ("shape", 20.0, ("ranks 0 and 1 disagree on call 2", "(send_other_shape)", "(total)")),
     ],
 )
-def test_a_fault_of_one_rank_ends_all_in_time_and_names_it(scripts, fault, timeout_s, told):
-    codes, texts, took_s = run_world(fault, timeout_s)
+def test_a_fault_of_one_rank_ends_all_in_time_and_names_it(worlds, fault, timeout_s, told):
+    codes, texts, took_s = worlds.get(fault) or run_world(fault, timeout_s)
     assert 0 not in codes, texts
     assert took_s < min(timeout_s, 30.0) + SLACK_S
     for rank in (0, 2):
