@@ -21,7 +21,7 @@ WORLD_ROOMS = {"mcore_parallel/launch/launcher.py", "mcore_parallel/mesh.py"}
 # Who may touch the environment: who starts ranks, and who stands in for a new Python in tests.
 ENVIRONMENT_ROOMS = (
     "mcore_parallel/launch/launcher.py:",
-    "mcore_parallel/testing/worker_pool.py:",
+    "mcore_parallel/testing/commands.py:",
 )
 
 

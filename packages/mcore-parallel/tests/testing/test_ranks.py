@@ -19,7 +19,8 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding
-from mcore_parallel.testing import worker_pool
+from mcore_parallel.testing import ranks, worker_pool
+from mcore_parallel.testing.commands import run_forked
 from mcore_parallel.testing.ranks import run_command, run_ranks
 
 
@@ -199,6 +200,11 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+def run_loaded(command, timeout_s):
+    """Run a command in a fork of the server of unchecked ranks."""
+    return ranks._pool(False).server().run(command, timeout_s)
+
+
 def test_a_command_is_what_a_new_python_would_make_of_it(tmp_path, monkeypatch):
     code = 3
     (tmp_path / "some_command.py").write_text(COMMAND)
@@ -210,6 +216,8 @@ def test_a_command_is_what_a_new_python_would_make_of_it(tmp_path, monkeypatch):
         words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert vars(warm) == vars(cold)
+    loaded = run_forked("some_command", [str(code), "a b"], env, tmp_path, 60.0, run_loaded)
+    assert vars(loaded) == vars(cold)
     assert warm.returncode == code
     assert f"__main__ ['{code}', 'a b'] {tmp_path} hello 1" in warm.stdout
 
@@ -229,5 +237,8 @@ def test_a_command_that_raises_shows_its_traceback_and_one_that_hangs_is_ended(
     assert done.returncode == 1
     assert "KeyError: 'the reason'" in done.stderr
     (tmp_path / "hanging.py").write_text("import time; time.sleep(600)")
-    with pytest.raises(subprocess.TimeoutExpired):
-        run_command("hanging", timeout_s=0.5)
+    for run in (None, run_loaded):
+        with pytest.raises(subprocess.TimeoutExpired):
+            run_forked("hanging", [], None, None, 0.5, run)
+    (tmp_path / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
+    assert run_forked("killed", [], None, None, 60.0, run_loaded).returncode == -9

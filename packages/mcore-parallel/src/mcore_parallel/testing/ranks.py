@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_parallel.testing.worker_pool import Pool, run_forked
+from mcore_parallel.testing.commands import run_forked
+from mcore_parallel.testing.worker_pool import OUR_PACKAGES, Pool
 
 if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
     from torch import Tensor
@@ -52,9 +53,13 @@ def run_ranks(
     Raises:
         RuntimeError: if a rank raises or dies (its traceback inside), or time runs out.
     """
+    return _pool(check_shapes).run(function, world_size, arguments, timeout_s)
+
+
+def _pool(check_shapes: bool) -> Pool:
     if check_shapes not in _POOLS:
         _POOLS[check_shapes] = Pool(check_shapes)
-    return _POOLS[check_shapes].run(function, world_size, arguments, timeout_s)
+    return _POOLS[check_shapes]
 
 
 def run_command(
@@ -65,6 +70,8 @@ def run_command(
     timeout_s: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module words`` in a process that has torch loaded already.
+
+    A command of these packages finds what this process has imported of them loaded too.
 
     The module runs as ``__main__`` in a process of its own, with its own arguments, folder,
     environment and standard streams, and with one thread. Shapes are not checked.
@@ -82,7 +89,8 @@ def run_command(
     Raises:
         subprocess.TimeoutExpired: if it takes longer.
     """
-    return run_forked(module, [str(word) for word in words], env, cwd, timeout_s)
+    run = _pool(False).server().run if module in OUR_PACKAGES else None
+    return run_forked(module, [str(word) for word in words], env, cwd, timeout_s, run)
 
 
 def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, Tensor]":

@@ -4,7 +4,7 @@ A ``Pool`` keeps gloo ranks for the whole test run. Each call makes a new world 
 of them. If a rank fails, all ranks of that world are ended, so none waits for a dead peer, and
 the next call forks new ones from the ``ForkServer``.
 
-``run_forked`` runs a command once, as its own ``__main__``.
+Commands of ours are forked from the same server as unchecked ranks (``commands``).
 """
 
 import gc
@@ -13,44 +13,29 @@ import importlib.util
 import multiprocessing as mp
 import os
 import pickle
-import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mcore_parallel.testing.commands import Command, warm_context, watch_command
 from mcore_parallel.testing.shape_checks import CHECKED_PACKAGES, install_shape_checks
 
-# Third parties only: our own packages must be imported under the shape hook. torch loads the
-# compiler and sympy behind its back, in backward and in optimizers, for 5 s a process; every
-# child of a test run loads what started it: pytest.
-PRELOADED = (
-    *("numpy", "torch", "torch.distributed", "torch._dynamo"),
-    *("rich.progress", "pytest"),
-)
 # What a first ``torch.compile`` loads, for 4 s a rank; starts no thread, so it may be forked.
 # Beside a GPU it starts CUDA, which a forked process cannot use: there each rank loads it.
 COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.lowering")
 OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_data", "mcore_train")
-
-
-def warm_context() -> ForkServerContext:
-    """Return the context whose processes are forked from the warm server."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context
 
 
 class ForkServer:
@@ -70,7 +55,9 @@ class ForkServer:
         import torch
 
         self._control, there = mp.Pipe()
+        self._asking = threading.Lock()
         modules = [name for name in sys.modules if name.partition(".")[0] in OUR_PACKAGES]
+        modules = [name for name in modules if not name.endswith("__main__")]
         if not check_shapes and not torch.cuda.is_available():
             modules += COMPILER
         self._process = warm_context().Process(
@@ -85,17 +72,35 @@ class ForkServer:
 
     def fork(self) -> "Member":
         """Start a rank with this process's present ``sys.path``."""
-        here, there = mp.Pipe()
-        with there:
-            self._control.send(list(sys.path))
-            send_handle(self._control, there.fileno(), self._process.pid)
+        with self._asking:
+            here = self._send(list(sys.path))
             return Member(self._control.recv(), here)
 
     def end(self, member: "Member") -> None:
         """Kill a rank, if it is alive, and wait for its end."""
         member.pipe.close()
-        self._control.send(member.pid)
-        self._control.recv()
+        with self._asking:
+            self._control.send(member.pid)
+            self._control.recv()
+
+    def run(self, command: "Command", timeout_s: float) -> int | None:
+        """Run a command; return its exit code, or None if it took longer and was killed."""
+        with self._asking:
+            pipe = self._send(command)
+        with pipe:
+            pid = pipe.recv()
+            if pipe.poll(timeout_s):
+                return pipe.recv()
+            os.kill(pid, signal.SIGKILL)
+            pipe.recv()
+            return None
+
+    def _send(self, request: "list[str] | Command") -> Connection:
+        here, there = mp.Pipe()
+        with there:
+            self._control.send(request)
+            send_handle(self._control, there.fileno(), self._process.pid)
+        return here
 
     def stop(self) -> None:
         """End the process; the ranks that it forked end once their pipes are closed."""
@@ -128,9 +133,9 @@ class Pool:
     ) -> list[Any]:
         """Run a function on every rank of a new world; see ``testing.run_ranks``."""
         address = address_of(function)
-        self.fork_server = self.fork_server or ForkServer(self.check_shapes)
+        server = self.server()
         while len(self.members) < world_size:
-            self.members.append(self.fork_server.fork())
+            self.members.append(server.fork())
         folder = tempfile.mkdtemp(prefix="ranks")
         # Pickled separately: a rank must load the test's file before it can read its classes.
         packed = pickle.dumps(arguments)
@@ -141,11 +146,16 @@ class Pool:
             return self._collect(world_size, timeout_s)
         except BaseException:
             for member in self.members[:world_size]:
-                self.fork_server.end(member)
+                server.end(member)
             del self.members[:world_size]
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def server(self) -> ForkServer:
+        """Return the process that forks the ranks, started when it is first needed."""
+        self.fork_server = self.fork_server or ForkServer(self.check_shapes)
+        return self.fork_server
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
         waiting = {self.members[rank].pipe: rank for rank in range(world_size)}
@@ -177,58 +187,6 @@ class Pool:
         self.fork_server, self.members = None, []
 
 
-def run_forked(
-    module: str,
-    words: Sequence[str],
-    env: Mapping[str, str] | None,
-    cwd: str | Path | None,
-    timeout_s: float,
-) -> subprocess.CompletedProcess[str]:
-    """Run a module as ``__main__`` in a forked process; see ``testing.run_command``."""
-    command = [sys.executable, "-m", module, *words]
-    with tempfile.TemporaryDirectory(prefix="command") as folder:
-        streams = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-        place = (dict(os.environ if env is None else env), str(cwd or os.getcwd()), streams)
-        process = warm_context().Process(
-            target=_run_main, args=(module, list(words), list(sys.path), *place)
-        )
-        process.start()
-        process.join(timeout_s)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(command, timeout_s)
-        out, err = (Path(stream).read_text(errors="replace") for stream in streams)
-        return subprocess.CompletedProcess(command, process.exitcode, out, err)
-
-
-def _run_main(
-    module: str,
-    words: list[str],
-    path: list[str],
-    env: dict[str, str],
-    cwd: str,
-    streams: list[str],
-) -> None:
-    """Run the command in a child process, which ends with the command's exit code."""
-    for descriptor, stream in enumerate(streams, start=1):
-        opened = os.open(stream, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.dup2(opened, descriptor)
-        os.close(opened)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.path[:] = path
-    sys.argv[:] = [module, *words]
-    import torch
-
-    # As in a process that was started: the default start method, and a random seed.
-    mp.set_start_method(None, force=True)
-    torch.set_num_threads(1)
-    torch.seed()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
 def address_of(function: Callable[..., Any]) -> tuple[str, str, str]:
     """Return how another process finds a function: module, file, name.
 
@@ -247,6 +205,7 @@ def _serve_forks(
     """Run in the server: fork a rank for each path received, end one for each process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends all processes.
     sys.path[:] = path
+    filters = list(warnings.filters)
     warnings.simplefilter("error")
     # Seen on torch 2.11 with gloo: noise about the default device that no test can act on.
     warnings.filterwarnings("ignore", module="torch.*")
@@ -263,7 +222,7 @@ def _serve_forks(
     living: set[int] = set()
     while True:
         try:
-            request: list[str] | int = control.recv()
+            request: list[str] | int | Command = control.recv()
         except (EOFError, OSError):
             return
         if isinstance(request, int):
@@ -275,6 +234,15 @@ def _serve_forks(
             continue
         pipe = Connection(recv_handle(control))
         pid = os.fork()
+        if pid == 0 and isinstance(request, tuple):
+            if os.fork() == 0:  # a grandchild, for whose end the server need not wait
+                control.close()
+                watch_command(pipe, filters, request)
+            os._exit(0)
+        if isinstance(request, tuple):
+            pipe.close()
+            os.waitpid(pid, 0)
+            continue
         if pid == 0:
             try:
                 control.close()
