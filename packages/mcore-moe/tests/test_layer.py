@@ -213,8 +213,16 @@ def test_other_routings_do_not_depend_on_the_layout(fields):
     run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], **fields)
 
 
-def test_experts_in_fp8_do_not_depend_on_which_rank_holds_them():
-    run_layouts(["ep4 folded over tp2 and cp2"], moe_experts_dtype="fp8")
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_and_tokens_in_fp8_do_not_depend_on_which_rank_holds_them(dispatcher):
+    fields = {
+        "moe_experts_dtype": "fp8",
+        "moe_dispatch_dtype": "fp8",
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_split_batch_overlap": dispatcher == "alltoall",
+        "moe_expert_rows_limit": 3.0,
+    }
+    run_layouts(["ep4", "ep4 folded over tp2 and cp2"], **fields)
 
 
 class Launches(TorchDispatchMode):
