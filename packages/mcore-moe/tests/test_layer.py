@@ -26,12 +26,13 @@ FULL = {
 TOLERANCE = 1e-10  # float64, relative to the largest entry of the tensor compared
 
 
-def layout(world_size, *, tp=1, cp=1, ep=1, etp=1, sp=False):
+def layout(world_size, *, tp=1, cp=1, ep=1, etp=1, node=0, sp=False):
     config = ParallelConfig(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        hierarchical_expert_parallel_size=node,
         sequence_parallel=sp,
     )
     return world_size, config
@@ -117,6 +118,7 @@ def check_layout(name, config, spread, moe, masked, watch=lambda layer: layer):
         cp_tp=ctx.axis("tp", "cp"),
         dp_cp_tp=ctx.axis("tp", "cp", "dp"),
         ep=ctx.ep,
+        ep_levels=(ctx.ep_nodes, ctx.ep_node),
         expert_tp=ctx.expert_tp,
         sequence_parallel=sp,
     )
@@ -154,14 +156,12 @@ def check_layout(name, config, spread, moe, masked, watch=lambda layer: layer):
 
 
 def check_layouts(names, spread, fields, masked):
-    return [
-        check_layout(name, LAYOUTS[name][1], spread, MoEConfig(**FULL | fields), masked)
-        for name in names
-    ]
+    moe, layouts = MoEConfig(**FULL | fields), LAYOUTS | TWO_STEPS
+    return [check_layout(name, layouts[name][1], spread, moe, masked) for name in names]
 
 
 def run_layouts(names, spread="even", masked=False, **fields):
-    world_size = LAYOUTS[names[0]][0]
+    world_size = (LAYOUTS | TWO_STEPS)[names[0]][0]
     logical = run_ranks(check_layouts, world_size, names, spread, fields, masked)
     names_of_all = named_shards(build(MoEConfig(**FULL | fields)))
     whole = sorted(name for name in names_of_all if not name.endswith("expert_bias"))
@@ -169,6 +169,10 @@ def run_layouts(names, spread="even", masked=False, **fields):
         assert sorted(set().union(*(rank[i] for rank in logical))) == whole
 
 
+TWO_STEPS = {
+    "ep4 on two nodes": layout(4, ep=4, node=2),
+    "ep4 folded over tp2 and cp2 on two nodes": layout(4, tp=2, cp=2, ep=4, node=2, sp=True),
+}
 WORLDS = {n: [k for k, v in LAYOUTS.items() if v[0] == n] for n in (2, 4, 6)}
 
 
@@ -187,6 +191,13 @@ def test_every_layout_gives_the_gradients_of_one_rank(world_size, dispatcher):
         "moe_split_batch_overlap": world_size < 6 and dispatcher == "alltoall",
     }
     run_layouts(WORLDS[world_size], **fields)
+
+
+@pytest.mark.parametrize("spread", ["even", "skewed"])
+def test_tokens_that_cross_nodes_once_give_the_gradients_of_one_rank(spread):
+    dtype, masked = ("fp8", False) if spread == "even" else ("", True)
+    fields = {"moe_dispatch_dtype": dtype, "moe_shared_expert_overlap": not masked}
+    run_layouts(list(TWO_STEPS), spread, masked, **fields)
 
 
 def test_all_tokens_on_few_experts_leave_ranks_without_rows():

@@ -41,6 +41,18 @@ def test_a_timeout_of_nothing_is_refused():
     [
         ({"cp_comm_type": "ring", "context_parallel_size": 2}, "use p2p, all_gather or a2a"),
         ({"cp_comm_type": "a2a"}, "no effect with --context-parallel-size 1"),
+        (
+            {"expert_model_parallel_size": 4, "hierarchical_expert_parallel_size": 4},
+            "must be a divisor of --expert-model-parallel-size 4 other than",
+        ),
+        (
+            {
+                "expert_model_parallel_size": 4,
+                "hierarchical_expert_parallel_size": 2,
+                "tensor_model_parallel_size": 2,
+            },
+            "use --expert-tensor-parallel-size 1",
+        ),
         ({"rank_order": "tp-cp-dp-pp"}, "must name each of tp, cp, ep, dp, pp once"),
         ({"rank_order": "tp-tp-cp-dp-pp"}, "must name each of"),
         (

@@ -140,6 +140,8 @@ BESIDE = {
         (1, {"num_experts": 4, "moe_shared_expert_intermediate_size": 8,
              "moe_shared_expert_overlap": True}, "overlap has an effect only with"),
         (2, {"num_experts": 4, "moe_split_batch_overlap": True}, "batch-overlap has an effect"),
+        (4, {"num_experts": 4, "expert_model_parallel_size": 4, "moe_expert_rows_limit": 2.0,
+             "hierarchical_expert_parallel_size": 2}, "--moe-expert-rows-limit needs one"),
         (1, {"num_experts": 4, "moe_experts_dtype": "fp8"}, "fp8 needs --fp8-format"),
         (2, BESIDE | {"expert_model_parallel_size": 1}, "has no effect without experts that"),
         (4, BESIDE | {"use_torch_fsdp2": True}, "gathers its weights for one of them"),

@@ -268,3 +268,18 @@ class MoEConfig:
 def expert_capacity(num_tokens: int, num_experts: int, topk: int, factor: float) -> int:
     """Rows that one expert takes from one rank: its even share times ``factor``, rounded up."""
     return ceil(num_tokens * topk / num_experts * factor)
+
+
+def one_step_option(config: MoEConfig) -> str:
+    """Say which option needs tokens to travel in one step; empty: none."""
+    flag = "--hierarchical-expert-parallel-size sends tokens in two steps"
+    if config.moe_token_dispatcher_type != "alltoall":
+        return f"{flag}: use --moe-token-dispatcher-type alltoall, or leave it out."
+    for name in (
+        "moe_expert_rows_limit",
+        "moe_split_batch_overlap",
+        "moe_pad_expert_input_to_capacity",
+    ):
+        if getattr(config, name):
+            return f"{flag}, --{name.replace('_', '-')} needs one: leave out one of the two."
+    return ""

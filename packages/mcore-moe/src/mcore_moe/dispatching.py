@@ -41,10 +41,23 @@ from mcore_parallel.in_flight import (
 from mcore_parallel.mesh import SINGLE, Axis
 
 
-def build_dispatcher(config: MoEConfig, ep: Axis, expert_tp: Axis) -> Dispatcher:
-    """Return the dispatcher that the config names; the local one on one rank."""
+def build_dispatcher(
+    config: MoEConfig, ep: Axis, expert_tp: Axis, levels: tuple[Axis, Axis] = (SINGLE, SINGLE)
+) -> Dispatcher:
+    """Return the dispatcher that the config names; the local one on one rank.
+
+    Args:
+        config: of the layer.
+        ep: ranks that share the experts.
+        expert_tp: ranks that share each expert's matrices.
+        levels: ``ep`` between nodes and within one; of one rank each: tokens take one step.
+    """
     if ep.size == 1 and expert_tp.size == 1:
         return LocalDispatcher(config)
+    if levels[0].size > 1:
+        from mcore_moe.hierarchical import HierarchicalDispatcher
+
+        return HierarchicalDispatcher(config, *levels)
     if config.moe_token_dispatcher_type == "allgather":
         return AllGatherDispatcher(config, ep, expert_tp)
     return AllToAllDispatcher(config, ep, expert_tp)
@@ -185,30 +198,29 @@ class AllToAllDispatcher:
         self, rows: Float[Tensor, "R D"], probs: Float[Tensor, " R"], trip: Trip
     ) -> Callable[[], Dispatched]:
         """Begin to send rows as ``there`` does; the function returned waits for them."""
-        sizes = [sum(r) for r in trip.receive]
+        probs = self._exchange(probs, trip)
+        arrive = self.begin_rows(rows, trip)
+        num_rows = sum(sum(r) for r in trip.receive)
+        plan = plan_rows(_experts_of_rows(trip.chunks, num_rows), trip.chunks.shape[1])
+        return lambda: Dispatched(arrive(), probs[:, None], plan, trip)
 
-        def exchange(x: Tensor) -> Tensor:
-            x = all_to_all(x, self.ep, trip.send, trip.receive[self.expert_tp.rank])
-            return gather_uneven(x, self.expert_tp, sizes)
-
-        probs = exchange(probs)
-        flight, arrived = None, rows
+    def begin_rows(self, rows: Float[Tensor, "R D"], trip: Trip) -> Callable[[], Tensor]:
+        """Begin to send rows alone, in the dtype in which they travel."""
         if self._flies():
             send, receive = trip.send, trip.receive[0]
             cast = _casts(self.config, rows)
             flight = begin_all_to_all(rows, self.ep, send, receive, self.meanwhile, **cast)
-        elif self.config.moe_dispatch_dtype:
+            return flight.land
+        exchange = partial(self._exchange, trip=trip)
+        if self.config.moe_dispatch_dtype:
             arrived = exchange_narrow(rows, exchange, lambda grad: self.back(grad, trip))
         else:
             arrived = exchange(rows)
-        experts = _experts_of_rows(trip.chunks, sum(sizes))
-        plan = plan_rows(experts, trip.chunks.shape[1])
+        return lambda: arrived
 
-        def arrive() -> Dispatched:
-            here = arrived if flight is None else flight.land()
-            return Dispatched(here, probs[:, None], plan, trip)
-
-        return arrive
+    def _exchange(self, x: Tensor, trip: Trip) -> Tensor:
+        x = all_to_all(x, self.ep, trip.send, trip.receive[self.expert_tp.rank])
+        return gather_uneven(x, self.expert_tp, [sum(r) for r in trip.receive])
 
     def _flies(self) -> bool:
         """Whether rows can travel while other work is launched."""

@@ -57,6 +57,7 @@ class MoELayer(nn.Module):
         cp_tp: Axis = SINGLE,
         dp_cp_tp: Axis = SINGLE,
         ep: Axis = SINGLE,
+        ep_levels: tuple[Axis, Axis] = (SINGLE, SINGLE),
         expert_tp: Axis = SINGLE,
         streams: RngStreams | None = None,
         sequence_parallel: bool = False,
@@ -84,6 +85,7 @@ class MoELayer(nn.Module):
             cp_tp: all ranks that share a micro-batch: counts are summed over them.
             dp_cp_tp: all ranks that share a step's batch; the global loss sums over them.
             ep: ranks that share the experts.
+            ep_levels: ``ep`` between nodes and within one, if tokens travel in two steps.
             expert_tp: ranks that share each expert's matrices.
             streams: of random numbers, for the router's jitter; see ``Router``.
             sequence_parallel: whether tokens are cut over ``tp``.
@@ -162,7 +164,7 @@ class MoELayer(nn.Module):
             if config.moe_shared_expert_intermediate_size
             else None
         )
-        self.dispatcher = build_dispatcher(config, ep, expert_tp)
+        self.dispatcher = build_dispatcher(config, ep, expert_tp, ep_levels)
         self.equal_tokens = equal_tokens
         self.peers = (cp_tp, ep)
         self._is_compared = False

@@ -25,6 +25,7 @@ class MoEAxes(TypedDict):
     cp_tp: Axis
     dp_cp_tp: Axis
     ep: Axis
+    ep_levels: tuple[Axis, Axis]
     expert_tp: Axis
 
 
@@ -35,6 +36,7 @@ def moe_axes(ctx: ParallelContext) -> MoEAxes:
         "cp_tp": ctx.axis("cp", "tp"),
         "dp_cp_tp": ctx.axis("dp", "cp", "tp"),
         "ep": ctx.ep,
+        "ep_levels": (ctx.ep_nodes, ctx.ep_node),
         "expert_tp": ctx.expert_tp,
     }
 

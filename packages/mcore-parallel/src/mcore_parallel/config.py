@@ -33,6 +33,10 @@ class ParallelConfig:
     expert_model_parallel_size: int = 1
     """Ranks that split the experts; folded over data, context and tensor ranks."""
 
+    hierarchical_expert_parallel_size: int = 0
+    """Neighbouring expert-parallel ranks that share a node: a token crosses to another node
+    once, however many of its experts are there. 0: tokens travel to their ranks in one step."""
+
     expert_tensor_parallel_size: int = 0
     """Ranks that split each expert's matrices; 0: the tensor-parallel size."""
 
@@ -76,6 +80,17 @@ class ParallelConfig:
             raise ValueError(
                 f"--expert-tensor-parallel-size {self.expert_tensor_parallel_size} must be 0 "
                 "(as --tensor-model-parallel-size) or more."
+            )
+        size, ep = self.hierarchical_expert_parallel_size, self.expert_model_parallel_size
+        if size and (not 1 < size < ep or ep % size):
+            raise ValueError(
+                f"--hierarchical-expert-parallel-size {size} must be a divisor of "
+                f"--expert-model-parallel-size {ep} other than 1 and itself; or leave it out."
+            )
+        if size and (self.expert_tensor_parallel_size or self.tensor_model_parallel_size) > 1:
+            raise ValueError(
+                f"--hierarchical-expert-parallel-size {size} needs whole experts on every "
+                "rank: use --expert-tensor-parallel-size 1."
             )
         if self.distributed_timeout_minutes <= 0:
             raise ValueError("--distributed-timeout-minutes must be above 0.")

@@ -88,6 +88,8 @@ class ParallelContext:
         world: every rank of the job as one axis.
         tp, cp, pp, dp: dense grid. ``dp_cp`` is where dense gradients are summed.
         expert_tp, ep, expert_dp: expert grid; expert gradients are summed over ``expert_dp``.
+        ep_nodes, ep_node: ``ep`` between nodes and within one, of one rank each without
+            ``--hierarchical-expert-parallel-size``.
         optimizer_shard, optimizer_replica: ``dp_cp`` cut into instances of the sharded
             optimizer (consecutive blocks), and the ranks at one place of every instance.
         expert_optimizer_shard, expert_optimizer_replica: the same cut of ``expert_dp``.
@@ -118,6 +120,7 @@ class ParallelContext:
             axes["ep"],
             axes["expert_dp"],
         )
+        self.ep_nodes, self.ep_node = (axes.get(n, SINGLE) for n in ("ep_nodes", "ep_node"))
         self.optimizer_shard = axes["optimizer_shard"]
         self.optimizer_replica = axes["optimizer_replica"]
         self.expert_optimizer_shard = axes["expert_optimizer_shard"]
@@ -289,6 +292,9 @@ def _group_plan(
     for size in range(1, tp):
         if tp % size == 0:
             plan[f"tp_block_{size}"] = consecutive_blocks(plan["tp"], size)
+    if size := config.hierarchical_expert_parallel_size:
+        plan["ep_node"] = consecutive_blocks(plan["ep"], size)
+        plan["ep_nodes"] = strided_blocks(plan["ep"], size)
     instances = config.num_distributed_optimizer_instances
     for prefix, data in (
         ("", dense.groups(("dp", "cp"))),

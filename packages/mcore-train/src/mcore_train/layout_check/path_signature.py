@@ -123,6 +123,7 @@ def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:
         "pipeline ranks": parallel.pipeline_model_parallel_size,
         "data ranks": plan.data_parallel_size,
         "expert ranks": parallel.expert_model_parallel_size,
+        "expert ranks of a node": parallel.hierarchical_expert_parallel_size,
         "optimizer instances": parallel.num_distributed_optimizer_instances,
     }
     for name, degree in degrees.items():

@@ -106,6 +106,7 @@ def _shrink_experts(
             shrunk,
             expert_tensor_parallel_size=expert_tp,
             expert_model_parallel_size=wanted,
+            hierarchical_expert_parallel_size=_node_of(before, wanted),
             num_distributed_optimizer_instances=gcd(instances, room // wanted),
         )
         if _is_layout(fitting, world):
@@ -114,6 +115,12 @@ def _shrink_experts(
         f"no layout of {world} ranks splits experts as this one does: give --max-ranks "
         f"{world_size}."
     )
+
+
+def _node_of(before: ParallelConfig, ep: int) -> int:
+    """Return the ranks of one of several nodes; 0: experts travel in one step."""
+    size = ep // _least_factor(ep) if before.hierarchical_expert_parallel_size else 0
+    return size if size > 1 else 0
 
 
 def _is_layout(parallel: ParallelConfig, world_size: int) -> bool:

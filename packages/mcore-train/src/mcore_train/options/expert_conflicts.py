@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mcore_moe.config import one_step_option
 from mcore_parallel.logical_tensors import expert_size
 from mcore_train.composition import TrainConfig
 from mcore_train.config import flag
@@ -59,6 +60,11 @@ def _pair_conflicts(config: TrainConfig) -> Iterator[str]:
         )
     if config.offloading.cpu_offloading:
         yield f"{name} keeps no order in which --cpu-offloading could fetch: leave one out."
+    if config.parallelism.hierarchical_expert_parallel_size:
+        yield (
+            f"{name} has no effect with --hierarchical-expert-parallel-size, whose two steps "
+            "give no turn away: leave one out."
+        )
 
 
 def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
@@ -72,6 +78,9 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
                 f"{flag(name)} has an effect only with --expert-model-parallel-size above 1 "
                 "and --expert-tensor-parallel-size 1: leave it out."
             )
+    problem = one_step_option(experts)
+    if parallel.hierarchical_expert_parallel_size and problem:
+        yield problem
     if not experts.moe_experts_dtype or not experts.num_experts:
         return
     sizes = _expert_sizes(config)

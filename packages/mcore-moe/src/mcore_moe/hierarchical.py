@@ -1,0 +1,103 @@
+"""Dispatch in two steps over ranks of several nodes: between nodes, then within one.
+
+A token crosses to another node once, however many of its experts are there: to the rank that
+has its own rank's place there, with its choices and their weights. Within the node an
+all-to-all brings it to the ranks of these experts. The way back sums by token within the node
+first, so that one sum of each token and node crosses back.
+
+Reference:
+    DeepSeek-AI 2024, DeepSeek-V3, 3.2.2: tokens over InfiniBand, then NVLink.
+    arXiv:2412.19437.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_moe.config import MoEConfig, one_step_option
+from mcore_moe.dispatching import AllToAllDispatcher
+from mcore_moe.permutation import permute, plan_rows, trimmed, unpermute
+from mcore_moe.protocol import Beside, Dispatched
+from mcore_moe.routing import Routing
+from mcore_parallel.collectives import all_to_all
+from mcore_parallel.in_flight import InFlight
+from mcore_parallel.mesh import Axis
+
+
+class HierarchicalDispatcher:
+    """Sends each token to the nodes of its experts, and there to their ranks, and back."""
+
+    def __init__(self, config: MoEConfig, nodes: Axis, node: Axis) -> None:
+        """Keep the axes, and make the dispatcher of each step.
+
+        Args:
+            config: with ``moe_dispatch_dtype`` tokens are cast on their way between nodes.
+            nodes: the ranks that have this one's place in their nodes.
+            node: ranks of this node, which share a run of neighbouring experts.
+
+        Raises:
+            ValueError: if the config asks for what needs one step.
+        """
+        if problem := one_step_option(config):
+            raise ValueError(problem)
+        self.nodes, self.num_experts = nodes, config.num_experts // nodes.size
+        inside = replace(config, num_experts=self.num_experts, **_NO_CHOICE)
+        self.between = AllToAllDispatcher(config, nodes)
+        self.within = AllToAllDispatcher(replace(inside, moe_dispatch_dtype=""), node)
+
+    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
+        """Send nothing before it is routed."""
+
+    def dispatch(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        *,
+        is_even: bool = False,  # noqa: ARG002
+        begun: InFlight | None = None,  # noqa: ARG002
+        beside: Beside | None = None,
+    ) -> Dispatched:
+        """Exchange tokens, choices and weights between nodes, then rows within this one.
+
+        The host waits for the counts of either step.
+        """
+        ids, num_nodes = routing.ids, self.nodes.size
+        if routing.keep is not None:
+            ids = ids.where(routing.keep, self.num_experts * num_nodes)
+        wanted = ids.new_zeros(ids.shape[0], num_nodes + 1, dtype=torch.bool)
+        wanted = wanted.scatter_(1, ids // self.num_experts, True)[:, :num_nodes]
+        every = torch.arange(num_nodes, device=ids.device).expand_as(wanted)
+        plan = plan_rows(every, num_nodes, wanted)
+        trip, _ = self.between.agree(plan.counts)
+        plan = trimmed(plan, sum(trip.send))
+
+        arrive = self.between.begin_rows(permute(x, plan), trip)
+        sizes = trip.send, trip.receive[0]
+        probs = all_to_all(permute(routing.probs, plan), self.nodes, *sizes)
+        own = all_to_all(ids[plan.sources], self.nodes, *sizes)
+        own = own - self.nodes.rank * self.num_experts
+        keep = (own >= 0) & (own < self.num_experts)
+        here = Routing(own.where(keep, 0), probs, keep)
+        sent = self.within.dispatch(arrive(), here, beside=beside)
+        return replace(sent, handle=(sent.handle, plan, trip))
+
+    def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
+        """Sum by token within the node, send the sums between nodes, and sum them by token."""
+        within, plan, trip = handle
+        return unpermute(self.between.back(self.within.combine(y, within), trip), plan)
+
+
+_NO_CHOICE: dict[str, Any] = {
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": False,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_num_groups": 0,
+    "moe_router_group_topk": 0,
+    "moe_router_group_score_topk": 0,
+}
+"""What a dispatcher does not read, as it fits any number of experts."""
