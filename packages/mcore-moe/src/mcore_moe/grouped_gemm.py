@@ -109,9 +109,10 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, offsets = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad, ends = grad.contiguous(), offsets[1:]
-        grad_x = F.grouped_mm(grad, weight, offs=ends) if needs_x else None
-        grad_weight = F.grouped_mm(grad.t(), x, offs=ends) if needs_weight else None
+        grad, grad_weight = grad.contiguous(), None
+        grad_x = F.grouped_mm(grad, weight, offs=offsets[1:]) if needs_x else None
+        if needs_weight:
+            grad_weight = take_weight_gradient(None, weight, grad, x, offsets)
         return grad_x, grad_weight, None
 
 
@@ -151,9 +152,13 @@ def take_weight_gradient(
         x: rows sorted by expert.
         offsets: where the rows of each begin, and the end of the last.
     """
-    if slot is None and x.shape[0] and has_grouped_kernel(x, weight):
-        return F.grouped_mm(grad.t(), x, offs=offsets[1:])
     if slot is None:
+        if x.shape[0] and quack_gemm.usable(x, weight):
+            gradient = torch.empty_like(weight)
+            quack_gemm.add_weight_gradient(gradient, grad, x, offsets, overwrite=True)
+            return gradient
+        if x.shape[0] and has_grouped_kernel(x, weight):
+            return F.grouped_mm(grad.t(), x, offs=offsets[1:])
         gradient = torch.empty_like(weight)
         add_weight_gradient_plain(gradient, grad, x, offsets, overwrite=True)
         return gradient
