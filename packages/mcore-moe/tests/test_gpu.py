@@ -171,6 +171,35 @@ def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
         assert (a[rows].double() - b[rows]).norm() < bound * b[rows].norm()
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+def test_rows_of_tokens_in_fp8_equal_rows_that_are_cast_themselves(is_local):
+    from mcore_moe.fp8_rows import fp8_linear
+    from mcore_moe.gathered_gemm import gathered_linear, summed_linear
+    from mcore_parallel.precision.fp8 import WeightCasts
+
+    torch.manual_seed(0)
+    T, K, N, E, topk = 515, 256, 192, 9, 2
+    ids = torch.rand(T, E, device="cuda").topk(topk).indices
+    plan = plan_rows(ids, E)
+    if not is_local:  # the choices of other ranks leave rows of no expert
+        plan = part_of(plan_rows(ids, E, ids % 2 == 0), 0, T * topk)
+    x = torch.randn(T, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = [
+        torch.randn(E, *shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((N, K), (K, N))
+    ]
+    assert is_taken(x, weights[0])
+    grad, casts = torch.randn_like(x), WeightCasts()
+    hidden = gathered_linear(x, weights[0], plan, casts).relu()
+    found = summed_linear(hidden, weights[1], plan, casts)
+    rows = fp8_linear(permute(x, plan), weights[0], plan.offsets, casts=casts).relu()
+    want = unpermute(fp8_linear(rows, weights[1], plan.offsets, casts=casts), plan)
+    assert torch.equal(found, want)
+    pairs = (torch.autograd.grad(y, (x, *weights), grad) for y in (found, want))
+    for i, (a, b) in enumerate(zip(*pairs, strict=True)):
+        assert torch.equal(a, b) if i == 0 else (a - b).norm() < 4e-3 * b.norm()
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_layer_by_quack_equals_one_expert_after_the_other(recomputes):
     x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)

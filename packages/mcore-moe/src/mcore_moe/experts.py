@@ -196,16 +196,17 @@ class Experts(nn.Module):
         self, x: Tensor, plan: RowPlan, row_probs: Tensor
     ) -> tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]:
         """Return the way from tokens to rows by fc1, and back to tokens by fc2."""
+        casts = self.fp8_casts
         if self._gathers(x, plan):
             from mcore_moe.gathered_gemm import gathered_linear, summed_linear
 
             return (
-                partial(gathered_linear, weight=self.fc1_weight, plan=plan),
-                lambda rows, probs: summed_linear(rows, self.fc2_weight, plan),  # noqa: ARG005
+                partial(gathered_linear, weight=self.fc1_weight, plan=plan, casts=casts),
+                lambda rows, probs: summed_linear(rows, self.fc2_weight, plan, casts),  # noqa: ARG005
             )
         linear = grouped_linear if self.grouped else sequential_linear
-        if self.fp8_casts is not None:
-            linear = partial(fp8_linear, casts=self.fp8_casts)
+        if casts is not None:
+            linear = partial(fp8_linear, casts=casts)
         elif self.linear is not None:
             linear = self.linear
         elif slot_of(self.fc1_weight) is not None:
@@ -236,7 +237,7 @@ class Experts(nn.Module):
     def _gathers(self, x: Tensor, plan: RowPlan) -> bool:
         """Whether GEMMs gather their rows: by quack, without biases, every row a token's."""
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
-        if self.probs_on_input or self.adapter is not None or self.fp8_casts is not None:
+        if self.probs_on_input or self.adapter is not None:
             return False
         if self.linear is not None:
             return False
@@ -244,7 +245,9 @@ class Experts(nn.Module):
             return False
         if plan.choices.dtype != torch.int32:  # not by the kernels that sum rows, too
             return False
-        return quack_gemm.gathers_faster(weight) and quack_gemm.usable(cast_factor(x), weight)
+        # In fp8 tokens are cast, not their rows, and the copies are a byte a number.
+        is_faster = self.fp8_casts is not None or quack_gemm.gathers_faster(weight)
+        return is_faster and quack_gemm.usable(cast_factor(x), weight)
 
     def _activate(self, hidden: Tensor, probs: Tensor, end: Tensor) -> Tensor:
         if self.gated:

@@ -41,6 +41,11 @@ class Rows(NamedTuple):
         """Return what the rows stand for, in the dtype of the scales."""
         return self.numbers.to(self.scales.dtype) * self.scales
 
+    def taken(self, index: Int[Tensor, " Q"]) -> "Rows":
+        """Copy rows by index; a row is a multiple of 8 bytes."""
+        words = self.numbers.view(torch.int64).index_select(0, index)
+        return Rows(words.view(self.numbers.dtype), self.scales.index_select(0, index))
+
 
 def cast_rows(x: Float[Tensor, "*R D"]) -> Rows:
     """Cast rows by their largest magnitudes, in one kernel on a GPU.
@@ -132,8 +137,8 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.slot, ctx.casts = slot_of(weight), casts
         x, weight = cast_factor(x), cast_factor(weight)
         ctx.save_for_backward(x, weight, offsets)
-        rows, _ = casts.kept(weight, lambda: _cast_both(weight))
-        return _multiply(cast_rows(x), rows, offsets, x.dtype)
+        rows, _ = weight_casts(weight, casts)
+        return multiply_rows(cast_rows(x), rows, offsets, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -141,20 +146,29 @@ class _Fp8Linear(torch.autograd.Function):
         grad_x = grad_weight = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            _, columns = ctx.casts.kept(weight, lambda: _cast_both(weight))
-            grad_x = _multiply(cast_rows(grad), columns, offsets, x.dtype)
+            _, columns = weight_casts(weight, ctx.casts)
+            grad_x = multiply_rows(cast_rows(grad), columns, offsets, x.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = take_weight_gradient(ctx.slot, weight, grad, x, offsets)
         return grad_x, grad_weight, None, None
 
 
-def _cast_both(weight: Tensor) -> tuple[Rows, Rows]:
-    """Cast stacked weights for forward, and their transposes for backward."""
-    return cast_rows(weight), cast_rows(weight.mT)
+def weight_casts(weight: Float[Tensor, "e N K"], casts: WeightCasts) -> tuple[Rows, Rows]:
+    """Cast stacked weights for forward, and their transposes for backward; or find both."""
+    return casts.kept(weight, lambda: (cast_rows(weight), cast_rows(weight.mT)))
 
 
-def _multiply(a: Rows, b: Rows, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply each expert's rows of a with the rows of its own matrix in b."""
+def multiply_rows(
+    a: Rows, b: Rows, offsets: Int[Tensor, " e1"], dtype: torch.dtype
+) -> Float[Tensor, "R N"]:
+    """Multiply each expert's rows of a with the rows of its own matrix in b.
+
+    Args:
+        a: rows sorted by expert.
+        b: matrices ``[e, N, K]``.
+        offsets: where the rows of each expert begin, and the end of the last; int32.
+        dtype: of the result.
+    """
     if not _has_grouped_kernel(a, b):
         return sequential_linear(a.wide(), b.wide(), offsets).to(dtype)
     if not a.numbers.shape[0]:

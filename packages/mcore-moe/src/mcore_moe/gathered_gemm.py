@@ -2,7 +2,8 @@
 
 ``gathered_linear`` reads each token for every row that it has; ``summed_linear`` sums a token's
 rows, and its backward reads the sum's gradient for each of them. Saved are the tokens, never
-their rows. ``permute``, ``grouped_linear`` and ``unpermute`` in turn are the reference.
+their rows. ``permute``, ``grouped_linear`` and ``unpermute`` in turn are the reference. In fp8
+tokens are cast before they become rows, and the rows are copies of a byte a number.
 """
 
 from typing import Any
@@ -11,15 +12,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_moe.fp8_rows import cast_rows, multiply_rows, weight_casts
 from mcore_moe.kernels.rows import sum_rows
 from mcore_moe.permutation import RowPlan
 from mcore_moe.quack_gemm import add_weight_gradient, multiply
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import GradSlot, slot_of
+from mcore_parallel.precision.fp8 import WeightCasts
 
 
 def gathered_linear(
-    x: Float[Tensor, "M K"], weight: Float[Tensor, "e N K"], plan: RowPlan
+    x: Float[Tensor, "M K"],
+    weight: Float[Tensor, "e N K"],
+    plan: RowPlan,
+    casts: WeightCasts | None = None,
 ) -> Float[Tensor, "R N"]:
     """Multiply each row's token with its expert's weight.
 
@@ -27,12 +33,16 @@ def gathered_linear(
         x: tokens.
         weight: of all experts of this rank.
         plan: dense.
+        casts: as of ``fp8_rows.fp8_linear``; None: multiply in the dtype of the tokens.
     """
-    return _Gathered.apply(x, weight, plan.sources, plan.slots, plan.offsets)
+    return _Gathered.apply(x, weight, plan.sources, plan.slots, plan.offsets, casts)
 
 
 def summed_linear(
-    rows: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"], plan: RowPlan
+    rows: Float[Tensor, "R K"],
+    weight: Float[Tensor, "e N K"],
+    plan: RowPlan,
+    casts: WeightCasts | None = None,
 ) -> Float[Tensor, "M N"]:
     """Multiply each row with its expert's weight, and sum the rows of each token.
 
@@ -40,20 +50,45 @@ def summed_linear(
         rows: sorted by expert.
         weight: of all experts of this rank.
         plan: dense.
+        casts: as of ``gathered_linear``.
     """
-    return _Summed.apply(rows, weight, plan.sources, plan.slots, plan.offsets)
+    return _Summed.apply(rows, weight, plan.sources, plan.slots, plan.offsets, casts)
+
+
+def _times_rows(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    sources: Tensor | None,
+    casts: WeightCasts | None,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """Multiply rows with weights ``[e, N, K]``, or gradients with the transposed weights."""
+    if casts is None:
+        return multiply(x, weight if transposed else weight.mT, offsets, sources)
+    rows = cast_rows(x)
+    if sources is not None:
+        rows = rows.taken(sources)
+    return multiply_rows(rows, weight_casts(weight, casts)[transposed], offsets, x.dtype)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, sources: Tensor, slots: Tensor, offsets: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        sources: Tensor,
+        slots: Tensor,
+        offsets: Tensor,
+        casts: WeightCasts | None,
     ) -> Tensor:
         # Saved tensors may come back as copies; the slot is the original's.
-        ctx.slot = slot_of(weight)
+        ctx.slot, ctx.casts = slot_of(weight), casts
         x, weight = cast_factor(x).contiguous(), cast_factor(weight)
         ctx.save_for_backward(x, weight, sources, slots, offsets)
-        return multiply(x, weight.mT, offsets, sources)
+        return _times_rows(x, weight, offsets, sources, casts, transposed=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -61,22 +96,30 @@ class _Gathered(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = sum_rows(multiply(grad, weight, offsets), slots)
+            rows = _times_rows(grad, weight, offsets, None, ctx.casts, transposed=True)
+            grad_x = sum_rows(rows, slots)
         if ctx.needs_input_grad[1]:
             factors = {"grad": grad, "x": x, "offsets": offsets, "x_sources": sources}
             grad_weight = _weight_gradient(ctx.slot, weight, factors)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, sources: Tensor, slots: Tensor, offsets: Tensor
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        sources: Tensor,
+        slots: Tensor,
+        offsets: Tensor,
+        casts: WeightCasts | None,
     ) -> Tensor:
-        ctx.slot = slot_of(weight)
+        ctx.slot, ctx.casts = slot_of(weight), casts
         rows, weight = cast_factor(rows), cast_factor(weight)
         ctx.save_for_backward(rows, weight, sources, offsets)
-        return sum_rows(multiply(rows, weight.mT, offsets), slots)
+        y = _times_rows(rows, weight, offsets, None, casts, transposed=False)
+        return sum_rows(y, slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -84,11 +127,11 @@ class _Summed(torch.autograd.Function):
         grad = grad.contiguous()
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = multiply(grad, weight, offsets, sources)
+            grad_rows = _times_rows(grad, weight, offsets, sources, ctx.casts, transposed=True)
         if ctx.needs_input_grad[1]:
             factors = {"grad": grad, "x": rows, "offsets": offsets, "grad_sources": sources}
             grad_weight = _weight_gradient(ctx.slot, weight, factors)
-        return grad_rows, grad_weight, None, None, None
+        return grad_rows, grad_weight, None, None, None, None
 
 
 def _weight_gradient(
