@@ -8,11 +8,11 @@ from mcore_moe import (
     MoELayer,
     Router,
     grouped_linear,
-    quack_gemm,
     sequential_linear,
 )
 from mcore_moe.activations import weighted_gated
 from mcore_moe.grouped_gemm import add_weight_gradient_plain, has_grouped_kernel
+from mcore_moe.kernels import quack_gemm
 from mcore_moe.permutation import (
     offsets_of,
     part_of,

@@ -13,10 +13,10 @@ from mcore_models.layers.recurrent.delta_rule import DELTA_KERNELS
 from mcore_models.layers.recurrent.gated_norm import GATED_NORM_KERNELS
 from mcore_models.layers.recurrent.ssd import NARROW, SSD_KERNELS, WIDTHS
 from mcore_models.layers.rope import rotary_kernel
-from mcore_moe import quack_gemm
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig
 from mcore_moe.grouped_gemm import WEIGHT_GRAD_KERNEL
+from mcore_moe.kernels import quack_gemm
 from mcore_moe.permutation import ROWS_KERNELS
 from mcore_moe.routing import TOP_KERNEL
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_moe import quack_gemm
 from mcore_moe.activations import activation_function, weighted_gated
 from mcore_moe.fp8_rows import fp8_linear
 from mcore_moe.grouped_gemm import (
@@ -26,6 +25,7 @@ from mcore_moe.grouped_gemm import (
     grouped_linear,
     sequential_linear,
 )
+from mcore_moe.kernels import quack_gemm
 from mcore_moe.permutation import RowPlan, permute, permute_probs, unpermute
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import overwrites, slot_of

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_moe import quack_gemm
+from mcore_moe.kernels import quack_gemm
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import GradSlot, accumulate_matmul, slot_of
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
