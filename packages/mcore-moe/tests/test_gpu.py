@@ -151,15 +151,17 @@ def test_gemms_that_gather_equal_plain_float64(spread, has_main):
 
 @pytest.mark.parametrize("counts", [[200, 0, 56, 1], [0, 0, 257, 0]], ids=str)
 def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
-    from mcore_moe.fp8_rows import cast_rows, cast_rows_plain, fp8_linear
+    from mcore_moe.fp8_rows import cast_rows, cast_rows_plain, fp8_linear, weight_casts
     from mcore_parallel.precision.fp8 import WeightCasts
 
     torch.manual_seed(0)
     offsets = offsets_of(torch.tensor(counts, device="cuda"))
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4, 192, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    for got, want in zip(cast_rows(weight), cast_rows_plain(weight), strict=True):
-        assert torch.equal(got.float(), want.float())
+    columns = weight_casts(weight, WeightCasts())[1]
+    for cast, source in ((cast_rows(weight), weight), (columns, weight.mT.contiguous())):
+        for got, want in zip(cast, cast_rows_plain(source), strict=True):
+            assert torch.equal(got.float(), want.float())
     grad = torch.randn(300, 192, device="cuda", dtype=torch.bfloat16)
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     want = sequential_linear(*wide, offsets)

@@ -245,9 +245,7 @@ class Experts(nn.Module):
             return False
         if plan.choices.dtype != torch.int32:  # not by the kernels that sum rows, too
             return False
-        # In fp8 tokens are cast, not their rows, and the copies are a byte a number.
-        is_faster = self.fp8_casts is not None or quack_gemm.gathers_faster(weight)
-        return is_faster and quack_gemm.usable(cast_factor(x), weight)
+        return quack_gemm.gathers_faster(weight) and quack_gemm.usable(cast_factor(x), weight)
 
     def _activate(self, hidden: Tensor, probs: Tensor, end: Tensor) -> Tensor:
         if self.gated:

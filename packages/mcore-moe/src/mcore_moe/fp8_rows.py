@@ -155,7 +155,17 @@ class _Fp8Linear(torch.autograd.Function):
 
 def weight_casts(weight: Float[Tensor, "e N K"], casts: WeightCasts) -> tuple[Rows, Rows]:
     """Cast stacked weights for forward, and their transposes for backward; or find both."""
-    return casts.kept(weight, lambda: (cast_rows(weight), cast_rows(weight.mT)))
+    return casts.kept(weight, lambda: (cast_rows(weight), _cast_columns(weight)))
+
+
+def _cast_columns(weight: Tensor) -> Rows:
+    """Cast transposed matrices, in one kernel on a GPU."""
+    weight = weight.detach().contiguous()
+    if weight.is_cuda and weight.dtype == torch.bfloat16 and works(ROW_KERNEL, weight.device):
+        from mcore_moe.kernels.fp8_rows import fused_cast_columns
+
+        return Rows(*fused_cast_columns(weight))
+    return cast_rows(weight.mT)
 
 
 def multiply_rows(
@@ -194,11 +204,12 @@ def _has_grouped_kernel(a: Rows, b: Rows) -> bool:
 
 
 def _try_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels.fp8_rows import fused_cast_rows
+    from mcore_moe.kernels.fp8_rows import fused_cast_columns, fused_cast_rows
 
     x = 3.0 * wave(2, 5, 48, device=device, dtype=torch.bfloat16)
-    pairs = zip(fused_cast_rows(x), cast_rows_plain(x), strict=True)
-    return [(got.float(), want.float()) for got, want in pairs]
+    found = [*fused_cast_rows(x), *fused_cast_columns(x)]
+    wanted = [*cast_rows_plain(x), *cast_rows_plain(x.mT.contiguous())]
+    return [(got.float(), want.float()) for got, want in zip(found, wanted, strict=True)]
 
 
 ROW_KERNEL = OptionalKernel("rows in fp8 by Triton", ("triton",), _try_kernel)
