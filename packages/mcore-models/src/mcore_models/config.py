@@ -16,7 +16,7 @@ from mcore_parallel.logical_tensors import head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
-AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused"]
+AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused", "local"]
 Config = TypeVar("Config")
 
 
@@ -307,8 +307,9 @@ class KernelConfig:
     --fp16). Weights and checkpoints are the same. Megatron's default: transformer_engine."""
 
     attention_backend: AttentionBackend = "auto"
-    """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (torch's
-    own), unfused (plain products); auto: the fastest that is there and takes the shapes."""
+    """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (flash-attn
+    where it is installed, else torch's own), unfused (torch's unfused kernel), local (plain
+    torch); auto: the fastest that is there and takes the shapes."""
 
 
 def rotary_size(config: TransformerConfig) -> int:

@@ -1,11 +1,14 @@
 """``attend`` against attention written out in loops, forward and gradients."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.gpt import GPT
-from mcore_models.kernels import flash4_attention
+from mcore_models.kernels import availability, flash4_attention
 from mcore_models.kernels.attention_backends import attend, check_backend, visible_keys
 from mcore_parallel import ParallelContext
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -38,7 +41,8 @@ def inputs(S, Z, N, G, H=6):
 
 
 def compare(tensors, **options):
-    got, want = attend(*tensors, **options), slow_attention(*tensors, **options)
+    got = attend(*tensors, **options)
+    want = slow_attention(*tensors, **{k: v for k, v in options.items() if k != "backend"})
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     dy = torch.randn_like(want)
     grads = [torch.autograd.grad(y, tensors, dy) for y in (got, want)]
@@ -160,6 +164,68 @@ def test_flash4_names_its_extra_where_it_is_not_installed(monkeypatch):
 
 
 def test_plain_products_may_be_asked_for():
-    tensors = inputs(5, 5, 4, 2)
-    want = attend(*tensors)
-    torch.testing.assert_close(attend(*tensors, backend="unfused"), want)
+    for backend in ("unfused", "local"):
+        compare(inputs(5, 5, 4, 2), backend=backend)
+        compare(inputs(5, 5, 4, 2), backend=backend, window=2)
+    compare(inputs(3, 8, 4, 2), backend="local", causal=False)
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """flash-attn 2's published signature, batch first, in plain torch."""
+    assert (dropout_p, alibi_slopes, return_attn_probs) == (0.0, None, False)
+    assert window_size in ((-1, -1), (window_size[0], 0))
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    rules = {"causal": causal, "scale": softmax_scale, "window": window_size[0]}
+    return attend(q, k, v, softcap=softcap, **rules, backend="local").transpose(0, 1)
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **rules
+):
+    sizes = cu_seqlens_q.diff().tolist()
+    assert (max(sizes), torch.int32) == (max_seqlen_q, cu_seqlens_k.dtype)
+    parts = zip(*(t.split(sizes) for t in (q, k, v)), strict=True)
+    return torch.cat([flash_attn_func(*(t[None] for t in part), **rules)[0] for part in parts])
+
+
+def test_flash_attn_is_called_by_its_published_signature(monkeypatch):
+    package = ModuleType("flash_attn")
+    package.flash_attn_func = flash_attn_func
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(availability, "is_installed", lambda name: name == "flash-attn")
+    q, k, v = (torch.randn(12, 2, n, 16).bfloat16() for n in (4, 2, 2))
+    documents = Documents([[0, 5, 12], [0, 9, 12]])
+    for rules in (
+        {},
+        {"window": 3, "scale": 0.2},
+        {"softcap": 5.0},
+        {"documents": documents, "window": 4},
+    ):
+        for values in (v, v[..., :8]):
+            got = attend(q, k, values, backend="flash", **rules)
+            want = attend(q, k, values, backend="local", **rules)
+            torch.testing.assert_close(got, want, rtol=1.6e-2, atol=1e-2)
+    tail = attend(q[-3:], k, v, backend="flash")
+    torch.testing.assert_close(tail, attend(q, k, v)[-3:], rtol=1.6e-2, atol=1e-2)
+    for rules, said in (
+        ({"sinks": torch.zeros(4)}, "no chunks and no sinks"),
+        ({"chunk": 4}, "no chunks and no sinks"),
+    ):
+        with pytest.raises(ValueError, match=rf"flash-attn.*{said}"):
+            attend(q, k, v, backend="flash", **rules)
+    with pytest.raises(ValueError, match="16 bits"):
+        attend(q.float(), k.float(), v.float(), backend="flash")

@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels import flash4_attention as flash4
+from mcore_models.kernels import flash_attention as flash2
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
 GPU_BACKENDS = [
@@ -83,17 +84,21 @@ def attend(
 
     Raises:
         ValueError: if there are more queries than keys, a window or documents without
-            causality, documents of another batch, or ``flash4`` cannot be used for these
-            tensors, or a fused backend is named for caps or sinks.
+            causality, documents of another batch, or ``flash4`` or flash-attn cannot be used
+            for these tensors, or a fused backend is named for caps, sinks or windows that it
+            does not know.
         RuntimeError: if another backend that was named does not take the shapes.
     """
     num_queries, num_keys = q.shape[0], k.shape[0]
+    rules = {"scale": scale, "window": window, "softcap": softcap, "dropout_prob": dropout_prob}
     if causal and num_queries > num_keys:
         raise ValueError(f"{num_queries} causal queries need as many keys, not {num_keys}")
     if window >= 0 and not causal:
         raise ValueError("an attention window needs causal attention")
-    is_plain = softcap > 0 or sinks is not None
-    if is_plain and backend not in ("auto", "unfused"):
+    if backend == "flash" and flash2.is_installed():
+        return _by_flash2(q, k, v, documents, causal, chunk, sinks, rules)
+    is_plain = softcap > 0 or sinks is not None or backend == "local"
+    if is_plain and backend not in ("auto", "unfused", "local"):
         raise ValueError(
             f"--attention-backend {backend} has neither soft caps nor sinks: use auto or "
             "unfused, which compute them in plain torch."
@@ -105,35 +110,85 @@ def attend(
             return _varlen(q, k, v, documents, scale, window)
     elif not (is_plain or chunk) and _uses_flash4(q, k, v, dropout_prob, backend):
         return flash4.flash4_attention(q, k, v, causal=causal, scale=scale, window=window)
-    mask = None
-    is_whole_row = num_queries in (num_keys, 1)
-    if causal and (window >= 0 or chunk or is_plain or not is_whole_row):
-        mask = visible_keys(num_queries, num_keys, window, q.device, chunk)
-    if documents is not None:
-        mask = same_document(documents, num_queries, num_keys, q.device) & visible_keys(
-            num_queries, num_keys, window, q.device, chunk
-        )
+    mask = _mask(q, k, causal, window, chunk, documents, is_plain)
     if is_plain:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return _plain(q, k, v, mask, scale, softcap, sinks, dropout_prob)
-    arguments: dict[str, Any] = {
-        "attn_mask": mask,
-        "dropout_p": dropout_prob,
-        "is_causal": causal and mask is None and num_queries > 1,
-        "scale": scale,
-        "enable_gqa": q.shape[2] != k.shape[2],
-    }
-    if q.is_cuda and not sizes_repeat and mask is not None:
+    if backend == "flash" and mask is not None and q.is_cuda:
+        raise ValueError(
+            "--attention-backend flash is torch's own kernel here, which takes no mask "
+            "(windows, chunks, the end of a longer sequence): install flash-attn for windows, "
+            "or use auto."
+        )
+    is_causal = causal and mask is None and num_queries > 1
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+    return _by_torch(q, k, v, options | {"dropout_p": dropout_prob}, backend, sizes_repeat)
+
+
+def _mask(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: int,
+    chunk: int,
+    documents: Documents | None,
+    is_plain: bool,
+) -> Tensor | None:
+    """Say which keys each query sees, where a kernel's own causal rule does not."""
+    sizes = q.shape[0], k.shape[0]
+    if documents is not None:
+        seen = visible_keys(*sizes, window, q.device, chunk)
+        return same_document(documents, *sizes, q.device) & seen
+    is_whole_row = sizes[0] in (sizes[1], 1)
+    if causal and (window >= 0 or chunk or is_plain or not is_whole_row):
+        return visible_keys(*sizes, window, q.device, chunk)
+    return None
+
+
+def _by_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    backend: AttentionBackend,
+    sizes_repeat: bool,
+) -> Float[Tensor, "S B N J"]:
+    """Attend by torch's scaled_dot_product_attention."""
+    options["enable_gqa"] = q.shape[2] != k.shape[2]
+    if q.is_cuda and not sizes_repeat and options["attn_mask"] is not None:
         # Without cuDNN no kernel takes a mask and shared heads both.
         k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-        arguments["enable_gqa"] = False
+        options["enable_gqa"] = False
     batch_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]  # [S, B, N, H] -> [B, N, S, H]
     if q.is_cuda or backend != "auto":
         with sdpa_kernel(_torch_backends(backend, sizes_repeat), set_priority=True):
-            out = F.scaled_dot_product_attention(*batch_first, **arguments)
+            out = F.scaled_dot_product_attention(*batch_first, **options)
     else:
-        out = F.scaled_dot_product_attention(*batch_first, **arguments)
+        out = F.scaled_dot_product_attention(*batch_first, **options)
     return out.permute(2, 0, 1, 3)
+
+
+def _by_flash2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None,
+    causal: bool,
+    chunk: int,
+    sinks: Tensor | None,
+    rules: dict[str, Any],
+) -> Tensor:
+    """Attend by flash-attn, which was named; whole rows of documents only."""
+    why_not = flash2.misfit(q, v)
+    if chunk or sinks is not None:
+        why_not = "it has no chunks and no sinks"
+    if documents is not None:
+        _check_documents(documents, k, causal, "flash")
+        if q.shape[0] != documents.length:
+            why_not = "packed documents need all their queries at once"
+    if why_not:
+        raise ValueError(f"--attention-backend flash (flash-attn): {why_not}. Use auto.")
+    return flash2.flash_attention(q, k, v, causal=causal, documents=documents, **rules)
 
 
 def _torch_backends(backend: AttentionBackend, sizes_repeat: bool = True) -> list[SDPBackend]:
@@ -260,7 +315,8 @@ def _check_documents(
 def _has_varlen(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> bool:
     """Whether torch's variable-length kernel takes these queries: 16-bit, on a GPU."""
     is_short = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and is_short and not dropout_prob and backend != "unfused"
+    is_fused = backend not in ("unfused", "local")
+    return q.is_cuda and is_short and not dropout_prob and is_fused
 
 
 def _varlen(

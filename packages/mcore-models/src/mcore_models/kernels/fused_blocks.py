@@ -45,7 +45,7 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
         )
     if tries_flash4 and not refusal:
         return FLASH4_BLOCKS
-    if backend == "unfused" or not fits:
+    if backend in ("unfused", "local") or not fits:
         return PLAIN_BLOCKS
     return FLASH_BLOCKS if backend == "flash" else CUDNN_BLOCKS
 
