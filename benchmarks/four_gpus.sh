@@ -92,6 +92,10 @@ unset warmup steps profiled
 launch "llama-3-8b-pp-schedules-$at" 280 "$world" benchmarks/bench_schedules.py --name "llama-3-8b-pp-schedules-$at" \
   --warmup 1 --steps 4 --output "$out" --commit "$COMMIT" -- $common $llama $layers $narrow \
   --pipeline-model-parallel-size "$world" --global-batch-size "$few"
+launch "qwen3-30b-ep-beside-$at" 200 "$world" benchmarks/bench_schedules.py --name "qwen3-30b-ep-beside-$at" \
+  --schedules 1f1b 1f1b-beside --warmup 2 --steps 5 --output "$out" --commit "$COMMIT" -- $common \
+  --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" \
+  --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss
 # 6: weak and strong scaling; sequences of a rank, then of the step, stay the same.
 for ranks in 1 2 4; do
   [ "$ranks" -gt "$world" ] && continue
