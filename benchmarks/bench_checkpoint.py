@@ -31,9 +31,10 @@ from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.paths import complete_steps, resolve_folder
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.launch import launcher
-from mcore_train.assembly import Datasets, Run, assemble
+from mcore_train.assembly import Run, assemble
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.resuming import save_run, take_snapshot
+from mcore_train.datasets import Datasets
 from mcore_train.options.parsing import parse
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve

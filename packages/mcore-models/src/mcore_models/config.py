@@ -232,13 +232,7 @@ class TransformerConfig(LayerConfig):
 
 
 RECOMPUTE_MODULES = (
-    "core_attn",
-    "layernorm",
-    "mla_up_proj",
-    "mlp",
-    "mlp_act",
-    "moe",
-    "moe_act",
+    *("core_attn", "layernorm", "mla_up_proj", "mlp", "mlp_act", "moe", "moe_act"),
     "shared_experts",
 )
 """What --recompute-modules may name; all but mlp_act are Megatron's words."""

@@ -13,7 +13,7 @@ _EXPORTS: dict[str, str] = {
     "ByteNGram": "quickstart.ngram",
     "Certificate": "layout_check.certificate",
     "ConflictError": "resolution",
-    "Datasets": "assembly",
+    "Datasets": "datasets",
     "EvalConfig": "config",
     "LaunchConfig": "config",
     "LoadConfig": "config",

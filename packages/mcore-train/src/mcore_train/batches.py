@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mcore_data.loading.loader import build_loader
 from mcore_models.protocol import MicroBatch
-from mcore_train.assembly import Dataset, Run
+from mcore_train.assembly import Run
 from mcore_train.config import flag
+from mcore_train.datasets import Dataset
 from mcore_train.losses import place
 
 Batch = Mapping[str, Tensor]

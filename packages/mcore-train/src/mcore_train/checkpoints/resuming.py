@@ -30,7 +30,7 @@ from mcore_data.tracing.data_plan import (
     parse_plan,
 )
 from mcore_parallel.sharding import Shard
-from mcore_train.assembly import Run, num_samples
+from mcore_train.assembly import Run
 from mcore_train.checkpoints.bases import (
     check_adapter,
     check_model,
@@ -52,6 +52,7 @@ from mcore_train.checkpoints.side_state import (
     take_streams,
     wanted_fp8_shards,
 )
+from mcore_train.datasets import num_samples
 from mcore_train.lr_schedule import Schedule, reconcile
 from mcore_train.options.recipe import changed_options, write_recipe
 

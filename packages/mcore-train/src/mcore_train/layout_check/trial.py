@@ -25,11 +25,12 @@ from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Piece, Shard, named_parameters
 from mcore_parallel.testing.ranks import gather_logical
-from mcore_train.assembly import Datasets, Run, assemble
+from mcore_train.assembly import Run, assemble
 from mcore_train.batches import train_batches, valid_batches
 from mcore_train.checkpoints.bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
 from mcore_train.config import LoadConfig, SaveConfig
+from mcore_train.datasets import Datasets
 from mcore_train.evaluation import evaluate, forward_pass
 from mcore_train.layout_check.family_rows import BertRows, T5Rows
 from mcore_train.loop import Interval, one_step
