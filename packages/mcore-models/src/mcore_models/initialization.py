@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mcore_models.config import TransformerConfig
 from mcore_parallel.logical_tensors import num_halves
 from mcore_parallel.parametrization import TABLES, spread_factor
-from mcore_parallel.rng import fill_parameter_
+from mcore_parallel.rng import fill_parameter_, fill_parameters_
 from mcore_parallel.sharding import NamedParameter, named_parameters
 
 _RESIDUAL = (
@@ -46,6 +46,7 @@ def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:
         config: standard deviations and depth.
         seed: of the whole model, equal on all ranks.
     """
+    wanted = []
     for named in named_parameters(model):
         parts = named.layout.parts
         if named.parameter.is_meta:
@@ -56,7 +57,8 @@ def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:
         if len(parts[0].shape) < 2:
             continue
         (std,) = {initial_std(part.name, config) for part in parts}
-        fill_parameter_(named, seed=seed, std=std)
+        wanted.append((named, std))
+    fill_parameters_(wanted, seed=seed)
 
 
 def initial_std(name: str, config: TransformerConfig) -> float:

@@ -9,27 +9,17 @@ activation: ``replicated`` where all tensor ranks hold the same tensor and must 
 same elements, ``tensor_parallel`` where each holds its own part.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import product
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_parallel.launch.launcher import num_cores
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.random_tiles import Fill, fills_of, hash_of, run_fills
 from mcore_parallel.sharding import NamedParameter, named_parameters
-
-# A tile of a wide matrix is 64 rows of 512. Both numbers are part of the meaning of a seed:
-# other ones give other weights. Small enough that a slice of columns wastes few draws and
-# that torch copies a tile without threads of its own, which it starts above 32768 elements.
-TILE_ELEMENTS = 32768
-TILE_COLUMNS = 512
 
 
 def fill_normal_(
@@ -63,52 +53,39 @@ def fill_normal_(
     Raises:
         ValueError: if the box does not lie in the tensor.
     """
-    if not len(shape) == len(offsets) == view.dim() or any(
-        begin < 0 or begin + length > size
-        for begin, length, size in zip(offsets, view.shape, shape, strict=True)
-    ):
-        raise ValueError(
-            f"{name}: box {tuple(view.shape)} at {offsets} does not lie in shape {shape}"
-        )
-    # A vector is a matrix of one column, and so is a scalar.
-    columns = (1,) * max(0, 2 - len(shape))
-    matrix_shape, matrix_offsets = (*shape, *columns), (*offsets, *(0 for _ in columns))
-    view = view.view(*view.shape, *columns)
-    fills: list[Callable[[], None]] = []
-    for index in product(*map(range, view.shape[:-2])):
-        place = [i + o for i, o in zip(index, matrix_offsets, strict=False)]
-        fills += _stripe_fills(
-            view[index],
-            base=_hash(seed, name, *place),
-            shape=matrix_shape[-2:],
-            offsets=matrix_offsets[-2:],
-            std=std,
-        )
-    num_threads = min(len(fills), num_threads or min(16, num_cores()))
-    if num_threads <= 1:
-        for fill in fills:
-            fill()
-        return
-    # One pool for all matrices of a stack: a thread's first call of torch takes longer than
-    # a small matrix.
-    with ThreadPoolExecutor(num_threads) as pool:
-        for done in [pool.submit(fill) for fill in fills]:
-            done.result()
+    fills = fills_of(view, seed=seed, name=name, shape=shape, offsets=offsets, std=std)
+    run_fills(fills, num_threads)
 
 
 def fill_parameter_(named: NamedParameter, *, seed: int, std: float) -> None:
     """Fill every logical part of a local parameter by ``fill_normal_``; padding with zeros."""
-    with torch.no_grad():
-        named.parameter.zero_()
-    for part in named.layout.parts:
-        fill_normal_(
-            part.view(named.parameter.detach()),
-            seed=seed,
-            name=part.name,
-            shape=part.shape,
-            offsets=part.offsets,
-            std=std,
-        )
+    fill_parameters_([(named, std)], seed=seed)
+
+
+def fill_parameters_(wanted: Iterable[tuple[NamedParameter, float]], *, seed: int) -> None:
+    """Fill parameters as ``fill_parameter_`` does, each by its standard deviation.
+
+    One call for many: its threads are started once.
+    """
+    fills: list[Fill] = []
+    devices: set[torch.device] = set()
+    for named, std in wanted:
+        parameter = named.parameter.detach()
+        parameter.zero_()
+        devices.add(parameter.device)
+        for part in named.layout.parts:
+            fills += fills_of(
+                part.view(parameter),
+                seed=seed,
+                name=part.name,
+                shape=part.shape,
+                offsets=part.offsets,
+                std=std,
+            )
+    for device in devices:
+        if device.type == "cuda":  # threads have a stream of their own
+            torch.cuda.current_stream(device).synchronize()
+    run_fills(fills)
 
 
 def reset_weight_(layer: nn.Module, *, std: float, seed: int | None = None) -> None:
@@ -157,7 +134,7 @@ class RngStreams:
         }
         self._states = {
             name: _state_of(
-                torch.Generator(self.device).manual_seed(_hash(seed, name, *places[name]))
+                torch.Generator(self.device).manual_seed(hash_of(seed, name, *places[name]))
             )
             for name in self.NAMES
         }
@@ -261,76 +238,6 @@ class StreamDropout(nn.Module):
     def extra_repr(self) -> str:
         """Describe the layer for ``print(model)``."""
         return f"{self.prob}, stream={self.stream}"
-
-
-def _stripe_fills(
-    view: Tensor, *, base: int, shape: tuple[int, ...], offsets: tuple[int, ...], std: float
-) -> list[Callable[[], None]]:
-    """Return what fills a box of a matrix: a call for each row of tiles."""
-    if view.numel() == 0:
-        return []
-    height = _tile_of(shape)[0]
-    stripes = range(offsets[0] // height, -(-(offsets[0] + view.shape[0]) // height))
-    return [
-        partial(_fill_stripe, view, n, base=base, shape=shape, offsets=offsets, std=std)
-        for n in stripes
-    ]
-
-
-@torch.no_grad()
-def _fill_stripe(
-    view: Tensor,
-    stripe: int,
-    *,
-    base: int,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    std: float,
-) -> None:
-    """Fill the part of a box that lies in one row of tiles."""
-    height, width = _tile_of(shape)
-    # Rows in coordinates of the whole matrix: those of the tiles, and of them those in the box.
-    top, bottom = stripe * height, min((stripe + 1) * height, shape[0])
-    begin, end = max(top, offsets[0]), min(bottom, offsets[0] + view.shape[0])
-    target = view[begin - offsets[0] : end - offsets[0]]
-    on_cpu = view.device.type == "cpu"
-    rows = target if on_cpu else torch.empty(target.shape, dtype=view.dtype)
-    for across in range(offsets[1] // width, -(-(offsets[1] + view.shape[1]) // width)):
-        left, right = across * width, min((across + 1) * width, shape[1])
-        # Tiles are numbered row by row over the whole matrix, not over the box.
-        seed = _mix(base + stripe * -(-shape[1] // width) + across)
-        generator = torch.Generator().manual_seed(seed)
-        tile = torch.empty(bottom - top, right - left).normal_(0.0, std, generator=generator)
-        # A tile is drawn whole, and the part of it inside the box is copied.
-        first, last = max(left, offsets[1]), min(right, offsets[1] + view.shape[1])
-        rows[:, first - offsets[1] : last - offsets[1]].copy_(
-            tile[begin - top : end - top, first - left : last - left]
-        )
-    if not on_cpu:
-        target.copy_(rows)
-
-
-def _tile_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tile of a matrix."""
-    width = min(shape[1], TILE_COLUMNS)
-    return min(shape[0], TILE_ELEMENTS // width), width
-
-
-def _hash(*words: int | str) -> int:
-    text = "\0".join(map(str, words)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-
-
-def _mix(number: int) -> int:
-    """Scramble the low 32 bits, which are all that torch's CPU generator uses of a seed.
-
-    One to one, so that no two tiles of a matrix share a seed, and neighbours get seeds far
-    apart. The finaliser of Appleby's MurmurHash3 (public domain).
-    """
-    number &= 0xFFFFFFFF
-    number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return number ^ number >> 16
 
 
 State = Tensor | torch.Generator

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_parallel import rng
+from mcore_parallel import random_tiles
 from mcore_parallel.data_parallel import buckets
 from mcore_parallel.tensor_parallel import linear_cross_entropy
 from mcore_train.composition import compose
@@ -120,7 +120,7 @@ def test_heads_divide_over_tensor_and_context_ranks_in_words():
 
 def test_the_numbers_that_change_a_way_are_those_of_the_code():
     assert path_signature.HEAD_CHUNK_TOKENS == linear_cross_entropy.CHUNK_TOKENS
-    assert path_signature.TILE_COLUMNS == rng.TILE_COLUMNS
-    assert path_signature.TILE_ROWS * rng.TILE_COLUMNS == rng.TILE_ELEMENTS
+    assert path_signature.TILE_COLUMNS == random_tiles.TILE_COLUMNS
+    assert path_signature.TILE_ROWS * random_tiles.TILE_COLUMNS == random_tiles.TILE_ELEMENTS
     assert path_signature.BUCKET_MULTIPLE == buckets.END_MULTIPLE
     assert SLOT_MULTIPLE == buckets.ALIGNMENT
