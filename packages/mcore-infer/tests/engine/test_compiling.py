@@ -30,16 +30,24 @@ ATTENTION = {
     "KEYS": 32,
     "SPLITS": 2,
 }
-TILE = {"ROWS": 8, "OUTS": 32, "STEP": 64, "STAGES": 2, "PRECISION": "tf32", "IS_PACKED": True}
+TILE = {
+    "ROWS": 8,
+    "OUTS": 32,
+    "STEP": 64,
+    "STAGES": 2,
+    "PRECISION": "tf32",
+    "IS_PACKED": True,
+    "STARTS_EARLY": True,
+}
 
 
 def test_the_kernels_of_decoding_compile():
-    from mcore_infer.engine import few_rows, kernels
+    from mcore_infer.engine import few_rows, kernels, tiles
     from mcore_infer.quantization.kernels import _round_row
 
     names = ("q", "new_keys", "new_values", "keys", "values")
     types = {
-        **dict.fromkeys(names, "*bf16"),
+        **dict.fromkeys((*names, "out"), "*bf16"),
         **dict.fromkeys(("tables", "lengths"), "*i64"),
         **dict.fromkeys(("parts", "sums"), "*fp32"),
         **dict.fromkeys(("scale", "key_scale", "value_scale"), "fp32"),
@@ -48,16 +56,16 @@ def test_the_kernels_of_decoding_compile():
     }
     for held, is_fp8 in (("*bf16", False), ("*u8", True)):
         own = types | {"keys": held, "values": held}
-        options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8}
+        options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8, "STARTS_EARLY": True}
         assert compiled(kernels._attend, own, options)
     types = {
         **dict.fromkeys(("x", "weight", "out"), "*bf16"),
         **dict.fromkeys(("scales", "parts"), "*fp32"),
         "counters": "*i32",
-        **dict.fromkeys("MNDWS", "i32"),
+        **dict.fromkeys((*"MNDWS", "ahead"), "i32"),
     }
-    most = few_rows.MOST_ROWS
-    outs, step, stages, _, _ = few_rows.tiles_for(most, "", (4096, 4096))[0]
+    most = tiles.MOST_ROWS
+    outs, step, stages, _, _ = tiles.tiles_for(most, "", (4096, 4096))[0]
     large = {**TILE, "ROWS": most, "OUTS": outs, "STEP": step, "STAGES": stages}
     for code, group, splits, tile in (
         *(("", (0, 0), 1, large), ("e4m3", (0, 0), 2, TILE), ("int8", (1, 0), 1, TILE)),
@@ -66,11 +74,11 @@ def test_the_kernels_of_decoding_compile():
         own = types | ({"weight": "*u8"} if code else {})
         options = {**tile, "CODE": code, "TALL": group[0], "WIDE": group[1], "SPLITS": splits}
         found = compiled(few_rows._few_rows, own, {**options, "IS_EVEN": not code})
-        assert found.metadata.shared <= few_rows.SHARED_BYTES
+        assert found.metadata.shared <= tiles.SHARED_BYTES
     types = {"x": "*bf16", "known": "*fp32", "codes": "*fp8e4nv", "scales": "*fp32", "D": "i32"}
     options = {"LIMIT": 448.0, "IS_KNOWN": False, "IS_FLOAT": True, "LANES": 64}
     assert compiled(_round_row, types, options)
     for code, itemsize in product(("", "e4m3", "int8", "int4", "e2m1"), (2, 4)):
-        for num_rows in range(1, few_rows.MOST_ROWS + 1):
-            for tile in few_rows.tiles_for(num_rows, code, (4096, 4096), itemsize):
-                assert tile.shared_bytes(num_rows, code, itemsize) <= few_rows.SHARED_BYTES
+        for num_rows in range(1, tiles.MOST_ROWS + 1):
+            for tile in tiles.tiles_for(num_rows, code, (4096, 4096), itemsize):
+                assert tile.shared_bytes(num_rows, code, itemsize) <= tiles.SHARED_BYTES

@@ -10,10 +10,12 @@ import triton.runtime.interpreter as interpreter
 from torch.nn.functional import normalize
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
+from mcore_infer.engine import kernels as kernels_of_decoding
 from mcore_infer.engine.cache_codes import to_codes
-from mcore_infer.engine.few_rows import Tile, few_rows_linear
+from mcore_infer.engine.few_rows import few_rows_linear
 from mcore_infer.engine.kernels import paged_decode
 from mcore_infer.engine.paged import reference_decode
+from mcore_infer.engine.tiles import Tile
 from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
@@ -376,7 +378,8 @@ def check_attention_to_codes():
     pages = [to_codes(torch.randn(3, 32, 2, 16), scale) for scale in (0.02, 0.5)]
     tables, lengths = torch.tensor([[2, 1], [0, 0]]), torch.tensor([40, 1])
     where = (*pages, tables, lengths)
-    for window in (-1, 5):
+    for window, programs in ((-1, 4), (5, 264)):  # in one split, and in many
+        kernels_of_decoding._PROGRAMS = programs
         rules = {"window": window, "kv_scales": (0.02, 0.5)}
         # The kernel writes to the pages, where the interpreter's casts are not to the nearest.
         got = paged_decode(q, k, v, *where, **rules)

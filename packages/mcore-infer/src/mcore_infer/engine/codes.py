@@ -85,6 +85,31 @@ def small_e4m3(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def small_e4m3_words(word, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
+    """Return numbers of e4m3 over ``e4m3_factor``, the four of each integer side by side.
+
+    Bytes that come as integers are not taken apart and put together again.
+    """
+    if IS_PACKED:
+        low, high = tl.inline_asm_elementwise(
+            _E4M3, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        pair = tl.join(low, high)
+        pair = tl.reshape(pair, [pair.shape[0], 2 * pair.shape[1]])
+        first = (pair & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        second = ((pair >> 16) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        found = tl.join(first, second)
+    else:
+        even = tl.join(word & 255, (word >> 16) & 255)
+        odd = tl.join((word >> 8) & 255, (word >> 24) & 255)
+        byte = tl.join(even, odd)  # [..., 2, 2] in the order of memory
+        byte = tl.reshape(byte, [byte.shape[0], 2 * byte.shape[1], 2])
+        found = small_e4m3(byte, dtype, False)
+    return tl.reshape(found, [found.shape[0], 2 * found.shape[1]])
+
+
+@triton.jit
+@no_type_check
 def e4m3_factor(dtype: tl.constexpr):
     """Return what multiplies numbers of ``small_e4m3``; float16 has no room for them."""
     return 1.0 if dtype == tl.float16 else E4M3_FACTOR

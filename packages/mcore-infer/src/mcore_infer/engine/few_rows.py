@@ -9,7 +9,7 @@ on a GPU.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, no_type_check
+from typing import no_type_check
 
 import torch
 import triton
@@ -21,72 +21,17 @@ from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
 from mcore_infer.engine.codes import (
     e4m3_factor,
     small_e4m3,
+    small_e4m3_words,
     wide_e2m1,
     wide_int4,
     wide_int8,
 )
+from mcore_infer.engine.tiles import NUM_COUNTERS, Tile, tiles_for
+from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
-MOST_ROWS = 64
-"""Rows of an input that ``few_rows_linear`` takes."""
-SHARED_BYTES = 227 * 2**10
-"""Shared memory of a program on an H100 or H200."""
-NUM_COUNTERS = 4096
-"""Programs with a sum of their own that ``few_rows_linear`` may need."""
-
-
-class Tile(NamedTuple):
-    """What one program takes."""
-
-    outs: int
-    """Rows of the weight's memory at once."""
-    step: int
-    """Elements of such a row at once."""
-    stages: int
-    """Steps that are on their way from memory."""
-    warps: int
-    splits: int = 1
-    """Programs that share a row."""
-
-    def shared_bytes(self, num_rows: int, code: str, itemsize: int) -> int:
-        """Shared memory that the steps on their way take; inputs have ``itemsize`` bytes."""
-        rows = max(8, 1 << (num_rows - 1).bit_length())
-        held = self.outs if code else self.outs * itemsize
-        given = 3 * rows if code == "e2m1" else rows  # even and odd ones, and one to mix them
-        return self.stages * self.step * (held + given * itemsize)
-
-
-_TILES = {
-    ("", 8): [Tile(16, 512, 3, 1)],
-    ("", 16): [Tile(64, 256, 4, 4)],
-    ("", 32): [Tile(64, 256, 4, 4), Tile(64, 128, 4, 4)],
-    ("e4m3", 8): [
-        Tile(16, 256, 4, 1, 2),
-        Tile(32, 256, 4, 2, 2),
-        Tile(64, 256, 3, 2),
-        Tile(64, 256, 4, 4),
-        Tile(16, 256, 4, 1, 4),
-    ],
-    ("e4m3", 16): [
-        Tile(32, 128, 4, 2, 2),
-        Tile(64, 128, 4, 2, 2),
-        Tile(64, 128, 4, 2),
-        Tile(32, 128, 4, 2, 4),
-    ],
-    ("e4m3", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 4, 2), Tile(64, 256, 4, 2, 2)],
-    ("int4", 8): [
-        Tile(16, 128, 4, 1, 2),
-        Tile(32, 128, 3, 2),
-        Tile(16, 128, 4, 1, 4),
-        Tile(32, 128, 4, 2, 4),
-        Tile(16, 128, 4, 1, 8),
-    ],
-    ("int4", 16): [Tile(32, 128, 4, 2, 2), Tile(64, 128, 4, 2), Tile(32, 128, 4, 2, 4)],
-    ("int4", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 3, 4), Tile(64, 128, 4, 4, 4)],
-}
-"""By format (int8 as e4m3, e2m1 as int4) and rows at most; the last for all."""
-_SMALL = Tile(32, 64, 3, 4)
-"""Fits where no other does."""
+READ_AHEAD = 24 * 2**20
+"""Bytes of a weight that are on their way to the cache before the kernel ahead has ended."""
 
 
 @triton.jit
@@ -137,6 +82,22 @@ def _dot_e2m1(
 
 @triton.jit
 @no_type_check
+def _read_ahead(rows, num_bytes):
+    # The first bytes of each row, at most 32 lines of 128, go to the cache.
+    offset = 128 * tl.arange(0, 32)[None, :]
+    address = rows.to(tl.int64, bitcast=True)[:, None] + offset
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [address, offset, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+@no_type_check
 def _sums(
     x,
     weight,
@@ -165,12 +126,18 @@ def _sums(
     is_row = (m < M)[:, None]
     apart: tl.constexpr = 2 if CODE == "e2m1" else 1
     places = weight + row[:, None].to(tl.int64) * W + k[None, :]
+    if IS_EVEN and CODE == "e4m3":  # four codes at a time
+        words = weight.to(tl.pointer_type(tl.int32), bitcast=True)
+        words += row[:, None].to(tl.int64) * (W // 4) + tl.arange(0, STEP // 4)[None, :]
     inputs = x + m[:, None] * D + apart * k[None, :]
     first = tl.zeros([OUTS, ROWS], tl.float32)
     second = tl.zeros([OUTS, ROWS], tl.float32)
     for start in tl.range(begin, end, STEP, num_stages=STAGES):
         is_in = (start + k < W)[None, :]
-        if IS_EVEN:
+        if IS_EVEN and CODE == "e4m3":
+            part = tl.load(words + start // 4)
+            given = tl.load(inputs + start, mask=is_row, other=0.0)
+        elif IS_EVEN:
             part = tl.load(places + start)
             given = tl.load(inputs + apart * start, mask=is_row, other=0.0)
         else:
@@ -189,7 +156,10 @@ def _sums(
             first += tl.dot(low, tl.trans(given), input_precision=PRECISION) * one
             second += tl.dot(high, tl.trans(given), input_precision=PRECISION) * two
         else:
-            wide = _widened(part, given.dtype, CODE, IS_PACKED)
+            if IS_EVEN and CODE == "e4m3":
+                wide = small_e4m3_words(part, given.dtype, IS_PACKED)
+            else:
+                wide = _widened(part, given.dtype, CODE, IS_PACKED)
             if WIDE > 0:
                 one = _scale(scales, row, start, S, TALL, WIDE)[:, None]
                 first += tl.dot(wide, tl.trans(given), input_precision=PRECISION) * one
@@ -212,6 +182,7 @@ def _few_rows(
     D,
     W,
     S,
+    ahead,
     CODE: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
@@ -223,14 +194,20 @@ def _few_rows(
     PRECISION: tl.constexpr,
     IS_PACKED: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
-    # One program: OUTS of the N rows of the weight's memory, a part of their elements.
+    # One program: OUTS of the N rows of the weight's memory, a part of their elements; the
+    # first ``ahead`` bytes of each before anything else.
     program, split = tl.program_id(0), tl.program_id(1)
     n = program * OUTS + tl.arange(0, OUTS)
     row = tl.where(n < N, n, 0)
     size = tl.cdiv(W, SPLITS * STEP) * STEP
     begin = split * size
     end = tl.minimum(W, begin + size)
+    if STARTS_EARLY:  # noqa: SIM102 - decided by the compiler, the other by the device
+        if begin < end:
+            _read_ahead(weight + row.to(tl.int64) * W + begin, ahead)
+    wait_for_earlier_kernels(STARTS_EARLY)
     first, second = _sums(
         x, weight, scales, row, begin, end, M, D, W, S,
         CODE, TALL, WIDE, ROWS, OUTS, STEP, STAGES, PRECISION, IS_PACKED, IS_EVEN,
@@ -261,30 +238,6 @@ def _few_rows(
                 total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(out + place, total.to(dtype), mask=mask)
             tl.store(counters + program, 0)
-
-
-def tiles_for(
-    num_rows: int, code: str, shape: tuple[int, int], itemsize: int = 2
-) -> list[Tile]:
-    """List tiles that are fast somewhere, the best first; by measurement on an H200.
-
-    With other groups or formats they work too.
-
-    Args:
-        num_rows: of the input.
-        code: see ``few_rows_linear``.
-        shape: of the weight's memory.
-        itemsize: bytes of a number of the input.
-    """
-    kind = {"int8": "e4m3", "e2m1": "int4"}.get(code, code)
-    found = _TILES[kind, 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32]
-    fitting = [
-        one
-        for one in found
-        if (one.splits == 1 or shape[0] <= one.outs * NUM_COUNTERS)
-        and one.shared_bytes(num_rows, code, itemsize) <= SHARED_BYTES
-    ]
-    return fitting or [_SMALL]
 
 
 def few_rows_linear(
@@ -327,6 +280,10 @@ def few_rows_linear(
         parts = torch.empty(splits * num_rows * F, dtype=torch.float32, device=x.device)
         if counters is None:
             counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device)
+    early = starts_early(x)
+    # Bytes of each split of each row, of which the last is the shortest.
+    size = -(-W // (splits * step)) * step
+    ahead = min((W % size or size) * weight.element_size(), READ_AHEAD // (N * splits))
     _few_rows[(triton.cdiv(N, outs), splits)](
         rows,
         weight,
@@ -339,6 +296,7 @@ def few_rows_linear(
         D,
         W,
         0 if scales is None else scales.shape[1],
+        ahead,
         CODE=code,
         TALL=group[0],
         WIDE=group[1],
@@ -350,11 +308,14 @@ def few_rows_linear(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         IS_PACKED=x.dtype == torch.bfloat16,
         IS_EVEN=W % step == 0,
+        STARTS_EARLY=early,
         num_warps=warps,  # pyrefly: ignore
+        launch_pdl=early,  # pyrefly: ignore
     )
     return out.view(*x.shape[:-1], F)
 
 
+@torch.no_grad()  # kernels start early
 def _trial(
     device: torch.device, dtype: torch.dtype, code: str = "", group: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,7 +14,8 @@ import triton.language as tl
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.codes import e4m3_factor, small_e4m3
+from mcore_infer.engine.codes import e4m3_factor, small_e4m3_words
+from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
 _KEYS = 64
@@ -71,13 +72,26 @@ def _copy_row(
 
 @triton.jit
 @no_type_check
-def _loaded(places, mask, dtype: tl.constexpr, IS_FP8: tl.constexpr):
-    # Keys or values; of codes the numbers over ``e4m3_factor``.
+def _loaded(
+    memory,
+    at,
+    is_seen,
+    dtype: tl.constexpr,
+    H: tl.constexpr,
+    LANES: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    # Keys or values of some tokens; of codes the numbers over ``e4m3_factor``.
+    if IS_FP8:  # four codes at a time
+        memory = memory.to(tl.pointer_type(tl.int32), bitcast=True)
+    count: tl.constexpr = 4 if IS_FP8 else 1
+    lane = tl.arange(0, LANES // count)
+    seen = is_seen[:, None]
+    if LANES > H:
+        seen = seen & (lane[None, :] < H // count)
+    found = tl.load(memory + at[:, None] * (H // count) + lane[None, :], mask=seen, other=0)
     if IS_FP8:
-        byte = tl.load(places, mask=mask, other=0)
-        found = small_e4m3(byte, dtype, dtype == tl.bfloat16)
-    else:
-        found = tl.load(places, mask=mask, other=0.0)
+        found = small_e4m3_words(found, dtype, dtype == tl.bfloat16)
     return found
 
 
@@ -140,6 +154,7 @@ def _attend(
     values,
     tables,
     lengths,
+    out,
     parts,
     sums,
     scale,
@@ -159,9 +174,11 @@ def _attend(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_FP8: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):
     # One program: the heads of one group of one request, over one split of its keys. Keys and
     # channels fill the taller side of the tensor cores' tiles.
+    wait_for_earlier_kernels(STARTS_EARLY)
     request, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
@@ -184,21 +201,34 @@ def _attend(
         at = _places(tables + request * table_size, start, end, Z, KEYS) * G + group
         is_seen = is_key & ((window < 0) | (place >= length - 1 - window))
         # Pages out of the window may be another request's: nothing of them is read.
-        seen = is_seen[:, None] if LANES == H else is_seen[:, None] & (lane[None, :] < H)
-        key = _loaded(keys + at[:, None] * H + lane[None, :], seen, query.dtype, IS_FP8)
+        key = _loaded(keys, at, is_seen, query.dtype, H, LANES, IS_FP8)
         score = _scores(query, key, scale, key_scale, PRECISION, IS_FP8)
         score = tl.where(is_seen[:, None], score, float("-inf"))
-        value = _loaded(values + at[:, None] * H + lane[None, :], seen, query.dtype, IS_FP8)
+        value = _loaded(values, at, is_seen, query.dtype, H, LANES, IS_FP8)
         top, total, mixed = _mix(score, value, top, total, mixed, PRECISION)
-    at_part = (request * N + head) * SPLITS + split
     mixed = _scaled(mixed, value_scale, query.dtype, IS_FP8)
-    _store_part(parts, sums, at_part, row < N // G, lane, mixed, top, total, H)
+    if SPLITS == 1:
+        places = out + (request * N + head)[None, :] * H + lane[:, None]
+        result = (mixed / total[None, :]).to(out.dtype.element_ty)
+        tl.store(places, result, mask=(row < N // G)[None, :] & (lane[:, None] < H))
+    else:
+        at_part = (request * N + head) * SPLITS + split
+        _store_part(parts, sums, at_part, row < N // G, lane, mixed, top, total, H)
 
 
 @triton.jit
 @no_type_check
-def _join(parts, sums, out, H: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
+def _join(
+    parts,
+    sums,
+    out,
+    H: tl.constexpr,
+    LANES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
+):
     # One program: one head of one request.
+    wait_for_earlier_kernels(STARTS_EARLY)
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     lane = tl.arange(0, LANES)
@@ -245,9 +275,12 @@ def paged_decode(
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (R * G)))
     splits = 1 << (splits.bit_length() - 1)
     lanes = triton.next_power_of_2(max(16, H))
-    parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
-    sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    parts = sums = out
+    if splits > 1:
+        parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
+        sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
+    early = starts_early(q)
     k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
     _attend[(R, G, splits)](
         q.contiguous(),
@@ -257,6 +290,7 @@ def paged_decode(
         values,
         tables,
         lengths,
+        out,
         parts,
         sums,
         H**-0.5 if scale is None else scale,
@@ -275,12 +309,20 @@ def paged_decode(
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         IS_FP8=kv_scales is not None,
+        STARTS_EARLY=early,
         num_warps=4,
+        launch_pdl=early,  # pyrefly: ignore
     )
-    _join[(R * N,)](parts, sums, out, H=H, LANES=lanes, SPLITS=splits, num_warps=1)
+    if splits > 1:
+        _join[(R * N,)](
+            *(parts, sums, out, H, lanes, splits, early),
+            num_warps=1,
+            launch_pdl=early,  # pyrefly: ignore
+        )
     return out
 
 
+@torch.no_grad()  # kernels start early
 def _trial(
     device: torch.device, dtype: torch.dtype, head_dim: int, group: int, in_fp8: bool
 ) -> list[tuple[Tensor, Tensor]]:

@@ -228,6 +228,8 @@ class _PagedLayer:
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None
+        if self.scales is not None and q.shape[-1] % 4:  # it reads four codes at a time
+            return None
         from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
 
         kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None

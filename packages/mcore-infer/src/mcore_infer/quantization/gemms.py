@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
 from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, unpack
+from mcore_infer.engine.tiles import tiles_for
 from mcore_infer.quantization.tile_choices import TileChoices
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
@@ -154,7 +155,7 @@ class QuantizedGemm(_Forward):
         return (codes * scales.repeat_interleave(across, 1)[:, : codes.shape[1]]).to(dtype)
 
     def _few(self, x: Tensor) -> Tensor:
-        from mcore_infer.engine.few_rows import few_rows_linear, tiles_for
+        from mcore_infer.engine.few_rows import few_rows_linear
 
         code, group = self.layout.code, self.group
         shape = (self.packed.shape[0], self.packed.shape[1])
@@ -189,7 +190,8 @@ class QuantizedGemm(_Forward):
 
         # torch's int8 GEMM takes more than 16 rows.
         least = 0 if code == "e4m3" else 32
-        padded = F.pad(x, (0, 0, 0, max(least - x.shape[0], -x.shape[0] % _MULTIPLE)))
+        missing = max(least - x.shape[0], -x.shape[0] % _MULTIPLE)
+        padded = F.pad(x, (0, 0, 0, missing)) if missing else x  # else it would be copied
         own, scale = rounded_rows(padded, code, self.rounding.input_scale)
         columns = self.scales.view(1, -1).expand(1, self.packed.shape[0])
         if code == "int8":

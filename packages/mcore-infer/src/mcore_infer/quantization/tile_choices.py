@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_infer.engine.tiles import NUM_COUNTERS
+
 _RUNS = 5
 _BEYOND_CACHE = 512 * 2**20
 """Bytes that are cleared before each run: more than the cache."""
@@ -34,8 +36,6 @@ class TileChoices:
     def counters(self, device: torch.device) -> Tensor:
         """Return the zeros that tiles with splits count with, one GEMM after the other."""
         if device not in self._counters:
-            from mcore_infer.engine.few_rows import NUM_COUNTERS
-
             zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             self._counters[device] = zeros
         return self._counters[device]

@@ -14,6 +14,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
+
 _HEADS = 16  # of one program
 _TOKENS = 4  # of one program in backward, which sums over them
 
@@ -55,8 +57,10 @@ def _forward(
     offset,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    STARTS_EARLY: tl.constexpr = False,
 ):
     # One program: HEADS heads of one token.
+    wait_for_earlier_kernels(STARTS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     position = token // batch
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -192,6 +196,7 @@ class _NormRotarySplit(torch.autograd.Function):
         sizes: tuple[int, int],
         epsilon: float,
         offset: float,
+        is_early: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         (n, g), (seq, batch, width) = sizes, qkv.shape
         size = width // (n + 2 * g)
@@ -204,7 +209,8 @@ class _NormRotarySplit(torch.autograd.Function):
             lanes = triton.next_power_of_2(half)
             _forward[grid](
                 *(qkv, q, k, v, q_weight, k_weight, cos, sin),
-                *(batch, n, g, half, epsilon, offset, lanes, _HEADS),
+                *(batch, n, g, half, epsilon, offset, lanes, _HEADS, is_early),
+                launch_pdl=is_early,  # pyrefly: ignore
             )
         return q, k, v
 
@@ -224,7 +230,7 @@ class _NormRotarySplit(torch.autograd.Function):
                 *(batch, n, g, half, *ctx.constants, lanes, _HEADS, _TOKENS),
             )
         of_q, of_k = parts.sum(0).view(2, 2 * half).to(q_weight.dtype)
-        return dqkv, of_q, of_k, None, None, None, None, None
+        return dqkv, of_q, of_k, *[None] * 6
 
 
 def fused_norm_rotary_split(
@@ -258,6 +264,7 @@ def fused_norm_rotary_split(
     """
     sizes = num_heads, num_groups
     tables = cos.contiguous(), sin.contiguous()
+    qkv, early = qkv.contiguous(), starts_early(qkv)
     return _NormRotarySplit.apply(
-        qkv.contiguous(), q_weight, k_weight, *tables, sizes, epsilon, offset
+        qkv, q_weight, k_weight, *tables, sizes, epsilon, offset, early
     )

@@ -1,0 +1,88 @@
+"""Tiles of the GEMM of few rows: what one program takes, by measurement on an H200."""
+
+from typing import NamedTuple
+
+MOST_ROWS = 64
+"""Rows of an input that ``few_rows_linear`` takes."""
+SHARED_BYTES = 227 * 2**10
+"""Shared memory of a program on an H100 or H200."""
+NUM_COUNTERS = 4096
+"""Programs with a sum of their own that ``few_rows_linear`` may need."""
+
+
+class Tile(NamedTuple):
+    """What one program takes."""
+
+    outs: int
+    """Rows of the weight's memory at once."""
+    step: int
+    """Elements of such a row at once."""
+    stages: int
+    """Steps that are on their way from memory."""
+    warps: int
+    splits: int = 1
+    """Programs that share a row."""
+
+    def shared_bytes(self, num_rows: int, code: str, itemsize: int) -> int:
+        """Shared memory that the steps on their way take; inputs have ``itemsize`` bytes."""
+        rows = max(8, 1 << (num_rows - 1).bit_length())
+        held = self.outs if code else self.outs * itemsize
+        given = 3 * rows if code == "e2m1" else rows  # even and odd ones, and one to mix them
+        return self.stages * self.step * (held + given * itemsize)
+
+
+_TILES = {
+    ("", 8): [Tile(16, 512, 3, 1)],
+    ("", 16): [Tile(64, 256, 4, 4)],
+    ("", 32): [Tile(64, 256, 4, 4), Tile(64, 128, 4, 4)],
+    ("e4m3", 8): [
+        Tile(16, 256, 4, 1, 2),
+        Tile(32, 256, 4, 2, 2),
+        Tile(64, 256, 3, 2),
+        Tile(64, 256, 4, 4),
+        Tile(16, 256, 4, 1, 4),
+    ],
+    ("e4m3", 16): [
+        Tile(32, 128, 4, 2, 2),
+        Tile(64, 128, 4, 2, 2),
+        Tile(64, 128, 4, 2),
+        Tile(32, 128, 4, 2, 4),
+    ],
+    ("e4m3", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 4, 2), Tile(64, 256, 4, 2, 2)],
+    ("int4", 8): [
+        Tile(16, 128, 4, 1, 2),
+        Tile(32, 128, 3, 2),
+        Tile(16, 128, 4, 1, 4),
+        Tile(32, 128, 4, 2, 4),
+        Tile(16, 128, 4, 1, 8),
+    ],
+    ("int4", 16): [Tile(32, 128, 4, 2, 2), Tile(64, 128, 4, 2), Tile(32, 128, 4, 2, 4)],
+    ("int4", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 3, 4), Tile(64, 128, 4, 4, 4)],
+}
+"""By format (int8 as e4m3, e2m1 as int4) and rows at most; the last for all."""
+_SMALL = Tile(32, 64, 3, 4)
+"""Fits where no other does."""
+
+
+def tiles_for(
+    num_rows: int, code: str, shape: tuple[int, int], itemsize: int = 2
+) -> list[Tile]:
+    """List tiles that are fast somewhere, the best first; by measurement on an H200.
+
+    With other groups or formats they work too.
+
+    Args:
+        num_rows: of the input.
+        code: see ``few_rows_linear``.
+        shape: of the weight's memory.
+        itemsize: bytes of a number of the input.
+    """
+    kind = {"int8": "e4m3", "e2m1": "int4"}.get(code, code)
+    found = _TILES[kind, 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32]
+    fitting = [
+        one
+        for one in found
+        if (one.splits == 1 or shape[0] <= one.outs * NUM_COUNTERS)
+        and one.shared_bytes(num_rows, code, itemsize) <= SHARED_BYTES
+    ]
+    return fitting or [_SMALL]
