@@ -15,6 +15,7 @@ import time
 
 import torch
 from reporting import add_options, keep, versions
+from step_profile import device_kernels, heaviest
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
@@ -121,6 +122,7 @@ def measure(model: GPT, options: argparse.Namespace, batch: int, vocab: int) -> 
     first = time.perf_counter() - begin
     for _ in range(3):  # records the graph
         engine.step()
+    split = {"kernels": kernels_of_a_step(engine)} if options.split else {}
     rates = []
     while engine.scheduler.num_running == batch:
         _wait()
@@ -141,7 +143,17 @@ def measure(model: GPT, options: argparse.Namespace, batch: int, vocab: int) -> 
         "tokens_per_s": round(statistics.median(rates), 1),
         "tokens_per_s_p10": round(rates[len(rates) // 10], 1),
         "tokens_per_s_p90": round(rates[-1 - len(rates) // 10], 1),
+        **split,
     }
+
+
+def kernels_of_a_step(engine: Engine, steps: int = 3) -> list[str]:
+    """Describe the kernels of a step that take longest; those that start early overlap."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            engine.step()
+        _wait()
+    return heaviest(device_kernels(profile), steps, 14)
 
 
 def measure_offline(model: GPT, options: argparse.Namespace, vocab: int) -> dict:
@@ -226,6 +238,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--method", choices=METHODS, default="")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--split", action="store_true", help="also by kernel")
     parser.add_argument("--prefill-tokens", type=int, default=4096)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)

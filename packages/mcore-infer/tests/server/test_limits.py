@@ -1,6 +1,7 @@
 """Clients that leave, stall, come in crowds, or send what no one should."""
 
 import json
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -318,8 +319,9 @@ def test_nothing_is_left_of_any_body(client):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@settings(max_examples=100_000, **ANY)
+@settings(max_examples=int(os.environ.get("MCORE_BODIES", "100000")), **ANY)
 @given(PATHS, bodies())
 def test_a_hundred_thousand_bodies_get_proper_answers(client, path, body):
+    """Or as many as ``MCORE_BODIES`` says, so that processes can share them."""
     check_any_body(client, path, body)
     assert client.send("GET", "/health")[0] == 200

@@ -9,7 +9,7 @@ anywhere: wide weights of the same values, inputs rounded as the method says.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, NoReturn
 
 import torch
@@ -193,7 +193,7 @@ class QuantizedGemm(_Forward):
         missing = max(least - x.shape[0], -x.shape[0] % _MULTIPLE)
         padded = F.pad(x, (0, 0, 0, missing)) if missing else x  # else it would be copied
         own, scale = rounded_rows(padded, code, self.rounding.input_scale)
-        columns = self.scales.view(1, -1).expand(1, self.packed.shape[0])
+        columns = self._column_scales
         if code == "int8":
             total = torch._int_mm(own, self.packed.t())[: x.shape[0]]
             return (total * (scale[: x.shape[0], None] * columns)).to(x.dtype)
@@ -202,6 +202,11 @@ class QuantizedGemm(_Forward):
             recipe, rows, outputs = Tensorwise(), scale[:1], self.scales.view(1)
         given, weight = Factor(own, rows), Factor(self.packed, outputs)
         return recipe.multiply(given, weight, x.dtype, fast_accum=True)[: x.shape[0]]
+
+    @cached_property
+    def _column_scales(self) -> Float[Tensor, "1 F"]:
+        """One for each output; kept, as expanding it would be a kernel of every GEMM."""
+        return self.scales.view(1, -1).expand(1, self.packed.shape[0]).contiguous()
 
     def _has_kernels(self, dtype: torch.dtype) -> bool:
         kind = (dtype, self.layout.code, self.group)
