@@ -52,7 +52,10 @@ class Rounding:
         limit = LARGEST[self.code]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.input_scale is None:
-            scale = wide.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / limit
+            largest = wide.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+            # A GPU multiplies by the inverse of a plain number: one bit off, which moves the
+            # many inputs of 16 bits that lie half-way between two codes.
+            scale = largest / wide.new_full((), limit)
         else:
             scale = self.input_scale.to(wide)
         return (decode(encode(wide / scale, self.code), self.code) * scale).to(x.dtype)
