@@ -160,7 +160,7 @@ def test_scales_of_the_cache_are_those_of_what_it_holds(run, folders):
     with torch.no_grad():
         model(ids, state=cache)
     for layer in (0, 1):
-        held = cache.layer(layer)
+        held = cache.layer(layer).held
         for one, kept in (("k", held.keys), ("v", held.values)):
             scale = tensors[f"model.layers.{layer}.self_attn.{one}_proj.{one}_scale"]
             torch.testing.assert_close(scale, kept.abs().amax() / 448, rtol=1e-5, atol=0)

@@ -99,27 +99,11 @@ def _read_ahead(rows, num_bytes):
 @triton.jit
 @no_type_check
 def _sums(
-    x,
-    weight,
-    scales,
-    row,
-    begin,
-    end,
-    M,
-    D,
-    W,
-    S,
-    CODE: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-):
+    x, weight, scales, row, begin, end, M, D, W, S,
+    CODE: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
     # Of rows of the weight's memory, W elements each, from ``begin`` to ``end``; of int4 those
     # of even outputs and those of odd ones. Scales of whole rows are left out.
     m, k = tl.arange(0, ROWS), tl.arange(0, STEP)
@@ -171,31 +155,12 @@ def _sums(
 @triton.jit(do_not_specialize=["M"])
 @no_type_check
 def _few_rows(
-    x,
-    weight,
-    scales,
-    out,
-    parts,
-    counters,
-    M,
-    N,
-    D,
-    W,
-    S,
-    ahead,
-    CODE: tl.constexpr,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    x, weight, scales, out, parts, counters, M, N, D, W, S, ahead,
+    CODE: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, IS_PACKED: tl.constexpr, IS_EVEN: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
-):
+):  # fmt: skip
     # One program: OUTS of the N rows of the weight's memory, a part of their elements; the
     # first ``ahead`` bytes of each before anything else.
     program, split = tl.program_id(0), tl.program_id(1)

@@ -147,35 +147,12 @@ def _mix(score, value, top, total, mixed, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def _attend(
-    q,
-    new_keys,
-    new_values,
-    keys,
-    values,
-    tables,
-    lengths,
-    out,
-    parts,
-    sums,
-    scale,
-    window,
-    table_size,
-    new_key_stride,
-    new_value_stride,
-    key_scale,
-    value_scale,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    Z: tl.constexpr,
-    LANES: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
-):
+    q, new_keys, new_values, keys, values, tables, lengths, out, parts, sums, scale, window,
+    table_size, new_key_stride, new_value_stride, key_scale, value_scale,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Z: tl.constexpr, LANES: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_FP8: tl.constexpr, STARTS_EARLY: tl.constexpr,
+):  # fmt: skip
     # One program: the heads of one group of one request, over one split of its keys. Keys and
     # channels fill the taller side of the tensor cores' tiles.
     wait_for_earlier_kernels(STARTS_EARLY)

@@ -19,21 +19,10 @@ from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_ke
 @triton.jit
 @no_type_check
 def _rotate(
-    packed,
-    q,
-    k,
-    v,
-    cos,
-    sin,
-    batch,
-    n,
-    g,
-    half,
-    INVERSE: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
+    packed, q, k, v, cos, sin, batch, n, g, half,
+    INVERSE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     STARTS_EARLY: tl.constexpr = False,
-):
+):  # fmt: skip
     # One program: HEADS heads of one token. Forward reads packed and writes q, k, v;
     # backward reads their gradients, rotates back, and writes packed.
     wait_for_earlier_kernels(STARTS_EARLY)
