@@ -218,7 +218,7 @@ def test_megatrons_entry_takes_its_flags_and_names_those_that_do_nothing(monkeyp
         "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 3e-4 "
         "--lr-decay-style cosine --mock-data --vocab-size 64 --num-workers 0 --device cpu"
     )
-    done = run_command("pretrain_gpt", *flags.split())
+    done = run_command("pretrain_gpt", *flags.split(), is_ours=True)
     assert done.returncode == 0, done.stderr
     assert "iteration        1/       1" in done.stdout
     told = done.stdout + done.stderr
@@ -239,7 +239,7 @@ def test_the_bert_script_is_of_340_million_parameters_and_trains_made_small(monk
         "--vocab-size 90 --micro-batch-size 2 --global-batch-size 4 --train-iters 1 "
         "--no-bf16 --device cpu --num-workers 0 --eval-interval 0 --num-tokentypes 2 "
     )
-    done = run_command("pretrain_bert", *shlex.split(command), *small.split())
+    done = run_command("pretrain_bert", *shlex.split(command), *small.split(), is_ours=True)
     assert done.returncode == 0, done.stderr
     assert "iteration        1/       1" in done.stdout
     assert "sop loss: " in done.stdout
@@ -253,6 +253,6 @@ def test_the_t5_entry_trains(monkeypatch):
         "--vocab-size 140 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --mock-data "
         "--device cpu --num-workers 0"
     )
-    done = run_command("pretrain_t5", *flags.split())
+    done = run_command("pretrain_t5", *flags.split(), is_ours=True)
     assert done.returncode == 0, done.stderr
     assert "iteration        1/       1" in done.stdout

@@ -100,7 +100,7 @@ def test_sigterm_to_the_process_group_saves_the_step_that_is_under_way(
     run = tmp_path / "run"
     words = [*SHAPE[:-2], *RUN[:-4], "--train-iters", 100_000, "--num-workers", 2, *layout]
     words[words.index("--save-interval") + 1] = 100_000
-    done = run_command("terminated", *words, "--save", run)
+    done = run_command("terminated", *words, "--save", run, is_ours=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"stopping after iteration {latest_step(run)}" in done.stdout
     check(run)

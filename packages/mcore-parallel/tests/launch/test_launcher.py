@@ -157,7 +157,8 @@ def launch(code, folder, monkeypatch, *numbers):
     """Launch two ranks of a program in a process of its own, which gets these signals."""
     (folder / "launches.py").write_text(LAUNCHES)
     monkeypatch.syspath_prepend(folder)
-    return run_command("launches", folder, code, *(int(number) for number in numbers))
+    numbers = [int(number) for number in numbers]
+    return run_command("launches", folder, code, *numbers, is_ours=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -45,6 +45,7 @@ def run_world(fault, timeout_s, frozen=None):
             env=env,
             cwd=HERE,
             timeout_s=timeout_s + 2 * SLACK_S,
+            is_ours=True,
         )
 
     started_s = time.monotonic()

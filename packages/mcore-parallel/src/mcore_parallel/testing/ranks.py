@@ -68,10 +68,11 @@ def run_command(
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
     timeout_s: float = 240.0,
+    is_ours: bool | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module words`` in a process that has torch loaded already.
 
-    A command of these packages finds what this process has imported of them loaded too.
+    A command of ours finds what this process has imported of these packages loaded too.
 
     The module runs as ``__main__`` in a process of its own, with its own arguments, folder,
     environment and standard streams, and with one thread. Shapes are not checked.
@@ -82,6 +83,7 @@ def run_command(
         env: environment; None means that of this process.
         cwd: folder to run in; None means this one.
         timeout_s: after which the command is ended.
+        is_ours: whether it uses these packages; None: whether it is one of them.
 
     Returns:
         Exit code and all that was written to standard output and standard error.
@@ -89,7 +91,8 @@ def run_command(
     Raises:
         subprocess.TimeoutExpired: if it takes longer.
     """
-    run = _pool(False).server().run if module in OUR_PACKAGES else None
+    is_ours = module in OUR_PACKAGES if is_ours is None else is_ours
+    run = _pool(False).server().run if is_ours else None
     return run_forked(module, [str(word) for word in words], env, cwd, timeout_s, run)
 
 

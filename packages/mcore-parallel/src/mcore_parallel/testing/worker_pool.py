@@ -126,6 +126,7 @@ class Pool:
     def __init__(self, check_shapes: bool) -> None:
         self.check_shapes = check_shapes
         self.fork_server: ForkServer | None = None
+        self._starting = threading.Lock()
         self.members: list[Member] = []
 
     def run(
@@ -154,7 +155,8 @@ class Pool:
 
     def server(self) -> ForkServer:
         """Return the process that forks the ranks, started when it is first needed."""
-        self.fork_server = self.fork_server or ForkServer(self.check_shapes)
+        with self._starting:
+            self.fork_server = self.fork_server or ForkServer(self.check_shapes)
         return self.fork_server
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
