@@ -255,6 +255,7 @@ def two_steps(model, scales, documents):
     for parameter in model.parameters():
         slot = grad_slot(parameter)
         slot.main, slot.is_stale = torch.zeros_like(parameter), slot.overwrites
+        slot.main += 7.0 * slot.is_stale
     losses = []
     for _ in range(2):
         with nullcontext() if scales is None else scales.noting():
