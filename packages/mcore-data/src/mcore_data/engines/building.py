@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.config import EngineName
-from mcore_data.engines.protocol import Engine, Reference
+from mcore_data.engines.protocol import Engine
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 
@@ -68,16 +68,13 @@ class ByteEngine:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
-def build_engine(
-    tokenizer: Tokenizer, name: EngineName = "auto", reference: Reference | None = None
-) -> Engine:
+def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
     """Choose the engine of a tokenizer.
 
     Args:
         tokenizer: what the ids must be equal to.
         name: ``auto`` takes the fastest that is installed, can do this tokenizer and passes
             the probes; any other name takes that one or fails.
-        reference: gives the tokenizer's ids; None: the tokenizer itself.
 
     Raises:
         ValueError: if the named engine cannot do this tokenizer, or parts from it.
@@ -90,13 +87,13 @@ def build_engine(
     problem: Exception | None = None
     for candidate in ("words", "gigatoken") if name == "auto" else (name,):
         try:
-            engine = _build(tokenizer, candidate, reference or tokenizer)
+            engine = _build(tokenizer, candidate)
         except (ValueError, ImportError) as error:
             if name != "auto":
                 raise
             problem = error
             continue
-        probe = differing_probe(engine, tokenizer, reference)
+        probe = differing_probe(engine, tokenizer)
         if probe is None:
             return engine
         message = f"--engine {candidate} does not encode {probe!r} as the tokenizer does."
@@ -108,12 +105,10 @@ def build_engine(
     return ReferenceEngine(tokenizer)
 
 
-def differing_probe(
-    engine: Engine, tokenizer: Tokenizer, reference: Reference | None = None
-) -> str | None:
+def differing_probe(engine: Engine, tokenizer: Tokenizer) -> str | None:
     """First of the probes that engine and tokenizer encode differently, None if none."""
     probes = [*PROBES, *_special_probes(tokenizer)]
-    right = (reference or tokenizer).encode_batch(probes)
+    right = tokenizer.encode_batch(probes)
     for text, ids, expected in zip(probes, engine.encode(probes), right, strict=True):
         if ids.tolist() != expected:
             return text
@@ -126,11 +121,11 @@ def _special_probes(tokenizer: Tokenizer) -> list[str]:
     return [f"a{name} b {name}\n{name}{name}." for name in names[:300]]
 
 
-def _build(tokenizer: Tokenizer, name: str, reference: Reference) -> Any:
+def _build(tokenizer: Tokenizer, name: str) -> Any:
     if name == "words":
         from mcore_data.engines.wordpiece import WordEngine
 
         return WordEngine(tokenizer)
     from mcore_data.engines.gigatoken import GigatokenEngine
 
-    return GigatokenEngine(tokenizer, reference=reference)
+    return GigatokenEngine(tokenizer)

@@ -18,7 +18,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from mcore_data.engines.character_check import CharacterCheck, Encode, border_vocabulary
-from mcore_data.engines.protocol import Reference, special_ids, surrounded
+from mcore_data.engines.protocol import special_ids, surrounded
 from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.multimodal import MultimodalTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -35,31 +35,21 @@ class GigatokenEngine:
             model is BPE with byte fallback.
         forget_after: characters after which words are learnt again, which bounds memory:
             new text takes some 250 bytes for a thousand characters.
-        reference: gives the tokenizer's ids; None: the tokenizer itself.
 
     Raises:
         ImportError: if gigatoken is not installed.
         ValueError: if it cannot do this tokenizer.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        forget_after: int = FORGET_AFTER,
-        reference: Reference | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, forget_after: int = FORGET_AFTER) -> None:
         self._tokenizer = tokenizer
         self._forget_after = forget_after
         self._num_characters = 0
         self._core, self._literals = _open(tokenizer)
-        self._reference = reference or tokenizer
-        splitting = (
-            tokenizer.splitting() if isinstance(tokenizer, HFTokenizer) else (None, None)
-        )
-        self._normalizer, self._pre_tokenizer = splitting
+        self._normalizer, self._pre_tokenizer = _splitting(tokenizer)
         normalizes = '"NF' in json.dumps(self._normalizer)
         self._check = CharacterCheck(self._open_pair, normalizes=normalizes)
-        before, behind = special_ids(self._reference)
+        before, behind = special_ids(self._tokenizer)
         self._before = np.array(before, np.uint32)
         self._behind = np.array(behind, np.uint32)
         self.name = f"gigatoken {version('gigatoken')}"
@@ -74,7 +64,7 @@ class GigatokenEngine:
         ids = list(map(self._core.encode, texts))
         chosen = sorted({*self._check.differing(texts), *self._with_literals(texts)})
         if chosen:
-            bare = self._reference.encode_batch(
+            bare = self._tokenizer.encode_batch(
                 [texts[i] for i in chosen], add_special_tokens=False
             )
             for i, each in zip(chosen, bare, strict=True):
@@ -92,7 +82,7 @@ class GigatokenEngine:
         import gigatoken
 
         if '"ByteLevel"' not in json.dumps(self._pre_tokenizer):
-            bare = partial(self._reference.encode_batch, add_special_tokens=False)
+            bare = partial(self._tokenizer.encode_batch, add_special_tokens=False)
             return partial(map, self._core.encode), bare
         text = border_vocabulary(self._pre_tokenizer, self._normalizer)
         reference = HFTokenizer(tokenizers.Tokenizer.from_str(text))
@@ -102,6 +92,17 @@ class GigatokenEngine:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the tokenizer, from which the engine is built again."""
         return GigatokenEngine, (self._tokenizer, self._forget_after)
+
+
+def _splitting(tokenizer: Tokenizer) -> tuple[Any, Any]:
+    """Normalizer and pre-tokenizer, as ``tokenizer.json`` holds them; None is none."""
+    if not isinstance(tokenizer, HFTokenizer):
+        return None, None
+    normalizer, pre_tokenizer = (
+        json.loads(step.__getstate__()) if step else None
+        for step in (tokenizer.core.normalizer, tokenizer.core.pre_tokenizer)
+    )
+    return normalizer, pre_tokenizer
 
 
 def _open(tokenizer: Tokenizer) -> tuple[Any, list[str]]:

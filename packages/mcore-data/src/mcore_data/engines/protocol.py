@@ -6,6 +6,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.tokenizers.protocol import Tokenizer
+
 
 class Engine(Protocol):
     """Encodes texts exactly as its tokenizer does, special tokens around them included."""
@@ -20,21 +22,7 @@ class Engine(Protocol):
         ...
 
 
-class Reference(Protocol):
-    """What an engine is held to: a tokenizer, or one that encodes in another process."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; ``add_special_tokens`` keeps what the tokenizer adds around it."""
-        ...
-
-    def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Ids of many texts."""
-        ...
-
-
-def special_ids(tokenizer: Reference) -> tuple[list[int], list[int]]:
+def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer puts before and behind every text.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.engines.protocol import Reference
+from mcore_data.tokenizers.protocol import Tokenizer
 
 SAMPLE_SHARE = 1 / 1024
 LONGEST_SAMPLED = 1 << 20
@@ -41,12 +41,12 @@ class Verifier:
     """Encodes texts by the reference and compares.
 
     Attributes:
-        reference: the tokenizer, here or in another process.
+        reference: the tokenizer.
         mode: ``full``, ``sample`` or ``off``.
         engine: name of what is checked, for the message.
     """
 
-    reference: Reference
+    reference: Tokenizer
     mode: Literal["full", "sample", "off"]
     engine: str
 

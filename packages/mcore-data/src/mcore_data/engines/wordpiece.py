@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers.models import WordPiece
 
 from mcore_data.engines.protocol import special_ids, surrounded
 from mcore_data.engines.word_cache import MAX_WORDS, WordTable, encode_in_batches, padded
@@ -206,7 +207,7 @@ def _is_plain(token: dict[str, Any]) -> bool:
 
 def _checked(tokenizer: Tokenizer) -> tuple[HFTokenizer, dict[str, Any]]:
     """The tokenizer and the parts of its ``tokenizer.json``."""
-    if isinstance(tokenizer, HFTokenizer) and tokenizer.model_type == "WordPiece":
+    if isinstance(tokenizer, HFTokenizer) and isinstance(tokenizer.core.model, WordPiece):
         parts: dict[str, Any] = json.loads(tokenizer.text)
         kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer")]
         plain = all(map(_is_plain, parts["added_tokens"]))

@@ -1,7 +1,6 @@
 """A corpus to token datasets, whole or in parts; ``tokenizing.py`` does the work."""
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
@@ -50,10 +49,10 @@ def preprocess(
     sources = find_inputs(config.input, text_lines=config.text_lines)
     _check_keys(config, sources)
     make_folder(Path(config.output_prefix).parent, f"--output-prefix {config.output_prefix}")
-    with closing(build_tools(config, tokenizer_config)) as tools:
-        if config.partitions > 1:
-            return preprocess_parts(config, sources, tools, on_progress, block_bytes)
-        return preprocess_sources(config, sources, tools, on_progress, block_bytes)
+    tools = build_tools(config, tokenizer_config)
+    if config.partitions > 1:
+        return preprocess_parts(config, sources, tools, on_progress, block_bytes)
+    return preprocess_sources(config, sources, tools, on_progress, block_bytes)
 
 
 def _check_keys(config: PreprocessConfig, sources: Sequence[Source]) -> None:

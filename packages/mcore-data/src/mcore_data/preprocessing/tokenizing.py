@@ -25,7 +25,6 @@ from mcore_data.preprocessing.blocks import Block, Source, describe
 from mcore_data.preprocessing.encoding import EncodedBlock, Encoder
 from mcore_data.preprocessing.journal import Journal, open_journal, write_journal
 from mcore_data.preprocessing.records import BadRecordError
-from mcore_data.preprocessing.reference_process import ReferenceProcess
 from mcore_data.preprocessing.sentences import Splitter, build_splitter
 from mcore_data.preprocessing.sources import (
     count_lines,
@@ -34,7 +33,7 @@ from mcore_data.preprocessing.sources import (
     read_blocks,
     refuse_changed,
 )
-from mcore_data.preprocessing.workers import START_METHOD, encode_all
+from mcore_data.preprocessing.workers import encode_all
 from mcore_data.tokenizers.building import build_tokenizer, how_to_end_documents
 from mcore_data.tokenizers.protocol import Tokenizer
 
@@ -94,18 +93,11 @@ class Tools:
         tokenizer: the reference.
         encoder: what workers run.
         splitter: of sentences; None leaves texts whole.
-        reference: the process in which the tokenizer encodes; None if it does so here.
     """
 
     tokenizer: Tokenizer
     encoder: Encoder
     splitter: Splitter | None
-    reference: ReferenceProcess | None = None
-
-    def close(self) -> None:
-        """End the process of the reference."""
-        if self.reference:
-            self.reference.close()
 
 
 def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tools:
@@ -116,12 +108,9 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
             f"--append-eod: {tokenizer_config.tokenizer_type} has no end-of-document token. "
             f"{how_to_end_documents(tokenizer_config)}"
         )
-    reference = _reference_beside(config, tokenizer)
-    engine = build_engine(tokenizer, config.engine, reference)
-    if config.verify == "full" or engine.name == "reference":
-        tokenizer.encode("")  # opened here, each worker need not
+    engine = build_engine(tokenizer, config.engine)
     verifies = config.verify != "off" and engine.name != "reference"
-    verifier = Verifier(reference or tokenizer, config.verify, engine.name)
+    verifier = Verifier(tokenizer, config.verify, engine.name)
     splitter = None
     if config.split_sentences:
         splitter = build_splitter(
@@ -135,19 +124,7 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
         eod=tokenizer.eod if config.append_eod else None,
         split=splitter.split if splitter else None,
     )
-    return Tools(tokenizer, encoder, splitter, reference)
-
-
-def _reference_beside(
-    config: PreprocessConfig, tokenizer: Tokenizer
-) -> ReferenceProcess | None:
-    """A process for the tokenizer, if it takes long to open and encodes few texts."""
-    encodes_few = config.engine != "reference" and config.verify != "full"
-    opens_late = getattr(tokenizer, "opens_late", False)
-    if not (encodes_few and opens_late and config.workers > 1 and START_METHOD == "fork"):
-        return None
-    tokenizer.fingerprint()  # what both need of it is there before the fork
-    return ReferenceProcess(tokenizer)
+    return Tools(tokenizer, encoder, splitter)
 
 
 def preprocess_sources(

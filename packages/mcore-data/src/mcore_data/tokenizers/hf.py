@@ -7,8 +7,7 @@ and padding of a ``tokenizer.json`` are switched off.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -22,93 +21,40 @@ _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token")
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a tokenizer without opening it.
-
-    Attributes:
-        ids: of every token by its name.
-        special_names: tokens that are found in a text before it is split, by id.
-        write: gives the text of its ``tokenizer.json``.
-        empty: builds it without vocabulary: what normalizes and splits text.
-        model_type: kind of its model, as there: ``BPE``, ``WordPiece``.
-    """
-
-    ids: Mapping[str, int]
-    special_names: Sequence[str]
-    write: Callable[[], str]
-    empty: Callable[[], tokenizers.Tokenizer]
-    model_type: str
-
-
 class HFTokenizer:
     """A ``tokenizers.Tokenizer`` with the roles of its special tokens.
 
     Args:
-        core: the tokenizer, or what opens it when it is first needed to encode or decode;
-            truncation and padding are switched off in place.
+        core: the tokenizer; truncation and padding are switched off in place.
         config: content of ``tokenizer_config.json``: which token plays which role, chat
             template and what else Hugging Face keeps there. A missing ``eos_token`` is
             taken from the usual names if the vocabulary has one of them.
-        known: what ``core`` would say, if it is to be opened late.
     """
 
     def __init__(
-        self,
-        core: tokenizers.Tokenizer | Callable[[], tokenizers.Tokenizer],
-        config: Mapping[str, Any] | None = None,
-        known: Known | None = None,
+        self, core: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None
     ) -> None:
-        self._core = core
-        self._known = known
+        core.no_truncation()
+        core.no_padding()
+        self.core = core
         self.config = {"tokenizer_class": "PreTrainedTokenizerFast", **(config or {})}
         if "eos_token" not in self.config:
             names = [name for name in _END_NAMES if self.token_id(name) is not None]
             if names:
                 self.config["eos_token"] = names[0]
-        ids = known.ids if known else self.core.get_vocab()
-        self.vocab_size = max(ids.values(), default=-1) + 1
+        self.vocab_size = max(core.get_vocab().values(), default=-1) + 1
         self.eod = self._role("eos_token")
         self.bos = self._role("bos_token")
         self.pad = self._role("pad_token")
 
     @cached_property
-    def core(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer."""
-        core = self._core() if callable(self._core) else self._core
-        core.no_truncation()
-        core.no_padding()
-        return core
-
-    @property
-    def opens_late(self) -> bool:
-        """Whether the library's tokenizer is still to be built, which may take a second."""
-        return "core" not in vars(self)
-
-    @property
-    def model_type(self) -> str:
-        """Kind of the model, as ``tokenizer.json`` names it."""
-        return self._known.model_type if self._known else type(self.core.model).__name__
-
-    @cached_property
     def text(self) -> str:
         """The tokenizer as ``tokenizer.json`` holds it."""
-        return self._known.write() if self._known else self.core.to_str()
-
-    def splitting(self) -> tuple[Any, Any]:
-        """Normalizer and pre-tokenizer, as ``tokenizer.json`` holds them; None is none."""
-        core = self._known.empty() if self._known else self.core
-        normalizer, pre_tokenizer = (
-            json.loads(step.__getstate__()) if step else None
-            for step in (core.normalizer, core.pre_tokenizer)
-        )
-        return normalizer, pre_tokenizer
+        return self.core.to_str()
 
     @property
     def special_names(self) -> list[str]:
         """Tokens that are found in a text before it is split, by id."""
-        if self._known:
-            return list(self._known.special_names)
         return [
             token.content for _, token in sorted(self.core.get_added_tokens_decoder().items())
         ]
@@ -132,7 +78,7 @@ class HFTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Id of one token by its name."""
-        return self._known.ids.get(token) if self._known else self.core.token_to_id(token)
+        return self.core.token_to_id(token)
 
     def fingerprint(self) -> str:
         """Hash of the serialised tokenizer and the roles."""

@@ -7,28 +7,19 @@ which saves as ``tokenizer.json``.
 
 import json
 from binascii import a2b_base64
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
-from mcore_data.tokenizers.hf import HFTokenizer, Known, byte_letters
+from mcore_data.tokenizers.hf import HFTokenizer, byte_letters
 
 _FIRST_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _ROLES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-_TOKEN_OPTIONS = {
-    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-    "special": True,
-}
-_HASH_BASE_AND_INVERSE = (0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 1 << 64))
-_SPREAD = np.uint64(0xC2B2AE3D27D4EB4F)
-_MASK = (1 << 21) - 1
 _from_base64 = partial(a2b_base64, strict_mode=True)
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -92,60 +83,7 @@ def build_tiktoken(
         raise ValueError(f"{both[0]} is a token of {path} already and cannot be a special one.")
     vocab = {name: i for i, name in enumerate(first)}
     vocab |= {name: num_special_tokens + rank for name, rank in ranks.items()}
-    ids = dict(vocab)
-    for name in special_tokens:
-        ids.setdefault(name, len(ids))
-    names = sorted({*first, *special_tokens}, key=ids.__getitem__)
-    parts = _Parts(ranks, vocab, {name: ids[name] for name in names}, pattern)
-    known = Known(ids, names, parts.write, parts.empty, "BPE")
-    return HFTokenizer(parts.build, _ROLES if first else {}, known)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What the library's tokenizer is built of, and its text written from."""
-
-    ranks: Mapping[str, int]
-    vocab: Mapping[str, int]
-    special_ids: Mapping[str, int]
-    pattern: str
-
-    @cached_property
-    def merges(self) -> list[tuple[str, str]]:
-        """All of them; a list of some hundred thousand takes a while."""
-        return _merges(self.ranks)
-
-    def build(self) -> tokenizers.Tokenizer:
-        """Build the tokenizer, with a look at all that was only reckoned before."""
-        unions = [self.ranks.get("".join(merge), -1) for merge in self.merges]
-        assert -1 not in unions, "hashes collide"
-        assert unions == sorted(unions), "hashes collide"
-        core = _tokenizer(self.vocab, self.merges, list(self.special_ids), self.pattern)
-        added = {token.content: i for i, token in core.get_added_tokens_decoder().items()}
-        assert added == self.special_ids, "special tokens have other ids"
-        return core
-
-    def empty(self) -> tokenizers.Tokenizer:
-        """Build the tokenizer without vocabulary and special tokens."""
-        return _tokenizer({}, [], [], self.pattern)
-
-    def write(self) -> str:
-        """What ``to_str()`` of the tokenizer gives, in a fraction of its time."""
-        parts = json.loads(self.empty().to_str())
-        parts["added_tokens"] = [
-            {"id": i, "content": name, **_TOKEN_OPTIONS} for name, i in self.special_ids.items()
-        ]
-        parts["model"] |= {"vocab": self.vocab, "merges": self.merges}
-        return _dumps(parts)
-
-
-def _tokenizer(
-    vocab: Mapping[str, int],
-    merges: list[tuple[str, str]],
-    special_tokens: Sequence[str],
-    pattern: str,
-) -> tokenizers.Tokenizer:
-    core = tokenizers.Tokenizer(models.BPE(dict(vocab), merges, ignore_merges=True))
+    core = tokenizers.Tokenizer(models.BPE(vocab, _merges(ranks), ignore_merges=True))
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(PATTERNS[pattern]), "isolated"),
@@ -153,17 +91,8 @@ def _tokenizer(
         ]
     )
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(special_tokens))
-    return core
-
-
-def _dumps(parts: Mapping[str, object]) -> str:
-    """JSON without blanks; by orjson if it is there, in a tenth of the time."""
-    try:
-        from orjson import dumps
-    except ImportError:
-        return json.dumps(parts, ensure_ascii=False, separators=(",", ":"))
-    return dumps(parts).decode()
+    core.add_special_tokens([*first, *special_tokens])
+    return HFTokenizer(core, _ROLES if first else {})
 
 
 def _read_ranks(path: Path) -> dict[str, int]:
@@ -205,57 +134,11 @@ def _merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
     """Every way to make a token of two, by the rank of what it makes.
 
     Tiktoken joins the neighbours whose union ranks lowest, whichever two they are; a list of
-    merges says the same when it holds all pairs, in the order of the unions. All beginnings
-    and ends of tokens are looked up at once, by polynomial hashes modulo 2**64, of which one
-    running sum over the letters of all tokens holds every one.
+    merges says the same when it holds all pairs, in the order of the unions.
     """
-    tokens = list(ranks)  # in the order of rank
-    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    letters = np.frombuffer("".join(tokens).encode("utf-16-le"), np.uint16)
-    place = np.arange(len(letters)) - np.repeat(starts, lengths)
-    powers, inverses = (_powers(base, int(lengths.max())) for base in _HASH_BASE_AND_INVERSE)
-    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(letters * powers[place])))
-    find = _finder(sums[ends] - sums[starts])
-    cuts = np.flatnonzero(place)
-    owners = np.repeat(np.arange(len(tokens)), lengths - 1)
-    lefts = find(sums[cuts] - sums[starts[owners]])
-    cuts, owners, lefts = (part[lefts >= 0] for part in (cuts, owners, lefts))
-    rights = find((sums[ends[owners]] - sums[cuts]) * inverses[place[cuts]])
-    keys = (owners << 42 | lefts << 21 | rights)[rights >= 0]
-    keys.sort()
-    names = np.array(tokens, object)
-    pair = names[keys >> 21 & _MASK], names[keys & _MASK]
-    return list(zip(*(each.tolist() for each in pair), strict=True))
-
-
-def _finder(hashes: NDArray[np.uint64]) -> Callable[[NDArray[np.uint64]], NDArray[np.int64]]:
-    """Return what says where in ``hashes`` others are, -1 for those that are not there.
-
-    The top bits of a hash, spread by a product, say where among the sorted ones to begin.
-    """
-    spread = hashes * _SPREAD
-    order = np.argsort(spread)
-    ordered = np.append(spread[order], np.uint64(2**64 - 1))
-    shift = np.uint64(64 - len(hashes).bit_length())
-    bottoms = np.arange(1 << len(hashes).bit_length(), dtype=np.uint64) << shift
-    firsts = np.searchsorted(ordered, bottoms)
-
-    def find(wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-        wanted = wanted * _SPREAD
-        at = firsts[(wanted >> shift).view(np.int64)]
-        below = np.flatnonzero(ordered[at] < wanted)
-        while len(below):
-            at[below] += 1
-            below = below[ordered[at[below]] < wanted[below]]
-        return np.where(ordered[at] == wanted, np.append(order, -1)[at], -1)
-
-    return find
-
-
-def _powers(base: int, count: int) -> NDArray[np.uint64]:
-    """Powers 0 to ``count`` of a base, modulo 2**64."""
-    factors = np.full(count + 1, base, np.uint64)
-    factors[0] = 1
-    return np.cumprod(factors)
+    merges: list[tuple[str, str]] = []
+    for token in ranks:  # in the order of rank
+        cuts = [i for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+        cuts.sort(key=lambda i: ranks[token[:i]])
+        merges += [(token[:i], token[i:]) for i in cuts]
+    return merges
