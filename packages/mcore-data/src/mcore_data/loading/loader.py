@@ -6,7 +6,7 @@ runs.
 """
 
 import signal
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -168,11 +168,3 @@ class _Collate:
         if self.contiguous:
             tensors = {key: value.contiguous() for key, value in tensors.items()}
         return tensors
-
-
-def collate(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stack samples of numpy arrays into tensors with a leading batch dimension."""
-    return {
-        key: torch.stack([torch.as_tensor(sample[key]) for sample in samples])
-        for key in samples[0]
-    }
