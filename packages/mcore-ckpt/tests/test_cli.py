@@ -18,20 +18,6 @@ from mcore_ckpt.storage.sizes import parse_size, size_text
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 
-COMMAND = f"{sys.executable} -m mcore_ckpt"
-
-
-def shell(text, folder):
-    return subprocess.run(
-        ["bash", "-c", text],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
 
 def redirected(text, folder, *files):
     """Do what a shell does to ``text > file ...``, without a Python that starts anew.
@@ -88,11 +74,10 @@ def make_step(folder, value=1.0):
 
 def test_an_unquoted_arrow_converts_all_the_same_and_leaves_no_file(tmp_path):
     make_hf(tmp_path / "in")
-    done = shell(f"{COMMAND} convert hf->mcore --input in --output run", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    assert "the shell took '>mcore' of 'hf->mcore' for a redirection" in done.stderr
-    assert "each used once, read back and equal" in done.stderr
+    code, told = redirected("convert hf- --input in --output run", tmp_path, "mcore")
+    assert code == 0, told
+    assert "the shell took '>mcore' of 'hf->mcore' for a redirection" in told
+    assert "each used once, read back and equal" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "run"]
     assert (tmp_path / "run" / "release" / "index.json").is_file()
     # The same from the other side, to an output with the eaten name.

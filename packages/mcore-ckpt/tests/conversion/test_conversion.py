@@ -14,7 +14,7 @@ from mcore_ckpt.conversion.conversion import ConvertOptions, convert, hf_to_mcor
 from mcore_ckpt.conversion.inspection import check, differences
 from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.families import family_of
+from mcore_ckpt.families import family_for, family_of
 from mcore_ckpt.families.common.fields import CARRIED, GENERATION_WORDS
 from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.storage.files import narrowed
@@ -255,21 +255,14 @@ def assert_loads_as_converted(hf, step):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_family_survives_the_way_there_and_back_bitwise(tmp_path, name):
-    make(tmp_path / "hf", name)
+def test_a_family_survives_the_way_there_and_back_and_gives_the_same_logits(tmp_path, name):
+    before = make(tmp_path / "hf", name).eval()
     there = hf_to_mcore(tmp_path / "hf", tmp_path / "run")
     assert_loads_as_converted(tmp_path / "hf", tmp_path / "run" / "release")
     back = mcore_to_hf(tmp_path / "run", tmp_path / "again")
     assert there.is_proven
     assert back.family == name.split()[0].rstrip(",")
     assert_equal_bitwise(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_transformers_computes_the_same_logits_from_the_folder_that_came_back(tmp_path, name):
-    before = make(tmp_path / "hf", name).eval()
-    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
-    mcore_to_hf(tmp_path / "run", tmp_path / "again")
     after, info = type(before).from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -283,10 +276,17 @@ def test_transformers_computes_the_same_logits_from_the_folder_that_came_back(tm
     assert torch.equal(getattr(wanted, logits), getattr(found, logits))
 
 
-def test_a_description_read_from_what_it_wrote_is_the_same(tmp_path):
+def config_of(name):
+    """What is in config.json of a model."""
+    architecture, values = MODELS[name]
+    head = HEADS_OF.get(architecture, f"{architecture}ForCausalLM")
+    config = getattr(transformers, f"{architecture}Config")(**values, architectures=[head])
+    return json.loads(config.to_json_string())
+
+
+def test_a_description_read_from_what_it_wrote_is_the_same():
     for name in MODELS:
-        make(tmp_path / name, name)
-        config = json.loads((tmp_path / name / "config.json").read_text())
+        config = config_of(name)
         family = family_of(config["model_type"])
         description = family.to_ours(config)
         again = family.to_ours(family.to_theirs(description))
@@ -325,10 +325,8 @@ SAID_BY_WEIGHTS = {"num_key_value_heads", "feed_forward_proj"}
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_field_that_is_absent_means_what_transformers_takes_for_it(name):
-    architecture, values = MODELS[name]
-    kind = getattr(transformers, f"{architecture}Config")
-    head = HEADS_OF.get(architecture, f"{architecture}ForCausalLM")
-    whole = json.loads(kind(**values, architectures=[head]).to_json_string())
+    kind = getattr(transformers, f"{MODELS[name][0]}Config")
+    whole = config_of(name)
     whole.pop("time_step_limit", None)  # JSON has no infinity.
     family = family_of(whole["model_type"])
     num_read = 0
@@ -718,18 +716,14 @@ def test_the_proof_sees_a_byte_that_went_wrong(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "release" / "index.json").exists()
 
 
-def test_a_family_is_found_for_a_model_that_was_trained_here(tmp_path):
-    from mcore_ckpt.families import family_for
-
-    for name, (architecture, _) in MODELS.items():
-        make(tmp_path / name, name)
-        config = json.loads((tmp_path / name / "config.json").read_text())
+def test_a_family_is_found_for_a_model_that_was_trained_here():
+    for name in MODELS:
+        config = config_of(name)
         description = family_of(config["model_type"]).to_ours(config)
         found = family_for(description)
         # A Mistral without window is a Llama; a Phi-3 is a Mistral whose matrices are fused.
         alike = {"mistral without window": "llama", "phi3": "mistral"}
-        assert found == alike.get(name, config["model_type"]), architecture
-        shutil.rmtree(tmp_path / name)
+        assert found == alike.get(name, config["model_type"]), name
     description = {"family": "gpt", "vocab_size": 37, "config": {"squared_relu": True}}
     description["config"] |= {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     description["config"] |= {"swiglu": False}

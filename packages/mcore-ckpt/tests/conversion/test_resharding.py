@@ -290,14 +290,6 @@ def pairs() -> list:
     # Each layout is saved and loaded at least once; the rest in the long run.
     names = list(CASES)
     few = [(a, names[(i * 4 + 6) % len(names)]) for i, a in enumerate(names)]
-    few += [
-        ("single", "tp4 with 2 kv heads"),
-        ("tp4 with 2 kv heads", "tp2 dp2"),
-        ("pp2 with two chunks a rank", "pp2"),
-        ("tp2 ep2", "tp2 expert tp2 dp2"),
-        ("dp4 zero, more padding than a shard", "dp2 zero"),
-        ("tp2 pp2 dp2", "tp2 pp2 dp2"),
-    ]
     return [
         pytest.param(a, b, marks=[] if (a, b) in few else pytest.mark.parity_long)
         for a, b in every
