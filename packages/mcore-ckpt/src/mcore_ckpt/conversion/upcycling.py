@@ -199,7 +199,7 @@ def _items(source: Source, layers: list[int], options: UpcycleOptions) -> list[I
 
 def _router(source: Source, place: str, layer: int, options: UpcycleOptions) -> Item:
     hidden_size = source.entries[f"{place}fc2.weight"].shape[0]
-    dtype = source.dtype(f"{place}fc2.weight")
+    dtype = source.entries[f"{place}fc2.weight"].dtype
     shape = (options.num_experts, hidden_size)
     name = f"{_moe(place)}router.weight"
     return Item(name, dtype, shape, partial(_router_rows, shape, dtype, layer, options))

@@ -22,14 +22,13 @@ from mcore_ckpt.mapping.adapters import MAGNITUDE, A, B, adapter_name, adapters_
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.mapping.views import RenamedRows, their_items
-from mcore_ckpt.storage.files import DTYPES, Item, Reader, slabs_of, write_file
+from mcore_ckpt.storage.files import DTYPE_NAMES, DTYPES, Item, Reader, slabs_of, write_file
 from mcore_ckpt.storage.headers import read_header
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import PEFT_CONFIG
 
 TENSORS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva")
 _UNKNOWN = {
     "modules_to_save": "whole modules that were trained",
@@ -51,13 +50,9 @@ class HeldRows:
         """Keep the tensors."""
         self.tensors = tensors
         self.entries = {
-            name: TensorEntry(tuple(tensor.shape), _NAMES[tensor.dtype], ())
+            name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], ())
             for name, tensor in tensors.items()
         }
-
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self.entries[name].dtype
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Return rows ``begin`` to ``stop``."""
@@ -174,7 +169,7 @@ def write_adapters(
         ranks[name] = module[A].shape[0]
         tensors |= {f"{_BEFORE}{name}.{kind}": t for kind, t in module.items()}
     items = [
-        Item(n, _NAMES[t.dtype], tuple(t.shape), partial(slabs_of, t))
+        Item(n, DTYPE_NAMES[t.dtype], tuple(t.shape), partial(slabs_of, t))
         for n, t in tensors.items()
     ]
     write_file(folder / TENSORS, items, metadata={"format": "pt"})

@@ -280,10 +280,6 @@ class WidenedRows:
                             "are kept in fp8."
                         )
 
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self.entries[name].dtype
-
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows, times their scales."""
         if not self.is_quantized(name):

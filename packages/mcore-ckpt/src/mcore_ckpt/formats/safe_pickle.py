@@ -12,25 +12,9 @@ from io import BufferedIOBase, BytesIO
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.storage.index import TORCH_WORDS
 
-TORCH_DTYPES: dict[str, str] = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "bool": "BOOL",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "complex64": "C64",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-}
+_DTYPES = {word: name for name, word in TORCH_WORDS.items()}
 """Safetensors' name of each dtype, by torch's."""
 
 STORAGE_DTYPES: dict[str, str] = {
@@ -158,8 +142,8 @@ class InertUnpickler(pickle.Unpickler):
             return self._special[full]
         if full in _PLAIN:
             return _PLAIN[full]
-        if module == "torch" and name in TORCH_DTYPES:
-            return TORCH_DTYPES[name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         if module in ("torch", "torch.storage") and name in STORAGE_DTYPES:
             return STORAGE_DTYPES[name]
         if full in _KNOWN_NAMES or module.startswith(_KNOWN_MODULES):

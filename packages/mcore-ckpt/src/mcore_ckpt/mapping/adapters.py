@@ -7,6 +7,7 @@ and all of A, so that nothing is held whole but A.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_ckpt.storage.stores import as_path
 
@@ -97,13 +99,13 @@ class Merged:
         self._base, self._adapters = base, adapters
         self._scale = config["lora_alpha"] / config["lora_dim"]
         self._by_weight = adapters_of(adapters.entries)
-        self.entries = {n: e for n, e in base.entries.items() if not is_adapter(n)}
+        self.entries: dict[str, TensorEntry] = {
+            name: replace(entry, chunks=()) if name in self._by_weight else entry
+            for name, entry in base.entries.items()
+            if not is_adapter(name)
+        }
         if strange := sorted(self._by_weight.keys() - self.entries.keys()):
             raise ValueError(f"adapters stand beside {strange[0]}, which the model lacks.")
-
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in: the base's."""
-        return self._base.dtype(name)
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows of the base, and add their adapter's in float32 or wider."""

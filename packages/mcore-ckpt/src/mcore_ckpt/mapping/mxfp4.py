@@ -56,10 +56,6 @@ class UnpackedMxfp4:
             shape = (32 * groups, rows)
             self.entries[f"{stem}[{expert}]"] = TensorEntry(shape, self._dtype, ())
 
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self._under.dtype(name) if name in self._under.entries else self._dtype
-
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows; of an expert, all of it is unpacked for them."""
         if name in self._under.entries:

@@ -60,7 +60,7 @@ def wants_main(dtype: str) -> bool:
 
 def is_main(mains: Rows, weights: Rows, name: str) -> bool:
     """Whether a main weight, rounded, is the weight, bit by bit."""
-    dtype = DTYPES[weights.dtype(name)]
+    dtype = DTYPES[weights.entries[name].dtype]
     return all(
         same_bits(mains.rows(name, *rows).to(dtype), weights.rows(name, *rows))
         for rows in row_groups(weights.entries[name].shape)
@@ -128,7 +128,7 @@ def check_parts(parts: Mapping[str, Part], weights: Rows) -> None:
         wanted: dict[str, TensorEntry] = {
             name: entry
             for name, entry in weights.entries.items()
-            if has_state(name) and (kind != MAIN or wants_main(weights.dtype(name)))
+            if has_state(name) and (kind != MAIN or wants_main(weights.entries[name].dtype))
         }
         there = part.ours.entries
         missing, extra = name_problems(wanted, there)

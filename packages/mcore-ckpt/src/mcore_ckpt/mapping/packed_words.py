@@ -86,10 +86,6 @@ class PackedRows:
             shape = scheme.shape(under, name.removesuffix(".weight"))
             self.entries[name] = TensorEntry(shape, "F32", ())
 
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self._under.dtype(name) if name not in self._found else "F32"
-
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows; packed ones are widened."""
         scheme = self._found.get(name)

@@ -25,11 +25,7 @@ class Rows(Protocol):
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Shape and dtype of each tensor; chunks are there only for files of ours."""
-        ...
-
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
+        """Shape and dtype that rows come in; chunks are there only for files of ours."""
         ...
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
@@ -43,10 +39,6 @@ class Source:
     def __init__(self, reader: Reader, entries: Mapping[str, TensorEntry]) -> None:
         self._reader = reader
         self.entries = entries
-
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self.entries[name].dtype
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows ``begin`` to ``stop``; a tensor without dimensions is one row."""

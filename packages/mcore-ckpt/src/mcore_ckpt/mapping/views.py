@@ -43,10 +43,6 @@ class RenamedRows:
                 mine = (rows, *shape[1:]) if shape else ()
                 self.entries[name] = TensorEntry(mine, entry.dtype, ())
 
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self._theirs.dtype(self._links[name][0].theirs)
-
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows of one of ours."""
         link, number = self._links[name]
@@ -80,7 +76,7 @@ def their_items(links: Sequence[Link], ours: Rows) -> list[Item]:
         shapes = [ours.entries[name].shape for name in link.ours]
         rows = sum(s[0] for s in shapes) + link.padding if shapes[0] else 0
         stacked = (rows, *shapes[0][1:]) if shapes[0] else ()
-        dtype = ours.dtype(link.ours[0])
+        dtype = ours.entries[link.ours[0]].dtype
         shape = our_shape(stacked, link.transposed)
         items.append(Item(link.theirs, dtype, shape, partial(their_slabs, link, ours)))
     return items
@@ -122,14 +118,14 @@ def their_slabs(link: Link, ours: Rows) -> Iterator[Tensor]:
     if link.padding:
         padding = (link.padding, *shapes[0][1:])
         for begin, end in row_groups(padding):
-            dtype = DTYPES[ours.dtype(link.ours[0])]
+            dtype = DTYPES[ours.entries[link.ours[0]].dtype]
             yield torch.zeros((end - begin, *padding[1:]), dtype=dtype)
 
 
 def _blocks(link: Link, ours: Rows) -> Iterator[Tensor]:
     shapes = [ours.entries[name].shape for name in link.ours]
     shares = [shape[0] // link.groups for shape in shapes]
-    row_bytes = prod(shapes[0][1:]) * DTYPE_BYTES[ours.dtype(link.ours[0])]
+    row_bytes = prod(shapes[0][1:]) * DTYPE_BYTES[ours.entries[link.ours[0]].dtype]
     step = max(1, SLAB_BYTES // max(1, sum(shares) * row_bytes))
     for low in range(0, link.groups, step):
         high = min(low + step, link.groups)
@@ -153,10 +149,6 @@ class Resized:
             for name, entry in under.entries.items()
         }
 
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self._under.dtype(name)
-
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows; those beyond the tensor are zeros."""
         entry = self._under.entries[name]
@@ -173,12 +165,13 @@ class Cast:
 
     def __init__(self, under: Rows, dtype: str) -> None:
         """Cast to ``dtype``, a name of safetensors'."""
-        self._under, self._dtype, self.entries = under, dtype, under.entries
-
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        stored = self._under.dtype(name)
-        return self._dtype if DTYPES[stored].is_floating_point else stored
+        self._under, self._dtype = under, dtype
+        self.entries: dict[str, TensorEntry] = {
+            name: replace(entry, dtype=dtype, chunks=())
+            if entry.dtype != dtype and DTYPES[entry.dtype].is_floating_point
+            else entry
+            for name, entry in under.entries.items()
+        }
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows and cast them.
@@ -187,7 +180,7 @@ class Cast:
             ValueError: if numbers are too large for the dtype.
         """
         held = self._under.rows(name, begin, stop)
-        cast = held.to(DTYPES[self.dtype(name)])
+        cast = held.to(DTYPES[self.entries[name].dtype])
         # bf16 and fp32 reach equally far, but for rounding.
         is_narrow = cast.dtype == torch.float16 or held.dtype == torch.float64
         if is_narrow and (cast.isinf() & ~held.isinf()).any():
@@ -237,11 +230,6 @@ class Dequantized:
                     f"{list(wanted)} for blocks of {list(block)}, and are {held}."
                 )
             self.entries[name] = replace(entry, dtype=dtype, chunks=())
-
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        is_wide = self._under.entries[name].dtype != _FP8
-        return self._under.dtype(name) if is_wide else self._dtype
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows, times their scales."""

@@ -31,6 +31,7 @@ from mcore_ckpt.storage.boxes import Box, shifted, small_spans, span, strides
 from mcore_ckpt.storage.index import (
     BLOCK_BYTES,
     DTYPE_BYTES,
+    TORCH_WORDS,
     Chunk,
     FileEntry,
     TensorEntry,
@@ -38,24 +39,7 @@ from mcore_ckpt.storage.index import (
 )
 from mcore_ckpt.storage.stores import StorePath, is_store
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+DTYPES: dict[str, torch.dtype] = {n: getattr(torch, word) for n, word in TORCH_WORDS.items()}
 """Torch's dtype of each name that safetensors writes."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}

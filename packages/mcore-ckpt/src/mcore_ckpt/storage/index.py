@@ -31,23 +31,31 @@ BLOCK_BYTES = 1 << 22
 
 _DIGEST = b',\n "digest": "'
 
-DTYPE_BYTES: dict[str, int] = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-    "C64": 8,
+TORCH_WORDS: dict[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+"""Torch's word for each dtype that safetensors writes, by its name there."""
+
+_SIZES = {8: ("F64", "I64", "U64", "C64"), 4: ("F32", "I32", "U32")}
+_SIZES[2] = ("F16", "BF16", "I16", "U16")
+
+DTYPE_BYTES: dict[str, int] = dict.fromkeys(TORCH_WORDS, 1) | {
+    name: size for size, names in _SIZES.items() for name in names
 }
 """Bytes of an element, by safetensors' name of the dtype."""
 

@@ -199,7 +199,7 @@ def _module_items(module: str, widened: WidenedRows, stored: Rows, form: _Form) 
 
 def _copy(name: str, stored: Rows, new: str = "") -> Item:
     shape = stored.entries[name].shape
-    return Item(new or name, stored.dtype(name), shape, partial(slabs, stored, name))
+    return Item(new or name, stored.entries[name].dtype, shape, partial(slabs, stored, name))
 
 
 def _scale(
@@ -238,10 +238,6 @@ class _Folded:
     def __init__(self, under: Rows, factors: Mapping[str, Tensor], shift: float) -> None:
         self._under, self._factors, self._shift = under, factors, shift
         self.entries = under.entries
-
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self._under.dtype(name)
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows, times their factors."""

@@ -63,7 +63,7 @@ def write_hf_quant(
     widened = quantized(source, "hf-quant")
     stored, plan = widened.stored, widened.plan
     items = [
-        Item(name, stored.dtype(name), entry.shape, partial(slabs, stored, name))
+        Item(name, stored.entries[name].dtype, entry.shape, partial(slabs, stored, name))
         for name, entry in stored.entries.items()
     ]
     config = hf_config(source)
@@ -79,7 +79,7 @@ def hf_config(source: OpenCheckpoint) -> dict[str, Any]:
     """Return the config.json of a model, without its quantization."""
     family = family_of(model_type_of(source))
     carried: Mapping[str, Any] = source.hf.get("config", {})
-    word = _DTYPE_WORDS.get(source.ours.dtype("embedding.weight"), "float32")
+    word = _DTYPE_WORDS.get(source.ours.entries["embedding.weight"].dtype, "float32")
     return {
         **carried,
         **family.to_theirs(source.description),

@@ -40,10 +40,6 @@ class Noted:
         self._under, self.entries = under, under.entries
         self.read: set[str] = set()
 
-    def dtype(self, name: str) -> str:
-        """Name of the dtype that rows come in."""
-        return self._under.dtype(name)
-
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows, and note the tensor."""
         self.read.add(name)

@@ -76,7 +76,7 @@ def write_trtllm(
     check_model(model_type, source.description)
     sizes = sizes_of(source.description)
     check_grid(sizes, grid)
-    dtype = dtype or source.ours.dtype("embedding.weight")
+    dtype = dtype or source.ours.entries["embedding.weight"].dtype
     if dtype not in DTYPE_WORDS:
         raise ValueError(
             f"--format trtllm has no weights in {dtype}: give --dtype bf16, fp16 or fp32."

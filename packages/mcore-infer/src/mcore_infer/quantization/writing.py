@@ -130,9 +130,6 @@ class _MemoryRows:
             for name, data in self._data.items()
         }
 
-    def dtype(self, name: str) -> str:
-        return self.entries[name].dtype
-
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         data = self._data[name]
         data = data[begin:stop] if data.dim() else data

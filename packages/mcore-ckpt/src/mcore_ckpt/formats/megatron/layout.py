@@ -141,7 +141,7 @@ def placed_weights(links: Iterable[Link], weights: Rows) -> list[Weight]:
             Weight(
                 link.theirs,
                 weights.entries[link.theirs].shape,
-                str(DTYPES[weights.dtype(link.theirs)]).removeprefix("torch."),
+                str(DTYPES[weights.entries[link.theirs].dtype]).removeprefix("torch."),
                 stem,
                 layer,
                 numbers[0] if numbers else -1,

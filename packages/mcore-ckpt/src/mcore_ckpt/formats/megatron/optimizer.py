@@ -218,7 +218,7 @@ def _main_part(
                 "leave --optimizer out to convert the weights."
             )
     # Weights of 32 bits are their own main weights here, and equal copies of them there.
-    needed = [link for link in part.links if wants_main(weights.dtype(link.theirs))]
+    needed = [link for link in part.links if wants_main(weights.entries[link.theirs].dtype)]
     return turned(needed, part.theirs)
 
 
