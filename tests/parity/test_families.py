@@ -5,6 +5,7 @@ import torch
 from parity.family_cases import CASES, build
 from safetensors.torch import load_file
 
+from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
 from mcore_ckpt.save_load.loading import load, read_index
 from mcore_infer.cache import StaticCache
@@ -88,7 +89,9 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
     logits, loss, gradients = scored(tmp_path / "run", tokens)
     assert error(logits[..., :VOCAB], wanted) < ROUNDING
     # Their gradients come under our names by the rules that weights come by.
-    hf_to_mcore(tmp_path / "gradients", tmp_path / "run_gradients", check=False)
+    hf_to_mcore(
+        tmp_path / "gradients", tmp_path / "run_gradients", ConvertOptions(verify=False)
+    )
     there, _ = loaded(tmp_path / "run_gradients")
     shards = named_shards(there)
     largest = max(shard.pieces[0].data.abs().max().item() for shard in shards.values())

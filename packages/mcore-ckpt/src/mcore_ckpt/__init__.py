@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 _EXPORTS: dict[str, str] = {
     "AsyncSaver": "save_load.async_saving",
     "CheckpointError": "errors",
-    "ConvertOptions": "conversion.conversion",
+    "ConvertOptions": "config",
     "FolderLock": "storage.folder_lock",
     "HFView": "save_load.hf_saving",
     "Index": "storage.index",
@@ -20,7 +20,7 @@ _EXPORTS: dict[str, str] = {
     "Report": "conversion.conversion",
     "RetentionConfig": "config",
     "StrictnessConfig": "config",
-    "UpcycleOptions": "conversion.upcycling",
+    "UpcycleOptions": "config",
     "average": "conversion.resharding",
     "convert": "conversion.conversion",
     "hf_to_mcore": "conversion.conversion",

@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_ckpt.config import ConvertOptions, UpcycleOptions
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage.sizes import parse_size, size_text
+from mcore_ckpt.storage.sizes import size_text
 from mcore_ckpt.terminal import ended_by_sigterm, progress_line
 from mcore_parallel.command_line import parse
 from mcore_parallel.entry_point import run_program
@@ -52,27 +53,7 @@ def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
         return parse(function, program, words)
 
 
-def convert(
-    direction: str,
-    /,
-    *,
-    input: Path,
-    output: Path,
-    dtype: str = "",
-    max_shard_size: str = "5GB",
-    model_type: str = "",
-    config: str = "",
-    vocab_size: int = 0,
-    make_vocab_size_divisible_by: int = 128,
-    transformer_impl: str = "transformer_engine",
-    dcp_names: str = "mcore",
-    keep_unknown_config_fields: bool = False,
-    link: bool = False,
-    optimizer: bool = False,
-    experts_apart: bool = False,
-    verify: bool = True,
-    check: bool = False,
-) -> int:
+def convert(direction: str, /, *, input: Path, output: Path, conversion: ConvertOptions) -> int:
     """Convert a checkpoint between Hugging Face, ours, Megatron and PyTorch's distributed one.
 
     Args:
@@ -81,68 +62,16 @@ def convert(
         input: Folder to read: a Hugging Face folder, a run or step folder of ours or of
             Megatron's (torch_dist, or mp_rank_00), or a torch.distributed.checkpoint directory.
         output: Folder to make; for mcore a run folder with a release, which may exist.
-        dtype: Cast weights to bf16, fp16 or fp32; empty: as they are.
-        max_shard_size: Largest weight file of an output, such as 500MB or 5GB.
-        model_type: Hugging Face family to write; empty: where the weights came from, or the
-            first that fits.
-        config: config.json of the model, for inputs that do not say which they are.
-        vocab_size: Rows of vocabulary to keep, or to fill up to with zeros; 0: as they are.
-        make_vocab_size_divisible_by: Megatron's vocabulary is padded to a multiple of this.
-        transformer_impl: Megatron's layers that will load it: transformer_engine or local.
-        dcp_names: Names in a directory of PyTorch's: mcore, hf or torchtitan.
-        keep_unknown_config_fields: Carry fields of a config.json along that are not known here,
-            instead of refusing them; they must not change what the model computes.
-        link: From hf to mcore, write no weights: the checkpoint's index points into the input's
-            files, which are linked into it.
-        optimizer: Between mcore and megatron, take along the optimizer's state, how far the
-            run is, its schedule and its place in the data, so that it goes on.
-        experts_apart: With --optimizer to megatron: the run there will have
-            --expert-model-parallel-size above 1, and so an optimizer of the experts' own.
-        verify: Read the result back and compare it with the source, bit by bit.
-        check: Run our model on the result against transformers on the source, in float32 on
-            the CPU; what differs, or has no model here, is not kept.
+        conversion: casts, cuts and checks.
     """
     source, target, was_cut = parse_direction(direction)
     if was_cut:
         target = explain_redirection(source, target)
-    from mcore_ckpt.conversion.conversion import ConvertOptions
     from mcore_ckpt.conversion.conversion import convert as run
-    from mcore_ckpt.conversion.targets import WriteOptions
 
-    wanted = WriteOptions(
-        max_shard_bytes=parse_size(max_shard_size),
-        model_type=model_type,
-        dcp_names=dcp_names,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        transformer_impl=transformer_impl,
-        experts_apart=experts_apart,
-    )
-    options = ConvertOptions(
-        dtype=dtype,
-        config=config,
-        vocab_size=vocab_size,
-        wanted=wanted,
-        check=verify,
-        optimizer=optimizer,
-        keep_unknown_config_fields=keep_unknown_config_fields,
-        link=link,
-    )
-    logits = None
-    if check:
-        from mcore_ckpt.conversion.logit_check import CAST_ROUNDING, ROUNDING, LogitCheck
-
-        logits = LogitCheck(
-            source_format=source,
-            source=input,
-            target_format=target,
-            config=config,
-            bound=CAST_ROUNDING if dtype else ROUNDING,
-        )
     if target == "peft":
         from mcore_ckpt.conversion.peft_export import convert_adapters as run
-    report = run(
-        source, input, target, output, options, on_progress=progress_line(), logits=logits
-    )
+    report = run(source, input, target, output, conversion, on_progress=progress_line())
     _print_report(report, was_cut=was_cut)
     return 0
 
@@ -247,49 +176,17 @@ def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
     return 0
 
 
-def upcycle(
-    folder: Path,
-    /,
-    *,
-    output: Path,
-    num_experts: int,
-    moe_router_topk: int = 2,
-    moe_upcycling_granularity: int = 1,
-    moe_layer_freq: str = "1",
-    moe_router_pre_softmax: bool = False,
-    moe_aux_loss_coeff: float = 0.0,
-    init_method_std: float = 0.02,
-    seed: int = 1234,
-) -> int:
+def upcycle(folder: Path, /, *, output: Path, experts: UpcycleOptions) -> int:
     """Make a mixture of experts of a dense model; training goes on from the result.
 
     Args:
         folder: Run folder (its latest step) or step folder of a dense model.
         output: Run folder that gets the release.
-        num_experts: Experts of each such layer: copies of the dense network.
-        moe_router_topk: Experts that each token goes to.
-        moe_upcycling_granularity: Slices of the dense network, one an expert; the function is
-            kept where --moe-router-topk is a multiple of it.
-        moe_layer_freq: Which layers get experts: N for every N-th, or a list of 0 and 1.
-        moe_router_pre_softmax: Weights are a softmax over all experts, not the chosen ones.
-        moe_aux_loss_coeff: Weight of the load-balancing loss in training.
-        init_method_std: Of the normal numbers that the routers begin with.
-        seed: Of these numbers.
+        experts: what they shall be.
     """
-    from mcore_ckpt.conversion.upcycling import UpcycleOptions
     from mcore_ckpt.conversion.upcycling import upcycle as make
 
-    options = UpcycleOptions(
-        num_experts=num_experts,
-        moe_router_topk=moe_router_topk,
-        granularity=moe_upcycling_granularity,
-        moe_layer_freq=moe_layer_freq,
-        moe_router_pre_softmax=moe_router_pre_softmax,
-        moe_aux_loss_coeff=moe_aux_loss_coeff,
-        router_std=init_method_std,
-        seed=seed,
-    )
-    print(make(folder, output, options, on_progress=progress_line()))
+    print(make(folder, output, experts, on_progress=progress_line()))
     return 0
 
 

@@ -10,7 +10,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
-from mcore_ckpt.conversion.conversion import ConvertOptions, convert, hf_to_mcore, mcore_to_hf
+from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.conversion import convert, hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.inspection import check, differences
 from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.errors import CheckpointError
@@ -380,7 +381,7 @@ def test_sharded_folders_come_in_and_go_out(tmp_path):
     make(tmp_path / "hf", "llama", max_shard_size="8KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     hf_to_mcore(tmp_path / "hf", tmp_path / "run")
-    mcore_to_hf(tmp_path / "run", tmp_path / "again", max_shard_bytes=6000)
+    mcore_to_hf(tmp_path / "run", tmp_path / "again", ConvertOptions(max_shard_size="6000"))
     files = list((tmp_path / "again").glob("model-*-of-*.safetensors"))
     assert len(files) > 3
     assert all(file.stat().st_size < 6000 + 2000 for file in files)
@@ -390,14 +391,14 @@ def test_sharded_folders_come_in_and_go_out(tmp_path):
 
 def test_weights_are_cast_when_asked_and_the_config_says_so(tmp_path):
     make(tmp_path / "hf", "llama")
-    hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="bf16")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run", ConvertOptions(dtype="bf16"))
     mcore_to_hf(tmp_path / "run", tmp_path / "again")
     wanted = {n: t.bfloat16() for n, t in tensors_of(tmp_path / "hf").items()}
     assert_equal_bitwise(wanted, tensors_of(tmp_path / "again"))
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     with pytest.raises(ValueError, match="--dtype int3 is not known: use fp32"):
-        hf_to_mcore(tmp_path / "hf", tmp_path / "other", dtype="int3")
+        hf_to_mcore(tmp_path / "hf", tmp_path / "other", ConvertOptions(dtype="int3"))
 
 
 def test_weights_that_fp16_cannot_hold_are_not_made_infinite(tmp_path):
@@ -407,9 +408,9 @@ def test_weights_that_fp16_cannot_hold_are_not_made_infinite(tmp_path):
     tensors["model.norm.weight"][3] = -1e5
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"model.norm.weight has numbers beyond 65504"):
-        hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="fp16")
+        hf_to_mcore(tmp_path / "hf", tmp_path / "run", ConvertOptions(dtype="fp16"))
     assert not (tmp_path / "run").exists()
-    hf_to_mcore(tmp_path / "hf", tmp_path / "run", dtype="fp32")
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run", ConvertOptions(dtype="fp32"))
 
 
 def test_tokenizer_generation_config_and_token_ids_are_carried_both_ways(tmp_path):
@@ -629,8 +630,7 @@ def test_a_model_under_another_head_runs_and_comes_back_with_it(tmp_path, name):
     config = getattr(transformers, f"{kind}Config")(**values, num_labels=3)
     torch.manual_seed(5)
     getattr(transformers, name)(config).save_pretrained(tmp_path / "hf")
-    logits = LogitCheck(source_format="hf", source=tmp_path / "hf", target_format="mcore")
-    there = convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", logits=logits)
+    there = hf_to_mcore(tmp_path / "hf", tmp_path / "run", ConvertOptions(check=True))
     assert there.logits_differ_by is not None
     mcore_to_hf(tmp_path / "run", tmp_path / "again")
     assert_equal_bitwise(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "again"))
@@ -732,10 +732,9 @@ def test_a_family_is_found_for_a_model_that_was_trained_here():
 
 
 def test_a_check_runs_our_model_against_transformers_and_keeps_nothing_that_differs(
-    tmp_path, capsys
+    tmp_path, capsys, monkeypatch
 ):
     from mcore_ckpt.cli import main
-    from mcore_ckpt.conversion.logit_check import LogitCheck
 
     def run(direction, source, target):
         words = ["--input", str(tmp_path / source), "--output", str(tmp_path / target)]
@@ -760,11 +759,13 @@ def test_a_check_runs_our_model_against_transformers_and_keeps_nothing_that_diff
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.neg_()
     model.save_pretrained(tmp_path / "other")
-    check = LogitCheck(source_format="hf", source=tmp_path / "other", target_format="mcore")
+    monkeypatch.setattr(LogitCheck, "_source_folder", lambda *_: tmp_path / "other")
+    checked = ConvertOptions(check=True)
     for form in ("mcore", "hf"):
         with pytest.raises(RuntimeError, match="mcore against transformers: logits differ by"):
-            convert("hf", tmp_path / "hf", form, tmp_path / "kept", logits=check)
+            convert("hf", tmp_path / "hf", form, tmp_path / "kept", checked)
         assert not (tmp_path / "kept").exists()
+    monkeypatch.undo()
     for name in ("bert", "t5", "mamba2"):
         make(tmp_path / name, name)
         code, shown = run("hf->mcore", name, f"checked {name}")

@@ -7,9 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mcore_ckpt.conversion.conversion import ConvertOptions, convert, hf_to_mcore, mcore_to_hf
-from mcore_ckpt.conversion.logit_check import LogitCheck
-from mcore_ckpt.conversion.targets import WriteOptions
+from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.conversion import convert, hf_to_mcore, mcore_to_hf
 from mcore_ckpt.storage.index import read_index
 
 SIZES = {"hidden_size": 20, "num_hidden_layers": 3, "vocab_size": 37, "intermediate_size": 12}
@@ -82,8 +81,7 @@ def assert_holds(folder, tensors):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_predicting_layer_comes_and_goes_and_copies_of_tables_must_be_some(tmp_path, name):
     tensors = release(tmp_path / "hf", name)
-    check = LogitCheck(source_format="hf", source=tmp_path / "hf", target_format="mcore")
-    report = convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", logits=check)
+    report = hf_to_mcore(tmp_path / "hf", tmp_path / "run", ConvertOptions(check=True))
     assert report.is_proven
     model = read_index(tmp_path / "run" / "release").extra["model"]
     assert model["config"]["mtp_num_layers"] == 1
@@ -106,6 +104,6 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
     assert config["model_type"] == "kimi_k2"
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
     # What transformers has a class for.
-    named = ConvertOptions(wanted=WriteOptions(model_type="deepseek_v3"))
+    named = ConvertOptions(model_type="deepseek_v3")
     convert("mcore", tmp_path / "run", "hf", tmp_path / "named", named)
     assert assert_holds(tmp_path / "named", tensors)["model_type"] == "deepseek_v3"

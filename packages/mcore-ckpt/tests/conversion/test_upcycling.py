@@ -81,7 +81,9 @@ def upcycled_logits(folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_upcycled_model_computes_what_the_dense_one_did(tmp_path, kind, granularity, topk):
     expected = save_dense(tmp_path / "dense", **KINDS[kind])
-    options = UpcycleOptions(num_experts=6, moe_router_topk=topk, granularity=granularity)
+    options = UpcycleOptions(
+        num_experts=6, moe_router_topk=topk, moe_upcycling_granularity=granularity
+    )
     upcycle(tmp_path / "dense", tmp_path / "moe", options)
     result, model = upcycled_logits(tmp_path / "moe")
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
@@ -121,7 +123,7 @@ def test_the_command_upcycles_some_layers_and_refuses_what_cannot_be(tmp_path, c
 def test_weights_of_a_softmax_over_all_experts_are_scaled_to_the_dense_output(tmp_path):
     expected = save_dense(tmp_path / "dense", **KINDS["gated"])
     options = UpcycleOptions(
-        num_experts=4, moe_router_topk=2, moe_router_pre_softmax=True, router_std=0.0
+        num_experts=4, moe_router_topk=2, moe_router_pre_softmax=True, init_method_std=0.0
     )
     upcycle(tmp_path / "dense", tmp_path / "moe", options)
     torch.testing.assert_close(upcycled_logits(tmp_path / "moe")[0], expected)

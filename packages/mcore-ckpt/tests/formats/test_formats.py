@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from mcore_ckpt.conversion.conversion import ConvertOptions, convert
+from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.conversion.inspection import describe as describe_folder
 from mcore_ckpt.conversion.inspection import differences, rows
-from mcore_ckpt.conversion.targets import WriteOptions
 from mcore_ckpt.formats.dcp import read_dcp_folder
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.save_load.saving import save
@@ -180,7 +180,7 @@ def test_a_model_survives_the_way_to_a_format_and_back_bitwise(tmp_path, name, f
 @pytest.mark.parametrize("name", by_default("dense", rest=[("experts",)]))
 def test_one_fingerprint_goes_round_through_all_formats_and_files_of_any_size(tmp_path, name):
     before = make_run(tmp_path / "mcore", name, torch.bfloat16)
-    small_files = ConvertOptions(wanted=WriteOptions(max_shard_bytes=3000))
+    small_files = ConvertOptions(max_shard_size="3000")
     prints = set()
     for source, target in (
         ("mcore", "hf"),
@@ -211,7 +211,7 @@ def test_checkpoints_of_any_format_are_shown_and_compared(tmp_path, capsys):
     from mcore_ckpt.cli import main
 
     make_run(tmp_path / "mcore", "dense")
-    unproven = ConvertOptions(check=False)
+    unproven = ConvertOptions(verify=False)
     for form in ("hf", "megatron", "dcp"):
         convert("mcore", tmp_path / "mcore", form, tmp_path / form, unproven)
         assert main(["inspect", str(tmp_path / form)]) == 0
@@ -377,7 +377,7 @@ def test_a_torchtitan_directory_comes_in(tmp_path, name):
     assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
     assert report.left_behind >= 3
     # And out again, under the same names.
-    out = ConvertOptions(wanted=WriteOptions(dcp_names="torchtitan"))
+    out = ConvertOptions(dcp_names="torchtitan")
     convert("mcore", tmp_path / "again", "dcp", tmp_path / "out", out)
     assert_equal_bitwise(
         titan_names(before, name == "dense"), loaded_by_torch(tmp_path / "out")
@@ -389,7 +389,7 @@ def test_a_torchtitan_directory_comes_in(tmp_path, name):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_directory_with_hugging_face_names_comes_in_under_any_prefix(tmp_path):
     before = make_run(tmp_path / "run", "dense")
-    out = ConvertOptions(wanted=WriteOptions(dcp_names="hf"))
+    out = ConvertOptions(dcp_names="hf")
     convert("mcore", tmp_path / "run", "dcp", tmp_path / "plain", out)
     state = {f"app.{n}": t for n, t in loaded_by_torch(tmp_path / "plain").items()}
     torch_dcp.save(state, checkpoint_id=tmp_path / "deep", no_dist=True)

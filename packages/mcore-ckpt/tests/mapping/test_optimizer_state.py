@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from mcore_ckpt.cli import main
-from mcore_ckpt.conversion.conversion import ConvertOptions, convert
-from mcore_ckpt.conversion.targets import WriteOptions
+from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.formats.dcp import read_dcp_folder
 from mcore_ckpt.formats.dcp_writing import write_dcp_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
@@ -336,7 +336,7 @@ def test_the_state_of_experts_comes_in_from_an_optimizer_of_their_own(tmp_path):
     assert report.left_behind == 0
     assert_equal_bitwise(before, held(tmp_path / "ours" / "iter_0000007"))
     for apart in (False, True):
-        options = ConvertOptions(optimizer=True, wanted=WriteOptions(experts_apart=apart))
+        options = ConvertOptions(optimizer=True, experts_apart=apart)
         back = tmp_path / f"back{apart}"
         convert("mcore", tmp_path / "ours", "megatron", back, options)
         convert("megatron", back, "mcore", tmp_path / f"again{apart}", WITH_STATE)
@@ -351,7 +351,7 @@ def test_the_state_of_experts_comes_in_from_an_optimizer_of_their_own(tmp_path):
 
 def test_experts_of_their_own_are_refused_where_there_are_none(tmp_path):
     make_run(tmp_path / "run", state_of(half=True))
-    options = ConvertOptions(optimizer=True, wanted=WriteOptions(experts_apart=True))
+    options = ConvertOptions(optimizer=True, experts_apart=True)
     with pytest.raises(ValueError, match="--experts-apart is about the optimizer's state"):
         convert("mcore", tmp_path / "run", "megatron", tmp_path / "there", options)
 

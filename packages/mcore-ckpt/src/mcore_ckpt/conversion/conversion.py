@@ -8,19 +8,20 @@ what was read, and compared with it bit by bit.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.linking import link_step
-from mcore_ckpt.conversion.logit_check import LogitCheck
+from mcore_ckpt.conversion.logit_check import CAST_ROUNDING, ROUNDING, LogitCheck
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
-from mcore_ckpt.conversion.targets import WRITERS, WriteOptions, our_items, write_small_files
+from mcore_ckpt.conversion.targets import WRITERS, check_target, our_items, write_small_files
 from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint, ReadOptions
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import FORMATS, opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
@@ -35,12 +36,6 @@ from mcore_ckpt.storage.outputs import (
 from mcore_ckpt.storage.paths import RELEASE, commit
 from mcore_ckpt.storage.sealing import sealed
 from mcore_ckpt.storage.stores import as_path, is_store
-
-DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
-    "bf16": "BF16",
-    "bfloat16": "BF16",
-}
-"""Dtypes to cast to, by the words that users write."""
 
 STATE_FORMATS = ("mcore", "megatron")
 """Formats that hold an optimizer's state by the names of the weights."""
@@ -75,61 +70,6 @@ class Report:
     """Files beside the source's weights that did not go along."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertOptions:
-    """What may be said about a conversion."""
-
-    dtype: str = ""
-    """One of ``DTYPE_WORDS`` to cast to; empty: as in the source."""
-    config: str = ""
-    """config.json of the model, for inputs that do not say which they are."""
-    vocab_size: int = 0
-    """Rows of vocabulary to keep, or to fill up to with zeros; 0: as in the source."""
-    wanted: WriteOptions = field(default_factory=WriteOptions)
-    """How the output is written."""
-    check: bool = True
-    """Read the result back and compare."""
-    optimizer: bool = False
-    """Take the optimizer's state and the run's progress along; ``mcore`` and ``megatron``."""
-    keep_unknown_config_fields: bool = False
-    """Carry fields of a Hugging Face config.json along that no family here reads."""
-    link: bool = False
-    """Write no weights: the step's index points into the input's files; ``hf`` to ``mcore``."""
-
-    @property
-    def reading(self) -> ReadOptions:
-        """What is said about the input."""
-        return ReadOptions(
-            dtype=DTYPE_WORDS.get(self.dtype, ""),
-            config=self.config,
-            vocab_size=self.vocab_size,
-            keep_unknown=self.keep_unknown_config_fields,
-            optimizer=self.optimizer,
-        )
-
-    def __post_init__(self) -> None:
-        """Check what this object alone decides.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
-        if self.dtype and self.dtype not in DTYPE_WORDS:
-            raise ValueError(
-                f"--dtype {self.dtype} is not known: use {', '.join(DTYPE_WORDS)}."
-            )
-        if self.optimizer and self.dtype:
-            raise ValueError(
-                f"--dtype {self.dtype} does not go with --optimizer: main weights and moments "
-                "belong to the weights as they are."
-            )
-        if self.link and (self.dtype or self.vocab_size):
-            raise ValueError(
-                "--link keeps weights as they are: leave out --dtype and --vocab-size."
-            )
-        if self.vocab_size < 0:
-            raise ValueError(f"--vocab-size {self.vocab_size} must be 0 or more.")
-
-
 def convert(
     source_format: str,
     source: str | Path,
@@ -138,7 +78,6 @@ def convert(
     options: ConvertOptions | None = None,
     *,
     on_progress: Progress | None = None,
-    logits: LogitCheck | None = None,
 ) -> Report:
     """Convert a checkpoint of one format to another, or to itself (cast, cut, reshard).
 
@@ -150,7 +89,6 @@ def convert(
         options: casts, cuts and checks.
         on_progress: called for each slab written, then, from the beginning, about each tensor
             read back.
-        logits: run our model on the result against transformers, before the result is kept.
 
     Raises:
         ValueError: if a format is not known, one side cannot express the model, or its logits
@@ -160,12 +98,22 @@ def convert(
     options = options or ConvertOptions()
     _check_formats(source_format, source, target_format, output, options)
     output = as_path(output)
-    options.wanted.check(target_format)
+    check_target(options, target_format)
     check_place(output, as_path(source))
     if target_format == "mcore":
         check_run_folder(output)
     if source_format == "mcore":
         native_step(source)  # Says which format it is in, if it is in another.
+    logits = None
+    if options.check:
+        bound = CAST_ROUNDING if options.dtype else ROUNDING
+        logits = LogitCheck(
+            source_format=source_format,
+            source=Path(source),
+            target_format=target_format,
+            config=options.config,
+            bound=bound,
+        )
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
@@ -174,7 +122,7 @@ def convert(
         return with_progress([read_ahead(item, reading) for item in items], on_progress)
 
     with (
-        opened(source_format, source, options.reading) as found,
+        opened(source_format, source, options) as found,
         ThreadPoolExecutor(1) as reading,
     ):
         _check_config(found, source, options.config)
@@ -196,20 +144,20 @@ def convert(
                 return write_whole(target, watch(our_items(found)), extra)
 
             prove = None
-            if options.check or logits is not None:
+            if options.verify or options.check:
                 prove = partial(proven_native, judge=judge, on_progress=on_progress)
             word, print_ = _write_native(found, output, write, prove)
         else:
             with appearing(output) as folder:
-                word = WRITERS[target_format](folder, found, options.wanted, watch)
-                if options.check or logits is not None:
+                word = WRITERS[target_format](folder, found, options, watch)
+                if options.verify or options.check:
                     print_ = proven(found, target_format, folder, judge, on_progress)
         return Report(
             output,
             word,
             len(found.ours.entries),
             sum(item.num_bytes for item in watched),
-            options.check or logits is not None,
+            options.verify or options.check,
             print_,
             found.left_behind,
             any(name in TOKENIZER_FILES for name in found.tokenizer),
@@ -222,56 +170,22 @@ def convert(
 def hf_to_mcore(
     source: str | Path,
     output: str | Path,
+    options: ConvertOptions | None = None,
     *,
-    dtype: str = "",
-    check: bool = True,
     on_progress: Progress | None = None,
 ) -> Report:
-    """Convert a Hugging Face folder to a run folder with a ``release`` step.
-
-    Args:
-        source: folder with config.json and safetensors.
-        output: run folder to make, or to add the release to.
-        dtype: one of ``DTYPE_WORDS`` to cast to; empty: as in the source.
-        check: read the result back and compare.
-        on_progress: called for each slab written.
-
-    Raises:
-        ValueError: if the source cannot be represented; names what.
-        CheckpointError: if files are damaged, the output exists, or the proof fails.
-    """
-    options = ConvertOptions(dtype=dtype, check=check)
+    """Convert a Hugging Face folder to a run folder with a ``release``, as ``convert`` does."""
     return convert("hf", source, "mcore", output, options, on_progress=on_progress)
 
 
 def mcore_to_hf(
     source: str | Path,
     output: str | Path,
+    options: ConvertOptions | None = None,
     *,
-    dtype: str = "",
-    max_shard_bytes: int = 5_000_000_000,
-    model_type: str = "",
-    check: bool = True,
     on_progress: Progress | None = None,
 ) -> Report:
-    """Convert a step of ours to a Hugging Face folder.
-
-    Args:
-        source: run folder (its latest step) or step folder.
-        output: folder to make; it must not exist or be empty.
-        dtype: one of ``DTYPE_WORDS`` to cast to; empty: as in the source.
-        max_shard_bytes: most bytes of tensors in one file.
-        model_type: family to write; empty: the one that the checkpoint came from, or the
-            first that can say the model.
-        check: read the result back and compare.
-        on_progress: called for each slab written.
-
-    Raises:
-        ValueError: if the family cannot express the model, or the output is in the way.
-        CheckpointError: if files are damaged, or the proof fails.
-    """
-    wanted = WriteOptions(max_shard_bytes=max_shard_bytes, model_type=model_type)
-    options = ConvertOptions(dtype=dtype, check=check, wanted=wanted)
+    """Convert a step of ours to a Hugging Face folder, as ``convert`` does."""
     return convert("mcore", source, "hf", output, options, on_progress=on_progress)
 
 

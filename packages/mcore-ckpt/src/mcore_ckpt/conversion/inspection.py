@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.megatron.legacy import is_legacy
-from mcore_ckpt.formats.open_checkpoint import ReadOptions
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import (
     Progress,
@@ -107,7 +107,7 @@ def contents(folder: str | Path, config: str = "") -> Contents:
     """
     form, path = format_of(folder)
     if form == "megatron" and not (path / METADATA).is_file():
-        with opened("megatron", path, ReadOptions(config=config)) as found:
+        with opened("megatron", path, ConvertOptions(config=config)) as found:
             said = {"model": found.description}
             return _of_entries(form, path, found.theirs.entries, said)
     if config:
@@ -267,7 +267,7 @@ def differences(
                 reader = stack.enter_context(Reader(folder))
                 sides.append(Source(reader, read_index(folder).tensors))
             else:
-                found = stack.enter_context(opened(form, folder, ReadOptions(config=config)))
+                found = stack.enter_context(opened(form, folder, ConvertOptions(config=config)))
                 sides.append(found.ours)
                 took_config |= found.took_config
         if config and not took_config:

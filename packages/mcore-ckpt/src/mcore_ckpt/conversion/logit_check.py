@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import Rows
@@ -115,7 +116,7 @@ class LogitCheck:
         """Return the source as a Hugging Face folder: a copy of it in that form if need be."""
         if self.source_format == "hf":
             return as_path(self.source)
-        from mcore_ckpt.conversion.conversion import ConvertOptions, convert
+        from mcore_ckpt.conversion.conversion import convert
 
         there = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"
         options = ConvertOptions(config=self.config)

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_ckpt.conversion.conversion import ConvertOptions, Report
+from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.conversion import Report
 from mcore_ckpt.conversion.inspection import native_step
-from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.conversion.targets import model_type_of
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import family_of
@@ -34,7 +34,6 @@ def convert_adapters(
     options: ConvertOptions | None = None,
     *,
     on_progress: Progress | None = None,  # noqa: ARG001 - they are small
-    logits: LogitCheck | None = None,
 ) -> Report:
     """Do as ``convert`` for adapters alone; see ``export_adapters``.
 
@@ -45,10 +44,7 @@ def convert_adapters(
         raise ValueError(
             f"adapters are written from checkpoints of mcore, not {source_format}."
         )
-    if (
-        logits is not None
-        or replace(options or ConvertOptions(), check=True) != ConvertOptions()
-    ):
+    if replace(options or ConvertOptions(), verify=True) != ConvertOptions():
         raise ValueError(
             "mcore-to-peft takes --input and --output alone: leave the others out."
         )

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint, ReadOptions
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.optimizer_state import Part, native_name
 from mcore_ckpt.mapping.row_streams import (
@@ -108,7 +109,9 @@ def proven(
     has_state = source.state is not None
     size = source.description["vocab_size"] if form == "megatron" else 0
     # What was carried along unread is there again.
-    options = ReadOptions(vocab_size=size, optimizer=has_state, keep_unknown=form == "hf")
+    options = ConvertOptions(
+        vocab_size=size, optimizer=has_state, keep_unknown_config_fields=form == "hf"
+    )
     with opened(form, folder, options) as again:
         prove(source, again.ours, on_progress)
         if source.state is not None and again.state is not None:

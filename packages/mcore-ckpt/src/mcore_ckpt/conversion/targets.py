@@ -3,10 +3,11 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.families import family_for, family_of
 from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.hf_folder import write_hf_folder
@@ -28,50 +29,34 @@ _TORCH_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 
 _TAKEN_BY = {
-    "max_shard_bytes": ("hf", "dcp", "megatron"),
+    "max_shard_size": ("hf", "dcp", "megatron"),
     "model_type": ("hf",),
     "dcp_names": ("dcp",),
     "make_vocab_size_divisible_by": ("megatron",),
     "transformer_impl": ("megatron",),
     "experts_apart": ("megatron",),
 }
-_FLAGS = {"max_shard_bytes": "max_shard_size"}
+"""Options about an output, and the formats that take them."""
+
+_DEFAULTS = ConvertOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """What a user says about an output."""
+def check_target(options: ConvertOptions, target: str) -> None:
+    """Refuse what has no effect on an output of a format.
 
-    max_shard_bytes: int = 5_000_000_000
-    """Most bytes of tensors in one file."""
-    model_type: str = ""
-    """Hugging Face family; empty: where the weights came from, or the first that fits."""
-    dcp_names: str = "mcore"
-    """Names in a torch.distributed.checkpoint directory: ``mcore``, ``hf``, ``torchtitan``."""
-    make_vocab_size_divisible_by: int = 128
-    """Megatron's vocabulary is padded to a multiple of this."""
-    transformer_impl: str = "transformer_engine"
-    """Megatron's layers that will load it: ``local`` names one norm otherwise."""
-    experts_apart: bool = False
-    """Megatron will load it with experts over ranks (``--expert-model-parallel-size``), whose
-    optimizer then is one of their own."""
-
-    def check(self, target: str) -> None:
-        """Refuse what has no effect on an output of a format.
-
-        Raises:
-            ValueError: with the flag, and the formats that it is about.
-        """
-        for one in fields(self):
-            takes = set(_TAKEN_BY[one.name])
-            if one.name == "model_type" and self.dcp_names == "hf":
-                takes.add("dcp")
-            if target not in takes and getattr(self, one.name) != one.default:
-                flag = _FLAGS.get(one.name, one.name).replace("_", "-")
-                raise ValueError(
-                    f"--{flag} has no effect on an output in the format {target}: it is about "
-                    f"{' and '.join(sorted(takes))}. Leave it out."
-                )
+    Raises:
+        ValueError: with the flag, and the formats that it is about.
+    """
+    for name, formats in _TAKEN_BY.items():
+        takes = {*formats}
+        if name == "model_type" and options.dcp_names == "hf":
+            takes.add("dcp")
+        if target not in takes and getattr(options, name) != getattr(_DEFAULTS, name):
+            flag = name.replace("_", "-")
+            raise ValueError(
+                f"--{flag} has no effect on an output in the format {target}: it is about "
+                f"{' and '.join(sorted(takes))}. Leave it out."
+            )
 
 
 def our_items(source: OpenCheckpoint) -> list[Item]:
@@ -97,9 +82,11 @@ def model_type_of(source: OpenCheckpoint, wanted: str = "") -> str:
     return wanted or source.hf.get("model_type") or family_for(source.description)
 
 
-def write_hf(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: Watch) -> str:
+def write_hf(
+    folder: Path, source: OpenCheckpoint, options: ConvertOptions, watch: Watch
+) -> str:
     """Write a Hugging Face folder; return its ``model_type``."""
-    model_type = model_type_of(source, wanted.model_type)
+    model_type = model_type_of(source, options.model_type)
     family = family_of(model_type)
     # Words that went along say nothing about weights; those of a family win.
     try:
@@ -118,7 +105,7 @@ def write_hf(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: 
                 f"{head['architecture']}: leave it out."
             )
         config, items = put_head_on(head, config, items)
-    write_hf_folder(folder, config, items, wanted.max_shard_bytes)
+    write_hf_folder(folder, config, items, options.max_shard_bytes)
     for name, content in hf_small_files(source).items():
         _write_small(folder / name, content)
     return model_type
@@ -134,34 +121,36 @@ def hf_small_files(source: OpenCheckpoint) -> dict[str, bytes]:
     return {**tokenizer, **source.generation}
 
 
-def write_dcp(folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: Watch) -> str:
+def write_dcp(
+    folder: Path, source: OpenCheckpoint, options: ConvertOptions, watch: Watch
+) -> str:
     """Write a directory of torch.distributed.checkpoint; return whose names it has.
 
     Raises:
         ValueError: if ``dcp_names`` cannot name the model's tensors.
     """
-    if wanted.dcp_names == "mcore":
+    if options.dcp_names == "mcore":
         items = our_items(source)
-    elif wanted.dcp_names == "torchtitan":
+    elif options.dcp_names == "torchtitan":
         items = _items(torchtitan.table(source.description), source)
-    elif wanted.dcp_names == "hf":
-        model_type = model_type_of(source, wanted.model_type)
+    elif options.dcp_names == "hf":
+        model_type = model_type_of(source, options.model_type)
         items = _items(family_of(model_type).table(source.description), source)
     else:
         raise ValueError(
-            f"--dcp-names {wanted.dcp_names} is not known: use mcore, hf or torchtitan."
+            f"--dcp-names {options.dcp_names} is not known: use mcore, hf or torchtitan."
         )
     from mcore_ckpt.formats.dcp_writing import write_dcp_folder
 
     write_dcp_folder(
-        folder, watch(items), {EXTRA: _extra(source)}, max_file_bytes=wanted.max_shard_bytes
+        folder, watch(items), {EXTRA: _extra(source)}, max_file_bytes=options.max_shard_bytes
     )
     write_small_files(folder, source)
-    return wanted.dcp_names
+    return options.dcp_names
 
 
 def write_megatron(
-    folder: Path, source: OpenCheckpoint, wanted: WriteOptions, watch: Watch
+    folder: Path, source: OpenCheckpoint, options: ConvertOptions, watch: Watch
 ) -> str:
     """Write a run folder that megatron-core loads; return ``torch_dist``.
 
@@ -170,19 +159,19 @@ def write_megatron(
     Raises:
         ValueError: if Megatron cannot express the model, or an option is out of range.
     """
-    multiple = wanted.make_vocab_size_divisible_by
+    multiple = options.make_vocab_size_divisible_by
     if multiple < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {multiple} must be 1 or more.")
-    if wanted.transformer_impl not in ("transformer_engine", "local"):
+    if options.transformer_impl not in ("transformer_engine", "local"):
         raise ValueError(
-            f"--transformer-impl {wanted.transformer_impl} is not known: use "
+            f"--transformer-impl {options.transformer_impl} is not known: use "
             "transformer_engine or local."
         )
     padded = -(-source.description["vocab_size"] // multiple) * multiple
     table = megatron_names.table(
-        source.description, padded, transformer_impl=wanted.transformer_impl
+        source.description, padded, transformer_impl=options.transformer_impl
     )
-    if wanted.experts_apart and not (table.num_experts and source.state is not None):
+    if options.experts_apart and not (table.num_experts and source.state is not None):
         raise ValueError(
             "--experts-apart is about the optimizer's state of experts: leave it out, or give "
             "--optimizer with a model that has experts."
@@ -194,7 +183,7 @@ def write_megatron(
     arguments["make_vocab_size_divisible_by"] = multiple
     if source.state is not None:
         items += state_items(table, source.state, source.ours)
-        apart = wanted.experts_apart
+        apart = options.experts_apart
         more = to_common(source.state.progress, arguments, experts_apart=apart)
         step = more["iteration"]
     common = {
@@ -209,7 +198,7 @@ def write_megatron(
     target.mkdir()
     objects: dict[str, Any] = {name: [None] for name in megatron_names.extra_states(table)}
     objects["common_state/shard_0_1"] = [common]
-    write_dcp_folder(target, watch(items), objects, max_file_bytes=wanted.max_shard_bytes)
+    write_dcp_folder(target, watch(items), objects, max_file_bytes=options.max_shard_bytes)
     write_small_files(target, source)
     form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     write_durably(target / "metadata.json", json.dumps(form).encode())
@@ -230,7 +219,7 @@ def _write_small(path: Path, content: bytes) -> None:
     write_durably(path, content)
 
 
-WRITERS: Mapping[str, Callable[[Path, OpenCheckpoint, WriteOptions, Watch], str]] = {
+WRITERS: Mapping[str, Callable[[Path, OpenCheckpoint, ConvertOptions, Watch], str]] = {
     "hf": write_hf,
     "dcp": write_dcp,
     "megatron": write_megatron,

@@ -9,7 +9,6 @@ is kept exactly where k is a multiple of g and weights sum to 1.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_ckpt.config import UpcycleOptions
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.resharding import copy_small_files, write_whole
 from mcore_ckpt.families.common.experts import MOE_DEFAULTS
@@ -30,68 +30,6 @@ from mcore_ckpt.storage.paths import RELEASE, commit
 from mcore_ckpt.storage.sealing import check_files, sealed
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.logical_tensors import moe_layers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpcycleOptions:
-    """What the experts shall be."""
-
-    num_experts: int
-    """In each layer of experts; a multiple of ``granularity``."""
-
-    moe_router_topk: int = 2
-    """Experts that each token goes to."""
-
-    granularity: int = 1
-    """Slices of the dense network, one an expert; must divide its width."""
-
-    moe_layer_freq: str = "1"
-    """Which layers get experts; the others stay dense."""
-
-    moe_router_pre_softmax: bool = False
-    """Whether weights are a softmax over all experts, which do not sum to 1."""
-
-    moe_aux_loss_coeff: float = 0.0
-    """Weight of the load-balancing loss, written to the checkpoint."""
-
-    router_std: float = 0.02
-    """Of the normal numbers that the routers begin with; 0: zeros."""
-
-    seed: int = 1234
-    """Of these numbers."""
-
-    def __post_init__(self) -> None:
-        """Check the numbers against each other.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
-        if self.granularity < 1 or self.num_experts < 1 or self.num_experts % self.granularity:
-            raise ValueError(
-                f"--num-experts {self.num_experts} must be a multiple of "
-                f"--moe-upcycling-granularity {self.granularity}: each slice of the dense "
-                "network is needed as often as the others."
-            )
-        if not 1 <= self.moe_router_topk <= self.num_experts:
-            raise ValueError(
-                f"--moe-router-topk {self.moe_router_topk} must be from 1 to --num-experts "
-                f"{self.num_experts}."
-            )
-        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
-            raise ValueError(
-                "--moe-router-topk 1 gives every token weight 1, and the router no gradient: "
-                "add --moe-router-pre-softmax."
-            )
-        if self.router_std < 0:
-            raise ValueError(f"--init-method-std {self.router_std} must be 0 or more.")
-
-    @property
-    def scale(self) -> float:
-        """Factor on an expert's output, which brings the sum over k to the dense output."""
-        if not self.moe_router_pre_softmax:
-            return float(self.granularity)
-        # At the start each weight is about 1/E, and k of them are chosen.
-        return self.num_experts * self.granularity / self.moe_router_topk
 
 
 def upcycle(
@@ -132,7 +70,10 @@ def upcycle(
     with Reader(step) as reader:
         items = _items(Source(reader, weights), layers, options)
         dense_width = weights[f"model.blocks.{layers[0]}.mlp.fc2.weight"].shape[1]
-        moe = {**_fields(options), "moe_ffn_hidden_size": dense_width // options.granularity}
+        moe = {
+            **_fields(options),
+            "moe_ffn_hidden_size": dense_width // options.moe_upcycling_granularity,
+        }
         extra = {"model": {**description, "moe": moe}, "upcycled": str(step)}
         check_room(output, sum(item.num_bytes for item in items))
         with fresh_step(output, RELEASE) as target:
@@ -211,9 +152,9 @@ def _router_rows(
     # torch reads 32 bits of a seed on the CPU.
     drawn = sha256(f"router of layer {layer} from {options.seed}".encode()).digest()[:4]
     generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
-    groups = options.num_experts // options.granularity
-    rows = torch.randn(groups, shape[1], generator=generator) * options.router_std
-    yield rows.repeat_interleave(options.granularity, 0).to(DTYPES[dtype])
+    groups = options.num_experts // options.moe_upcycling_granularity
+    rows = torch.randn(groups, shape[1], generator=generator) * options.init_method_std
+    yield rows.repeat_interleave(options.moe_upcycling_granularity, 0).to(DTYPES[dtype])
 
 
 def _moe(place: str) -> str:
@@ -222,7 +163,11 @@ def _moe(place: str) -> str:
 
 def _experts(source: Source, name: str, place: str, options: UpcycleOptions) -> list[Item]:
     """List what one dense tensor becomes: a slice of it for every expert."""
-    entry, part, slices = source.entries[name], name.removeprefix(place), options.granularity
+    entry, part, slices = (
+        source.entries[name],
+        name.removeprefix(place),
+        options.moe_upcycling_granularity,
+    )
     cut = {"fc2.weight": 1, "fc2.bias": None}.get(part, 0)
     if cut is not None and entry.shape[cut] % slices:
         raise ValueError(
@@ -245,7 +190,7 @@ def _experts(source: Source, name: str, place: str, options: UpcycleOptions) -> 
 
 def _factor(part: str, is_gated: bool, options: UpcycleOptions) -> float:
     if part == "fc2.bias":
-        return options.scale / options.granularity  # every expert has all of it
+        return options.scale / options.moe_upcycling_granularity  # every expert has all of it
     if is_gated:
         return options.scale**0.5 if part.startswith(("fc1.up", "fc2")) else 1.0
     return options.scale if part.startswith("fc2") else 1.0

@@ -13,22 +13,6 @@ from mcore_ckpt.mapping.rules import Link
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """What a user says about an input that the input does not say itself."""
-
-    dtype: str = ""
-    """Safetensors' name to cast floating-point weights to; empty: as they are."""
-    config: str = ""
-    """config.json, or folder with one, of the model; or JSON of one of our descriptions."""
-    vocab_size: int = 0
-    """Rows of vocabulary to keep; beyond the input's, rows of zeros. 0: as in the input."""
-    keep_unknown: bool = False
-    """Carry fields of a config.json along that no family reads, instead of refusing them."""
-    optimizer: bool = False
-    """Whether the optimizer's state, and how far the run is, are wanted too."""
-
-
-@dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
     """A checkpoint whose tensors can be read."""
 
@@ -55,7 +39,7 @@ class OpenCheckpoint:
     quantization: str = ""
     """How the folder stores its matrices, which are widened on the way; empty: as they are."""
     took_config: bool = False
-    """Whether the model is the one that ``ReadOptions.config`` names: the input did not say."""
+    """Whether the model is the one that ``--config`` names: the input did not say."""
 
 
 def description_in(config: str) -> dict[str, Any]:

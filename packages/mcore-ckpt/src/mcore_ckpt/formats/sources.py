@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.config import DTYPE_WORDS, ConvertOptions
 from mcore_ckpt.families import family_of, stored_model, table_for, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
 from mcore_ckpt.families.common.shape_check import check_shapes
@@ -22,7 +23,6 @@ from mcore_ckpt.formats.megatron.optimizer import read_megatron
 from mcore_ckpt.formats.model_heads import take_head_off, with_tensors
 from mcore_ckpt.formats.open_checkpoint import (
     OpenCheckpoint,
-    ReadOptions,
     description_in,
 )
 from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
@@ -72,7 +72,7 @@ _STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state",
 
 @contextmanager
 def opened(
-    form: str, path: str | Path, options: ReadOptions | None = None
+    form: str, path: str | Path, options: ConvertOptions | None = None
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of a format; its files are closed at the end.
 
@@ -87,19 +87,19 @@ def opened(
     """
     read = {"hf": _open_hf, "mcore": _open_mcore, "dcp": _open_dcp, "megatron": _open_megatron}
     open_it = _open_peft if form == "hf" and is_peft_folder(path) else read[form]
-    with open_it(as_path(path), options or ReadOptions()) as found:
+    with open_it(as_path(path), options or ConvertOptions()) as found:
         yield found
 
 
 @contextmanager
-def _open_hf(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
     config = dict(folder.config)
     quantization = quantization_name(config, folder.path)
     dequantized = take_quantization(config, folder.path)
     model_type = config.get("model_type", "")
     bare = take_head_off(config, folder.tensors)
-    kept = unknown_fields(bare.config) if options.keep_unknown else {}
+    kept = unknown_fields(bare.config) if options.keep_unknown_config_fields else {}
     known = {name: value for name, value in bare.config.items() if name not in kept}
     description, tensors = stored_model(known, bare.tensors)
     table = family_of(model_type).table(description)
@@ -119,9 +119,9 @@ def _open_hf(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
 
 
 @contextmanager
-def _open_peft(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_peft(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     """Open the model that a folder of PEFT makes with its base."""
-    with _open_hf(base_folder(path), ReadOptions()) as base:
+    with _open_hf(base_folder(path), ConvertOptions()) as base:
         adapters = read_adapters(path, base.links)
         theirs = _cast(Merged(base.ours, adapters.rows, adapters.config), options)
         links = [Link((name,), name) for name in theirs.entries]
@@ -132,7 +132,7 @@ def _open_peft(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
 
 
 @contextmanager
-def _open_mcore(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_mcore(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     step = resolve_folder(path)
     index = read_index(step)
     check_files(step, index)
@@ -178,7 +178,7 @@ def _merged(
 
 
 @contextmanager
-def _open_dcp(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_dcp(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     folder = read_dcp_folder(path)
     extra = _our_extra(folder)
     if extra is None and not options.config:
@@ -213,7 +213,7 @@ def _open_dcp(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
 
 
 @contextmanager
-def _open_megatron(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _open_megatron(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     step = _megatron_step(path)
     tokenizer, _ = small_files(step / "tokenizer")
     _, generation = small_files(step)
@@ -257,7 +257,7 @@ def _open_megatron(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]
 
 
 def _with_state(
-    found: OpenCheckpoint, state: OptimizerState, options: ReadOptions
+    found: OpenCheckpoint, state: OptimizerState, options: ConvertOptions
 ) -> OpenCheckpoint:
     """Add an optimizer's state, its rows of vocabulary resized like the weights'."""
     sizes = dict.fromkeys(_PADDED, options.vocab_size) if options.vocab_size else {}
@@ -270,7 +270,7 @@ def _with_state(
 
 
 def _megatron_description(
-    step: Path, common: Mapping[str, Any], padded: int, options: ReadOptions
+    step: Path, common: Mapping[str, Any], padded: int, options: ConvertOptions
 ) -> dict[str, Any]:
     if options.config:
         return description_in(options.config)
@@ -300,7 +300,11 @@ def describe_native(step: Path, index: Index) -> dict[str, Any]:
 
 
 def _link(
-    table: Table, theirs: Rows, description: dict[str, Any], options: ReadOptions, **more: Any
+    table: Table,
+    theirs: Rows,
+    description: dict[str, Any],
+    options: ConvertOptions,
+    **more: Any,
 ) -> OpenCheckpoint:
     """Match tensors with a table; every tensor must be used, and once."""
     links = expand(table)
@@ -312,7 +316,7 @@ def _link(
 
 
 def _described(
-    description: dict[str, Any], links: Sequence[Link], theirs: Rows, options: ReadOptions
+    description: dict[str, Any], links: Sequence[Link], theirs: Rows, options: ConvertOptions
 ) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
     ours: Rows = RenamedRows(links, theirs)
     check_shapes(description, ours.entries)
@@ -322,8 +326,8 @@ def _described(
     return description, links, theirs, ours
 
 
-def _cast(theirs: Rows, options: ReadOptions) -> Rows:
-    return Cast(theirs, options.dtype) if options.dtype else theirs
+def _cast(theirs: Rows, options: ConvertOptions) -> Rows:
+    return Cast(theirs, DTYPE_WORDS[options.dtype]) if options.dtype else theirs
 
 
 def _our_extra(folder: DcpFolder) -> dict[str, Any] | None:

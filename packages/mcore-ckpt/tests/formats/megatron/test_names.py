@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_ckpt.conversion.conversion import ConvertOptions, convert
-from mcore_ckpt.conversion.targets import WriteOptions
+from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.storage.index import read_index
 
@@ -47,7 +47,7 @@ def test_megatron_core_and_we_read_each_others_files_bitwise(tmp_path):
         assert form["sharded_backend"] == "torch_dist"
         convert("megatron", tmp_path / "theirs" / kind, "mcore", tmp_path / "ours" / kind)
         (check_tied if kind == "tied" else check_ours)(tmp_path, kind)
-        options = ConvertOptions(wanted=WriteOptions(transformer_impl="local"))
+        options = ConvertOptions(transformer_impl="local")
         back = tmp_path / "back" / kind
         convert("mcore", tmp_path / "ours" / kind, "megatron", back, options)
     peer("load", tmp_path / "back", tmp_path / "local")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_ckpt.conversion.conversion import ConvertOptions, convert
-from mcore_ckpt.conversion.targets import WriteOptions
+from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.storage.index import read_index
 from mcore_parallel.mesh import ParallelContext
@@ -100,7 +100,7 @@ def test_a_run_goes_on_with_its_optimizer_from_megatron_core_and_back_there(tmp_
     save_file(tensors, local / "rows.safetensors")
     theirs = peer("save", tmp_path / "theirs", local)
     with_state = ConvertOptions(optimizer=True)
-    back = ConvertOptions(optimizer=True, wanted=WriteOptions(transformer_impl="local"))
+    back = ConvertOptions(optimizer=True, transformer_impl="local")
     for kind, tolerance in TAKEN.items():
         ours = tmp_path / "ours" / kind
         report = convert("megatron", tmp_path / "theirs" / kind, "mcore", ours, with_state)
