@@ -16,7 +16,7 @@ _EXPORTS: dict[str, str] = {
     "InferenceConfig": "config",
     "LoadedModel": "loading",
     "NewToken": "writing",
-    "QuantizeConfig": "quantization.quantizing",
+    "QuantizeConfig": "config",
     "SamplingConfig": "config",
     "ScoreRequest": "writing",
     "StaticCache": "cache",

@@ -15,9 +15,10 @@ from mcore_infer import Engine, EngineConfig, SamplingConfig, load_model
 from mcore_infer.cache import StaticCache
 from mcore_infer.cli import main
 from mcore_infer.commands.quantizing import quantize as command
+from mcore_infer.config import QuantizeConfig
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears
-from mcore_infer.quantization.quantizing import QuantizeConfig, quantize
+from mcore_infer.quantization.quantizing import quantize
 from mcore_models.config import TransformerConfig
 from mcore_models.description import ModelDescription
 from mcore_models.gpt import GPT
@@ -78,7 +79,12 @@ def folders(run, tmp_path_factory):
     path, found = tmp_path_factory.mktemp("quantized"), {}
     for method in METHODS:
         sizes = {"group_size": 32} if method in ("awq", "gptq") else {}
-        config = QuantizeConfig(method=method, kv_cache=method == "fp8", **CONFIG, **sizes)
+        config = QuantizeConfig(
+            method=method,
+            kv_cache_dtype="fp8" if method == "fp8" else "bf16",
+            **CONFIG,
+            **sizes,
+        )
         found[method] = quantize(run, path / method, TEXT, config, tokenizer=ByteTokenizer())
     return path, found
 

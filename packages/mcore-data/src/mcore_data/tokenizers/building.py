@@ -8,9 +8,9 @@ Every tokenizer can ``save`` itself into a folder, so a checkpoint carries it, a
 import json
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mcore_data.config import TOKENIZER_TYPES, TokenizerConfig
 from mcore_data.tokenizers.protocol import MARKER, Tokenizer
@@ -23,29 +23,13 @@ _SENTENCEPIECE_START = re.compile(rb"\n[^{]\n", re.DOTALL)
 _RANKS_START = re.compile(rb"\s*\[|[A-Za-z0-9+/]+=* 0\s")
 
 
-def load_tokenizer(
-    folder_or_type: str | Path,
-    *,
-    tokenizer_model: str | Path = "",
-    vocab_file: str | Path = "",
-    merge_file: str | Path = "",
-    vocab_size: int = 0,
-    vocab_extra_ids: int = 0,
-    tokenizer_special_tokens: Sequence[str] = (),
-    image_tag_type: str = "",
-) -> Tokenizer:
+def load_tokenizer(folder_or_type: str | Path, **options: Any) -> Tokenizer:
     """Open a tokenizer from a folder or file, or by Megatron's type name.
 
     Args:
         folder_or_type: a folder written by ``save`` or by Hugging Face, a
             ``tokenizer.json``, or one of ``TOKENIZER_TYPES``.
-        tokenizer_model: model file or folder, for the types that take one.
-        vocab_file: ``vocab.json`` or ``vocab.txt``.
-        merge_file: ``merges.txt`` of byte-pair encoding.
-        vocab_size: true vocabulary of NullTokenizer, without its end-of-document id.
-        vocab_extra_ids: sentinels ``<extra_id_0>``... to add.
-        tokenizer_special_tokens: further special tokens to add.
-        image_tag_type: tags that MultimodalTokenizer puts around images.
+        **options: fields of ``TokenizerConfig``, for a type; a file may be a ``Path``.
 
     Raises:
         ValueError: if the type is unknown, or a file it needs was not given.
@@ -54,18 +38,11 @@ def load_tokenizer(
     """
     name = str(folder_or_type)
     if name in TOKENIZER_TYPES:
-        return build_tokenizer(
-            TokenizerConfig(
-                tokenizer_type=name,  # pyrefly: ignore
-                tokenizer_model=str(tokenizer_model),
-                vocab_file=str(vocab_file),
-                merge_file=str(merge_file),
-                vocab_size=vocab_size,
-                vocab_extra_ids=vocab_extra_ids,
-                tokenizer_special_tokens=tuple(tokenizer_special_tokens),
-                image_tag_type=image_tag_type,  # pyrefly: ignore
-            )
-        )
+        plain: dict[str, Any] = {
+            field: str(value) if isinstance(value, Path) else value
+            for field, value in options.items()
+        }
+        return build_tokenizer(TokenizerConfig(tokenizer_type=name, **plain))  # pyrefly: ignore
     path = Path(name)
     if not path.exists():
         raise FileNotFoundError(

@@ -22,6 +22,7 @@ from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.config import QuantizeConfig
 from mcore_infer.engine.cache_codes import rounded_cache
 from mcore_infer.engine.plans import Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, score_documents
@@ -52,32 +53,6 @@ MIXED_METHOD = "mixed"
 """Word of ``--method`` for ``budget.ways_within``."""
 _PAIRWISE = ("awq", "gptq")
 """Methods that need products of all pairs of inputs, so that they go block by block."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizeConfig:
-    """How a model is quantized."""
-
-    method: str
-    """A word of ``METHODS``, or ``mixed``: four bits, fp8 or none for each matrix."""
-    budget: float = 0.0
-    """Bits of a weight on average, of ``mixed``."""
-    group_size: int = 0
-    """Inputs that share a scale, of four-bit integers; 0: 128."""
-    kv_cache: bool = False
-    """Whether to add scales of an fp8 key/value cache."""
-    calibration_tokens: int = 65536
-    """Tokens of the text that are read for calibration, at most half of them."""
-    scored_tokens: int = 65536
-    """Tokens after these, that perplexity is measured on before and after."""
-    seq_length: int = 0
-    """Tokens of a window; 0: the model's positions, at most 2048."""
-    micro_batch_size: int = 4
-    """Windows in one forward pass."""
-    exclude_modules: tuple[str, ...] = ()
-    """Patterns of modules of the folder that stay as they are."""
-    speed_tokens: int = 0
-    """Tokens of one text to time, before and after; 0: none."""
 
 
 @dataclass
@@ -143,7 +118,11 @@ def quantize(
         log.info("perplexity of %s on %d tokens", folder, len(scored))
         before, speeds = judged(loaded), _timed(loaded, config)
         selection, ways = _chosen(loaded, links, config, windows)
-        tops = largest_keys_and_values(loaded.model, windows) if config.kv_cache else {}
+        tops = (
+            largest_keys_and_values(loaded.model, windows)
+            if config.kv_cache_dtype == "fp8"
+            else {}
+        )
         work = _rounded(loaded, selection, ways, windows)
         left, plan = dict(selection.left), _plan(selection, ways, config)
         num_bytes = write_folder(fresh, source, loaded.model, plan, work.done, tops)
@@ -163,7 +142,7 @@ def quantize(
             tokens_per_s=speeds,
             bytes_before=_num_bytes(source),
             bytes_after=num_bytes,
-            kv_cache="fp8" if config.kv_cache else "",
+            kv_cache="fp8" if config.kv_cache_dtype == "fp8" else "",
             matrices=tuple(work.reports),
             left=left,
             fallbacks=tuple(work.fallbacks),
@@ -252,7 +231,7 @@ def _plan(selection: Selection, ways: Mapping[str, Way], config: QuantizeConfig)
         layout=next(iter(layers.values())),
         layers=layers if config.method == MIXED_METHOD else {},
         exclude_modules=excluded(tuple(selection.left)),
-        kv_cache=config.kv_cache,
+        kv_cache=config.kv_cache_dtype == "fp8",
     )
 
 
