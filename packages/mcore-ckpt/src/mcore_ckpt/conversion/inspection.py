@@ -97,10 +97,6 @@ def native_step(folder: str | Path) -> Path:
 def contents(folder: str | Path, config: str = "") -> Contents:
     """List what a checkpoint of any format holds.
 
-    Args:
-        folder: of the checkpoint.
-        config: config.json of the model, for Megatron's old files without arguments.
-
     Raises:
         ValueError: if it holds none, or is listed without the config that is given.
         CheckpointError: if it is damaged.
@@ -210,10 +206,6 @@ def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path, int, int]:
     """Read every byte of a step, small files too, and compare checksums and digests.
-
-    Args:
-        folder: a run or step folder.
-        on_progress: called for each tensor.
 
     Returns:
         The step folder, how many tensors it holds and of how many bytes.

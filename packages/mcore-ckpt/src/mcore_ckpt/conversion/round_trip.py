@@ -31,10 +31,6 @@ def fingerprint(tensors: Rows, on_progress: Progress | None = None) -> str:
     """Hash tensors: names, dtypes, shapes and content, in the order of names.
 
     The content counts by the CRC32 of each block, which files of ours have already.
-
-    Args:
-        tensors: read, unless their blocks' sums are known.
-        on_progress: called for each tensor.
     """
     total = hashlib.sha256()
     sizes = {name: tensors.entries[name].num_bytes for name in sorted(tensors.entries)}
@@ -57,11 +53,6 @@ def prove(
     source: OpenCheckpoint | Part, again: Rows, on_progress: Progress | None = None
 ) -> None:
     """Turn tensors that were written and read back into the source's, and compare.
-
-    Args:
-        source: what was converted.
-        again: what was written, under our names.
-        on_progress: called for each tensor of the source.
 
     Raises:
         CheckpointError: naming the first tensor that differs.

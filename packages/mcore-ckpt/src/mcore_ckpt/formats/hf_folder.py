@@ -159,11 +159,7 @@ def write_hf_folder(
 
 
 def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
-    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0.
-
-    Args:
-        tokenizer: its files by name.
-    """
+    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0."""
     counts = [0]
     if "tokenizer.json" in tokenizer:
         table = json.loads(tokenizer["tokenizer.json"])

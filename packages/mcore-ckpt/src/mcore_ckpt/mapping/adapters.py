@@ -64,10 +64,6 @@ def adapters_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
 def base_of(folder: Any, adapter: Mapping[str, Any]) -> str:
     """Return the folder of the model beside which adapters stand.
 
-    Args:
-        folder: of the adapters.
-        adapter: what its index says of them.
-
     Raises:
         ValueError: if it is not there.
     """

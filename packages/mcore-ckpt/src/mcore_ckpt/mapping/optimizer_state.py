@@ -80,12 +80,6 @@ def native_name(kind: str, name: str) -> str:
 def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> OptimizerState:
     """Find the state in a checkpoint of ours.
 
-    Args:
-        index: of the step.
-        reader: of the step's folder.
-        weights: those of the model, by logical name.
-        where: the step, for messages.
-
     Raises:
         ValueError: if there is none, or it is not that of the weights.
     """

@@ -105,13 +105,7 @@ def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[I
 def named_with_progress(
     sizes: Mapping[str, int], on_progress: Progress | None, doing: str
 ) -> Iterator[str]:
-    """Give names one by one, and report when the caller is done with each.
-
-    Args:
-        sizes: bytes of each name.
-        on_progress: called for each.
-        doing: what is done, put before the name.
-    """
+    """Give names one by one, and report when the caller is done with each."""
     total, done = sum(sizes.values()), 0
     for name, num_bytes in sizes.items():
         yield name

@@ -173,18 +173,10 @@ class AsyncSaver:
         The first save of a plan is the slow one: it takes the host memory, and waits until
         what several ranks hold is compared. Later ones do neither.
 
-        Args:
-            run_folder: one folder for all ranks.
-            step: iteration, or ``"release"``.
-            shards: what this rank holds.
-            extra: JSON kept in the index.
-            files: small files by name.
-            folders: folders to copy by name; they must stay until the save is durable.
-            replace: take the place of a complete checkpoint of this step.
-            hf: make the step a Hugging Face folder too; its weights are put together here,
-                before anything else happens.
-            overlap: return before the copies are made: the tensors must then stay as they
-                are until ``hold`` was called. Otherwise they may change at once.
+        ``folders`` must stay until the save is durable. Weights for ``hf`` are put together
+        here, before anything else happens. With ``overlap`` it returns before the copies are
+        made: the tensors must then stay as they are until ``hold`` was called. Otherwise they
+        may change at once.
 
         Returns:
             False if nothing was begun, because an earlier write hangs.

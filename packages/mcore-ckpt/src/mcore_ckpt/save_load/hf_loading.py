@@ -32,9 +32,6 @@ _VIEW = ""
 def opened_hf(folder: Path) -> Iterator[tuple[Index, Reader]]:
     """Open a Hugging Face folder as an index of our tensors and a reader of their boxes.
 
-    Args:
-        folder: with config.json and safetensors files.
-
     Raises:
         ValueError: if it holds a model that no family here can say.
         CheckpointError: if files are damaged or contradict each other.
@@ -119,9 +116,6 @@ class QuantizedFolder:
 @contextmanager
 def opened_quantized(folder: Path) -> Iterator[QuantizedFolder | None]:
     """Open a Hugging Face folder for its scales; None if its weights are not quantized so.
-
-    Args:
-        folder: with config.json and safetensors files.
 
     Raises:
         ValueError: as ``opened_hf``.

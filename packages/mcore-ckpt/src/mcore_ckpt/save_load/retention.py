@@ -21,13 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def dispensable(steps: list[int], latest: int, config: RetentionConfig) -> list[int]:
-    """Choose the steps that need not be kept. Pure.
-
-    Args:
-        steps: complete steps on disk.
-        latest: the step that the pointer names.
-        config: how many and which stay.
-    """
+    """Choose the steps that need not be kept. Pure."""
     if not config.save_retain_last:
         return []
     old = sorted(step for step in steps if step <= latest)

@@ -83,10 +83,6 @@ def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move
 
     A box comes from its own rank if that holds it, else from the holder that sends least.
 
-    Args:
-        held: what each rank has, in rank order.
-        wanted: what each rank needs.
-
     Raises:
         ValueError: if names or shapes differ between the two, or owners' boxes leave holes.
     """

@@ -27,10 +27,6 @@ def cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
 
     Within bounds, without overlap and with the tensor's volume, they cover it.
 
-    Args:
-        shape: of the tensor.
-        boxes: distinct regions.
-
     Returns:
         One sentence a problem; empty if every element lies in exactly one box.
     """

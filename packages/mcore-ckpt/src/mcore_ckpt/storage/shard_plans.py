@@ -94,9 +94,6 @@ def plan_writes(claims: Sequence[Mapping[str, Claim]]) -> list[list[Write]]:
     Boxes with one holder are given first, then the biggest to the least loaded rank. Within
     a file wide items come first, so that every item is aligned to its size.
 
-    Args:
-        claims: what each rank holds, in rank order.
-
     Returns:
         Each rank's writes in file order; every element of every tensor is in one of them.
 
@@ -185,11 +182,6 @@ def plan_sharing(
 ) -> list[Shared]:
     """Let one rank of a host read what several of it need, so that all read as much. Pure.
 
-    Args:
-        claims: what each rank loads.
-        hosts: name of each rank's host.
-        names: tensors that are loaded.
-
     Returns:
         The same list on all ranks.
     """
@@ -249,12 +241,7 @@ class Differences:
 def load_differences(
     wanted: Mapping[str, Claim], index: Mapping[str, TensorEntry]
 ) -> Differences:
-    """Compare tensors that exist on both sides: shapes, dtypes, and sound chunks.
-
-    Args:
-        wanted: what this rank loads.
-        index: what the checkpoint holds.
-    """
+    """Compare tensors that exist on both sides: shapes, dtypes, and sound chunks."""
     shapes, dtypes, faults = {}, {}, []
     for name, claim in wanted.items():
         entry = index.get(name)

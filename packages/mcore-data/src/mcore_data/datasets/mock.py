@@ -100,13 +100,7 @@ class MockGPTDataset(GPTDataset):
 
 
 class MockSentences:
-    """Documents of 2 to 8 sentences of 4 to 40 tokens that count up.
-
-    Args:
-        first_id: smallest id of a text.
-        vocab_size: ids of a text are below it.
-        num_documents: documents.
-    """
+    """Documents of 2 to 8 sentences of 4 to 40 tokens that count up."""
 
     def __init__(self, first_id: int, vocab_size: int, num_documents: int = 1_000) -> None:
         self.first_id = first_id

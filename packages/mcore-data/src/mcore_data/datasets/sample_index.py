@@ -72,11 +72,6 @@ def build_sample_index(
 ) -> SampleIndex:
     """Build the order of samples over the sequences ``ids``.
 
-    Args:
-        lengths: tokens of every sequence of the dataset.
-        ids: the sequences that belong to this split.
-        spec: lengths, counts and seed.
-
     Raises:
         ValueError: if the split has too few tokens for one sample.
     """

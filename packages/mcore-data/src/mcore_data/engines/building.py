@@ -43,11 +43,7 @@ PROBES = (
 
 
 class ReferenceEngine:
-    """The tokenizer itself.
-
-    Args:
-        tokenizer: any.
-    """
+    """The tokenizer itself."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -73,9 +73,6 @@ class Visit:
 class RunData:
     """The training data of a run, as its last checkpoint describes it.
 
-    Args:
-        run: run folder or step folder.
-
     Raises:
         FileNotFoundError: if there is no plan, or its data are gone.
         ValueError: if the data have changed since.

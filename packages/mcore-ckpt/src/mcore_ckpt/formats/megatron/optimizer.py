@@ -154,11 +154,6 @@ def unflattened(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> Tensor
     It was cut by a grid into equal blocks; its leading dimensions say which block, the last
     one is the block's elements in order.
 
-    Args:
-        name: for messages.
-        entry: as the directory lists it.
-        shape: of the weight that it belongs to.
-
     Raises:
         ValueError: if the one is no such form of the other.
     """
@@ -335,11 +330,6 @@ def state_items(table: Table, state: OptimizerState, weights: Rows) -> list[Item
     """List the state as the tensors of a distributed optimizer, ready to be written.
 
     Weights of 32 bits, which are their own main weights here, are listed as such there.
-
-    Args:
-        table: of the weights.
-        state: ours.
-        weights: ours.
     """
     links = expand(state_table(table))
     items = []
