@@ -14,7 +14,6 @@ from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Engine, EngineConfig, SamplingConfig, load_model
 from mcore_infer.cache import StaticCache
 from mcore_infer.cli import main
-from mcore_infer.commands.quantizing import quantize as command
 from mcore_infer.config import QuantizeConfig
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears
@@ -239,7 +238,7 @@ def test_an_expert_that_reads_nothing_is_rounded_and_named(tmp_path):
 
 
 def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_path, capsys):
-    assert get_args(get_type_hints(command)["method"]) == (*METHODS, "mixed")
+    assert get_args(get_type_hints(QuantizeConfig)["method"]) == (*METHODS, "mixed")
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT)
     given = {
