@@ -4,8 +4,7 @@ The front is lazy (PEP 562): importing it imports no room, so a command that onl
 needs help text never loads torch.
 """
 
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from mcore_parallel.lazy_front import lazy_front
 
 _EXPORTS: dict[str, str] = {
     "BatchConfig": "config",
@@ -53,19 +52,4 @@ _EXPORTS: dict[str, str] = {
 
 __all__ = list(_EXPORTS)
 
-
-def __getattr__(name: str) -> object:
-    """Import the room that owns ``name`` and return the attribute."""
-    if name == "__version__":
-        try:
-            return version("mcore-train")
-        except PackageNotFoundError:
-            return "0+source"
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    """List the public names without importing them."""
-    return sorted([*__all__, "__version__"])
+__getattr__, __dir__ = lazy_front(__name__, _EXPORTS)

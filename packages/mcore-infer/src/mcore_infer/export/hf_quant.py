@@ -7,7 +7,6 @@ with both of its configs, after every tensor was found to be what they say.
 import json
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from mcore_ckpt.formats.quantized_layouts import QUANT_CONFIG
 from mcore_ckpt.mapping.row_streams import slabs
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.paths import write_durably
+from mcore_parallel.lazy_front import version_of
 
 _DTYPE_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -40,10 +40,7 @@ def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
 
 def producer() -> dict[str, str]:
     """Return who writes a folder, for its config."""
-    try:
-        return {"name": "mcore-infer", "version": version("mcore-infer")}
-    except PackageNotFoundError:
-        return {"name": "mcore-infer", "version": "0+source"}
+    return {"name": "mcore-infer", "version": version_of("mcore-infer")}
 
 
 def write_hf_quant(

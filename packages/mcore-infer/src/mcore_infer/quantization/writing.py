@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from mcore_ckpt.mapping.views import stacked_items, their_items
 from mcore_ckpt.storage.files import DTYPES, Item
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import write_durably
+from mcore_parallel.lazy_front import version_of
 from mcore_parallel.sharding import Shard, named_shards
 
 _LEFT_DTYPE = "BF16"
@@ -104,7 +104,7 @@ def write_folder(
         ]
     items = stacked_items(items)
     items += _cache_items(links, cache_tops)
-    producer = {"name": "mcore", "version": _version()}
+    producer = {"name": "mcore", "version": version_of("mcore-infer")}
     config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
     config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
     config["quantization_config"] = plan.quantization_config(producer)
@@ -163,10 +163,3 @@ def _cache_items(links: Sequence[Link], tops: Mapping[int, Mapping[str, Tensor]]
 def excluded(modules: Sequence[str]) -> tuple[str, ...]:
     """Return those modules that a config must name as left: the head always, no embedding."""
     return tuple(dict.fromkeys(("lm_head", *(m for m in modules if "embed" not in m))))
-
-
-def _version() -> str:
-    try:
-        return version("mcore-infer")
-    except PackageNotFoundError:
-        return "0+source"

@@ -1,0 +1,1 @@
+../../../mcore-parallel/src/mcore_parallel/lazy_front.py
