@@ -5,8 +5,8 @@ import torch
 from parity.family_cases import CASES, build
 from safetensors.torch import load_file
 
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.save_load.loading import load, read_index
 from mcore_infer.cache import StaticCache
 from mcore_models.description import ModelDescription

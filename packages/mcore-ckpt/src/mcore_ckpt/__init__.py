@@ -9,7 +9,7 @@ from mcore_parallel.lazy_front import lazy_front
 _EXPORTS: dict[str, str] = {
     "AsyncSaver": "save_load.async_saving",
     "CheckpointError": "errors",
-    "ConvertOptions": "config",
+    "ConvertOptions": "conversion.options",
     "FolderLock": "storage.folder_lock",
     "HFView": "save_load.hf_saving",
     "Index": "storage.index",
@@ -19,7 +19,7 @@ _EXPORTS: dict[str, str] = {
     "Report": "conversion.conversion",
     "RetentionConfig": "config",
     "StrictnessConfig": "config",
-    "UpcycleOptions": "config",
+    "UpcycleOptions": "conversion.options",
     "average": "conversion.resharding",
     "convert": "conversion.conversion",
     "hf_to_mcore": "conversion.conversion",

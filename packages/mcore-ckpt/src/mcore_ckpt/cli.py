@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.config import ConvertOptions, UpcycleOptions
+from mcore_ckpt.conversion.options import ConvertOptions, UpcycleOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.sizes import size_text
 from mcore_ckpt.terminal import ended_by_sigterm, progress_line

@@ -10,10 +10,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import convert, hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.inspection import check, differences
 from mcore_ckpt.conversion.logit_check import LogitCheck
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import family_for, family_of
 from mcore_ckpt.families.common.fields import CARRIED, GENERATION_WORDS

@@ -7,8 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import convert, hf_to_mcore, mcore_to_hf
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.storage.index import read_index
 
 SIZES = {"hidden_size": 20, "num_hidden_layers": 3, "vocab_size": 37, "intermediate_size": 12}

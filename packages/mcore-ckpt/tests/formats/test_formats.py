@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.conversion.inspection import describe as describe_folder
 from mcore_ckpt.conversion.inspection import differences, rows
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.formats.dcp import read_dcp_folder
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.save_load.saving import save

@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from mcore_ckpt.cli import main
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import convert
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.formats.dcp import read_dcp_folder
 from mcore_ckpt.formats.dcp_writing import write_dcp_folder
 from mcore_ckpt.formats.megatron import names as megatron_names

@@ -15,7 +15,7 @@ _EXPORTS: dict[str, str] = {
     "InferenceConfig": "config",
     "LoadedModel": "loading",
     "NewToken": "writing",
-    "QuantizeConfig": "config",
+    "QuantizeConfig": "quantization.options",
     "SamplingConfig": "config",
     "ScoreRequest": "writing",
     "StaticCache": "cache",

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.linking import link_step
 from mcore_ckpt.conversion.logit_check import CAST_ROUNDING, ROUNDING, LogitCheck
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
 from mcore_ckpt.conversion.targets import WRITERS, check_target, our_items, write_small_files
@@ -98,22 +98,12 @@ def convert(
     options = options or ConvertOptions()
     _check_formats(source_format, source, target_format, output, options)
     output = as_path(output)
-    check_target(options, target_format)
     check_place(output, as_path(source))
     if target_format == "mcore":
         check_run_folder(output)
     if source_format == "mcore":
         native_step(source)  # Says which format it is in, if it is in another.
-    logits = None
-    if options.check:
-        bound = CAST_ROUNDING if options.dtype else ROUNDING
-        logits = LogitCheck(
-            source_format=source_format,
-            source=Path(source),
-            target_format=target_format,
-            config=options.config,
-            bound=bound,
-        )
+    logits = _logit_check(source_format, source, target_format, options)
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
@@ -189,6 +179,20 @@ def mcore_to_hf(
     return convert("mcore", source, "hf", output, options, on_progress=on_progress)
 
 
+def _logit_check(
+    source_format: str, source: str | Path, target_format: str, options: ConvertOptions
+) -> LogitCheck | None:
+    if not options.check:
+        return None
+    return LogitCheck(
+        source_format=source_format,
+        source=Path(source),
+        target_format=target_format,
+        config=options.config,
+        bound=CAST_ROUNDING if options.dtype else ROUNDING,
+    )
+
+
 def _write_native(
     source: OpenCheckpoint,
     output: Path,
@@ -247,6 +251,7 @@ def _check_formats(
                 f"{place} lies in an object store, where only checkpoints of mcore are read "
                 f"and written: copy the {form} side to or from a disk."
             )
+    check_target(options, target_format)
 
 
 def _check_config(source: OpenCheckpoint, folder: str | Path, config: str) -> None:

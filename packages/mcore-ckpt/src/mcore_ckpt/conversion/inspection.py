@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.megatron.legacy import is_legacy

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import Rows

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import Report
 from mcore_ckpt.conversion.inspection import native_step
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.targets import model_type_of
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import family_of

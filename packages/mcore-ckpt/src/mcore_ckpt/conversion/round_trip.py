@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import PREFIX, opened

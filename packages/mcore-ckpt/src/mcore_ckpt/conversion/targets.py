@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.config import ConvertOptions
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.families import family_for, family_of
 from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.hf_folder import write_hf_folder

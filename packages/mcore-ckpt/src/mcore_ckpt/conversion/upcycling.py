@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt.config import UpcycleOptions
 from mcore_ckpt.conversion.inspection import native_step
+from mcore_ckpt.conversion.options import UpcycleOptions
 from mcore_ckpt.conversion.resharding import copy_small_files, write_whole
 from mcore_ckpt.families.common.experts import MOE_DEFAULTS
 from mcore_ckpt.mapping.row_streams import Progress, Source, row_groups, slabs, with_progress

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.config import DTYPE_WORDS, ConvertOptions
+from mcore_ckpt.conversion.options import DTYPE_WORDS, ConvertOptions
 from mcore_ckpt.families import family_of, stored_model, table_for, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
 from mcore_ckpt.families.common.shape_check import check_shapes

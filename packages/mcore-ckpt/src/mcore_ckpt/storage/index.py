@@ -51,11 +51,11 @@ TORCH_WORDS: dict[str, str] = {
 }
 """Torch's word for each dtype that safetensors writes, by its name there."""
 
-_SIZES = {8: ("F64", "I64", "U64", "C64"), 4: ("F32", "I32", "U32")}
-_SIZES[2] = ("F16", "BF16", "I16", "U16")
-
-DTYPE_BYTES: dict[str, int] = dict.fromkeys(TORCH_WORDS, 1) | {
-    name: size for size, names in _SIZES.items() for name in names
+DTYPE_BYTES: dict[str, int] = {
+    **dict.fromkeys(TORCH_WORDS, 1),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
 }
 """Bytes of an element, by safetensors' name of the dtype."""
 

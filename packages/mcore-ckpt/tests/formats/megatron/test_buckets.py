@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import convert
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.formats.dcp_writing import write_dcp_folder
 from mcore_ckpt.formats.megatron.layout import Order, Weight, bucket_starts
 from mcore_ckpt.save_load.loading import read_tensor

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_ckpt.config import ConvertOptions
 from mcore_ckpt.conversion.conversion import convert
+from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.storage.index import read_index
 

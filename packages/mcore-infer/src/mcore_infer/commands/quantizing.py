@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from mcore_infer.config import QuantizeConfig
+from mcore_infer.quantization.options import QuantizeConfig
 
 
 def quantize(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mcore_ckpt.config import DTYPE_WORDS
 from mcore_ckpt.conversion.inspection import format_of
+from mcore_ckpt.conversion.options import DTYPE_WORDS
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.sources import opened

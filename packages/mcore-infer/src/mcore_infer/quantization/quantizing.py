@@ -22,7 +22,6 @@ from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.config import QuantizeConfig
 from mcore_infer.engine.cache_codes import rounded_cache
 from mcore_infer.engine.plans import Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, score_documents
@@ -36,6 +35,7 @@ from mcore_infer.quantization.observing import (
     largest_keys_and_values,
     observe,
 )
+from mcore_infer.quantization.options import QuantizeConfig
 from mcore_infer.quantization.receipt import MatrixReport, Receipt, write_receipt
 from mcore_infer.quantization.rounding import (
     Rounded,
@@ -118,11 +118,7 @@ def quantize(
         log.info("perplexity of %s on %d tokens", folder, len(scored))
         before, speeds = judged(loaded), _timed(loaded, config)
         selection, ways = _chosen(loaded, links, config, windows)
-        tops = (
-            largest_keys_and_values(loaded.model, windows)
-            if config.kv_cache_dtype == "fp8"
-            else {}
-        )
+        tops = largest_keys_and_values(loaded.model, windows) if config.has_fp8_cache else {}
         work = _rounded(loaded, selection, ways, windows)
         left, plan = dict(selection.left), _plan(selection, ways, config)
         num_bytes = write_folder(fresh, source, loaded.model, plan, work.done, tops)
@@ -142,7 +138,7 @@ def quantize(
             tokens_per_s=speeds,
             bytes_before=_num_bytes(source),
             bytes_after=num_bytes,
-            kv_cache="fp8" if config.kv_cache_dtype == "fp8" else "",
+            kv_cache="fp8" if config.has_fp8_cache else "",
             matrices=tuple(work.reports),
             left=left,
             fallbacks=tuple(work.fallbacks),
@@ -231,7 +227,7 @@ def _plan(selection: Selection, ways: Mapping[str, Way], config: QuantizeConfig)
         layout=next(iter(layers.values())),
         layers=layers if config.method == MIXED_METHOD else {},
         exclude_modules=excluded(tuple(selection.left)),
-        kv_cache=config.kv_cache_dtype == "fp8",
+        kv_cache=config.has_fp8_cache,
     )
 
 

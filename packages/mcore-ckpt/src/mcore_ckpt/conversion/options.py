@@ -1,0 +1,157 @@
+"""Options of converting and upcycling, one field a flag of the command; imports no torch."""
+
+from dataclasses import dataclass
+
+from mcore_ckpt.storage.sizes import parse_size
+
+DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
+    "bf16": "BF16",
+    "bfloat16": "BF16",
+}
+"""Dtypes to cast to, by the words that users write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    """What may be said about a conversion."""
+
+    dtype: str = ""
+    """Cast weights to bf16, fp16 or fp32; empty: as they are."""
+
+    max_shard_size: str = "5GB"
+    """Largest weight file of an output, such as 500MB or 5GB."""
+
+    model_type: str = ""
+    """Hugging Face family to write; empty: where the weights came from, or the first that
+    fits."""
+
+    config: str = ""
+    """config.json of the model, or a folder with one, for inputs that do not say which they
+    are."""
+
+    vocab_size: int = 0
+    """Rows of vocabulary to keep, or to fill up to with zeros; 0: as they are."""
+
+    make_vocab_size_divisible_by: int = 128
+    """Megatron's vocabulary is padded to a multiple of this."""
+
+    transformer_impl: str = "transformer_engine"
+    """Megatron's layers that will load it: transformer_engine or local."""
+
+    dcp_names: str = "mcore"
+    """Names in a directory of PyTorch's: mcore, hf or torchtitan."""
+
+    keep_unknown_config_fields: bool = False
+    """Carry fields of a config.json along that are not known here, instead of refusing them;
+    they must not change what the model computes."""
+
+    link: bool = False
+    """From hf to mcore, write no weights: the checkpoint's index points into the input's
+    files, which are linked into it."""
+
+    optimizer: bool = False
+    """Between mcore and megatron, take along the optimizer's state, how far the run is, its
+    schedule and its place in the data, so that it goes on."""
+
+    experts_apart: bool = False
+    """With --optimizer to megatron: the run there will have --expert-model-parallel-size
+    above 1, and so an optimizer of the experts' own."""
+
+    verify: bool = True
+    """Read the result back and compare it with the source, bit by bit."""
+
+    check: bool = False
+    """Run our model on the result against transformers on the source, in float32 on the CPU;
+    what differs, or has no model here, is not kept."""
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """Most bytes of tensors in one file."""
+        return parse_size(self.max_shard_size)
+
+    def __post_init__(self) -> None:
+        """Check what this object alone decides.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        if self.dtype and self.dtype not in DTYPE_WORDS:
+            raise ValueError(
+                f"--dtype {self.dtype} is not known: use {', '.join(DTYPE_WORDS)}."
+            )
+        if self.optimizer and self.dtype:
+            raise ValueError(
+                f"--dtype {self.dtype} does not go with --optimizer: main weights and moments "
+                "belong to the weights as they are."
+            )
+        if self.link and (self.dtype or self.vocab_size):
+            raise ValueError(
+                "--link keeps weights as they are: leave out --dtype and --vocab-size."
+            )
+        if self.vocab_size < 0:
+            raise ValueError(f"--vocab-size {self.vocab_size} must be 0 or more.")
+        parse_size(self.max_shard_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpcycleOptions:
+    """What the experts shall be."""
+
+    num_experts: int
+    """Experts of each such layer: copies of the dense network, or of its slices."""
+
+    moe_router_topk: int = 2
+    """Experts that each token goes to."""
+
+    moe_upcycling_granularity: int = 1
+    """Slices of the dense network, one an expert; the function is kept where
+    --moe-router-topk is a multiple of it."""
+
+    moe_layer_freq: str = "1"
+    """Which layers get experts: N for every N-th, or a list of 0 and 1."""
+
+    moe_router_pre_softmax: bool = False
+    """Weights are a softmax over all experts, not the chosen ones."""
+
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss in training."""
+
+    init_method_std: float = 0.02
+    """Of the normal numbers that the routers begin with; 0: zeros."""
+
+    seed: int = 1234
+    """Of these numbers."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers against each other.
+
+        Raises:
+            ValueError: with the flag to change.
+        """
+        slices = self.moe_upcycling_granularity
+        if slices < 1 or self.num_experts < 1 or self.num_experts % slices:
+            raise ValueError(
+                f"--num-experts {self.num_experts} must be a multiple of "
+                f"--moe-upcycling-granularity {slices}: each slice of the dense network is "
+                "needed as often as the others."
+            )
+        if not 1 <= self.moe_router_topk <= self.num_experts:
+            raise ValueError(
+                f"--moe-router-topk {self.moe_router_topk} must be from 1 to --num-experts "
+                f"{self.num_experts}."
+            )
+        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            raise ValueError(
+                "--moe-router-topk 1 gives every token weight 1, and the router no gradient: "
+                "add --moe-router-pre-softmax."
+            )
+        if self.init_method_std < 0:
+            raise ValueError(f"--init-method-std {self.init_method_std} must be 0 or more.")
+
+    @property
+    def scale(self) -> float:
+        """Factor on an expert's output, which brings the sum over k to the dense output."""
+        if not self.moe_router_pre_softmax:
+            return float(self.moe_upcycling_granularity)
+        # At the start each weight is about 1/E, and k of them are chosen.
+        return self.num_experts * self.moe_upcycling_granularity / self.moe_router_topk
