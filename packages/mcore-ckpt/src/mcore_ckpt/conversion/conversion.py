@@ -15,7 +15,7 @@ from typing import Any
 
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.linking import link_step
-from mcore_ckpt.conversion.logit_check import CAST_ROUNDING, ROUNDING, LogitCheck
+from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
@@ -103,7 +103,7 @@ def convert(
         check_run_folder(output)
     if source_format == "mcore":
         native_step(source)  # Says which format it is in, if it is in another.
-    logits = _logit_check(source_format, source, target_format, options)
+    logits = LogitCheck(source_format, as_path(source), target_format, options)
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
@@ -117,12 +117,12 @@ def convert(
     ):
         _check_config(found, source, options.config)
         _check_tokens(found, options.vocab_size)
-        if logits is not None:
+        if options.check:
             logits.require(found.description)
         worst: list[float] = []
 
         def judge(written: Rows, folder: Path) -> None:
-            if logits is not None:
+            if options.check:
                 worst.append(logits.compare(found, written, folder))
 
         print_ = ""
@@ -177,20 +177,6 @@ def mcore_to_hf(
 ) -> Report:
     """Convert a step of ours to a Hugging Face folder, as ``convert`` does."""
     return convert("mcore", source, "hf", output, options, on_progress=on_progress)
-
-
-def _logit_check(
-    source_format: str, source: str | Path, target_format: str, options: ConvertOptions
-) -> LogitCheck | None:
-    if not options.check:
-        return None
-    return LogitCheck(
-        source_format=source_format,
-        source=Path(source),
-        target_format=target_format,
-        config=options.config,
-        bound=CAST_ROUNDING if options.dtype else ROUNDING,
-    )
 
 
 def _write_native(

@@ -22,7 +22,6 @@ from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import Rows
-from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 
@@ -35,7 +34,7 @@ CAST_ROUNDING = 5e-2
 _LENGTH = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LogitCheck:
     """Our model against transformers on random tokens, in float32 on the CPU.
 
@@ -48,12 +47,8 @@ class LogitCheck:
     """Its folder."""
     target_format: str
     """What is written."""
-    config: str = ""
-    """config.json of the source, if it does not say which model it is."""
-    bound: float = ROUNDING
-    """Largest difference allowed, relative to the largest logit."""
-    seed: int = 0
-    """Of the tokens."""
+    options: ConvertOptions
+    """What is said of the conversion."""
 
     def require(self, description: Mapping[str, Any]) -> None:
         """Refuse a conversion whose logits cannot be compared here, before it begins.
@@ -99,27 +94,28 @@ class LogitCheck:
         with ExitStack() as stack:
             there = folder if is_export else self._source_folder(stack)
             vocab = min(vocab, _vocab_size(there))
-            generator = torch.Generator().manual_seed(self.seed)
+            generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
             is_tied = "head" in found.hf  # what stands under another head, read as one
             want = _their_logits(there, tokens, found.description, is_tied)[..., :vocab]
         got = _our_logits(found.description, ours, tokens)[..., :vocab]
         worst = ((got - want).abs().max() / want.abs().max()).item()
-        if not worst <= self.bound:
+        bound = CAST_ROUNDING if self.options.dtype else ROUNDING
+        if not worst <= bound:
             raise CheckpointError(
                 f"mcore against transformers: logits differ by {worst:.3g} of the largest, at "
-                f"most {self.bound:.3g} is rounding. Nothing was kept."
+                f"most {bound:.3g} is rounding. Nothing was kept."
             )
         return worst
 
     def _source_folder(self, stack: ExitStack) -> Path:
         """Return the source as a Hugging Face folder: a copy of it in that form if need be."""
         if self.source_format == "hf":
-            return as_path(self.source)
+            return self.source
         from mcore_ckpt.conversion.conversion import convert
 
         there = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"
-        options = ConvertOptions(config=self.config)
+        options = ConvertOptions(config=self.options.config)
         convert(self.source_format, self.source, "hf", there, options)
         return there
 
