@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +163,7 @@ def layout(shape: Sequence[int], boxes: Sequence[Sequence[int]]) -> str:
         return "whole"
     parts = [len({offsets[dim] for offsets in boxes}) for dim in range(len(shape))]
     text = " x ".join(map(str, parts))
-    product = 1
-    for part in parts:
-        product *= part
-    return text if product == len(boxes) else f"{len(boxes)} boxes"
+    return text if prod(parts) == len(boxes) else f"{len(boxes)} boxes"
 
 
 def describe(folder: str | Path, config: str = "") -> str:
@@ -198,10 +196,7 @@ def describe(folder: str | Path, config: str = "") -> str:
 
 
 def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
-    size = DTYPE_BYTES[dtype]
-    for length in shape:
-        size *= length
-    return size
+    return DTYPE_BYTES[dtype] * prod(shape)
 
 
 def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path, int, int]:

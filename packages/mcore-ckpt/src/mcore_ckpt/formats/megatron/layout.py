@@ -13,7 +13,7 @@ from math import prod
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.rules import Link, split_index
 from mcore_ckpt.storage.boxes import Box
-from mcore_ckpt.storage.files import DTYPES
+from mcore_ckpt.storage.index import TORCH_WORDS
 
 _ALIGNMENT = 64
 """Elements that the beginning of a weight is a multiple of."""
@@ -141,7 +141,7 @@ def placed_weights(links: Iterable[Link], weights: Rows) -> list[Weight]:
             Weight(
                 link.theirs,
                 weights.entries[link.theirs].shape,
-                str(DTYPES[weights.entries[link.theirs].dtype]).removeprefix("torch."),
+                TORCH_WORDS[weights.entries[link.theirs].dtype],
                 stem,
                 layer,
                 numbers[0] if numbers else -1,

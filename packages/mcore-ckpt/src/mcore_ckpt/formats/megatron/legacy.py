@@ -9,6 +9,7 @@ later ones named as today.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -248,9 +249,7 @@ def _bands(name: str, description: Mapping[str, Any], version: float) -> int:
 def _row_chunks(part: _Part, rank: int, count: int, bands: int) -> Iterator[Chunk]:
     shape = part.tensor.shape
     rows = shape[0] // bands
-    row_bytes = DTYPE_BYTES[part.tensor.dtype]
-    for size in shape[1:]:
-        row_bytes *= size
+    row_bytes = DTYPE_BYTES[part.tensor.dtype] * prod(shape[1:])
     for band in range(bands):
         begin = (band * count + rank) * rows
         offset = part.tensor.offset + band * rows * row_bytes
