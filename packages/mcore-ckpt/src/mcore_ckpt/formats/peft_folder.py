@@ -19,12 +19,11 @@ from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.mapping.adapters import MAGNITUDE, A, B, adapter_name, adapters_of
-from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.mapping.row_streams import HeldRows, Rows
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.mapping.views import RenamedRows, their_items
 from mcore_ckpt.storage.files import DTYPE_NAMES, DTYPES, Item, Reader, slabs_of, write_file
 from mcore_ckpt.storage.headers import read_header
-from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import PEFT_CONFIG
 
 TENSORS = "adapter_model.safetensors"
@@ -41,22 +40,6 @@ _UNKNOWN = {
     "use_qalora": "adapters of quantized groups",
     "alora_invocation_tokens": "adapters that begin at a token",
 }
-
-
-class HeldRows:
-    """Tensors in memory, by rows."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors."""
-        self.tensors = tensors
-        self.entries = {
-            name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], ())
-            for name, tensor in tensors.items()
-        }
-
-    def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Return rows ``begin`` to ``stop``."""
-        return self.tensors[name][begin:stop]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.storage.boxes import Box, shifted
-from mcore_ckpt.storage.files import DTYPES, SLAB_BYTES, Item, Reader, narrowed
+from mcore_ckpt.storage.files import DTYPE_NAMES, DTYPES, SLAB_BYTES, Item, Reader, narrowed
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.shard_plans import plan_reads
 
@@ -52,6 +52,23 @@ class Source:
             view = narrowed(out, shifted(read.box, box[0]))
             self._reader.read(name, entry, entry.chunks[read.chunk], read.box, view)
         return out
+
+
+class HeldRows:
+    """Tensors in memory, by rows."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the tensors, which may be on any device."""
+        self.tensors = tensors
+        self.entries = {
+            name: TensorEntry(tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], ())
+            for name, tensor in tensors.items()
+        }
+
+    def rows(self, name: str, begin: int, stop: int) -> Tensor:
+        """Return rows ``begin`` to ``stop`` on the host; a tensor without dimensions is one."""
+        held = self.tensors[name].detach()
+        return (held[begin:stop] if held.dim() else held).cpu().contiguous()
 
 
 def row_groups(shape: Sequence[int]) -> list[tuple[int, int]]:

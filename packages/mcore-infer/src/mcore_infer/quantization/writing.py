@@ -22,18 +22,17 @@ from mcore_ckpt.formats.quantized_layouts import (
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan
 from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.mapping.row_streams import HeldRows
 from mcore_ckpt.mapping.rules import Link, expand
-from mcore_ckpt.mapping.views import stacked_items, their_items
-from mcore_ckpt.storage.files import DTYPES, Item
-from mcore_ckpt.storage.index import TensorEntry
+from mcore_ckpt.mapping.views import Cast, stacked_items, their_items
+from mcore_ckpt.storage.files import DTYPE_NAMES, Item
 from mcore_ckpt.storage.paths import write_durably
 from mcore_parallel.lazy_front import version_of
-from mcore_parallel.sharding import Shard, named_shards
+from mcore_parallel.sharding import named_shards
 
 _LEFT_DTYPE = "BF16"
 _WEIGHT = ".weight"
 _MAX_FILE_BYTES = 5_000_000_000
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,9 @@ def write_folder(
     family = family_of(model_type_of(source))
     links = links_of(source)
     items: list[Item] = []
-    rest = _MemoryRows(named_shards(model))
+    # One process holds every tensor whole.
+    held = {name: shard.pieces[0].data for name, shard in named_shards(model).items()}
+    rest = Cast(HeldRows(held), _LEFT_DTYPE)
     for link in links:
         module = link.theirs.removesuffix(_WEIGHT)
         if module == link.theirs or module not in done:
@@ -117,27 +118,8 @@ def write_folder(
     return sum(item.num_bytes for item in items)
 
 
-class _MemoryRows:
-    """Whole tensors of a model as rows of 16 bits."""
-
-    def __init__(self, shards: Mapping[str, Shard]) -> None:
-        self._data = {}
-        for name, shard in shards.items():
-            (piece,) = shard.pieces  # one process holds every tensor whole
-            self._data[name] = piece.data
-        self.entries = {
-            name: TensorEntry(tuple(data.shape), _LEFT_DTYPE, ())
-            for name, data in self._data.items()
-        }
-
-    def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        data = self._data[name]
-        data = data[begin:stop] if data.dim() else data
-        return data.detach().to("cpu", DTYPES[_LEFT_DTYPE]).contiguous()
-
-
 def _item(name: str, tensor: Tensor) -> Item:
-    return Item(name, _NAMES[tensor.dtype], tuple(tensor.shape), partial(_on_host, tensor))
+    return Item(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), partial(_on_host, tensor))
 
 
 def _on_host(tensor: Tensor) -> Iterable[Tensor]:
