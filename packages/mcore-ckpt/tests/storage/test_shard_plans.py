@@ -51,7 +51,7 @@ def claim(shape, boxes, owner=True, dtype="F32"):
     return Claim(shape, dtype, owner, tuple(boxes))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes_with_cuts(), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_every_element_is_written_once_by_a_rank_that_holds_it(case, num_ranks, random):
     shape, boxes, _ = case
@@ -64,7 +64,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(case, num_ranks, 
         assert all(write.box in held for write in mine)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes_with_cuts())
 def test_any_cut_is_read_from_any_other(case):
     shape, saved, wanted = case
@@ -77,7 +77,7 @@ def test_any_cut_is_read_from_any_other(case):
             assert intersect(read.box, box) == read.box
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes_with_cuts(), st.integers(0, 50))
 def test_a_box_too_few_or_too_many_is_always_noticed(case, pick):
     shape, boxes, others = case
@@ -89,7 +89,7 @@ def test_a_box_too_few_or_too_many_is_always_noticed(case, pick):
         assert "overlap" in cover_problems(shape, [*boxes, more[0]])[0]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes_with_cuts(), st.integers(1, 40))
 def test_small_spans_are_small_and_cover_the_box(case, limit):
     shape, boxes, _ = case
@@ -170,7 +170,7 @@ def test_four_thousand_chunks_a_rank_are_planned_in_less_than_a_second():
     assert counts == ["4000"] * 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes_with_cuts(), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_what_several_ranks_of_a_host_want_is_read_once_a_host(case, num_ranks, random):
     shape, boxes, _ = case
@@ -196,7 +196,7 @@ def test_readers_of_one_host_read_about_as_many_bytes():
     assert max(loads) - min(loads) <= 4 * 139
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 90)), max_size=40),
     st.integers(1, 200),
