@@ -11,6 +11,7 @@ ODD = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SHORT = {name: ODD[name] for name in ("vocab_size", "pad_token_id", "attn_implementation")}
 # Their grouped GEMMs take no float64.
 ODD_MOE = ODD | {"experts_implementation": "eager"}
 # Heads x head dim is not the hidden size; two key/value heads for four queries.
@@ -140,6 +141,9 @@ CASES = {
         "GPTNeoX",
         {**ODD, "num_attention_heads": 2, **rope(partial_rotary_factor=0.4)},
     ),
+    # Heads that are no power of two.
+    "bloom": ("Bloom", {**SHORT, "hidden_size": 18, "n_head": 6, "n_layer": 3}),
+    "mpt": ("Mpt", {**SHORT, "d_model": 20, "n_heads": 5, "n_layers": 3, "max_seq_len": 64}),
     "gpt_neox in sequence": (
         "GPTNeoX",
         {**ODD, "num_attention_heads": 2, "use_parallel_residual": False},

@@ -52,6 +52,12 @@ GPT2 = {
     "make_vocab_size_divisible_by": 3,
     "init_method_std": 0.2,
 }
+ALIBI = GPT2 | {
+    "hidden_size": 18,
+    "num_attention_heads": 6,  # no power of two
+    "position_embedding_type": "alibi",
+    "embedding_layernorm": True,
+}
 MLA = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -168,6 +174,10 @@ TWO_RANKS = {
     "tp2, learned positions": Case(GPT2, layout(tp=2)),
     "tp2 sp, learned positions": Case(GPT2, layout(tp=2, sequence_parallel=True)),
     "cp2": Case(LLAMA, layout(cp=2)),
+    "tp2 sp, alibi": Case(ALIBI, layout(tp=2, sequence_parallel=True)),
+    "cp2, alibi, packed": Case(ALIBI, layout(cp=2), packed=True),
+    "cp2, a2a, alibi": Case(ALIBI, layout(cp=2, cp_comm_type="a2a")),
+    "pp2, alibi": Case(ALIBI, layout(pp=2)),
     "cp2, learned positions": Case(GPT2, layout(cp=2)),
     "cp2, window": Case(LLAMA | {"window_size": (2, 0)}, layout(cp=2)),
     "pp2": Case(LLAMA, layout(pp=2)),
@@ -418,7 +428,9 @@ def test_four_ranks_give_the_losses_and_gradients_of_one(name, four_ranks):
 
 
 @pytest.mark.parametrize(
-    "shape", [LLAMA, GPT2, HYBRID], ids=["rotary", "learned positions", "hybrid"]
+    "shape",
+    [LLAMA, GPT2, ALIBI, HYBRID],
+    ids=["rotary", "learned positions", "alibi", "hybrid"],
 )
 def test_packed_documents_compute_what_they_do_one_by_one(shape):
     model = build(Case(shape), ParallelContext.single())

@@ -284,6 +284,15 @@ def test_a_model_that_pages_cannot_hold_is_refused(caplog):
     assert "scales of a cache in fp8 are not used: they need an engine" in caplog.text
 
 
+def test_scores_that_fall_with_distance_are_those_of_one_text_alone():
+    fields = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 6}
+    fields |= {"position_embedding_type": "alibi", "init_method_std": 0.3}
+    config = TransformerConfig(**fields, max_position_embeddings=40, embedding_layernorm=True)
+    ctx = ParallelContext.single()
+    model = GPT(config, ctx, vocab_size=ByteTokenizer.vocab_size, dtype=torch.float64).eval()
+    assert_same(written(Engine(model, CONFIGS["prompts in chunks"])), alone(model))
+
+
 def test_pages_come_from_memory_and_no_more_than_requests_can_use(model):
     # Keys and values of 2 layers, 2 groups of 4, in float64.
     page_bytes = 2 * 2 * 2 * 4 * 8 * 16

@@ -94,6 +94,11 @@ def check_latent(config: Any) -> None:
             f"--qk-pos-emb-head-dim {config.qk_pos_emb_head_dim} must be even: channels are "
             "rotated in pairs."
         )
+    if config.position_embedding_type == "alibi":
+        raise ValueError(
+            "--position-embedding-type alibi is not known with --multi-latent-attention: use "
+            "rope or none."
+        )
     without_effect = {
         "kv_channels": 0,
         "rotary_percent": 1.0,

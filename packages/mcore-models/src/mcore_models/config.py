@@ -14,7 +14,7 @@ from mcore_models.attention_config import check_latent
 from mcore_models.layer_config import LayerConfig, layers_skip
 from mcore_parallel.logical_tensors import head_dim, is_gated
 
-PositionEmbedding = Literal["rope", "learned_absolute", "none"]
+PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
 AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused", "local"]
 Config = TypeVar("Config")
@@ -49,8 +49,8 @@ class TransformerConfig(LayerConfig):
     Megatron's default: none."""
 
     position_embedding_type: PositionEmbedding = "rope"
-    """How positions enter: rotated queries and keys, a learned table, or not at all.
-    Megatron's default: learned_absolute."""
+    """How positions enter: rotated queries and keys, a learned table, scores that fall with
+    distance (alibi), or not at all. Megatron's default: learned_absolute."""
 
     rotary_base: float = 10000.0
     """Base of the rotary wavelengths."""
@@ -192,6 +192,11 @@ class TransformerConfig(LayerConfig):
                         f"{_flag(name)} has no effect with --position-embedding-type "
                         f"{self.position_embedding_type}: leave it out, or use rope."
                     )
+            if self.position_embedding_type == "alibi" and self.attn_logit_softcapping:
+                raise ValueError(
+                    "--attn-logit-softcapping and --position-embedding-type alibi exclude each "
+                    "other: whether distances are capped is not defined. Keep one."
+                )
             return
         _check(self, "rotary_percent", 0 < self.rotary_percent <= 1, "above 0 and at most 1")
         factor = self.rotary_seq_len_interpolation_factor

@@ -41,6 +41,7 @@ class GPT(StageModel, MTPLanguageModel):
         embedding: on the first stage; also on the last where the head is tied to it, and on
             that of ``mtp``.
         position_embedding: learned positions, on the first stage.
+        embedding_norm: of the embeddings, on the first stage.
         blocks: this stage's layers by global number; what wrappers work on.
         final_norm: on the last stage, or on that of ``mtp``.
         head: on the last stage, unless tied.
@@ -94,6 +95,8 @@ class GPT(StageModel, MTPLanguageModel):
             self.position_embedding = PositionEmbedding(
                 config.max_position_embeddings, config.hidden_size, **self.split(), **placed
             )
+        if stage.has_embedding and config.embedding_layernorm:
+            self.embedding_norm = stream_norm(config, ctx, **placed)
 
     def forward(
         self,
@@ -266,6 +269,8 @@ class GPT(StageModel, MTPLanguageModel):
             x = x * torch.tensor(factor, dtype=x.dtype).item()
         if self.config.position_embedding_type == "learned_absolute":
             x = x + self.position_embedding(positions)
+        if self.config.embedding_layernorm:
+            x = self.embedding_norm(x)
         return self.dropout(x)
 
     def _positions(

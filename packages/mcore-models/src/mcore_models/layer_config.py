@@ -33,6 +33,9 @@ class LayerConfig(AttentionConfig):
     """Norms stand before each half of a layer (pre), on what it adds (output, OLMo-2), or
     both (sandwich, Gemma)."""
 
+    embedding_layernorm: bool = False
+    """Norm embeddings before the first layer (BLOOM)."""
+
     norm_bias: bool = True
     """Give LayerNorms a bias; --no-norm-bias: a weight only."""
 
@@ -195,6 +198,11 @@ class LayerConfig(AttentionConfig):
             raise ValueError(
                 "--mtp-num-layers does not work with --position-embedding-type "
                 "learned_absolute, whose table is on the first stage: use rope or none."
+            )
+        if self.mtp_num_layers and self.embedding_layernorm:
+            raise ValueError(
+                "--embedding-layernorm stands where the model begins, and --mtp-num-layers "
+                "embed where it ends: keep one."
             )
         self._check_windows(num_layers)
 

@@ -9,6 +9,7 @@ import torch
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.kernels import availability, flash4_attention
+from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend, visible_keys
 from mcore_parallel import ParallelContext
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -82,6 +83,23 @@ def test_lower_precision_keeps_its_dtype_and_its_tolerance(dtype):
     want = slow_attention(*(t.double() for t in tensors))
     rtol = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}[dtype]
     torch.testing.assert_close(got.double(), want, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-12), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
+)
+def test_slopes_make_scores_fall_with_distance_also_where_16_bits_hold_no_place(dtype, error):
+    q, k, v = (t.detach().to(dtype) for t in inputs(3, 2100, 6, 3))
+    slopes = alibi_slopes(6)
+    assert slopes.log2().tolist() == [-2, -4, -6, -8, -1, -3]
+    got = attend(q, k, v, slopes=slopes)
+    k, v = (t.double().repeat_interleave(2, 2) for t in (k, v))
+    distance = torch.arange(2097, 2100)[:, None] - torch.arange(2100)
+    scores = torch.einsum("sbnh,zbnh->bnsz", q.double(), k) * 6**-0.5
+    scores = scores - slopes[:, None, None] * distance
+    weights = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
+    want = torch.einsum("bnsz,zbnh->sbnh", weights, v)
+    torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
 
 
 def test_dropout_drops_weights_and_keeps_the_mean():

@@ -175,6 +175,8 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
     if config.position_embedding_type == "learned_absolute":
         shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
+    if config.embedding_layernorm:
+        shapes |= _norm(config, "embedding_norm", D)
     layers = layer_mixers(config, moe)
     alike = {mixers: _layer(config, moe, mixers) for mixers in set(layers)}
     for layer, mixers in enumerate(layers):

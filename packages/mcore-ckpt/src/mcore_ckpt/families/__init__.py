@@ -42,6 +42,8 @@ _FLOORS = {
     "starcoder2": "dense",
     "gpt_neox": "dense",
     "smollm3": "dense",
+    "bloom": "dense",
+    "mpt": "dense",
     "gpt_oss": "moe",
     "glm4_moe": "moe",
     "llama4_text": "moe",

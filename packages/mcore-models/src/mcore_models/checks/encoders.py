@@ -20,7 +20,7 @@ _DECODERS_ALONE = (
     "attention_output_gate",
     *("embedding_multiplier", "residual_multiplier", "logits_multiplier", "use_mup"),
     *("final_logit_softcapping", "multi_latent_attention", "hybrid_override_pattern"),
-    "mtp_num_layers",
+    *("mtp_num_layers", "embedding_layernorm"),
 )
 """Fields that layers of an encoder, and of a decoder beside one, do not read."""
 

@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.kernels import flash_attention as flash2
+from mcore_models.kernels.alibi import with_distances
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
 GPU_BACKENDS = [
@@ -52,6 +53,7 @@ def attend(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Float[Tensor, " N"] | None = None,
+    slopes: Float[Tensor, " N"] | None = None,
     dropout_prob: float = 0.0,
     documents: Documents | None = None,
     backend: AttentionBackend = "auto",
@@ -74,6 +76,7 @@ def attend(
         softcap: scores become softcap x tanh(score / softcap); 0: they stay.
         sinks: a score of each head that takes part in the softmax and mixes no value. Caps and
             sinks have no fused kernel: they are computed in plain torch.
+        slopes: of each head: scores fall by so much with each token between, see ``alibi``.
         dropout_prob: of dropping an attention weight, drawn from the default generator.
         documents: packed in the rows, of which the keys are the first Z tokens; none sees
             another. Only if causal. On a GPU they have one kernel of their own.
@@ -89,6 +92,13 @@ def attend(
             does not know.
         RuntimeError: if another backend that was named does not take the shapes.
     """
+    if slopes is not None:
+        scale, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
+        others: dict[str, Any] = {"window": window, "chunk": chunk, "softcap": softcap}
+        others |= {"dropout_prob": dropout_prob, "documents": documents, "backend": backend}
+        others |= {"causal": causal, "sinks": sinks, "sizes_repeat": sizes_repeat}
+        q, k, v = with_distances(q, k, v, slopes, scale)
+        return attend(q, k, v, scale=scale, **others)[..., :width]
     num_queries, num_keys = q.shape[0], k.shape[0]
     rules = {"scale": scale, "window": window, "softcap": softcap, "dropout_prob": dropout_prob}
     if causal and num_queries > num_keys:

@@ -23,6 +23,7 @@ from mcore_models.config import (
     is_rotated,
     window,
 )
+from mcore_models.kernels.alibi import alibi_slopes, num_channels, with_distances
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
@@ -32,7 +33,11 @@ from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
-from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
+from mcore_parallel.context_parallel.zigzag import (
+    context_attention,
+    ulysses_attention,
+    zigzag_positions,
+)
 from mcore_parallel.logical_tensors import (
     has_attention_bias,
     has_qkv_bias,
@@ -185,7 +190,7 @@ class Attention(nn.Module):
             mixed = self._mix(q, k, v, inputs.documents)
         else:
             remembered = inputs.state.layer(self.layer)
-            rules: dict[str, Any] = {"window": self.window, **self._scores(q.shape[2])}
+            rules: dict[str, Any] = {"window": self.window, **self._scores(q)}
             mixed = remembered.attend(q, k, v, backend=self.backend, **rules)
         mixed = mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]
         return mixed if gate is None else mixed * gate.sigmoid()
@@ -204,9 +209,9 @@ class Attention(nn.Module):
         is_other = self.is_local and inputs.local_rotary is not None
         return inputs.local_rotary if is_other else inputs.rotary
 
-    def _scores(self, num_heads: int) -> dict[str, Any]:
-        """List what makes scores other than plain ones, for ``attend``."""
-        config, sinks = self.config, self.sinks
+    def _scores(self, q: Tensor) -> dict[str, Any]:
+        """List what makes scores of queries other than plain ones, for ``attend``."""
+        config, sinks, num_heads = self.config, self.sinks, q.shape[2]
         if sinks is not None and sinks.shape[0] != num_heads:
             # Heads that were exchanged over context ranks: this rank's share of them.
             sinks = sinks.chunk(self.cp.size)[self.cp.rank]
@@ -216,7 +221,16 @@ class Attention(nn.Module):
             "softcap": config.attn_logit_softcapping,
         }
         rules: dict[str, Any] = {name: value for name, value in found.items() if value}
+        if config.position_embedding_type == "alibi":
+            rules["slopes"] = self._slopes(q)
         return rules if sinks is None else {**rules, "sinks": sinks}
+
+    def _slopes(self, q: Tensor) -> Tensor:
+        """Slopes of the heads at hand, which may be exchanged over context ranks."""
+        slopes = alibi_slopes(self.config.num_attention_heads, q.device)
+        slopes = slopes.chunk(self.tp.size)[self.tp.rank]
+        is_whole = slopes.shape[0] == q.shape[2]
+        return slopes if is_whole else slopes.chunk(self.cp.size)[self.cp.rank]
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """Attend over the whole sequence, wherever its keys are."""
@@ -232,11 +246,18 @@ class Attention(nn.Module):
         is_whole = self.comm_type == "all_gather" and cannot_be_cut(self.config, self.layer)
         if is_whole:
             return context_attention(q, k, v, self.cp, on_rank)
-        if self.score_scale:  # blocks divide by the root of the head's width
-            q = q * (self.score_scale * q.shape[-1] ** 0.5)
-        if self.comm_type == "p2p":
-            return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
-        return gathered_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
+        has_slopes = self.config.position_embedding_type == "alibi"
+        width = q.shape[-1] + has_slopes * num_channels(q.dtype)
+        scale = self.score_scale or q.shape[-1] ** -0.5
+        if scale != width**-0.5:  # blocks divide by the root of the head's width
+            q = q * (scale * width**0.5)
+        channels = v.shape[-1]
+        if has_slopes:
+            places = zigzag_positions(q.shape[0] * self.cp.size, self.cp, q.device)
+            q, k, v = with_distances(q, k, v, self._slopes(q), width**-0.5, places)
+        blocks = blocks_for(q, v, self.backend)
+        by_blocks = ring_attention if self.comm_type == "p2p" else gathered_attention
+        return by_blocks(q, k, v, self.cp, blocks, documents)[..., :channels]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
@@ -251,7 +272,7 @@ class Attention(nn.Module):
                 dropout_prob=prob,
                 documents=documents,
                 backend=self.backend,
-                **self._scores(q.shape[2]),
+                **self._scores(q),
             )
 
     def _heads(

@@ -67,6 +67,7 @@ VARIANTS: dict[str, Any] = {
     **DELTA_NET,
     **ROPE_VARIANTS,
     "norm_placement": "pre",
+    "embedding_layernorm": False,
     "norm_bias": True,
     "parallel_residual": "off",
     "add_attention_bias": False,
