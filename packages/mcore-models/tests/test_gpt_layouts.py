@@ -217,7 +217,9 @@ TWO_RANKS = {
     "ep2, latent, experts": Case(MLA, layout(ep=2), DEEPSEEK),
     "tp2 sp, hybrid, packed": Case(HYBRID, layout(tp=2, sequence_parallel=True), packed=True),
     "cp2, hybrid, packed": Case(HYBRID, layout(cp=2), packed=True),
-    "pp2, hybrid": Case(HYBRID, layout(pp=2)),
+    "pp2, hybrid": Case(
+        HYBRID | ONE_FURTHER | {"hybrid_override_pattern": "M*M[P-]/M-"}, layout(pp=2)
+    ),
     "tp2 sp, delta net, packed": Case(
         DELTA_NET, layout(tp=2, sequence_parallel=True), GATED_EXPERTS, packed=True
     ),
@@ -239,7 +241,11 @@ FOUR_RANKS = {
     ),
     "cp4, packed": Case(LLAMA, layout(cp=4), packed=True),
     "tp4, hybrid, 2 groups": Case(HYBRID, layout(tp=4)),
-    "tp2 cp2, delta net": Case(DELTA_NET, layout(tp=2, cp=2, ep=2), GATED_EXPERTS),
+    "tp2 cp2, delta net": Case(
+        DELTA_NET | ONE_FURTHER | {"hybrid_override_pattern": "[G-][*E]/G-"},
+        layout(tp=2, cp=2, ep=2, sequence_parallel=True),
+        GATED_EXPERTS,
+    ),
     "tp2 cp2, hybrid, 1 group a rank": Case(HYBRID, layout(tp=2, cp=2), packed=True),
 }
 

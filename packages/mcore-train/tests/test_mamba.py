@@ -31,6 +31,8 @@ def test_a_pattern_says_layers_heads_and_stages():
     assert [list(stage.layers) for stage in stages] == [[0, 1], [2, 3]]
     uneven = parsed(text.replace("MM|-M", "M|*M-") + " --pipeline-model-parallel-size 2")
     assert uneven.pipeline.pipeline_model_parallel_layout == "Et|tttL"
+    further = parsed(text.replace("MM|-M", "MM-/*-/*-"))
+    assert (further.model.num_layers, further.model.mtp_num_layers) == (3, 2)
     several = parsed(
         text.replace("MM|-M", "[M-]|[*-][G-]") + " --pipeline-model-parallel-size 2"
     )
@@ -42,7 +44,15 @@ def test_a_pattern_says_layers_heads_and_stages():
     ("flags", "told"),
     [
         ("--hybrid-override-pattern MxM", "x stand for no layer"),
-        ("--hybrid-override-pattern M/", "not built"),
+        ("--hybrid-override-pattern M/", "behind each / stand the same letters"),
+        (
+            "--num-attention-heads 2 --hybrid-override-pattern M/*/M",
+            "behind each / stand the same letters",
+        ),
+        (
+            "--num-attention-heads 2 --hybrid-override-pattern M/*- --mtp-num-layers 2",
+            "leave --mtp-num-layers out",
+        ),
         ("--hybrid-override-pattern [M-", "brackets hold the letters"),
         ("--hybrid-override-pattern [M|-]", "is not cut"),
         ("--hybrid-override-pattern G --linear-num-value-heads 24", "use a multiple of 16"),
@@ -101,7 +111,8 @@ def test_a_small_run_keeps_the_kinds_of_layers_and_how_groups_divide():
 def test_the_layout_of_a_hybrid_is_certified(tmp_path):
     certificate = tmp_path / "verify.json"
     command = (
-        f"verify mamba --hybrid-override-pattern M[*-]G --num-attention-heads 2 {SIZES} {RUN} "
+        f"verify mamba --hybrid-override-pattern M[*-]G/*- --num-attention-heads 2 {SIZES} "
+        f"{RUN} "
         "--nproc 2 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 9 "
         f"--device cpu --quiet --certificate {certificate}"
     )

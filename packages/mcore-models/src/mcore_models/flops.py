@@ -23,6 +23,7 @@ from mcore_parallel.logical_tensors import (
     delta_sizes,
     expert_size,
     ffn_size,
+    further_mixers,
     head_dim,
     is_gated,
     layer_mixers,
@@ -122,15 +123,15 @@ def model_flops(
     lookup = matrices.get("position_embedding.weight", 0)
     weights = (1 + config.mtp_num_layers) * config.hidden_size * padded_vocab_size
     weights += sum(matrices.values()) - lookup - routed + active
-    mixers = layer_mixers(config, moe)
+    mixers, last = layer_mixers(config, moe), config.num_layers - 1
+    mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     # Pairs of query and key, doubled: L * L in a causal layer of L tokens.
     pairs = sum(
-        _doubled_pairs(length, window(config, layer), chunk(config, layer))
-        for length in seq_lengths
-        for names, layer in (
-            *zip(mixers, range(config.num_layers), strict=True),
-            *[(mixers[-1], config.num_layers - 1)] * config.mtp_num_layers,
+        _doubled_pairs(
+            length, window(config, min(layer, last)), chunk(config, min(layer, last))
         )
+        for length in seq_lengths
+        for layer, names in enumerate(mixers)
         if {"attention", "mla", "mamba_attention"} & {*names}
     )
     # Each number of a Mamba state is written once by a token, and read once.
@@ -324,7 +325,7 @@ def _kept_elements(
     widths = _kept_widths(config, moe)
     mixers = _mixers(config, moe)
     if has_both_ends:  # else the last stage has them
-        mixers += mixers[-1:] * config.mtp_num_layers
+        mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     names = [name for names in mixers for name in names]
     latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
     inner = sum(widths[name] // tp + 2 * D // stream for name in names)

@@ -23,6 +23,7 @@ from mcore_models.mtp_model import MTP_TOKENS, MTPLanguageModel
 from mcore_models.protocol import MicroBatch, ModelState
 from mcore_models.stage_model import StageModel
 from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.logical_tensors import further_mixers
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.parametrization import embedding_factor, logits_factor
 from mcore_parallel.precision.fp8 import LinearGemms
@@ -61,8 +62,8 @@ class GPT(StageModel, MTPLanguageModel):
         self.add_further_losses()
         self._add_embeddings(ctx, placed)
 
-        def block(layer: int, place: int) -> TransformerBlock:
-            return TransformerBlock(config, ctx, layer, gemms=gemms[place], **options)
+        def block(layer: int, place: int, **more: Any) -> TransformerBlock:
+            return TransformerBlock(config, ctx, layer, gemms=gemms[place], **more, **options)
 
         self.blocks = nn.ModuleDict({str(layer): block(layer, layer) for layer in stage.layers})
         if self.is_normed:
@@ -72,8 +73,9 @@ class GPT(StageModel, MTPLanguageModel):
                 config.hidden_size, self.vocab_size, **self.vocab_split(), **placed
             )
         count = config.num_layers
+        mixers = {"mixers": further_mixers(config, options["moe"])}
         self.mtp = nn.ModuleList(
-            PredictionLayer(config, ctx, block(count - 1, count + depth), **placed)
+            PredictionLayer(config, ctx, block(count - 1, count + depth, **mixers), **placed)
             for depth in range(config.mtp_num_layers if stage.has_mtp else 0)
         )
 

@@ -7,7 +7,7 @@ only.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_parallel.layer_patterns import pattern_layers
+from mcore_parallel.layer_patterns import further_letters, pattern_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,8 +17,8 @@ class HybridConfig:
     hybrid_override_pattern: str = ""
     """One letter a layer instead of attention and feed-forward in each: M Mamba-2, G gated
     delta net, * attention, P Mamba-2 and attention side by side, - feed-forward, E experts;
-    letters in brackets are one layer of several, [G-]; | between pipeline stages. Empty: a
-    transformer."""
+    letters in brackets are one layer of several, [G-]; | between pipeline stages; / before the
+    letters of each layer of multi-token prediction, /*-. Empty: a transformer."""
 
     mamba_state_dim: int = 128
     """Numbers of state for each channel of a Mamba head."""
@@ -96,13 +96,14 @@ class HybridConfig:
                 f"--hybrid-override-pattern {self.hybrid_override_pattern} has {len(layers)} "
                 f"layers, --num-layers says {config.num_layers}: leave --num-layers out."
             )
-        if layers and config.mtp_num_layers:
+        further = self.hybrid_override_pattern.count("/")
+        if layers and further != config.mtp_num_layers:
             raise ValueError(
-                "--mtp-num-layers has no pattern of its own layers yet, so that "
-                f"--hybrid-override-pattern {self.hybrid_override_pattern} does not say what "
-                "they are made of: leave it out."
+                f"--hybrid-override-pattern {self.hybrid_override_pattern} has {further} "
+                "layers of multi-token prediction, each behind a /, --mtp-num-layers says "
+                f"{config.mtp_num_layers}: leave --mtp-num-layers out."
             )
-        letters = set("".join(layers))
+        letters = set("".join(layers) + further_letters(self.hybrid_override_pattern))
         if letters & {"M", "P"}:
             _check_mamba(config)
         if "G" in letters:

@@ -23,11 +23,13 @@ _LAYERS = re.compile(r"\[([^\[\]]+)\]|([^\[\]])")
 def pattern_layers(pattern: str) -> tuple[str, ...]:
     """Return the layers of a hybrid pattern, without pipeline cuts: the letters of each.
 
-    A letter is a layer of one mixer; letters in brackets are one layer of several.
+    A letter is a layer of one mixer; letters in brackets are one layer of several. What stands
+    behind a / is no layer of the model, see ``further_letters``.
 
     Raises:
         ValueError: for a letter that stands for nothing here, or brackets that do not match.
     """
+    pattern = pattern.partition("/")[0]
     text = pattern.replace("|", "")
     layers = tuple(several or one for several, one in _LAYERS.findall(text))
     letters = "".join(layers)
@@ -46,10 +48,28 @@ def pattern_layers(pattern: str) -> tuple[str, ...]:
         known = ", ".join(f"{letter} ({name})" for letter, name in PATTERN_MIXERS.items())
         raise ValueError(
             f"--hybrid-override-pattern {pattern}: {problem}: use {known}, [ and ] around the "
-            "letters of one layer, and | between pipeline stages. / (multi-token prediction) "
-            "is not built yet."
+            "letters of one layer, | between pipeline stages, and / before the letters of each "
+            "layer of multi-token prediction."
         )
     return layers
+
+
+def further_letters(pattern: str) -> str:
+    """Return the letters of a layer of multi-token prediction, all in one layer.
+
+    Raises:
+        ValueError: if the layers behind each / differ, or are no layer.
+    """
+    sections = [section.removeprefix("[").removesuffix("]") for section in pattern.split("/")]
+    letters = {*sections[1:]}
+    for section in letters:
+        is_known = section and set(section) <= PATTERN_MIXERS.keys()
+        if not is_known or len(set(section)) < len(section) or len(letters) > 1:
+            raise ValueError(
+                f"--hybrid-override-pattern {pattern}: behind each / stand the same letters, "
+                "each once, of one layer of multi-token prediction, such as /*-/*-."
+            )
+    return sections[1] if letters else ""
 
 
 def join_layers(layers: Iterable[str]) -> str:

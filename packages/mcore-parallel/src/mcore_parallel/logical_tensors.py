@@ -12,7 +12,12 @@ with those of mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mcore_parallel.layer_patterns import PATTERN_MIXERS, pattern_layers, read_pattern
+from mcore_parallel.layer_patterns import (
+    PATTERN_MIXERS,
+    further_letters,
+    pattern_layers,
+    read_pattern,
+)
 
 Shape = tuple[int, ...]
 
@@ -98,6 +103,17 @@ def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(mixers[letter] for letter in letters) for letters in layers)
     experts = moe_layers(moe, config.num_layers)
     return tuple((attention, "moe" if has_experts else "mlp") for has_experts in experts)
+
+
+def further_mixers(config: Any, moe: Any) -> tuple[str, ...]:
+    """Say of which mixers a layer of multi-token prediction consists.
+
+    They are those behind / in the pattern of a hybrid, and of the last layer of a transformer.
+    """
+    attention = "mla" if config.multi_latent_attention else "attention"
+    mixers = {**PATTERN_MIXERS, "*": attention}
+    letters = further_letters(config.hybrid_override_pattern)
+    return tuple(mixers[letter] for letter in letters) or layer_mixers(config, moe)[-1]
 
 
 def num_halves(config: Any) -> int:
@@ -188,7 +204,7 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
     for depth in range(config.mtp_num_layers):
         inside = _norm(config, "enorm", D) | _norm(config, "hnorm", D)
         inside |= {"eh_proj.weight": (D, 2 * D)} | _norm(config, "final_norm", D)
-        last = alike[layers[-1]]
+        last = _layer(config, moe, further_mixers(config, moe))
         inside |= {f"block.{name}": shape for name, shape in last.items()}
         shapes |= {f"mtp.{depth}.{name}": shape for name, shape in inside.items()}
     return shapes

@@ -12,7 +12,7 @@ from mcore_data.tracing.data_plan import Stretch
 from mcore_models.protocol import MicroBatch
 from mcore_moe.stats import SUMMARY
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.logical_tensors import layer_mixers
+from mcore_parallel.logical_tensors import further_mixers, layer_mixers
 from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
@@ -310,7 +310,8 @@ class Interval:
         means = all_reduce(self._balance / self._num_steps, self.run.ctx.pp).tolist()
         config = self.run.plan.config
         mixers = layer_mixers(config.model, config.experts)
-        mixers += mixers[-1:] * config.model.mtp_num_layers  # built like the last layer
+        further = further_mixers(config.model, config.experts)
+        mixers += (further,) * config.model.mtp_num_layers
         return {
             f"{name}/layer_{layer}": value
             for layer, values in enumerate(means)

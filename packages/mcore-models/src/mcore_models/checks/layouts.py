@@ -7,7 +7,13 @@ refuses alike and no collective is left waiting. No torch here.
 from mcore_models.config import TransformerConfig, divisors, has_plain_scores, is_local
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.logical_tensors import ffn_size, layer_mixers, mamba_sizes, num_kv_heads
+from mcore_parallel.logical_tensors import (
+    ffn_size,
+    further_mixers,
+    layer_mixers,
+    mamba_sizes,
+    num_kv_heads,
+)
 
 _NO_EXPERTS = MoEConfig()
 
@@ -46,6 +52,8 @@ def layout_problems(
     if problems:
         return problems
     used = {name for names in layer_mixers(config, moe) for name in names}
+    if config.mtp_num_layers:
+        used |= {*further_mixers(config, moe)}
     if used & {"attention", "mla", "mamba_attention"}:
         problems += _head_problems(config, parallel)
         problems += _context_problems(config, parallel)

@@ -44,6 +44,7 @@ class TransformerBlock(nn.Module):
         *,
         streams: RngStreams,
         moe: MoEConfig,
+        mixers: tuple[str, ...] = (),
         recomputing: RecomputeConfig,
         kernels: KernelConfig,
         gemms: LinearGemms = PLAIN_GEMMS,
@@ -58,6 +59,7 @@ class TransformerBlock(nn.Module):
             layer: global number.
             streams: for dropout.
             moe: says whether this layer has experts, and which.
+            mixers: of this layer; empty: those that the config says.
             kernels: which compute attention.
             gemms: what multiplies in attention and the dense feed-forward layer.
             recomputing: its selective modules; full-layer recompute is handled by the model.
@@ -78,7 +80,7 @@ class TransformerBlock(nn.Module):
             dtype=dtype,
         )
         self.parallel_residual = config.parallel_residual
-        self.mixers = layer_mixers(config, moe)[layer]
+        self.mixers = mixers or layer_mixers(config, moe)[layer]
         self.norms = layer_norms(config, self.mixers)
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):

@@ -12,7 +12,7 @@ from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.layer_patterns import join_layers, pattern_layers
+from mcore_parallel.layer_patterns import further_letters, join_layers, pattern_layers
 from mcore_parallel.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig
@@ -108,8 +108,10 @@ def _shrink_recurrent(
     groups = min(fitting, key=lambda n: (mamba_relations(n, parallel) != wanted, n))
     sizes = mamba_sizes(model)
     has_several = sizes.heads > sizes.groups
+    pattern = join_layers(letters[i] for stage in layers for i in stage)
+    further = "/" + further_letters(model.hybrid_override_pattern)
     return {
-        "hybrid_override_pattern": join_layers(letters[i] for stage in layers for i in stage),
+        "hybrid_override_pattern": pattern + further * mtp_layers(model),
         "mamba_num_groups": groups,
         "mamba_num_heads": lcm(groups, tp * cp) * (2 if has_several else 1),
         "mamba_head_dim": 4,
@@ -234,7 +236,9 @@ def shrink_experts(
         return experts
     ep = parallel.expert_model_parallel_size
     letters = pattern_layers(config.model.hybrid_override_pattern)
-    if letters and not any("E" in letters[i] for stage in layers for i in stage):
+    kinds_kept = [letters[i] for stage in layers for i in stage] if letters else []
+    further = further_letters(config.model.hybrid_override_pattern)
+    if letters and not any("E" in kind for kind in (*kinds_kept, further)):
         return MoEConfig()
     kinds = moe_layers(experts, config.model.num_layers)
     kept = [int(kinds[i]) for stage in layers for i in stage]

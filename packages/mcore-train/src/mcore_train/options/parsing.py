@@ -128,7 +128,7 @@ def _pattern_flags(args: list[str]) -> list[str]:
     layers = pattern_layers(pattern)
     if not layers:
         return []
-    found = ["--num-layers", str(len(layers))]
+    found = ["--num-layers", str(len(layers)), "--mtp-num-layers", str(pattern.count("/"))]
     if not set(pattern) & {
         "*",
         "P",
