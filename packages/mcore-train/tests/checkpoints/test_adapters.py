@@ -12,6 +12,7 @@ from mcore_ckpt.storage.paths import resolve_folder
 from mcore_infer.loading import load_model
 from mcore_models.peft.attaching import adapted_linears
 from mcore_models.peft.quantized_base import QuantizedMatrix
+from mcore_moe.experts import Experts
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
@@ -123,9 +124,14 @@ def test_a_base_in_few_bits_trains_nearly_the_same_adapters(folders, bits):
 
 
 def round_base(run, bits):
-    """Round the weights of linears with adapters, which keep their own width."""
-    for linear, _ in adapted_linears(run.chunks[0]):
-        linear.weight.data.copy_(QuantizedMatrix(linear.weight.detach(), bits).widened())
+    """Round the weights of linears with adapters and of experts, which keep their own width."""
+    weights = [linear.weight for linear, _ in adapted_linears(run.chunks[0])]
+    for module in run.chunks[0].modules():
+        if isinstance(module, Experts):
+            weights += [module.fc1_weight, module.fc2_weight]
+    for weight in weights:
+        rounded = QuantizedMatrix(weight.detach().flatten(0, -2), bits).widened()
+        weight.data.copy_(rounded.view_as(weight))
 
 
 def distance(run, other):
@@ -187,8 +193,8 @@ def with_experts_on_ranks(folder):
     for layout in ({"use_distributed_optimizer": True}, second):
         runs = []
         for bits in (0, 8):
-            beside = {**EXPERTS, **LORA, "lora_target_modules": ("attention",)}
-            runs.append(build(2, load=common["base"], peft_base_bits=bits, **beside, **layout))
+            beside = {**EXPERTS, **LORA, **layout}
+            runs.append(build(2, load=common["base"], peft_base_bits=bits, **beside))
             load_run(runs[-1])
             if not bits:
                 round_base(runs[-1], 8)
@@ -216,10 +222,6 @@ def test_adapters_of_experts_load_under_another_layout_and_merge(tmp_path):
         ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
         ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora has no routed experts"),
         ({**DORA, "save": "x", "save_hf": True}, "--save-hf writes whole models"),
-        (
-            {**LORA, **EXPERTS, "peft_base_bits": 4},
-            "--peft-base-bits 4 has no routed experts",
-        ),
         ({**DORA, "peft_base_bits": 8, "use_torch_fsdp2": True}, "no rows to gather by layers"),
         (
             {

@@ -61,8 +61,8 @@ class PeftConfig:
     """Probability of dropping an element of what an adapter reads, 0 to below 1."""
 
     peft_base_bits: int = 0
-    """Bits of the frozen weights of linears with adapters: 8 or 4 (QLoRA) keep them rounded,
-    and widen each while it multiplies; 0: as they are."""
+    """Bits of the frozen weights of linears with adapters, and of routed experts: 8 or 4
+    (QLoRA) keep them rounded, and widen each while it multiplies; 0: as they are."""
 
     def __post_init__(self) -> None:
         """Check the ranges.

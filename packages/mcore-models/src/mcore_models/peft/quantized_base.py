@@ -1,12 +1,14 @@
-"""A frozen base in 8 or 4 bits: a linear's weight is there only while it multiplies.
+"""A frozen base in 8 or 4 bits: a module's weights are there only while they multiply.
 
-Each frozen matrix with an adapter is kept in blocks of 64 columns, as 8-bit integers or as one
-of the 16 levels of NormalFloat, times the largest magnitude of the block. Hooks widen it before
-the linear's forward and again before its backward, and give the memory back after each.
+Frozen matrices with adapters, and those of routed experts, are kept in blocks of 64 columns,
+as 8-bit integers or as one of the 16 levels of NormalFloat, times the largest magnitude of the
+block. Hooks widen them before their module's forward and again before its backward, and give
+the memory back after each.
 
 Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3; without its second quantization.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.peft.attaching import adapted_linears
+from mcore_moe.experts import Experts
 
 BLOCK = 64
 """Columns that share a scale."""
@@ -75,58 +78,73 @@ def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
     return torch.stack([levels[byte & 15], levels[byte >> 4]], 1)
 
 
-class QuantizedWeight:
-    """Hooks of one linear, whose weight has memory only while it is read."""
+class QuantizedWeights:
+    """Hooks of a linear, or of a layer's experts, whose weights have memory only while read."""
 
-    def __init__(self, linear: Any, bits: int) -> None:
-        """Round the weight and give its memory back; hooks come behind the adapter's."""
-        self.weight: nn.Parameter = linear.weight
-        self.matrix = QuantizedMatrix(self.weight.detach(), bits)
-        # Memory of its own: what NumPy has looked at, as a load does, has one size for ever.
-        self.weight.data = torch.empty_like(self.weight)
-        self._size = self.weight.untyped_storage().nbytes()
-        linear.register_forward_pre_hook(self._fill)
-        linear.register_forward_hook(self._after)
+    def __init__(self, module: Any, weights: Sequence[nn.Parameter], bits: int) -> None:
+        """Round weights and give their memory back; hooks come behind an adapter's."""
+        self.weights = weights
+        self.matrices = [QuantizedMatrix(w.detach().flatten(0, -2), bits) for w in weights]
+        for weight in weights:
+            # Memory of its own: what NumPy has looked at, as a load does, keeps its size.
+            weight.data = torch.empty_like(weight)
+        self._sizes = [weight.untyped_storage().nbytes() for weight in weights]
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after)
         self._free()
+
+    def _before(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._fill()
+        x, *others = inputs
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # whose gradient ends the module's backward
+        return (x, *others)
 
     def _fill(self, *_: Any) -> None:
-        storage = self.weight.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(self._size)
-            # Not an update: what autograd saved of the weight stays what it was.
-            self.weight.data.copy_(self.matrix.widened())
+        for weight, matrix, size in zip(self.weights, self.matrices, self._sizes, strict=True):
+            storage = weight.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(size)
+                # Not an update: what autograd saved of the weight stays what it was.
+                weight.data.copy_(matrix.widened().view_as(weight))
 
     def _free(self, *_: Any) -> None:
-        self.weight.untyped_storage().resize_(0)
+        for weight in self.weights:
+            weight.untyped_storage().resize_(0)
 
-    def _after(self, _linear: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        x = inputs[0]
-        if torch.is_grad_enabled() and x.requires_grad:
+    def _after(self, _module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> None:
+        if torch.is_grad_enabled():
             y.register_hook(self._fill)
-            x.register_hook(self._free)
+            inputs[0].register_hook(self._free)
         self._free()
 
 
-def quantize_base(model: nn.Module, bits: int) -> list[QuantizedWeight]:
-    """Keep the frozen weights of linears with adapters in few bits, in place.
+def quantize_base(model: nn.Module, bits: int) -> list[QuantizedWeights]:
+    """Keep frozen weights of linears with adapters, and of routed experts, in few bits.
 
-    No communication. The weights must be loaded. Afterwards only a linear's own forward and
-    backward read them: they cannot be loaded, saved, merged, or used by latent attention with
-    a state. Blocks are of this rank's columns, so another tensor size may round otherwise.
+    In place, no communication. The weights must be loaded. Afterwards only a module's own
+    forward and backward read them: they cannot be loaded, saved, merged, or used by latent
+    attention with a state. Blocks are of this rank's columns, so another tensor size may round
+    otherwise.
 
     Args:
-        model: with adapters, see ``attach_adapters``; those of routed experts stay.
+        model: with adapters, see ``attach_adapters``; experts may have some or none.
         bits: of a weight, 8 or 4.
 
     Returns:
-        What holds them now, one for each linear.
+        What holds them now, one for each linear and each layer of experts.
 
     Raises:
         ValueError: if the bits are others, or the weights are quantized already.
     """
     if bits not in (4, 8):
         raise ValueError(f"a base in {bits} bits: give 4 or 8.")
-    linears = [linear for linear, _ in adapted_linears(model)]
-    if not all(linear.weight.untyped_storage().nbytes() for linear in linears):
+    found = [(linear, [linear.weight]) for linear, _ in adapted_linears(model)]
+    found += [
+        (module, [module.fc1_weight, module.fc2_weight])
+        for module in model.modules()
+        if isinstance(module, Experts)
+    ]
+    if not all(weight.untyped_storage().nbytes() for _, own in found for weight in own):
         raise ValueError("the base is in few bits already: build and load the model again.")
-    return [QuantizedWeight(linear, bits) for linear in linears]
+    return [QuantizedWeights(module, weights, bits) for module, weights in found]

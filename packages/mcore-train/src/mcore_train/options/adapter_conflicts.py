@@ -34,7 +34,7 @@ def find_adapter_conflicts(
     if peft.peft == "dora" and any(".experts." in name for name in targets):
         yield "--peft dora has no routed experts: use --peft lora, or other targets."
     if peft.peft_base_bits:
-        yield from _base_conflicts(config, targets)
+        yield from _base_conflicts(config)
     if config.saving.save_hf:
         yield (
             "--save-hf writes whole models, and --peft saves adapters: leave it out, and "
@@ -50,11 +50,9 @@ def find_adapter_conflicts(
     yield from _empty_stages(targets, stages)
 
 
-def _base_conflicts(config: TrainConfig, targets: Sequence[str]) -> Iterator[str]:
-    """Name what reads frozen weights past the linears that widen them."""
+def _base_conflicts(config: TrainConfig) -> Iterator[str]:
+    """Name what reads frozen weights past the modules that widen them."""
     name = f"--peft-base-bits {config.peft.peft_base_bits}"
-    if any(".experts." in target for target in targets):
-        yield f"{name} has no routed experts: use other --lora-target-modules."
     if config.data_parallelism.is_fully_sharded:
         yield f"{name} leaves no rows to gather by layers: use --use-distributed-optimizer."
     if config.fp8.fp8_format:
