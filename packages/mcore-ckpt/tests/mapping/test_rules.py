@@ -96,6 +96,10 @@ def test_each_family_refuses_flags_that_it_cannot_say():
     gelu = {"normalization": "LayerNorm", "swiglu": False, "openai_gelu": True}
     fits |= {"starcoder2": gelu, "gpt_neox": gelu | {"add_bias_linear": True}}
     fits["gpt2"] = fits["gpt_neox"] | {"position_embedding_type": "learned_absolute"}
+    fits["bloom"] = fits["gpt_neox"] | {"position_embedding_type": "alibi"}
+    fits["mpt"] = fits["bloom"] | {"openai_gelu": False, "add_bias_linear": False}
+    fits["mpt"] |= {"norm_bias": False}
+    fits["bloom"] |= {"embedding_layernorm": True}
     fits["nemotron"] = {"normalization": "LayerNorm", "apply_layernorm_1p": True}
     fits["nemotron"] |= {"swiglu": False, "squared_relu": True}
     fits["gpt_oss"] = {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}

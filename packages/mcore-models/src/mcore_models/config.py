@@ -192,11 +192,6 @@ class TransformerConfig(LayerConfig):
                         f"{_flag(name)} has no effect with --position-embedding-type "
                         f"{self.position_embedding_type}: leave it out, or use rope."
                     )
-            if self.position_embedding_type == "alibi" and self.attn_logit_softcapping:
-                raise ValueError(
-                    "--attn-logit-softcapping and --position-embedding-type alibi exclude each "
-                    "other: whether distances are capped is not defined. Keep one."
-                )
             return
         _check(self, "rotary_percent", 0 < self.rotary_percent <= 1, "above 0 and at most 1")
         factor = self.rotary_seq_len_interpolation_factor

@@ -8,8 +8,8 @@ from mcore_models.config import KernelConfig, TransformerConfig, activation, has
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.gated_fp8 import GATED_CAST_KERNEL
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
+from mcore_models.layers.recurrent import delta_rule
 from mcore_models.layers.recurrent.causal_conv import CONV_KERNELS
-from mcore_models.layers.recurrent.delta_rule import DELTA_KERNELS
 from mcore_models.layers.recurrent.gated_norm import GATED_NORM_KERNELS
 from mcore_models.layers.recurrent.ssd import NARROW, SSD_KERNELS, WIDTHS
 from mcore_models.layers.rope import rotary_kernel
@@ -100,8 +100,8 @@ def _of_recurrent_layers(
         found.append((CONV_KERNELS, (dtype,)))
     if "G" in letters:
         widths = config.linear_key_head_dim, config.linear_value_head_dim
-        if dtype in NARROW and set(widths) <= set(WIDTHS):
-            found.append((DELTA_KERNELS, (dtype, *widths)))
+        if dtype in NARROW and set(widths) <= set(delta_rule.WIDTHS):
+            found.append((delta_rule.DELTA_KERNELS, (dtype, *widths)))
     if letters & {"M", "P"}:
         widths = config.mamba_head_dim, config.mamba_state_dim
         if dtype in NARROW and set(widths) <= set(WIDTHS):

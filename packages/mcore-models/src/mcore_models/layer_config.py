@@ -194,6 +194,11 @@ class LayerConfig(AttentionConfig):
         if not self.norm_bias and normalization != "LayerNorm":
             raise ValueError("--no-norm-bias has no effect without --normalization LayerNorm.")
         positions = getattr(self, "position_embedding_type")  # noqa: B009 - likewise
+        if self.attn_logit_softcapping and positions == "alibi":
+            raise ValueError(
+                "--attn-logit-softcapping and --position-embedding-type alibi exclude each "
+                "other: whether distances are capped is not defined. Keep one."
+            )
         if self.mtp_num_layers and positions == "learned_absolute":
             raise ValueError(
                 "--mtp-num-layers does not work with --position-embedding-type "

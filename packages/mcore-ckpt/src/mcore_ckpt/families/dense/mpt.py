@@ -7,8 +7,11 @@ from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.dense.bloom import FIXED, alibi_sizes, with_head
 from mcore_ckpt.mapping.rules import Rule, Table
 
-_OWN = {**FIXED, "openai_gelu": False, "add_bias_linear": False, "add_qkv_bias": False}
-_OWN |= {"norm_bias": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+_OWN: dict[str, Any] = {
+    **FIXED,
+    **dict.fromkeys(("openai_gelu", "add_bias_linear", "add_qkv_bias", "norm_bias"), False),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+}
 _NAMES = {
     "embedding": "wte",
     "blocks.*.attention_norm": "blocks.*.norm_1",

@@ -79,13 +79,15 @@ def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
         "moe_router_pre_softmax": not fields.take("norm_topk_prob", True),
         "moe_shared_expert_gate": True,
     }
+    if not moe["num_experts"]:
+        ours["hybrid_override_pattern"] = ours["hybrid_override_pattern"].replace("E", "-")
     return moe if "E" in ours["hybrid_override_pattern"] else {}
 
 
 def _write_experts(description: Description, _: Theirs) -> Theirs:
     theirs = {there: expert_setting(description, ours) for ours, (there, _) in _EXPERTS.items()}
     if not theirs["num_experts"]:
-        return {}
+        return {"num_experts": 0}
     require_routing(description, _ROUTING)
     width = setting(description, "ffn_hidden_size")
     theirs["moe_intermediate_size"] = theirs["moe_intermediate_size"] or width

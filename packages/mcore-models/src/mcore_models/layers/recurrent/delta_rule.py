@@ -30,8 +30,8 @@ from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, w
 
 CHUNK = 64
 """Tokens of a chunk, Q; memory grows with S x Q, the sequential steps with S / Q."""
-WIDTHS = (16, 32, 64, 128)
-"""Channels of keys, and of values, that the kernels are made for."""
+WIDTHS = (128,)
+"""Channels of keys, and of values, that the kernels were run with on a GPU."""
 NARROW = (torch.bfloat16, torch.float16)
 """Their dtypes."""
 
