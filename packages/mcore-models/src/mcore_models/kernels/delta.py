@@ -33,6 +33,8 @@ _STATES = {"num_warps": 4, "num_stages": 2}
 _OUTPUTS = {"num_warps": 4, "num_stages": 1}
 _GRADIENTS = {"num_warps": 8, "num_stages": 1}
 """How the kernels are compiled."""
+_BLOCK, _TILE = 32, 64
+"""Values of a head whose state a program walks with; channels of a GEMM in backward."""
 
 
 @triton.jit
@@ -224,7 +226,7 @@ class _Call:
         self.chunks = -(-self.length // CHUNK)
         self.sizes = self.length, self.batch, self.heads, self.heads // self.groups
         self.per_head = self.chunks, self.batch * self.heads
-        self.block = min(32, self.channels)
+        self.block = min(_BLOCK, self.channels)
         self.tiles = self.channels // self.block
         self.constants: dict[str, Any] = {
             "CHUNK": CHUNK,
@@ -300,7 +302,7 @@ class _Call:
         dq, dk = (torch.empty(self.k.shape, **wide) for _ in range(2))
         dg, dbeta = torch.empty_like(self.g), torch.empty_like(self.beta)
         per_group = self.chunks, self.batch * self.groups
-        options = {"TILE": min(64, self.numbers, self.channels), **self.constants}
+        options = {"TILE": min(_TILE, self.numbers, self.channels), **self.constants}
         output_gradients[per_group](
             *(*inputs, self.docs, before, fixed, dafter, dy, dfixed, passed),
             *(dq, dk, dg, derased, *self.sizes, self.tiles),

@@ -9,6 +9,7 @@ Reference:
     Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; the layer as in Qwen3-Next.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,15 +119,14 @@ class DeltaNet(nn.Module):
             inputs: their documents, and what is remembered of earlier ones.
         """
         sizes = self.in_proj.output_sizes
-        q, k, v, z, b, a = self.in_proj(x).split(sizes, -1)
-        mixed = torch.cat([q, k, v], -1)
+        mixed, z, b, a = self.in_proj(x).split((sum(sizes[:3]), *sizes[3:]), -1)
         if inputs.state is not None:
             y = self._continued(mixed, b, a, inputs.state.layer(self.layer))
         elif self.cp.size == 1:
             starts = document_starts(inputs.documents, x.device)
             y = self._mix(mixed, b, a, starts=starts)[0]
         else:
-            y = self._over_context((q, k, v), b, a, inputs.documents)
+            y = self._over_context(mixed.split(sizes[:3], -1), b, a, inputs.documents)
         return self.out_proj(self._gated_norm(y, z.view_as(y)).flatten(-2))
 
     def layouts(self) -> dict[str, Layout]:
@@ -195,7 +195,7 @@ class DeltaNet(nn.Module):
 
     def _over_context(
         self,
-        parts: tuple[Tensor, Tensor, Tensor],
+        parts: Sequence[Tensor],
         b: Tensor,
         a: Tensor,
         documents: Documents | None,
