@@ -266,6 +266,7 @@ def test_what_two_checks_find_is_told_once():
         ({"cuda_graph_impl": "full_iteration"}, "with --cuda-graph-impl"),
         ({"peft": "lora"}, "with --peft"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable: name an"),
+        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi: name an"),
         ({"context_parallel_size": 2}, "needs --cp-comm-type a2a"),
     ],
 )

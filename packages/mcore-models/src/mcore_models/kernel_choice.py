@@ -96,6 +96,8 @@ def _of_recurrent_layers(
 ) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
     letters = set(config.hybrid_override_pattern)
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = []
+    if "G" in letters or (letters & {"M", "P"} and config.mamba_norm != "none"):
+        found.append((GATED_NORM_KERNELS, (dtype,)))
     if letters & {"M", "P", "G"}:
         found.append((CONV_KERNELS, (dtype,)))
     if "G" in letters:
@@ -106,6 +108,4 @@ def _of_recurrent_layers(
         widths = config.mamba_head_dim, config.mamba_state_dim
         if dtype in NARROW and set(widths) <= set(WIDTHS):
             found.append((SSD_KERNELS, (dtype, *widths)))
-        if config.mamba_norm == "gated":
-            found.append((GATED_NORM_KERNELS, (dtype,)))
     return found

@@ -328,12 +328,13 @@ def check_convolution_and_gated_norm():
         got = fused_conv_silu(x, weight, bias, starts=starts)
         want = torch.nn.functional.silu(causal_conv(x, weight, bias, starts=starts))
         compare_with_gradients([got], [want], [x, weight, *([] if bias is None else [bias])])
-    norm = GatedNorm(80, 2, epsilon=1e-5, axis=SINGLE, holders=SINGLE)
-    torch.nn.init.normal_(norm.weight)
-    y, z = torch.randn(5, 2, 80), torch.randn(5, 2, 90)[..., :80]
-    leaves = [y.requires_grad_(), z.requires_grad_(), norm.weight]
-    got = fused_gated_norm(*leaves, group_size=40, epsilon=1e-5)
-    compare_with_gradients([got], [norm.plain(y, z)], leaves)
+    for first in (True, False):
+        norm = GatedNorm(80, 2, epsilon=1e-5, axis=SINGLE, holders=SINGLE, gates_first=first)
+        torch.nn.init.normal_(norm.weight)
+        y, z = torch.randn(5, 2, 80), torch.randn(5, 2, 90)[..., :80]
+        leaves = [y.requires_grad_(), z.requires_grad_(), norm.weight]
+        got = fused_gated_norm(*leaves, group_size=40, epsilon=1e-5, gates_first=first)
+        compare_with_gradients([got], [norm.plain(y, z)], leaves)
 
 
 def check_gated_casts():

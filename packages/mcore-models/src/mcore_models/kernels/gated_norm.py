@@ -1,5 +1,6 @@
-"""Triton kernels of ``norm(y * silu(z)) * weight`` by groups of channels, forward and backward.
+"""Triton kernels of a norm and a gate by groups of channels, forward and backward.
 
+``norm(y * silu(z)) * weight``, or with the gate behind: ``norm(y) * weight * silu(z)``.
 A row is read once in forward and once in backward. A program of backward walks over many rows
 of a group and keeps its part of the weight's gradient in registers; the parts are summed in a
 fixed order. The plain form is ``layers.recurrent.gated_norm.GatedNorm.plain``.
@@ -13,14 +14,15 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-_PROGRAMS = 528
-"""Of the backward pass, each over many rows."""
+_PROGRAMS, _WIDE = 528, 2048
+"""Of the backward pass, each over many rows; more where groups are narrower than the second."""
 
 
 @triton.jit
 @no_type_check
 def _forward(
-    y, z, z_row, weight, out, scales, width, size, epsilon, BLOCK: tl.constexpr
+    y, z, z_row, weight, out, scales, width, size, epsilon,
+    GATES_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -28,11 +30,16 @@ def _forward(
     channel = group * size + column
     gate = tl.load(z + row * z_row + channel, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(y + row * width + channel, mask=inside, other=0.0).to(tl.float32)
-    value *= gate * tl.sigmoid(gate)
+    gate *= tl.sigmoid(gate)
+    if GATES_FIRST:
+        value *= gate
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + epsilon)
     tl.store(scales + row * tl.num_programs(1) + group, scale)
-    normed = (value * scale).to(out.dtype.element_ty)
-    normed *= tl.load(weight + channel, mask=inside, other=0.0)
+    factor = tl.load(weight + channel, mask=inside, other=0.0)
+    if GATES_FIRST:
+        normed = (value * scale).to(out.dtype.element_ty) * factor
+    else:
+        normed = value * scale * factor * gate
     tl.store(out + row * width + channel, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -40,7 +47,7 @@ def _forward(
 @no_type_check
 def _backward(
     y, z, z_row, weight, scales, dout, dy, dz, parts, rows, width, size,
-    BLOCK: tl.constexpr,
+    GATES_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -54,28 +61,44 @@ def _backward(
         grad = tl.load(dout + row * width + channel, mask=inside, other=0.0).to(tl.float32)
         share = tl.sigmoid(gate)
         scale = tl.load(scales + row * tl.num_programs(1) + group)
-        normed = value * gate * share * scale
+        slope = share * (1 + gate * (1 - share))
+        gate *= share
+        normed = value * scale
+        if GATES_FIRST:
+            normed *= gate
+        else:
+            dgate = grad * normed * factor
+            grad *= gate
         dweight += grad * normed
         grad *= factor
         grad = (grad - normed * (tl.sum(grad * normed, 0) / size)) * scale
+        if GATES_FIRST:
+            dgate = grad * value
+            grad *= gate
         at = row * width + channel
-        tl.store(dy + at, (grad * gate * share).to(dy.dtype.element_ty), mask=inside)
-        grad *= value * share * (1 + gate * (1 - share))
-        tl.store(dz + at, grad.to(dz.dtype.element_ty), mask=inside)
+        tl.store(dy + at, grad.to(dy.dtype.element_ty), mask=inside)
+        tl.store(dz + at, (dgate * slope).to(dz.dtype.element_ty), mask=inside)
     tl.store(parts + program * width + channel, dweight, mask=inside)
 
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, z: Tensor, weight: Tensor, size: int, epsilon: float
+        ctx: Any,
+        y: Tensor,
+        z: Tensor,
+        weight: Tensor,
+        size: int,
+        epsilon: float,
+        gates_first: bool,
     ) -> Tensor:
         rows, width = y.shape
         groups = width // size
         out = torch.empty_like(y)
         scales = y.new_empty((rows, groups), dtype=torch.float32)
         block = triton.next_power_of_2(size)
-        ctx.options = {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+        ctx.options: dict[str, Any] = {"BLOCK": block, "GATES_FIRST": gates_first}
+        ctx.options["num_warps"] = min(16, max(1, block // 512))
         ctx.sizes = rows, width, size
         _forward[(rows, groups)](
             y, z, z.stride(0), weight, out, scales, width, size, epsilon, **ctx.options
@@ -90,13 +113,14 @@ class _GatedNorm(torch.autograd.Function):
         groups = width // size
         dy = torch.empty_like(y)
         dz = torch.empty_like(y)
-        programs = min(rows, max(1, _PROGRAMS // groups))
+        wanted = _PROGRAMS * max(1, _WIDE // ctx.options["BLOCK"])
+        programs = min(rows, max(1, wanted // groups))
         parts = y.new_empty((programs, width), dtype=torch.float32)
         grads = dout.contiguous(), dy, dz, parts
         _backward[(programs, groups)](
             y, z, z.stride(0), weight, scales, *grads, *ctx.sizes, **ctx.options
         )
-        return dy, dz, parts.sum(0).to(weight.dtype), None, None
+        return dy, dz, parts.sum(0).to(weight.dtype), None, None, None
 
 
 def fused_gated_norm(
@@ -106,9 +130,10 @@ def fused_gated_norm(
     *,
     group_size: int,
     epsilon: float,
+    gates_first: bool = True,
 ) -> Float[Tensor, "S B F"]:
-    """Gate, then norm each group of ``group_size`` neighbouring channels."""
+    """Gate, then norm each group of ``group_size`` neighbouring channels; or the other way."""
     flat = z.reshape(-1, z.shape[-1])
     rows = flat if flat.stride(1) == 1 else flat.contiguous()
-    found = _GatedNorm.apply(y.contiguous().flatten(0, 1), rows, weight, group_size, epsilon)
-    return found.view(y.shape)
+    inputs = y.contiguous().flatten(0, 1), rows, weight
+    return _GatedNorm.apply(*inputs, group_size, epsilon, gates_first).view(y.shape)

@@ -46,6 +46,8 @@ def _attention_conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"{name} has no --attention-chunk-size: {instead}."
     if model.softmax_type != "vanilla":
         yield f"{name} is not given --softmax-type {model.softmax_type}: {instead}."
+    if model.position_embedding_type == "alibi":
+        yield f"{name} is not given the slopes of --position-embedding-type alibi: {instead}."
     if parallel.context_parallel_size > 1:
         kinds = {cp_comm_type(model, parallel, layer) for layer in range(model.num_layers)}
         if kinds - {"a2a"}:

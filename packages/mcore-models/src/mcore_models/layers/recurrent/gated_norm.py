@@ -1,5 +1,8 @@
 """RMSNorm of an output that was gated first, group by group: the norm of a Mamba-2 layer."""
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -59,7 +62,9 @@ class GatedNorm(nn.Module):
             from mcore_models.kernels.gated_norm import fused_gated_norm
 
             constants = {"group_size": self.group_size, "epsilon": self.epsilon}
-            return fused_gated_norm(y, z, self.weight, **constants)
+            return fused_gated_norm(
+                y, z, self.weight, **constants, gates_first=self.gates_first
+            )
         return self.plain(y, z)
 
     def plain(
@@ -79,39 +84,43 @@ class GatedNorm(nn.Module):
         return (self.weight * normed.flatten(-2) * gate).to(y.dtype)
 
     def _has_kernel(self, y: Tensor) -> bool:
-        return (
-            self.gates_first
-            and self.holders.size == 1
-            and y.is_cuda
-            and y.dtype != torch.float64
-            and self.group_size <= WIDEST
-            and not torch.compiler.is_compiling()
-            and works(GATED_NORM_KERNELS, y.device, y.dtype)
-        )
+        return self.holders.size == 1 and has_kernel(y, self.group_size)
 
     def layouts(self) -> dict[str, Layout]:
         """Describe the weight, see ``mcore_parallel.sharding``."""
         return {"weight": sliced("", (self.size,), 0, self.axis)}
 
 
-def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    # Its weight is 1; ``forward`` would try the kernels again.
-    norm = GatedNorm(
-        80, 2, epsilon=1e-5, axis=SINGLE, holders=SINGLE, device=device, dtype=dtype
+def has_kernel(y: Tensor, group_size: int) -> bool:
+    """Say whether the kernels are there, and made for these tensors."""
+    return (
+        y.is_cuda
+        and y.dtype != torch.float64
+        and group_size <= WIDEST
+        and not torch.compiler.is_compiling()
+        and works(GATED_NORM_KERNELS, y.device, y.dtype)
     )
 
-    def fused(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        from mcore_models.kernels.gated_norm import fused_gated_norm
 
-        return fused_gated_norm(y, z, weight, group_size=40, epsilon=1e-5)
+def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    from mcore_models.kernels.gated_norm import fused_gated_norm
 
-    def plain(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        return norm.plain(y, z) * weight
-
+    options: dict[str, Any] = {"axis": SINGLE, "holders": SINGLE, "epsilon": 1e-5}
     shapes = (9, 2, 80), (9, 2, 80), (80,)
     inputs = [wave(*shape, device=device, dtype=dtype) for shape in shapes]
-    got, want = (both_passes(function, *inputs) for function in (fused, plain))
-    return list(zip(got, want, strict=True))
+    found: list[tuple[Tensor, Tensor]] = []
+    for gates_first in (True, False):
+        # Its weight is 1; ``forward`` would try the kernels again.
+        norm = GatedNorm(80, 2, gates_first=gates_first, device=device, dtype=dtype, **options)
+        constants = {"group_size": 40, "epsilon": 1e-5, "gates_first": gates_first}
+        fused = partial(fused_gated_norm, **constants)
+
+        def plain(y: Tensor, z: Tensor, weight: Tensor, norm: GatedNorm = norm) -> Tensor:
+            return norm.plain(y, z) * weight
+
+        got, want = (both_passes(function, *inputs) for function in (fused, plain))
+        found += zip(got, want, strict=True)
+    return found
 
 
 GATED_NORM_KERNELS = OptionalKernel("a gated norm in Triton", ("triton",), _try_kernels)
