@@ -29,9 +29,9 @@ from mcore_models.kernels.ssd_chunks import inside_chunk, of_group, of_head, run
 CHUNK = 64
 """Tokens of a chunk."""
 _SYSTEM = {"num_warps": 4, "num_stages": 1}
-_STATES = {"num_warps": 4, "num_stages": 2}
+_STATES = {"num_warps": 4, "num_stages": 3}
 _OUTPUTS = {"num_warps": 4, "num_stages": 1}
-_GRADIENTS = {"num_warps": 8, "num_stages": 1}
+_GRADIENTS = {"num_warps": 4, "num_stages": 1}
 """How the kernels are compiled."""
 _BLOCK, _TILE = 32, 64
 """Values of a head whose state a program walks with; channels of a GEMM in backward."""
