@@ -37,7 +37,6 @@ TILE = {
     "STAGES": 2,
     "PRECISION": "tf32",
     "IS_PACKED": True,
-    "STARTS_EARLY": True,
 }
 
 
@@ -56,13 +55,13 @@ def test_the_kernels_of_decoding_compile():
     }
     for held, is_fp8 in (("*bf16", False), ("*u8", True)):
         own = types | {"keys": held, "values": held}
-        options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8, "STARTS_EARLY": True}
+        options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8}
         assert compiled(kernels._attend, own, options)
     types = {
         **dict.fromkeys(("x", "weight", "out"), "*bf16"),
         **dict.fromkeys(("scales", "parts"), "*fp32"),
         "counters": "*i32",
-        **dict.fromkeys((*"MNDWS", "ahead"), "i32"),
+        **dict.fromkeys("MNDWS", "i32"),
     }
     most = tiles.MOST_ROWS
     outs, step, stages, _, _ = tiles.tiles_for(most, "", (4096, 4096))[0]

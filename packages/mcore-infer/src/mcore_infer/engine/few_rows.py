@@ -27,11 +27,7 @@ from mcore_infer.engine.codes import (
     wide_int8,
 )
 from mcore_infer.engine.tiles import NUM_COUNTERS, Tile, tiles_for
-from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
 from mcore_parallel.optional_kernels import OptionalKernel, wave
-
-READ_AHEAD = 24 * 2**20
-"""Bytes of a weight that are on their way to the cache before the kernel ahead has ended."""
 
 
 @triton.jit
@@ -78,22 +74,6 @@ def _dot_e2m1(
     high = (wide_e2m1(byte.to(tl.int32) >> 4) * scale).to(even.dtype)
     total = tl.dot(low, tl.trans(even), input_precision=PRECISION)
     return tl.dot(high, tl.trans(odd), total, input_precision=PRECISION)
-
-
-@triton.jit
-@no_type_check
-def _read_ahead(rows, num_bytes):
-    # The first bytes of each row, at most 32 lines of 128, go to the cache.
-    offset = 128 * tl.arange(0, 32)[None, :]
-    address = rows.to(tl.int64, bitcast=True)[:, None] + offset
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [address, offset, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -155,24 +135,18 @@ def _sums(
 @triton.jit(do_not_specialize=["M"])
 @no_type_check
 def _few_rows(
-    x, weight, scales, out, parts, counters, M, N, D, W, S, ahead,
+    x, weight, scales, out, parts, counters, M, N, D, W, S,
     CODE: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     OUTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr, IS_PACKED: tl.constexpr, IS_EVEN: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    # One program: OUTS of the N rows of the weight's memory, a part of their elements; the
-    # first ``ahead`` bytes of each before anything else.
+    # One program: OUTS of the N rows of the weight's memory, a part of their elements.
     program, split = tl.program_id(0), tl.program_id(1)
     n = program * OUTS + tl.arange(0, OUTS)
     row = tl.where(n < N, n, 0)
     size = tl.cdiv(W, SPLITS * STEP) * STEP
     begin = split * size
     end = tl.minimum(W, begin + size)
-    if STARTS_EARLY:  # noqa: SIM102 - decided by the compiler, the other by the device
-        if begin < end:
-            _read_ahead(weight + row.to(tl.int64) * W + begin, ahead)
-    wait_for_earlier_kernels(STARTS_EARLY)
     first, second = _sums(
         x, weight, scales, row, begin, end, M, D, W, S,
         CODE, TALL, WIDE, ROWS, OUTS, STEP, STAGES, PRECISION, IS_PACKED, IS_EVEN,
@@ -245,10 +219,6 @@ def few_rows_linear(
         parts = torch.empty(splits * num_rows * F, dtype=torch.float32, device=x.device)
         if counters is None:
             counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device)
-    early = starts_early(x)
-    # Bytes of each split of each row, of which the last is the shortest.
-    size = -(-W // (splits * step)) * step
-    ahead = min((W % size or size) * weight.element_size(), READ_AHEAD // (N * splits))
     _few_rows[(triton.cdiv(N, outs), splits)](
         rows,
         weight,
@@ -261,7 +231,6 @@ def few_rows_linear(
         D,
         W,
         0 if scales is None else scales.shape[1],
-        ahead,
         CODE=code,
         TALL=group[0],
         WIDE=group[1],
@@ -273,14 +242,11 @@ def few_rows_linear(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         IS_PACKED=x.dtype == torch.bfloat16,
         IS_EVEN=W % step == 0,
-        STARTS_EARLY=early,
         num_warps=warps,  # pyrefly: ignore
-        launch_pdl=early,  # pyrefly: ignore
     )
     return out.view(*x.shape[:-1], F)
 
 
-@torch.no_grad()  # kernels start early
 def _trial(
     device: torch.device, dtype: torch.dtype, code: str = "", group: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -15,7 +15,6 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from mcore_infer.engine.codes import e4m3_factor, small_e4m3_words
-from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
 _KEYS = 64
@@ -151,11 +150,10 @@ def _attend(
     table_size, new_key_stride, new_value_stride, key_scale, value_scale,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Z: tl.constexpr, LANES: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    IS_FP8: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):  # fmt: skip
     # One program: the heads of one group of one request, over one split of its keys. Keys and
     # channels fill the taller side of the tensor cores' tiles.
-    wait_for_earlier_kernels(STARTS_EARLY)
     request, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
@@ -202,10 +200,8 @@ def _join(
     H: tl.constexpr,
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):
     # One program: one head of one request.
-    wait_for_earlier_kernels(STARTS_EARLY)
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     lane = tl.arange(0, LANES)
@@ -257,7 +253,6 @@ def paged_decode(
     if splits > 1:
         parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
         sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
-    early = starts_early(q)
     k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
     _attend[(R, G, splits)](
         q.contiguous(),
@@ -286,20 +281,16 @@ def paged_decode(
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         IS_FP8=kv_scales is not None,
-        STARTS_EARLY=early,
         num_warps=4,
-        launch_pdl=early,  # pyrefly: ignore
     )
     if splits > 1:
         _join[(R * N,)](
-            *(parts, sums, out, H, lanes, splits, early),
+            *(parts, sums, out, H, lanes, splits),
             num_warps=1,
-            launch_pdl=early,  # pyrefly: ignore
         )
     return out
 
 
-@torch.no_grad()  # kernels start early
 def _trial(
     device: torch.device, dtype: torch.dtype, head_dim: int, group: int, in_fp8: bool
 ) -> list[tuple[Tensor, Tensor]]:

@@ -17,7 +17,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.grad_slot import slot_of
-from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
 
 _PROGRAMS_PER_PROCESSOR = 3
 """Of the backward pass, each over many rows; 3 of 4 warps stay on a processor together."""
@@ -40,9 +39,7 @@ def _forward(
     HAS_BRANCH: tl.constexpr,
     CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):
-    wait_for_earlier_kernels(STARTS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -147,7 +144,6 @@ class _AddAndNorm(torch.autograd.Function):
         bias: Tensor | None,
         epsilon: float,
         offset: float,
-        is_early: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         width = x.shape[-1]
         num_rows = x.numel() // width
@@ -172,9 +168,7 @@ class _AddAndNorm(torch.autograd.Function):
                 branch is not None,
                 bias is not None,
                 block,
-                is_early,
                 num_warps=_num_warps(block),
-                launch_pdl=is_early,  # pyrefly: ignore
             )
         ctx.save_for_backward(total, weight, means, scales)
         ctx.offset, ctx.has_branch = offset, branch is not None
@@ -187,7 +181,7 @@ class _AddAndNorm(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dtotal: Tensor | None = None) -> Any:
         total, weight, means, scales = ctx.saved_tensors
         if dout is None:
-            return dtotal, dtotal if ctx.has_branch else None, *[None] * 5
+            return dtotal, dtotal if ctx.has_branch else None, None, None, None, None
         width = total.shape[-1]
         num_rows = total.numel() // width
         block = triton.next_power_of_2(width)
@@ -219,7 +213,7 @@ class _AddAndNorm(torch.autograd.Function):
             for parameter, part in zip(ctx.parameters, parts, strict=False)
         ]
         dbranch = dx if ctx.has_branch else None
-        return dx, dbranch, grads[0], grads[1] if centered else None, None, None, None
+        return dx, dbranch, grads[0], grads[1] if centered else None, None, None
 
 
 def _parameter_gradient(parameter: Tensor, parts: Tensor) -> Tensor | None:
@@ -266,8 +260,7 @@ def fused_norm(
         epsilon: added to the mean square.
         offset: added to the weight.
     """
-    early = starts_early(x)
-    return _AddAndNorm.apply(x.contiguous(), None, weight, bias, epsilon, offset, early)
+    return _AddAndNorm.apply(x.contiguous(), None, weight, bias, epsilon, offset)
 
 
 def fused_add_and_norm(
@@ -284,5 +277,4 @@ def fused_add_and_norm(
     Returns:
         The normed sum, and the sum.
     """
-    x, branch = x.contiguous(), branch.contiguous()
-    return _AddAndNorm.apply(x, branch, weight, bias, epsilon, offset, starts_early(x))
+    return _AddAndNorm.apply(x.contiguous(), branch.contiguous(), weight, bias, epsilon, offset)

@@ -14,8 +14,6 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
-
 _HEADS = 16  # of one program
 _TOKENS = 4  # of one program in backward, which sums over them
 
@@ -57,10 +55,8 @@ def _forward(
     offset,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
-    STARTS_EARLY: tl.constexpr = False,
 ):
     # One program: HEADS heads of one token.
-    wait_for_earlier_kernels(STARTS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     position = token // batch
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -196,7 +192,6 @@ class _NormRotarySplit(torch.autograd.Function):
         sizes: tuple[int, int],
         epsilon: float,
         offset: float,
-        is_early: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         (n, g), (seq, batch, width) = sizes, qkv.shape
         size = width // (n + 2 * g)
@@ -209,8 +204,7 @@ class _NormRotarySplit(torch.autograd.Function):
             lanes = triton.next_power_of_2(half)
             _forward[grid](
                 *(qkv, q, k, v, q_weight, k_weight, cos, sin),
-                *(batch, n, g, half, epsilon, offset, lanes, _HEADS, is_early),
-                launch_pdl=is_early,  # pyrefly: ignore
+                *(batch, n, g, half, epsilon, offset, lanes, _HEADS),
             )
         return q, k, v
 
@@ -230,7 +224,7 @@ class _NormRotarySplit(torch.autograd.Function):
                 *(batch, n, g, half, *ctx.constants, lanes, _HEADS, _TOKENS),
             )
         of_q, of_k = parts.sum(0).view(2, 2 * half).to(q_weight.dtype)
-        return dqkv, of_q, of_k, *[None] * 6
+        return dqkv, of_q, of_k, None, None, None, None, None
 
 
 def fused_norm_rotary_split(
@@ -264,7 +258,6 @@ def fused_norm_rotary_split(
     """
     sizes = num_heads, num_groups
     tables = cos.contiguous(), sin.contiguous()
-    qkv, early = qkv.contiguous(), starts_early(qkv)
     return _NormRotarySplit.apply(
-        qkv, q_weight, k_weight, *tables, sizes, epsilon, offset, early
+        qkv.contiguous(), q_weight, k_weight, *tables, sizes, epsilon, offset
     )

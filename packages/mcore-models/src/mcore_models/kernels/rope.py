@@ -13,19 +13,26 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
-
 
 @triton.jit
 @no_type_check
 def _rotate(
-    packed, q, k, v, cos, sin, batch, n, g, half,
-    INVERSE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    STARTS_EARLY: tl.constexpr = False,
-):  # fmt: skip
+    packed,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    batch,
+    n,
+    g,
+    half,
+    INVERSE: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     # One program: HEADS heads of one token. Forward reads packed and writes q, k, v;
     # backward reads their gradients, rotates back, and writes packed.
-    wait_for_earlier_kernels(STARTS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     position = token // batch
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -75,7 +82,7 @@ def _rotate(
 class _RotarySplit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n: int, g: int, is_early: bool
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n: int, g: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         seq, batch, width = qkv.shape
         size = width // (n + 2 * g)
@@ -83,7 +90,7 @@ class _RotarySplit(torch.autograd.Function):
         k = qkv.new_empty(seq, batch, g, size)
         v = qkv.new_empty(seq, batch, g, size)
         ctx.save_for_backward(cos, sin)
-        _launch_rotate(qkv, q, k, v, cos, sin, inverse=False, is_early=is_early)
+        _launch_rotate(qkv, q, k, v, cos, sin, inverse=False)
         return q, k, v
 
     @staticmethod
@@ -94,19 +101,11 @@ class _RotarySplit(torch.autograd.Function):
         _launch_rotate(
             packed, dq.contiguous(), dk.contiguous(), dv.contiguous(), cos, sin, inverse=True
         )
-        return packed, None, None, None, None, None
+        return packed, None, None, None, None
 
 
 def _launch_rotate(
-    packed: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    inverse: bool,
-    is_early: bool = False,
+    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool
 ) -> None:
     seq, batch, n, size = q.shape
     g, half = k.shape[2], size // 2
@@ -126,9 +125,7 @@ def _launch_rotate(
         inverse,
         triton.next_power_of_2(half),
         heads,
-        is_early,
         num_warps=4,
-        launch_pdl=is_early,  # pyrefly: ignore
     )
 
 
@@ -151,5 +148,6 @@ def fused_rotary_split(
     Reference:
         Su et al. 2021, RoFormer, arXiv:2104.09864, in the rotate-half layout.
     """
-    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
-    return _RotarySplit.apply(qkv, cos, sin, num_heads, num_groups, starts_early(qkv))
+    return _RotarySplit.apply(
+        qkv.contiguous(), cos.contiguous(), sin.contiguous(), num_heads, num_groups
+    )

@@ -15,8 +15,6 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.kernels.early_start import starts_early, wait_for_earlier_kernels
-
 KINDS = {"silu": 0, "gelu_tanh": 1}
 """What kernels know an activation by."""
 _WIDEST = 1024  # columns of one program
@@ -48,9 +46,7 @@ def _forward(
     KIND: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):
-    wait_for_earlier_kernels(STARTS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     if WEIGHTED:  # noqa: SIM102 - decided by the compiler, the other by the device
         if row >= tl.load(end):
@@ -109,12 +105,7 @@ def _backward(
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        end: Tensor | None,
-        kind: int,
-        is_early: bool,
+        ctx: Any, x: Tensor, weight: Tensor | None, end: Tensor | None, kind: int
     ) -> Tensor:
         ctx.save_for_backward(x, weight, end)
         ctx.kind = kind
@@ -133,9 +124,7 @@ class _Gated(torch.autograd.Function):
                 kind,
                 is_weighted,
                 block,
-                is_early,
                 num_warps=num_warps,
-                launch_pdl=is_early,  # pyrefly: ignore
             )
         return out
 
@@ -163,7 +152,7 @@ class _Gated(torch.autograd.Function):
                 block,
                 num_warps=num_warps,
             )
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None
 
 
 def _block(width: int) -> tuple[int, int]:
@@ -185,7 +174,7 @@ def fused_gated(x: Float[Tensor, "*R F2"], activation: str = "silu") -> Float[Te
     Reference:
         Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
     """
-    return _Gated.apply(x.contiguous(), None, None, KINDS[activation], starts_early(x))
+    return _Gated.apply(x.contiguous(), None, None, KINDS[activation])
 
 
 def fused_weighted_gated(
@@ -205,5 +194,4 @@ def fused_weighted_gated(
     Raises:
         KeyError: for another activation.
     """
-    kind, early = KINDS[activation], starts_early(x)
-    return _Gated.apply(x.contiguous(), weight.contiguous(), end, kind, early)
+    return _Gated.apply(x.contiguous(), weight.contiguous(), end, KINDS[activation])
