@@ -106,6 +106,7 @@ def general_grouped_gemm(
 ):
     assert out_dtype == out[0].dtype
     assert quantization_params == [None] * len(A)
+    assert len(m_splits) == len(A)  # the library takes no None, whatever the layout
     CALLS.append(f"grouped {layout}")
     if single_output:
         out = out[0][: sum(m_splits)].split(m_splits)

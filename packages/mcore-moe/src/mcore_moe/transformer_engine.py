@@ -95,7 +95,8 @@ def _add_weight_gradient(
     both = (t[: sum(sizes)].split(sizes) for t in (x, grad))
     inputs, grads = ([parts[expert] for expert in chosen] for parts in both)
     out = [total[expert] for expert in chosen]
-    _grouped_gemm(inputs, grads, out, "NT", grad=True, accumulate=True)
+    counts = [sizes[expert] for expert in chosen]
+    _grouped_gemm(inputs, grads, out, "NT", m_splits=counts, grad=True, accumulate=True)
 
 
 def _grouped_gemm(

@@ -37,10 +37,18 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
         backend: ``auto`` is its attention too, any other name this package's.
 
     Raises:
-        ValueError: if a linear's fp8 recipe is none of its own.
+        ValueError: if a linear's fp8 recipe is none of its own, or it has loaded an older
+            cuDNN than torch was built for.
         ImportError: if it is not installed, or its libraries cannot be loaded.
     """
     import_module("transformer_engine.pytorch")
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        raise ValueError(
+            "Transformer Engine loads the cuDNN of the system before torch's, and it is older: "
+            "set CUDNN_HOME to the folder nvidia/cudnn beside torch's own."
+        ) from error
     attend = TransformerEngineAttention()
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
