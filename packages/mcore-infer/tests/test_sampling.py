@@ -82,6 +82,28 @@ def test_the_ends_of_the_draw_are_safe(draw):
     assert token == (1 if draw == 0 else 2)
 
 
+@pytest.mark.parametrize("kind", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_temperature_near_zero_chooses_the_likeliest(kind):
+    logits = torch.tensor([[1.0, -3.0, 2.0, 1.5], [-9.0, -4.0, -8.0, -7.0]])
+    sampling = SamplingConfig(temperature=1e-300, **kind)
+    draws = torch.tensor([0.3, 0.999]).double()
+    assert sample(logits, sampling, draws).tolist() == [2, 1]
+
+
+def test_a_repetition_penalty_near_zero_stays_finite_and_a_nan_names_a_token():
+    scores = penalized(
+        torch.tensor([1.0, 2.0]),
+        [1],
+        [],
+        SamplingConfig(repetition_penalty=1e-300),
+        TokenRules(),
+    )
+    assert scores.isfinite().all()
+    draws = torch.tensor([0.3]).double()
+    assert sample(scores[None], SamplingConfig(temperature=0.5), draws).tolist() == [1]
+    assert sample(torch.full((1, 2), torch.nan), SamplingConfig(), draws).item() in (0, 1)
+
+
 def test_log_probs_are_those_of_the_model_before_temperature():
     ids = torch.tensor([2])
     assert log_probs_of(PROBS.log(), ids).item() == pytest.approx(torch.tensor(0.15).log())

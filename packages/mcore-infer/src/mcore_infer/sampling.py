@@ -39,7 +39,8 @@ def sample(
     last = total[:, -1:]
     # Below the total also after rounding, so that the token found has a probability.
     reached = torch.minimum(draws[:, None].to(last) * last, last.nextafter(-last))
-    return torch.searchsorted(total, reached, right=True).squeeze(-1)
+    found = torch.searchsorted(total, reached, right=True).squeeze(-1)
+    return found.clamp(max=prob.shape[-1] - 1)  # where a model's scores are NaN
 
 
 def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Tensor, "B V"]:
@@ -55,7 +56,11 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
         Holtzman et al. 2020, nucleus sampling. arXiv:1904.09751. Nguyen et al. 2024, min-p.
         arXiv:2407.01082.
     """
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sampling.temperature != 1:
+        # From 0 down: by a temperature near 0 the largest would become infinite.
+        temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
+        scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     if sampling.top_k:
         if sampling.top_k > scores.shape[-1]:
             raise ValueError(
@@ -151,7 +156,9 @@ def penalized(
     if sampling.repetition_penalty != 1 and (seen := sorted({*prompt, *written})):
         ids = on_device(seen, logits.device)
         old, penalty = scores[ids], sampling.repetition_penalty
-        scores[ids] = torch.where(old > 0, old / penalty, old * penalty)
+        largest = torch.finfo(scores.dtype).max
+        found = torch.where(old > 0, old / penalty, old * penalty)
+        scores[ids] = found.clamp(-largest, largest)
     if (sampling.presence_penalty or sampling.frequency_penalty) and written:
         counts = Counter(written)
         loss = [
