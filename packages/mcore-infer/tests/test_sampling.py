@@ -154,3 +154,9 @@ def test_top_p_decays_to_its_bound():
 def test_values_out_of_range_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         SamplingConfig(**fields)
+
+
+@pytest.mark.parametrize("logits", [[1.0, 3.0, 2.0], [0.5, torch.inf, -torch.inf]])
+def test_a_temperature_near_zero_takes_the_likeliest_token(logits):
+    coldest = SamplingConfig(temperature=1e-308)
+    assert sample(torch.tensor([logits]), coldest, torch.tensor([0.999])).tolist() == [1]

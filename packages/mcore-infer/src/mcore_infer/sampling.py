@@ -57,6 +57,8 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
         arXiv:2407.01082.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Penalties near 0 make scores infinite, whose softmax is NaN.
+    scores = scores.clamp(max=torch.finfo(scores.dtype).max)
     if sampling.temperature != 1:
         # From 0 down: by a temperature near 0 the largest would become infinite.
         temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
