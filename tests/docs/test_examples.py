@@ -213,7 +213,7 @@ def test_a_script_for_several_hosts_asks_for_the_first_ones_name(script):
 def test_megatrons_entry_takes_its_flags_and_names_those_that_do_nothing(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     flags = (
-        "--use-mcore-models --transformer-impl local --use-flash-attn "
+        "--use-mcore-models --transformer-impl transformer_engine --use-flash-attn "
         "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
         "--micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 3e-4 "
         "--lr-decay-style cosine --mock-data --vocab-size 64 --num-workers 0 --device cpu"
@@ -224,6 +224,7 @@ def test_megatrons_entry_takes_its_flags_and_names_those_that_do_nothing(monkeyp
     told = done.stdout + done.stderr
     for ignored in ("--use-mcore-models", "--use-flash-attn"):
         assert f"{ignored}: " in told
+    assert "--transformer-impl transformer_engine: it computes in 16 bits" in told
 
 
 def test_the_bert_script_is_of_340_million_parameters_and_trains_made_small(monkeypatch):

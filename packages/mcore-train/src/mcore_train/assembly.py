@@ -1,5 +1,6 @@
 """From a plan to a run: model chunks, gradients, optimizer, schedule and data of one rank."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from functools import partial
 from itertools import chain
 
 import torch
+from torch import nn
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
@@ -35,12 +37,15 @@ from mcore_parallel.precision.fp8 import (
 )
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
+from mcore_train.composition import TrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import build_optimizer
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -227,9 +232,7 @@ def _build_chunks(
     if config.pipeline.v_shaped:
         share_embedding(chunks)
     if config.kernels.transformer_impl == "transformer_engine":
-        use_transformer_engine = _transformer_engine(ctx.device)
-        for chunk in chunks:
-            use_transformer_engine(chunk, config.kernels.attention_backend)
+        _use_transformer_engine(chunks, config, ctx.device)
     for chunk in chunks:
         if config.peft.peft != "none":
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
@@ -238,18 +241,23 @@ def _build_chunks(
     return chunks
 
 
-def _transformer_engine(device: torch.device) -> Callable[..., None]:
-    """Return what lets a model compute by Transformer Engine.
+def _use_transformer_engine(
+    chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device
+) -> None:
+    """Let Transformer Engine compute the chunks; one warning where it cannot.
 
-    Raises:
-        ValueError: if it cannot be used here.
+    Scripts of Megatron name it everywhere, and this package's layers compute the same.
     """
     why_not = refusal() if device.type == "cuda" else "it computes on GPUs alone"
+    if not (config.precision.bf16 or config.precision.fp16):
+        why_not = "it computes in 16 bits (--bf16 or --fp16)"
     if why_not:
-        raise ValueError(
-            f"--transformer-impl transformer_engine: {why_not}; or leave the flag out: this "
-            "package's own layers compute the same."
+        log.warning(
+            "--transformer-impl transformer_engine: %s; this package's own layers compute.",
+            why_not,
         )
+        return
     from mcore_models.kernels.transformer_engine import use_transformer_engine
 
-    return use_transformer_engine
+    for chunk in chunks:
+        use_transformer_engine(chunk, config.kernels.attention_backend)

@@ -15,8 +15,6 @@ def find_implementation_conflicts(config: TrainConfig, family: Family) -> Iterat
     own, experts = "leave one of the two out", config.experts
     if family.name != "gpt":
         yield f"{name} computes mcore-train gpt, not {family.name}: leave it out."
-    if not (config.precision.bf16 or config.precision.fp16):
-        yield f"{name} computes in 16 bits: give --bf16 or --fp16."
     if model.hybrid_override_pattern:
         yield f"{name} has no layers of --hybrid-override-pattern: {own}."
     if config.fp8.fp8_recipe == "rowwise":
