@@ -90,7 +90,7 @@ def test_a_temperature_near_zero_chooses_the_likeliest(kind):
     assert sample(logits, sampling, draws).tolist() == [2, 1]
 
 
-def test_a_repetition_penalty_near_zero_stays_finite_and_a_nan_names_a_token():
+def test_a_repetition_penalty_near_zero_and_a_nan_name_a_token():
     scores = penalized(
         torch.tensor([1.0, 2.0]),
         [1],
@@ -98,7 +98,6 @@ def test_a_repetition_penalty_near_zero_stays_finite_and_a_nan_names_a_token():
         SamplingConfig(repetition_penalty=1e-300),
         TokenRules(),
     )
-    assert scores.isfinite().all()
     draws = torch.tensor([0.3]).double()
     assert sample(scores[None], SamplingConfig(temperature=0.5), draws).tolist() == [1]
     assert sample(torch.full((1, 2), torch.nan), SamplingConfig(), draws).item() in (0, 1)
@@ -154,9 +153,3 @@ def test_top_p_decays_to_its_bound():
 def test_values_out_of_range_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         SamplingConfig(**fields)
-
-
-@pytest.mark.parametrize("logits", [[1.0, 3.0, 2.0], [0.5, torch.inf, -torch.inf]])
-def test_a_temperature_near_zero_takes_the_likeliest_token(logits):
-    coldest = SamplingConfig(temperature=1e-308)
-    assert sample(torch.tensor([logits]), coldest, torch.tensor([0.999])).tolist() == [1]

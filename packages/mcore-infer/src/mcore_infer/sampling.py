@@ -158,9 +158,7 @@ def penalized(
     if sampling.repetition_penalty != 1 and (seen := sorted({*prompt, *written})):
         ids = on_device(seen, logits.device)
         old, penalty = scores[ids], sampling.repetition_penalty
-        largest = torch.finfo(scores.dtype).max
-        found = torch.where(old > 0, old / penalty, old * penalty)
-        scores[ids] = found.clamp(-largest, largest)
+        scores[ids] = torch.where(old > 0, old / penalty, old * penalty)
     if (sampling.presence_penalty or sampling.frequency_penalty) and written:
         counts = Counter(written)
         loss = [
