@@ -1,17 +1,20 @@
 """The feed-forward layer against its formula."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from mcore_models.layers.gated_fp8 import GatedCast
 from mcore_models.layers.mlp import MLP
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, fp8_gemms
+from mcore_parallel.precision.fp8_between import CastBetween
 from mcore_parallel.precision.fp8_recipes import Delayed
 
 E4M3 = torch.float8_e4m3fn
@@ -93,6 +96,17 @@ def test_an_activation_cast_as_it_is_computed_changes_no_bit(recipe):
         work()
     for weight, total in zip((layer.fc1.weight, layer.fc2.weight), want[4:], strict=True):
         torch.testing.assert_close(grad_slot(weight).main, total)
+
+
+def test_what_lies_between_is_freed_without_the_collector():
+    layer, scales = narrow_mlp("tensorwise")
+    gc.collect()
+    gc.disable()  # which would free cycles some day, and hold a layer's gradients until then
+    try:
+        two_steps(layer, scales)
+        assert not [x for x in gc.get_objects() if type(x) in (GatedCast, CastBetween)]
+    finally:
+        gc.enable()
 
 
 def test_what_else_reads_the_hidden_layer_is_given_it():

@@ -36,7 +36,7 @@ def gated_between(
         forgets: compute the result again for the second weight's gradient.
     """
     # A hook would read an output that is not computed, or its gradient.
-    is_hooked = bool(first._forward_hooks or second._forward_hooks)
+    is_hooked = any(each._forward_hooks or each._backward_hooks for each in (first, second))
     if activation not in FUSED or is_hooked or first.bias is not None:
         return None
     whole = x.expand(first.axis.size, *x.shape) if first.sequence_parallel else x
@@ -72,7 +72,7 @@ class GatedCast(Uncast):
         """
         self._factors = hidden, grad, activation
         width = hidden.shape[-1] // (2 if grad is None else 1)
-        super().__init__(torch.Size((*hidden.shape[:-1], width)), self._plain)
+        super().__init__(torch.Size((*hidden.shape[:-1], width)))
 
     def largest(self) -> Float[Tensor, " 1"]:
         """Return the largest magnitude; by the kernel on a GPU, which keeps nothing else."""
@@ -106,7 +106,8 @@ class GatedCast(Uncast):
         grad = None if grad is None else grad.flatten(0, -2).contiguous()
         return hidden.detach().flatten(0, -2).contiguous(), grad, activation
 
-    def _plain(self) -> Tensor:
+    def make(self) -> Tensor:
+        """Compute it as the layer without fp8 does."""
         hidden, grad, activation = self._factors
         if grad is None:
             return gated(hidden.detach(), activation)

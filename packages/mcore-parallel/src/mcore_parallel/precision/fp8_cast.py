@@ -7,7 +7,7 @@ it is NaN: as loud as in 16 bits, where clamping would hide it. Where the scale 
 before, only the numbers that are not finite become NaN.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,15 +36,18 @@ class Fp8(NamedTuple):
 class Uncast:
     """A matrix that is computed when it is cast; kernels that do both at once override it."""
 
-    def __init__(self, shape: torch.Size, make: Callable[[], Float[Tensor, "..."]]) -> None:
-        """Keep how to compute it.
+    def __init__(self, shape: torch.Size) -> None:
+        """Compute nothing.
 
         Args:
             shape: of the tensor; its last dimension is the matrix' second.
-            make: returns it, in the dtype that its numbers are rounded to before the cast.
         """
-        self.shape, self._make = shape, make
+        self.shape = shape
         self._made: Tensor | None = None
+
+    def make(self) -> Float[Tensor, "..."]:
+        """Return it, in the dtype that its numbers are rounded to before the cast."""
+        raise NotImplementedError
 
     def largest(self) -> Float[Tensor, " 1"]:
         """Return the largest magnitude; see ``largest_magnitude``."""
@@ -63,7 +66,7 @@ class Uncast:
 
     def _matrix(self) -> Float[Tensor, "T D"]:
         if self._made is None:
-            self._made = self._make().detach().flatten(0, -2).contiguous()
+            self._made = self.make().detach().flatten(0, -2).contiguous()
         return self._made
 
 
