@@ -92,14 +92,15 @@ def test_slopes_make_scores_fall_with_distance_also_where_16_bits_hold_no_place(
     q, k, v = (t.detach().to(dtype) for t in inputs(3, 2100, 6, 3))
     slopes = alibi_slopes(6)
     assert slopes.log2().tolist() == [-2, -4, -6, -8, -1, -3]
-    got = attend(q, k, v, slopes=slopes)
+    found = [attend(q, k, v, slopes=slopes, backend=b) for b in ("auto", "local")]
     k, v = (t.double().repeat_interleave(2, 2) for t in (k, v))
     distance = torch.arange(2097, 2100)[:, None] - torch.arange(2100)
     scores = torch.einsum("sbnh,zbnh->bnsz", q.double(), k) * 6**-0.5
     scores = scores - slopes[:, None, None] * distance
     weights = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
     want = torch.einsum("bnsz,zbnh->sbnh", weights, v)
-    torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
+    for got in found:
+        torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
 
 
 def test_dropout_drops_weights_and_keeps_the_mean():

@@ -97,8 +97,12 @@ def attend(
         others: dict[str, Any] = {"window": window, "chunk": chunk, "softcap": softcap}
         others |= {"dropout_prob": dropout_prob, "documents": documents, "backend": backend}
         others |= {"causal": causal, "sinks": sinks, "sizes_repeat": sizes_repeat}
-        q, k, v = with_distances(q, k, v, slopes, scale)
-        return attend(q, k, v, scale=scale, **others)[..., :width]
+        dtype = q.dtype
+        if sinks is not None or backend == "local":
+            # Plain scores are rounded as they are computed, and those of far keys are large.
+            q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+        y = attend(*with_distances(q, k, v, slopes, scale), scale=scale, **others)
+        return y[..., :width].to(dtype)
     num_queries, num_keys = q.shape[0], k.shape[0]
     rules = {"scale": scale, "window": window, "softcap": softcap, "dropout_prob": dropout_prob}
     if causal and num_queries > num_keys:
