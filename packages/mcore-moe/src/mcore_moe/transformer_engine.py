@@ -48,7 +48,7 @@ class _Grouped(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight)
             _add_weight_gradient(grad_weight, grad, x, ctx.sizes)
         elif ctx.needs_input_grad[1] and slot.queue is not None:
-            slot.queue.put(lambda: _into(slot, grad, x, ctx.sizes))
+            slot.put_off(lambda: _into(slot, grad, x, ctx.sizes))
         elif ctx.needs_input_grad[1]:
             _into(slot, grad, x, ctx.sizes)
         return grad_x, grad_weight, None

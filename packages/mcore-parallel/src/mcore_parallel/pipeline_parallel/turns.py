@@ -31,6 +31,7 @@ class Turns:
             entry.acquire()  # released by the other side
         self._is_going = [False, False]
         self._active = _BACKWARD
+        self._has_failed = False
         self._thread = ThreadPoolExecutor(1, "backward")
 
     def serve(self, *modules: nn.Module) -> None:
@@ -48,6 +49,8 @@ class Turns:
         self._active = 1 - own
         self._entries[1 - own].release()
         self._entries[own].acquire()
+        if self._has_failed:
+            raise RuntimeError("the pass beside this one has failed")
 
     def run(
         self,
@@ -57,7 +60,8 @@ class Turns:
     ) -> None:
         """Run both to their ends; the backward begins.
 
-        Neither may need anything of the other. Both launch on the current stream.
+        Neither may need anything of the other. Both launch on the current stream. If one
+        raises, the other ends at its next turn: exchanges that peers do not enter would hang.
 
         Args:
             backward: runs on a thread of its own.
@@ -66,6 +70,7 @@ class Turns:
         """
         self._is_going[:] = True, True
         self._active = _BACKWARD
+        self._has_failed = False
         is_cuda = torch.device(device).type == "cuda"
         stream = torch.cuda.current_stream(device) if is_cuda else None
 
@@ -76,6 +81,9 @@ class Turns:
             try:
                 with here:
                     backward()
+            except BaseException:
+                self._has_failed = True
+                raise
             finally:
                 self._leave(_BACKWARD)
 
@@ -83,9 +91,15 @@ class Turns:
         self._entries[_FORWARD].acquire()
         try:
             forward()
-        finally:
+        except BaseException:
+            failed_first, self._has_failed = not self._has_failed, True
             self._leave(_FORWARD)
-            done.result()
+            if failed_first:
+                done.exception()  # waits: this error is the one to show
+                raise
+        else:
+            self._leave(_FORWARD)
+        done.result()
 
     def _leave(self, own: int) -> None:
         """End one side; the other, which waits for its turn, runs alone."""

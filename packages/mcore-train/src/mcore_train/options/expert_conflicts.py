@@ -60,6 +60,12 @@ def _pair_conflicts(config: TrainConfig) -> Iterator[str]:
         )
     if config.offloading.cpu_offloading:
         yield f"{name} keeps no order in which --cpu-offloading could fetch: leave one out."
+    is_alltoall = config.experts.moe_token_dispatcher_type == "alltoall"
+    if is_alltoall and config.experts.moe_expert_rows_limit:
+        yield (
+            f"{name} takes as many turns on all ranks, and --moe-expert-rows-limit cuts "
+            "exchanges by routing: leave one out, or use --moe-token-dispatcher-type allgather."
+        )
     if config.parallelism.hierarchical_expert_parallel_size:
         yield (
             f"{name} has no effect with --hierarchical-expert-parallel-size, whose two steps "
