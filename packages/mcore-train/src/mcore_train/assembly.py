@@ -16,6 +16,7 @@ from mcore_models.kernel_choice import optional_kernels
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
+from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
@@ -37,11 +38,11 @@ from mcore_parallel.precision.fp8 import (
 )
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
-from mcore_train.composition import TrainConfig
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import build_optimizer
+from mcore_train.options.implementation_conflicts import find_implementation_conflicts
 from mcore_train.precision import torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 
@@ -232,7 +233,7 @@ def _build_chunks(
     if config.pipeline.v_shaped:
         share_embedding(chunks)
     if config.kernels.transformer_impl == "transformer_engine":
-        _use_transformer_engine(chunks, config, ctx.device)
+        _use_transformer_engine(chunks, plan, ctx)
     for chunk in chunks:
         if config.peft.peft != "none":
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
@@ -242,22 +243,25 @@ def _build_chunks(
 
 
 def _use_transformer_engine(
-    chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device
+    chunks: Sequence[nn.Module], plan: Plan, ctx: ParallelContext
 ) -> None:
-    """Let Transformer Engine compute the chunks; one warning where it cannot.
+    """Let Transformer Engine compute the chunks; one warning where it does not.
 
-    Scripts of Megatron name it everywhere, and this package's layers compute the same.
+    Scripts of Megatron name it everywhere, and this package's layers compute the same. One
+    all-reduce over all ranks: those that share weights should round alike.
     """
-    why_not = refusal() if device.type == "cuda" else "it computes on GPUs alone"
-    if not (config.precision.bf16 or config.precision.fp16):
-        why_not = "it computes in 16 bits (--bf16 or --fp16)"
-    if why_not:
-        log.warning(
-            "--transformer-impl transformer_engine: %s; this package's own layers compute.",
-            why_not,
-        )
+    name = "--transformer-impl transformer_engine"
+    why_not = next(find_implementation_conflicts(plan.config, plan.family), "")
+    if ctx.device.type != "cuda":
+        why_not = f"{name} computes on GPUs alone"
+    elif not why_not and (missing := refusal()):
+        why_not = f"{name}: {missing}"
+    count = torch.tensor([bool(why_not)], dtype=torch.int32, device=ctx.device)
+    if num_without := int(all_reduce(count, ctx.world)):
+        why_not = why_not or f"{name} cannot be used on {num_without} of {ctx.world.size} ranks"
+        log.warning("%s; this package's own layers compute.", why_not.rstrip("."))
         return
     from mcore_models.kernels.transformer_engine import use_transformer_engine
 
     for chunk in chunks:
-        use_transformer_engine(chunk, config.kernels.attention_backend)
+        use_transformer_engine(chunk, plan.config.kernels.attention_backend)

@@ -21,7 +21,6 @@ from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import Schedule, build_schedule
 from mcore_train.options.adapter_conflicts import find_adapter_conflicts
-from mcore_train.options.implementation_conflicts import find_implementation_conflicts
 from mcore_train.options.option_conflicts import (
     endless_numbers,
     find_data_conflicts,
@@ -157,7 +156,6 @@ def resolve(
         *find_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
         *find_sample_conflicts(config, family.dataset),
         *find_option_conflicts(config),
-        *find_implementation_conflicts(config, family),
         *find_text_conflicts(config.samples, family.dataset, tokenizer_vocab_size),
     ]
     ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)

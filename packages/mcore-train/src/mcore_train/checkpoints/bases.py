@@ -20,6 +20,7 @@ from mcore_train.assembly import Run
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
 from mcore_train.composition import TrainConfig
 from mcore_train.config import flag
+from mcore_train.options.idle_options import SWITCHES
 from mcore_train.resolution import Plan
 
 _FREE = ("lora_dropout", "peft_base_bits")
@@ -188,11 +189,13 @@ def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
             f"{folder} holds a model of the family {family}, and this command trains "
             f"{here['family']}: use mcore-train {family}."
         )
+    # Fields of a part that is off change nothing, whatever was saved of them.
+    idle = {n for s in SWITCHES if not s.is_on(plan.config) for n in s.options}
     different = [
         f"{name}: {saved[part][name]} there, {value} here"
         for part in ("config", "moe")
         for name, value in here[part].items()
-        if name in saved[part] and saved[part][name] != value and name not in FREE
+        if name in saved[part] and saved[part][name] != value and name not in FREE | idle
     ]
     if saved["vocab_size"] != here["vocab_size"]:
         different.append(f"vocab_size: {saved['vocab_size']} there, {here['vocab_size']} here")

@@ -148,11 +148,6 @@ SWITCHES = (
         ),
     ),
     Switch(
-        "--eval-interval",
-        lambda c: c.evaluation.eval_interval,
-        ("eval_iters",),
-    ),
-    Switch(
         "--sample-interval",
         lambda c: c.samples.sample_interval,
         ("sample_prompts", "sample_num_tokens", "sample_temperature"),

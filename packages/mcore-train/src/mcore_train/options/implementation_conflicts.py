@@ -9,10 +9,10 @@ from mcore_train.composition import TrainConfig
 
 def find_implementation_conflicts(config: TrainConfig, family: Family) -> Iterator[str]:
     """Name what Transformer Engine is not used for, one line each."""
-    if config.kernels.transformer_impl == "local":
-        return
     name, model = "--transformer-impl transformer_engine", config.model
     own, experts = "leave one of the two out", config.experts
+    if not (config.precision.bf16 or config.precision.fp16):
+        yield f"{name} computes in 16 bits: give --bf16 or --fp16."
     if family.name != "gpt":
         yield f"{name} computes mcore-train gpt, not {family.name}: leave it out."
     if model.hybrid_override_pattern:
