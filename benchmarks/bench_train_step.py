@@ -120,10 +120,9 @@ def profile_steps(step: Callable[[int], object], steps: int) -> tuple[dict, list
 
 def planned_gib(flags: list[str], world_size: int) -> float:
     """Return what ``mcore-models count`` says of the fullest rank; 0: not of a preset."""
-    try:
-        config, _ = parse_count([*flags, "--nproc", str(world_size)])
-    except ValueError:  # a preset by --model
+    if "--model" in flags:
         return 0.0
+    config, _ = parse_count([*flags, "--nproc", str(world_size)])
     return float(build_report(config)["rank_total_gib"])
 
 

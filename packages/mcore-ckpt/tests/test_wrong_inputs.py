@@ -129,7 +129,7 @@ def narrow_queries(tensors):
 
 IN = "convert hf-to-mcore --input hf --output out"
 WRONG = {
-    "an unknown family": (configure(model_type="bloom"), IN, 2, "'bloom' is not known"),
+    "an unknown family": (configure(model_type="codegen"), IN, 2, "'codegen' is not known"),
     "two architectures": (
         configure(architectures=["LlamaForCausalLM", "MistralForCausalLM"]),
         IN,

@@ -479,7 +479,7 @@ def edit(folder, **values):
         ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1.0}}, "rope_type='ntk'"),
         ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"model_type": "bloom"}, "'bloom' is not known; known are llama"),
+        ({"model_type": "codegen"}, "'codegen' is not known; known are llama"),
         ({"model_type": ""}, "'' is not known"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

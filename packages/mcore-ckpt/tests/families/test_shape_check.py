@@ -44,6 +44,8 @@ CONFIGS = {
     | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
     "gpt2": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 26, "n_positions": 19}
     | {"vocab_size": 37},
+    "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 3, "vocab_size": 37},
+    "mpt": {"d_model": 24, "n_layers": 2, "n_heads": 3, "vocab_size": 37},
     "nemotron": ROPE | HEAD,
     "phi3": ROPE | HEADS,
     "olmo2": ROPE | HEADS,
@@ -98,7 +100,13 @@ CONFIGS = {
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
     "megatron-bert": ROPE | MASKED | {"type_vocab_size": 3},
 }
-COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers"} | {
+COUNTS = {
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_nextn_predict_layers",
+} | {
     *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
     *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
 }
@@ -120,6 +128,8 @@ SHAPELESS = {
     ("qwen3_moe", "intermediate_size"),
     # As many heads, so much narrower: the matrices stay as they are.
     ("gpt2", "n_head"),
+    ("bloom", "n_head"),
+    ("mpt", "n_heads"),
     ("gpt_neox", "num_attention_heads"),
     ("bert", "num_attention_heads"),
     ("megatron-bert", "num_attention_heads"),

@@ -38,11 +38,10 @@ def load_tokenizer(folder_or_type: str | Path, **options: Any) -> Tokenizer:
     """
     name = str(folder_or_type)
     if name in TOKENIZER_TYPES:
-        plain: dict[str, Any] = {
-            field: str(value) if isinstance(value, Path) else value
-            for field, value in options.items()
-        }
+        plain: dict[str, Any] = {field: _plain(value) for field, value in options.items()}
         return build_tokenizer(TokenizerConfig(tokenizer_type=name, **plain))  # pyrefly: ignore
+    if options:
+        raise ValueError(f"{', '.join(options)}: options of a type, and {name} is none.")
     path = Path(name)
     if not path.exists():
         raise FileNotFoundError(
@@ -50,6 +49,12 @@ def load_tokenizer(folder_or_type: str | Path, **options: Any) -> Tokenizer:
             f"Types: {', '.join(TOKENIZER_TYPES)}."
         )
     return build_tokenizer(_detect(path))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
