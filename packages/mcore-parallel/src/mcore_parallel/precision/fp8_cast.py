@@ -7,6 +7,7 @@ it is NaN: as loud as in 16 bits, where clamping would hide it. Where the scale 
 before, only the numbers that are not finite become NaN.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ class Fp8(NamedTuple):
     """Multiplies either to give the matrix back; float32, float64 for a float64 matrix."""
 
 
-class Uncast:
+class Uncast(ABC):
     """A matrix that is computed when it is cast; kernels that do both at once override it."""
 
     def __init__(self, shape: torch.Size) -> None:
@@ -45,9 +46,9 @@ class Uncast:
         self.shape = shape
         self._made: Tensor | None = None
 
+    @abstractmethod
     def make(self) -> Float[Tensor, "..."]:
         """Return it, in the dtype that its numbers are rounded to before the cast."""
-        raise NotImplementedError
 
     def largest(self) -> Float[Tensor, " 1"]:
         """Return the largest magnitude; see ``largest_magnitude``."""
