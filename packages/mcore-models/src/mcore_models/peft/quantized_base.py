@@ -78,13 +78,19 @@ def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
     return torch.stack([levels[byte & 15], levels[byte >> 4]], 1)
 
 
+def _matrices(weight: Float[Tensor, "... F D"]) -> list[Tensor]:
+    """Return views of a weight's matrices: of each expert, or of the one linear."""
+    return list(weight.data.view(-1, *weight.shape[-2:]))
+
+
 class QuantizedWeights:
     """Hooks of a linear, or of a layer's experts, whose weights have memory only while read."""
 
     def __init__(self, module: Any, weights: Sequence[nn.Parameter], bits: int) -> None:
         """Round weights and give their memory back; hooks come behind an adapter's."""
         self.weights = weights
-        self.matrices = [QuantizedMatrix(w.detach().flatten(0, -2), bits) for w in weights]
+        # One for each expert: what rounding and widening need beside it is of one expert.
+        self.matrices = [[QuantizedMatrix(m, bits) for m in _matrices(w)] for w in weights]
         for weight in weights:
             # Memory of its own: what NumPy has looked at, as a load does, keeps its size.
             weight.data = torch.empty_like(weight)
@@ -101,12 +107,13 @@ class QuantizedWeights:
         return (x, *others)
 
     def _fill(self, *_: Any) -> None:
-        for weight, matrix, size in zip(self.weights, self.matrices, self._sizes, strict=True):
+        for weight, held, size in zip(self.weights, self.matrices, self._sizes, strict=True):
             storage = weight.untyped_storage()
             if not storage.nbytes():
                 storage.resize_(size)
                 # Not an update: what autograd saved of the weight stays what it was.
-                weight.data.copy_(matrix.widened().view_as(weight))
+                for own, matrix in zip(_matrices(weight), held, strict=True):
+                    own.copy_(matrix.widened())
 
     def _free(self, *_: Any) -> None:
         for weight in self.weights:
