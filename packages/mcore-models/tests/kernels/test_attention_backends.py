@@ -103,6 +103,13 @@ def test_slopes_make_scores_fall_with_distance_also_where_16_bits_hold_no_place(
         torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
 
 
+def test_slopes_of_small_scales_stay_finite_in_float16():
+    q, k, v = (t.detach().half() for t in inputs(3, 2100, 6, 3))
+    for backend in ("auto", "local"):
+        got = attend(q, k, v, slopes=alibi_slopes(6), scale=1 / 128, backend=backend)
+        assert got.isfinite().all()
+
+
 def test_dropout_drops_weights_and_keeps_the_mean():
     torch.manual_seed(0)
     q, k = torch.zeros(1, 1, 1, 4), torch.zeros(2000, 1, 1, 4)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 _DIGITS = {torch.bfloat16: (1, 256, 65536), torch.float16: (1, 2048)}
 """Worth of the digits of a place: each is a whole number that the dtype holds."""
+_LIFT = {torch.bfloat16: 1, torch.float16: 16}
+"""What the key carries of an upper digit's worth: float16 holds no large slope times 2048."""
 _NARROW_CHANNELS = 8
 """Channels in 16 bits: kernels want heads of a multiple of 8."""
 
@@ -63,12 +65,15 @@ def with_distances(
     if dtype not in _DIGITS:
         of_heads, of_keys = factors[:, None].to(dtype), places[:, None].to(dtype)
     else:
-        digits = _DIGITS[dtype]
+        digits, lift = _DIGITS[dtype], _LIFT[dtype]
+        lifts = (1, *(lift for _ in digits[1:]))
         coarse = factors.to(dtype)
         parts = coarse, (factors - coarse).to(dtype)
-        of_heads = torch.stack([part * worth for part in parts for worth in digits], -1)
+        worths = [worth / up for worth, up in zip(digits, lifts, strict=True)]
+        of_heads = torch.stack([part * worth for part in parts for worth in worths], -1)
         bounds = (*digits[1:], 2**62)
-        found = [places % above // worth for worth, above in zip(digits, bounds, strict=True)]
+        rows = zip(digits, bounds, lifts, strict=True)
+        found = [places % above // worth * up for worth, above, up in rows]
         of_keys = torch.stack(found * 2, -1).to(dtype)
         missing = more - of_keys.shape[-1]
         of_heads, of_keys = F.pad(of_heads, (0, missing)), F.pad(of_keys, (0, missing))
