@@ -24,11 +24,6 @@ class RetentionConfig:
     """Steps that are multiples of this stay for good; 0: none does."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         for name in ("save_retain_last", "save_retain_interval"):
             if getattr(self, name) < 0:
                 flag = "--" + name.replace("_", "-")
@@ -96,11 +91,6 @@ class LocalConfig:
     """Distance between ranks that keep each other's copies: the ranks of one host."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         folder, steps = self.non_persistent_local_ckpt_dir, self.non_persistent_save_interval
         if steps < 0:
             raise ValueError(f"--non-persistent-save-interval {steps} must be 0 or more.")

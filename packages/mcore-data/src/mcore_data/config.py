@@ -61,7 +61,6 @@ class TokenizerConfig:
     <pad>, <cls>, <sep>, then <SPECIAL_7> and on. 0 puts none, as Llama 3 has it."""
 
     def __post_init__(self) -> None:
-        """Check the counts."""
         for name in ("vocab_size", "vocab_extra_ids", "tiktoken_num_special_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative.")
@@ -125,7 +124,6 @@ class PreprocessConfig:
     """Stop behind the block in which this many documents are reached; 0 takes all."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without looking at files."""
         if not self.input:
             raise ValueError("--input names no file.")
         if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
@@ -211,7 +209,6 @@ class DataConfig:
     """Give borders of documents (cu_seqlens) for packed attention within each."""
 
     def __post_init__(self) -> None:
-        """Check that there is at most one source and that counts make sense."""
         own_paths = self.train_data_path or (
             not self.data_mixture_path and (self.valid_data_path or self.test_data_path)
         )
@@ -270,11 +267,6 @@ class MaskingConfig:
     """Share of the samples that are made shorter than a full row, 0 to 1."""
 
     def __post_init__(self) -> None:
-        """Check the shares.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if not 0 < self.mask_prob < 1:
             raise ValueError(f"--mask-prob {self.mask_prob} must lie between 0 and 1.")
         if not 0 <= self.short_seq_prob <= 1:
@@ -308,7 +300,6 @@ class FIMConfig:
     """Token that fills what a rewritten sample is short of."""
 
     def __post_init__(self) -> None:
-        """Check the shares, and refuse options without effect."""
         for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must lie in 0 to 1.")

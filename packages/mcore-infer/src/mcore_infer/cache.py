@@ -27,11 +27,6 @@ class StaticCache:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Take no memory yet.
-
-        Args:
-            capacity: tokens that fit.
-        """
         self.capacity = capacity
         self.length = 0
         self._memories: dict[int, _LayerMemory] = {}

@@ -61,11 +61,6 @@ class SamplingConfig:
     """A beam's score is its log probability over its length to this power."""
 
     def __post_init__(self) -> None:
-        """Check the values and that the two ways to cut off are not mixed.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if self.num_tokens < 1:
             raise ValueError(f"--num-tokens {self.num_tokens} must be 1 or more.")
         if not 0 < self.temperature < float("inf"):
@@ -182,11 +177,6 @@ class InferenceConfig:
     """Folder of the smaller model, of the same tokenizer."""
 
     def __post_init__(self) -> None:
-        """Check each value.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         lowest = {
             "inference_max_requests": 1,
             "inference_max_seq_length": 0,
@@ -248,11 +238,6 @@ class ServerConfig:
     """Seconds after SIGTERM in which answers that have begun may end."""
 
     def __post_init__(self) -> None:
-        """Check each value.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if not 0 <= self.port < 65536:
             raise ValueError(f"--port {self.port} must be from 0 to 65535.")
         for name in (

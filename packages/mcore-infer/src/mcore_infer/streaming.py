@@ -14,11 +14,6 @@ class TextStream:
     """Turns one row's tokens into pieces of text that together are its text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Begin with no text.
-
-        Args:
-            tokenizer: whose tokens are coming.
-        """
         self.tokenizer = tokenizer
         self._ids: list[int] = []
         self._context = 0  # returned tokens that are decoded again as context

@@ -60,11 +60,7 @@ class AttentionConfig(HybridConfig):
     """Channels of a latent head's values."""
 
     def check_attention(self) -> None:
-        """Check the fields above, for ``TransformerConfig``.
-
-        Raises:
-            ValueError: with the flag and what it may be.
-        """
+        """Check the fields above, for ``TransformerConfig``."""
         for name in (
             *("rotary_scaling_factor", "original_max_position_embeddings", "beta_slow"),
             *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -81,11 +77,7 @@ class AttentionConfig(HybridConfig):
 
 
 def check_latent(config: Any) -> None:
-    """Compare latent attention with the other fields of a ``TransformerConfig``.
-
-    Raises:
-        ValueError: with the flag to change.
-    """
+    """Compare latent attention with the other fields of a ``TransformerConfig``."""
     heads = config.num_attention_heads
     if not config.multi_latent_attention:
         return

@@ -131,11 +131,6 @@ class TransformerConfig(LayerConfig):
     """Pad each tensor rank's share of the vocabulary to a multiple of this."""
 
     def __post_init__(self) -> None:
-        """Check what this object alone decides.
-
-        Raises:
-            ValueError: with the flag and what it may be.
-        """
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             _check(self, name, getattr(self, name) >= 1, "1 or more")
         for name in (
@@ -262,11 +257,6 @@ class RecomputeConfig:
     gathers the others' in backward."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         full = self.recompute_granularity == "full"
         _check(self, "recompute_num_layers", self.recompute_num_layers >= 1)
         if not full and (self.recompute_method or self.recompute_num_layers != 1):

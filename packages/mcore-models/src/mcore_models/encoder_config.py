@@ -55,11 +55,6 @@ class BertConfig(TransformerConfig):
     two parts, on the pooler). Training needs lm."""
 
     def __post_init__(self) -> None:
-        """Check what a BERT alone decides.
-
-        Raises:
-            ValueError: with the flag and what it may be.
-        """
         super(BertConfig, self).__post_init__()
         if self.position_embedding_type != "learned_absolute":
             raise ValueError(
@@ -138,11 +133,6 @@ class T5Config(TransformerConfig):
     """Probability of dropping an attention weight."""
 
     def __post_init__(self) -> None:
-        """Check what a T5 alone decides.
-
-        Raises:
-            ValueError: with the flag and what it may be.
-        """
         super(T5Config, self).__post_init__()
         for name in ("encoder_num_layers", "decoder_num_layers"):
             if getattr(self, name) < 0:

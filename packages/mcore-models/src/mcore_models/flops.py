@@ -54,14 +54,7 @@ def num_parameters(
     moe: MoEConfig = _NO_EXPERTS,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
-    """Count the elements of all logical tensors: vocabulary unpadded, tied tables once.
-
-    Args:
-        config: of the model.
-        vocab_size: true number of tokens.
-        moe: of its experts.
-        shapes_of: lists the tensors, ``Family.tensor_shapes``.
-    """
+    """Count the elements of all logical tensors: vocabulary unpadded, tied tables once."""
     return sum(_counts(shapes_of(config, vocab_size, moe)).values())
 
 
@@ -71,10 +64,7 @@ def num_active_parameters(
     moe: MoEConfig = _NO_EXPERTS,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
-    """Count the elements that take part in one token: of the experts only the chosen.
-
-    The arguments are those of ``num_parameters``.
-    """
+    """Count the elements that take part in one token: of the experts only the chosen."""
     counts = _counts(shapes_of(config, vocab_size, moe))
     idle = counts["experts"] // max(1, moe.num_experts)
     return sum(counts.values()) - idle * max(0, moe.num_experts - moe.moe_router_topk)

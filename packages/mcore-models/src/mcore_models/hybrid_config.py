@@ -84,11 +84,7 @@ class HybridConfig:
     """Tokens, its own among them, that the convolution of a gated delta net mixes."""
 
     def check_hybrid(self) -> None:
-        """Check the pattern and the sizes of recurrent layers against each other.
-
-        Raises:
-            ValueError: with the flag and what it may be.
-        """
+        """Check the pattern and the sizes of recurrent layers against each other."""
         config: Any = self
         layers = pattern_layers(self.hybrid_override_pattern)
         if layers and len(layers) != config.num_layers:

@@ -159,14 +159,7 @@ class LayerConfig(AttentionConfig):
     """Weight of the mean loss of these layers beside the main loss."""
 
     def check_layers(self, num_layers: int) -> None:
-        """Check the fields above, for ``TransformerConfig``.
-
-        Args:
-            num_layers: of the model.
-
-        Raises:
-            ValueError: with the flag and what it may be.
-        """
+        """Check the fields above, for ``TransformerConfig``."""
         for name in (
             *("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
             *("attention_chunk_size", "attention_temperature_span", "rotary_base_local"),

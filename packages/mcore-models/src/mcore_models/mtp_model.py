@@ -66,12 +66,7 @@ class MTPLanguageModel(LanguageModel):
     def further_hidden(
         self, hidden: Float[Tensor, "s B D"], batch: MicroBatch
     ) -> tuple[list[Float[Tensor, "s B D"]], Float[Tensor, ""]]:
-        """Return the hidden state of every depth and the auxiliary losses of their layers.
-
-        Args:
-            hidden: of ``forward``, normed.
-            batch: has ``mtp_tokens``.
-        """
+        """Return the hidden state of every depth and the auxiliary losses of their layers."""
 
     @abstractmethod
     def draft_hidden(

@@ -183,12 +183,7 @@ class StageModel(TrainableModel):
         )
 
     def places(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Count the positions of this context rank's tokens, in the zigzag order of ``cp``.
-
-        Args:
-            num_tokens: of this rank.
-            device: of the result.
-        """
+        """Count the positions of this context rank's tokens, in the zigzag order of ``cp``."""
         if self.cp.size == 1:
             return torch.arange(num_tokens, device=device)
         return zigzag_positions(num_tokens * self.cp.size, self.cp, device)

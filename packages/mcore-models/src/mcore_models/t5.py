@@ -63,7 +63,6 @@ class T5Stack(nn.Module):
     """
 
     def __init__(self) -> None:
-        """Begin without layers."""
         super().__init__()
         self.relative_position_bias: RelativePositionBias | None = None
         self.blocks = nn.ModuleDict()

@@ -130,11 +130,6 @@ class MoEConfig:
     """Weigh the shared expert by a learned sigmoid of the token."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other; without experts only their number.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if self.num_experts < 0:
             raise ValueError(f"--num-experts {self.num_experts} must be 0 (off) or more.")
         if self.num_experts == 0:

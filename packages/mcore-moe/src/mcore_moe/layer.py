@@ -226,9 +226,6 @@ class MoELayer(nn.Module):
 
         Forward and backward do so the same number of times on all ranks of ``ep``; not where
         experts' ranks are one, or tokens are gathered of which ranks bring different numbers.
-
-        Args:
-            change: see ``mcore_parallel.pipeline_parallel.turns``.
         """
         if isinstance(self.dispatcher, AllToAllDispatcher | AllGatherDispatcher):
             self.dispatcher.meanwhile = change

@@ -61,11 +61,6 @@ class ParallelConfig:
     multiprocessors nccl may take from the GEMMs that run at the same time."""
 
     def __post_init__(self) -> None:
-        """Check each degree on its own.
-
-        Raises:
-            ValueError: if a degree is not a positive integer.
-        """
         for name in (
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
@@ -164,11 +159,6 @@ class DataParallelConfig:
     """Pad buckets to multiples of 65536 elements, which NCCL moves faster on many ranks."""
 
     def __post_init__(self) -> None:
-        """Check the switches against each other.
-
-        Raises:
-            ValueError: if two of them contradict, or one would have no effect.
-        """
         if self.ddp_bucket_size < 0:
             raise ValueError(
                 f"--ddp-bucket-size {self.ddp_bucket_size} must be 0 (derive) or more elements."
@@ -293,11 +283,6 @@ class PipelineConfig:
     """Count the head and loss as one layer when layers are shared out."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other.
-
-        Raises:
-            ValueError: if a number is out of range, or two options contradict.
-        """
         if self.pipeline_schedule not in ("", "auto", *SCHEDULES):
             raise ValueError(
                 f"--pipeline-schedule {self.pipeline_schedule} is not known: "

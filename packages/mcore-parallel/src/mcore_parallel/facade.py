@@ -86,10 +86,6 @@ def set_fp8_training_enabled(
 
     Inputs and weights become e4m3, gradients e5m2, where GEMMs are: see ``Fp8Gemm``. No
     communication. Recipes that remember steps, or need other formats, are the trainer's.
-
-    Args:
-        enabled: whether they do.
-        fp8_recipe: how tensors are scaled.
     """
     _FP8.set(Fp8Config(fp8_format="hybrid", fp8_recipe=fp8_recipe) if enabled else None)
 

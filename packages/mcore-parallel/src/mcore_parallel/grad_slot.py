@@ -50,7 +50,6 @@ class GradSlot:
     __slots__ = ("_num_put_off", "is_stale", "main", "on_ready", "overwrites", "queue")
 
     def __init__(self) -> None:
-        """Start without an owner: gradients are autograd's."""
         self.main: Tensor | None = None
         self.overwrites = self.is_stale = False
         self.queue: DeferredWork | None = None

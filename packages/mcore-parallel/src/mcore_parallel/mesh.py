@@ -50,11 +50,6 @@ class Axis:
     """Compares the first calls of all ranks; None without ``compare_calls``."""
 
     def __post_init__(self) -> None:
-        """Check size and place against the group, which gathers in its own order.
-
-        Raises:
-            ValueError: if they differ.
-        """
         if self.group is None:
             return
         place = self.group.rank(), self.group.size()

@@ -25,7 +25,6 @@ class Buffers:
     """Memory of one thread, which each tile would map anew."""
 
     def __init__(self) -> None:
-        """Take it."""
         self.generator = torch.Generator()
         self.tile = torch.empty(TILE_ELEMENTS)
         self._rows = torch.empty(0)

@@ -33,11 +33,6 @@ class BatchConfig:
     """Sequences to train on. Give this or --train-iters."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         _check_at_least(self, 1, "micro_batch_size", "seq_length")
         _check_at_least(self, 0, "global_batch_size", "train_iters", "train_samples")
         if self.train_iters and self.train_samples:
@@ -77,11 +72,6 @@ class OptimizerConfig:
     """Largest global gradient norm; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         _check_at_least(self, 0, "lr", "min_lr", "weight_decay", "clip_grad")
         if self.lr and self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr} must not be above --lr {self.lr}.")
@@ -128,11 +118,6 @@ class ScheduleConfig:
     """On resume, take the schedule from the checkpoint though the flags say another."""
 
     def __post_init__(self) -> None:
-        """Check that each length is given once.
-
-        Raises:
-            ValueError: with the flags that exclude each other.
-        """
         _check_at_least(
             self,
             0,
@@ -179,11 +164,6 @@ class EvalConfig:
     """Global batches of one validation. Megatron's default: 100."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         _check_at_least(self, 0, "eval_interval")
         _check_at_least(self, 1, "eval_iters")
 
@@ -202,11 +182,6 @@ class SampleConfig:
     """Scores are divided by it; below 1 the likely gets likelier."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         _check_at_least(self, 0, "sample_interval")
         _check_at_least(self, 1, "sample_num_tokens")
         if not self.sample_temperature > 0:
@@ -237,11 +212,6 @@ class SaveConfig:
     """Minutes without progress after which a write in the background is given up."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         _check_at_least(self, 0, "save_interval")
         if not self.save:
             for name in ("overwrite", "save_interval", "save_hf", "async_save"):
@@ -276,11 +246,6 @@ class LoadConfig:
     """End with an error if the folder holds no checkpoint."""
 
     def __post_init__(self) -> None:
-        """Check that the others have something to act on.
-
-        Raises:
-            ValueError: with the flag that has no effect.
-        """
         _check_at_least(self, 0, "ckpt_step")
         if not self.load:
             for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
@@ -300,11 +265,6 @@ class LogConfig:
     """Write TensorBoard scalars to tensorboard/ below --save."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         _check_at_least(self, 1, "log_interval")
 
 
@@ -338,11 +298,6 @@ class RunConfig:
     rank by Python's own thresholds. Megatron's default: 0."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         counts = ("seed", "exit_interval", "exit_duration_in_mins", "manual_gc_interval")
         _check_at_least(self, 0, *counts, "check_weight_hash_across_dp_replicas_interval")
         _check_at_least(self, 1, "cuda_graph_warmup_steps")
@@ -360,11 +315,6 @@ class LaunchConfig:
     """Ranks to start on this host; 0: this process alone, or what torchrun started."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         _check_at_least(self, 0, "nproc")
 
 
@@ -381,11 +331,6 @@ class VerifyConfig:
     """Ranks of the small run; larger degrees are halved until it fits."""
 
     def __post_init__(self) -> None:
-        """Check the count.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         _check_at_least(self, 1, "max_ranks")
 
 

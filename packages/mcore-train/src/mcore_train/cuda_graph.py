@@ -96,11 +96,9 @@ class BackwardRecorder:
         return self._outputs.clone()
 
     def __enter__(self) -> "BackwardRecorder":
-        """Return itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Forget the graph."""
         self.forget()
 
     def forget(self) -> None:

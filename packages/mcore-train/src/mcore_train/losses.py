@@ -28,7 +28,6 @@ class StepLosses:
     """
 
     def __init__(self, device: torch.device, names: Collection[str]) -> None:
-        """Begin at zero."""
         zero = partial(torch.zeros, (), dtype=torch.float64, device=device)
         self.named = {name: zero() for name in names}
         self.aux_loss = zero()

@@ -45,11 +45,6 @@ class Schedule:
     weight_decay_style: IncreaseStyle = "constant"
 
     def __post_init__(self) -> None:
-        """Check the lengths against each other.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if self.warmup_samples >= self.decay_samples:
             raise ValueError(
                 f"the warm-up of {self.warmup_samples} sequences is not shorter than the decay "

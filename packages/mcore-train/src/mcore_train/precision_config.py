@@ -24,11 +24,6 @@ class PrecisionConfig:
     """Overflows within a window from which on each halves the factor."""
 
     def __post_init__(self) -> None:
-        """Check the formats and the scale.
-
-        Raises:
-            ValueError: if both formats are given, or an option would have no effect.
-        """
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 exclude each other: give one.")
         given = [

@@ -93,7 +93,6 @@ class ConflictError(ValueError):
     """Everything in a config that contradicts itself or the world, one line each."""
 
     def __init__(self, lines: list[str]) -> None:
-        """Join the lines into one message."""
         self.lines = tuple(lines)
         many = f"{len(lines)} things to change:\n  - " if len(lines) > 1 else ""
         super().__init__(many + "\n  - ".join(lines))
@@ -101,11 +100,6 @@ class ConflictError(ValueError):
 
 def plan_of(config: TrainConfig, world_size: int, family: Family = GPT_FAMILY) -> Plan:
     """Derive a plan with the tokenizer that the flags name; loads no torch.
-
-    Args:
-        config: all options.
-        world_size: ranks of the job.
-        family: of the model.
 
     Raises:
         ConflictError: (a ValueError) with every conflict found.

@@ -31,10 +31,6 @@ log = logging.getLogger(__name__)
 def run_training(config: TrainConfig, family: Family = GPT_FAMILY) -> int:
     """Train as the config says, on this process's place in the world.
 
-    Args:
-        config: all options.
-        family: of the model.
-
     Returns:
         0, also after a signal that ended the run cleanly.
 

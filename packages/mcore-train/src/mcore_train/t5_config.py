@@ -14,11 +14,6 @@ class T5BatchConfig(BatchConfig):
     Megatron's default: none."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         super(T5BatchConfig, self).__post_init__()
         if self.decoder_seq_length < 1:
             raise ValueError(

@@ -211,11 +211,7 @@ def _check_formats(
     output: str | Path,
     options: ConvertOptions,
 ) -> None:
-    """Refuse formats that are not known, and options that they do not go with.
-
-    Raises:
-        ValueError: with the flag to change.
-    """
+    """Refuse formats that are not known, and options that they do not go with."""
     for form in (source_format, target_format):
         if form not in FORMATS:
             raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
@@ -241,11 +237,7 @@ def _check_formats(
 
 
 def _check_config(source: OpenCheckpoint, folder: str | Path, config: str) -> None:
-    """Refuse a model's config where the input says itself which model it is.
-
-    Raises:
-        ValueError: with the flag.
-    """
+    """Refuse a model's config where the input says itself which model it is."""
     if config and not source.took_config:
         raise ValueError(
             f"--config {config} has no effect: {folder} says itself which model it holds. "
@@ -254,11 +246,7 @@ def _check_config(source: OpenCheckpoint, folder: str | Path, config: str) -> No
 
 
 def _check_tokens(source: OpenCheckpoint, vocab_size: int) -> None:
-    """Refuse to cut rows off that the tokenizer has ids of.
-
-    Raises:
-        ValueError: with both sizes.
-    """
+    """Refuse to cut rows off that the tokenizer has ids of."""
     needed = num_tokens(source.tokenizer)
     if 0 < vocab_size < needed:
         raise ValueError(

@@ -70,11 +70,6 @@ class ConvertOptions:
         return parse_size(self.max_shard_size)
 
     def __post_init__(self) -> None:
-        """Check what this object alone decides.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if self.dtype and self.dtype not in DTYPE_WORDS:
             raise ValueError(
                 f"--dtype {self.dtype} is not known: use {', '.join(DTYPE_WORDS)}."
@@ -123,11 +118,6 @@ class UpcycleOptions:
     """Of these numbers."""
 
     def __post_init__(self) -> None:
-        """Check the numbers against each other.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         slices = self.moe_upcycling_granularity
         if slices < 1 or self.num_experts < 1 or self.num_experts % slices:
             raise ValueError(

@@ -174,9 +174,5 @@ def family_for(description: dict[str, Any]) -> str:
 
 
 def table_for(description: dict[str, Any]) -> Table:
-    """List the weights of a model of ours as the first family names them that can say it.
-
-    Raises:
-        ValueError: if none can.
-    """
+    """List the weights of a model of ours as the first family names them that can say it."""
     return family_of(family_for(description)).table(description)

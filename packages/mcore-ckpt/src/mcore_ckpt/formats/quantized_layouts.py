@@ -241,9 +241,6 @@ def layout_of(algo: str, group_size: int = 0) -> QuantLayout:
     Args:
         algo: ``quant_algo``.
         group_size: columns that share a scale, where the layout lets one choose; 0: its own.
-
-    Raises:
-        ValueError: for an algorithm that is not known here.
     """
     if algo not in LAYOUTS:
         raise ValueError(

@@ -90,11 +90,7 @@ class QuantPlan:
 
 
 def read_plan(said: Mapping[str, Any]) -> QuantPlan:
-    """Read hf_quant_config.json or a ``quantization_config``, in either form.
-
-    Raises:
-        ValueError: for an algorithm that is not known here.
-    """
+    """Read hf_quant_config.json or a ``quantization_config``, in either form."""
     nested = said.get("quantization")
     layers = _layers(nested if isinstance(nested, Mapping) else said)
     if isinstance(nested, Mapping):
@@ -118,11 +114,7 @@ def read_plan(said: Mapping[str, Any]) -> QuantPlan:
 
 
 def _layers(said: Mapping[str, Any]) -> dict[str, QuantLayout]:
-    """Read how single modules are stored.
-
-    Raises:
-        ValueError: for an algorithm that is not known here.
-    """
+    """Read how single modules are stored."""
     if said.get("quant_algo") != MIXED:
         return {}
     listed: Mapping[str, Mapping[str, Any]] = said.get("quantized_layers") or {}

@@ -74,16 +74,13 @@ class Record:
     name = ""
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        """Keep the arguments."""
         self.args = args
         self.state: Any = named
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the state."""
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Keep an item of a foreign dictionary."""
         self.state = {**(self.state or {}), key: value}
 
     def append(self, value: Any) -> None:

@@ -57,7 +57,6 @@ class Window(io.RawIOBase):
     """A range of a file as a file of its own, by positioned reads."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        """Stand at its beginning."""
         super().__init__()
         self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
 

@@ -87,13 +87,7 @@ class QuantizedFolder:
         return self._widened.layout(self._places[name][0].theirs)
 
     def part(self, name: str, begin: int, stop: int) -> MatrixPart:
-        """Read how rows ``begin`` to ``stop`` of a logical matrix were rounded.
-
-        Args:
-            name: without ``model.``.
-            begin: first row.
-            stop: one past the last.
-        """
+        """Read how rows ``begin`` to ``stop`` of a logical matrix were rounded."""
         link, number = self._places[name]
         assert link.is_plain, f"{link.theirs} is not stored by rows"
         first = link.rows(self._widened.entries[link.theirs].shape)[number][0]

@@ -20,7 +20,6 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         self._keys: list[str] = []
         self._plan: tuple[list[dict[str, Claim]], list[list[Write]]] = ([], [])
         self._is_compared = False

@@ -191,7 +191,6 @@ class Reader:
         self._opening = threading.Lock()
 
     def __enter__(self) -> Reader:
-        """Return the reader."""
         return self
 
     def __exit__(
@@ -200,7 +199,6 @@ class Reader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files."""
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files = {}

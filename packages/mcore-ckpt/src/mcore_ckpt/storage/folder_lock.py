@@ -103,7 +103,6 @@ class FolderLock:
                 self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> FolderLock:
-        """Take the lock."""
         self.acquire()
         return self
 
@@ -113,7 +112,6 @@ class FolderLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give it back."""
         self.release()
 
     def _create(self) -> bool:

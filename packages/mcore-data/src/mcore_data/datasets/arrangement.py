@@ -35,7 +35,6 @@ class SampleOptions:
     inter_document_masking: bool = False
 
     def __post_init__(self) -> None:
-        """Check that there is an end of document to act on."""
         acting = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
         if acting and self.eod is None:
             raise ValueError(

@@ -133,11 +133,9 @@ class BERTDataset:
         )
 
     def __len__(self) -> int:
-        """Samples."""
         return len(self.map)
 
     def __getitem__(self, sample: int) -> dict[str, NDArray[Any]]:
-        """One sample."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         random = np.random.default_rng([self.seed, sample])

@@ -31,11 +31,9 @@ class EpochsDataset:
         self.per_epoch = len(self._epochs[0])
 
     def __len__(self) -> int:
-        """Samples of all epochs."""
         return self.num_samples
 
     def __getitem__(self, sample: int) -> dict[str, Any]:
-        """One sample."""
         return {key: value[0] for key, value in self.batch([sample]).items()}
 
     def batch(self, samples: Sequence[int]) -> dict[str, NDArray[Any]]:

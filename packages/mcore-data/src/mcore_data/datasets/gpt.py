@@ -155,7 +155,6 @@ class GPTDataset:
         self.index = load_sample_index(lengths, ids, spec, cache_folder)
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.index.shuffle)
 
     def __getitem__(self, sample: int | None) -> dict[str, NDArray[Any]]:

@@ -39,7 +39,6 @@ class MockDocuments:
         self.lengths = random.integers(1, max_length + 1, num_documents).astype(np.int32)
 
     def __len__(self) -> int:
-        """Documents."""
         return len(self.lengths)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
@@ -95,7 +94,6 @@ class MockGPTDataset(GPTDataset):
         self.num_samples = num_samples
 
     def __len__(self) -> int:
-        """The number of samples requested."""
         return self.num_samples
 
 

@@ -103,7 +103,6 @@ class PackedDataset:
         self._held_order = (-1, np.zeros(0, np.int64))
 
     def __len__(self) -> int:
-        """Number of samples."""
         return self.num_samples
 
     def __getitem__(self, sample: int | None) -> dict[str, NDArray[Any]]:

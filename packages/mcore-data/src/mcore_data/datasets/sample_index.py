@@ -43,7 +43,6 @@ class SampleIndexSpec:
     drop_last_partial: bool = True
 
     def __post_init__(self) -> None:
-        """Check the counts."""
         if self.sequence_length < 1 or self.num_samples < 0:
             raise ValueError(
                 f"{self.num_samples} samples of --seq-length {self.sequence_length} cannot be "

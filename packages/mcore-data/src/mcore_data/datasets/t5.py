@@ -128,11 +128,9 @@ class T5Dataset:
         )
 
     def __len__(self) -> int:
-        """Samples."""
         return len(self.map)
 
     def __getitem__(self, sample: int) -> dict[str, NDArray[Any]]:
-        """One sample."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         random = np.random.default_rng([self.seed, sample])

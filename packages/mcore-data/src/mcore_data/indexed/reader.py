@@ -87,7 +87,6 @@ class IndexedDataset:
         return int(self.index.lengths.sum(dtype=np.int64))
 
     def __len__(self) -> int:
-        """Sequences."""
         return len(self.index.lengths)
 
     def __getitem__(self, key: int | slice) -> Any:
@@ -106,7 +105,6 @@ class IndexedDataset:
         return tokens, int(self.index.modes[key])
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the sequences."""
         return (self[i] for i in range(len(self)))
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
@@ -160,7 +158,6 @@ class IndexedDataset:
         return np.frombuffer(b"".join(parts), self.dtype)  # pyrefly: ignore[bad-argument-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as prefix and ways of reading."""
         return _reopen, (self.prefix, self.mmap, self.cache_path)
 
 
@@ -196,7 +193,6 @@ class _FileBin:
         return np.frombuffer(parts, self._dtype)
 
     def __del__(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

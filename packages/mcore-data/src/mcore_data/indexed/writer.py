@@ -83,7 +83,6 @@ class IndexedWriter:
             self._files["borders"].write(np.int64(0).tobytes())
 
     def __enter__(self) -> "IndexedWriter":
-        """Return the writer itself."""
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -33,7 +33,6 @@ class SingleSampler:
     consumed_samples: int = 0
 
     def __post_init__(self) -> None:
-        """Check sizes and place."""
         _check(self)
         if self.consumed_samples >= self.num_samples:
             raise ValueError(
@@ -81,7 +80,6 @@ class CyclicSampler:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        """Check sizes and place."""
         _check(self)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -125,7 +123,6 @@ class FullSampler:
     dp_size: int = 1
 
     def __post_init__(self) -> None:
-        """Check sizes."""
         _check(self)
 
     def __len__(self) -> int:

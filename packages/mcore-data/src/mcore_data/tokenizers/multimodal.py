@@ -92,7 +92,6 @@ class MultimodalTokenizer(HFTokenizer):
         (Path(folder) / MARKER).write_text(json.dumps(fields, indent=2) + "\n")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the text and the options."""
         return _rebuild, (self.text, self.config, self._special_tokens, self.image_tag_type)
 
     def _tag(self, text: str) -> str:

@@ -79,7 +79,6 @@ class Beams:
     """The searches of an engine, and the requests of one token that they run."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._searches: dict[int, tuple[Sequence[int], BeamSearch]] = {}
         self._steps: dict[int, dict[int, Top]] = {}  # search -> request -> successors
         self._searching: dict[int, int] = {}  # request -> search

@@ -46,11 +46,6 @@ def chosen_cache(
 ) -> Fp8Cache | None:
     """Return how a model's cache keeps keys and values; None: in the model's dtype.
 
-    Args:
-        kv_cache_dtype: see ``InferenceConfig``.
-        config: of the model.
-        kv_scales: that the checkpoint holds.
-
     Raises:
         ValueError: if fp8 is requested and the model keeps no keys and values.
     """

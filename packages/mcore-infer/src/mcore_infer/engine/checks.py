@@ -17,11 +17,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def check_request(model: LanguageModel, writing: Writing, scores: ScoreRequest) -> None:
-    """Refuse what the model cannot compute, before a step does.
-
-    Raises:
-        ValueError: with what to change.
-    """
+    """Refuse what the model cannot compute, before a step does."""
     limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
     length = len(writing.prompt)
     if limit and length + writing.num_tokens > limit:
@@ -44,11 +40,7 @@ def check_request(model: LanguageModel, writing: Writing, scores: ScoreRequest) 
 
 
 def check_beams(writing: Writing, scores: ScoreRequest, vocab_size: int) -> None:
-    """Refuse what beam search cannot keep.
-
-    Raises:
-        ValueError: with what to change.
-    """
+    """Refuse what beam search cannot keep."""
     if writing.changes_scores or writing.matcher is not None or not writing.num_tokens:
         raise ValueError(
             "beam search takes no biases, forbidden tokens or structure, and writes a token "
@@ -71,16 +63,7 @@ def check_beams(writing: Writing, scores: ScoreRequest, vocab_size: int) -> None
 def check_speculation(
     model: LanguageModel, drafts: Drafts, draft: LanguageModel | None
 ) -> None:
-    """Refuse proposals that a model cannot check, or that nothing can make.
-
-    Args:
-        model: of the engine.
-        drafts: what proposes.
-        draft: the draft model.
-
-    Raises:
-        ValueError: with what to change.
-    """
+    """Refuse proposals that a model cannot check, or that nothing can make."""
     if has_recurrent_layers(model.config):
         raise ValueError(
             "a recurrent state cannot go back behind a wrong proposal: set "

@@ -43,12 +43,6 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
-        """Begin with all pages free.
-
-        Args:
-            num_pages: pages in memory.
-            page_tokens: tokens in a page.
-        """
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self._users = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))

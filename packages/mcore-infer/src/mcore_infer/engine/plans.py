@@ -27,11 +27,6 @@ class SchedulerConfig:
     """Share the pages of equal beginnings. Not for models with a recurrent state."""
 
     def __post_init__(self) -> None:
-        """Check the limits against each other.
-
-        Raises:
-            ValueError: with the option to change.
-        """
         if self.max_requests < 1:
             raise ValueError(f"--inference-max-requests {self.max_requests} must be 1 or more.")
         if self.max_tokens < self.max_requests:

@@ -232,12 +232,6 @@ def decided(
     """Choose tokens on one rank for all: kernels that round differently must not part them.
 
     All-reduces over ``tp``.
-
-    Args:
-        logits: whole vocabulary.
-        writings: one a row.
-        places: see ``choose``.
-        model: whose ranks they are.
     """
     chosen = choose(logits, writings, places)
     return all_reduce(chosen if model.tp.rank == 0 else torch.zeros_like(chosen), model.tp)

@@ -76,12 +76,7 @@ def detokenizer_name(path: str) -> str:
 
 
 def detokenized(text: str, name: str) -> str:
-    """Undo how a benchmark's text was cut into words.
-
-    Args:
-        text: the original.
-        name: of ``detokenizer_name``.
-    """
+    """Undo how a benchmark's text was cut into words."""
     if name == "ptb":
         return _replaced(text, _PTB)
     if name != "wiki":

@@ -61,11 +61,7 @@ def _numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]
 
 
 def _form_of(layout: QuantLayout) -> _Form:
-    """Return the form of a layout.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the form of a layout."""
     by_token = {"dynamic": True, "observer": None}
     groups = {"group_size": layout.group[1]}
     forms = {

@@ -110,11 +110,7 @@ def _notes(source: OpenCheckpoint) -> list[str]:
 
 
 def _check(format: str, grid: RankGrid, dtype: str) -> None:
-    """Refuse words that are not known and options without effect.
-
-    Raises:
-        ValueError: with the flag.
-    """
+    """Refuse words that are not known and options without effect."""
     if format not in FORMATS:
         raise ValueError(f"--format {format} is not known: use {', '.join(FORMATS)}.")
     if dtype and dtype not in DTYPE_WORDS:

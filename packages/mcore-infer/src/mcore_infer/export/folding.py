@@ -30,10 +30,6 @@ def folded_scales(
 ) -> dict[str, Float[Tensor, " F"]]:
     """Find what multiplies the rows of which tensors, so that no input needs a scale.
 
-    Args:
-        widened: a quantized folder.
-        description: of its model.
-
     Returns:
         By name of a gain or of a ``weight_scale``: a factor for each of its rows.
 

@@ -121,11 +121,7 @@ def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
 
 
 def _rounding(parts: list[MatrixPart]) -> Rounding:
-    """Return how inputs are rounded, which all parts of a linear must agree on.
-
-    Raises:
-        ValueError: if they do not.
-    """
+    """Return how inputs are rounded, which all parts of a linear must agree on."""
     first = parts[0]
     for one in parts[1:]:
         for kind in ("input_scale", "pre_quant_scale"):

@@ -33,7 +33,6 @@ class InputStatistics:
     """
 
     def __init__(self, width: int, device: torch.device, *, has_pairs: bool) -> None:
-        """Begin without inputs."""
         self.num_rows = 0
         self.amax = torch.zeros(width, device=device)
         self.abs_sum = torch.zeros(width, device=device)

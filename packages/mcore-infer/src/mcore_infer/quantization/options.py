@@ -60,11 +60,6 @@ class QuantizeConfig:
         return self.kv_cache_dtype == "fp8"
 
     def __post_init__(self) -> None:
-        """Check the fields against each other.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if bool(self.budget) != (self.method == "mixed"):
             raise ValueError(
                 f"--budget {self.budget:g} with --method {self.method}: mixed needs the bits "

@@ -47,12 +47,6 @@ class Answering:
     def __init__(self, job: Job, front: Front, metrics: Metrics, patience: Patience) -> None:
         """Queue the job.
 
-        Args:
-            job: what is wanted.
-            front: of the engine.
-            metrics: counts tokens and times.
-            patience: how long to wait.
-
         Raises:
             RequestError: if it cannot be queued.
         """

@@ -57,13 +57,7 @@ class Server:
     """
 
     def __init__(self, served: Served, front: Front, limits: Limits) -> None:
-        """Prepare; the engine's thread starts with the application's lifespan.
-
-        Args:
-            served: the model.
-            front: of the engine.
-            limits: who may use it.
-        """
+        """Prepare; the engine's thread starts with the application's lifespan."""
         self.served, self.front, self.limits = served, front, limits
         self.metrics = Metrics()
 

@@ -21,11 +21,7 @@ class RequestError(Exception):
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """Parse a body, which must be a JSON object of numbers and text that can be written.
-
-    Raises:
-        RequestError: with status 400.
-    """
+    """Parse a body, which must be a JSON object of numbers and text that can be written."""
     try:
         body = json.loads(raw, parse_constant=_refuse_constant)
         if b"\\ud" in raw.lower():  # halves of characters are text that no tokenizer reads
@@ -45,11 +41,6 @@ class Fields:
     """The fields of one object, taken by name; null is as good as left out."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        """Begin with nothing taken.
-
-        Args:
-            body: a JSON object.
-        """
         self._left = {name: value for name, value in body.items() if value is not None}
         self._known: set[str] = set()
 

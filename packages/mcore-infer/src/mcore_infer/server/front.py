@@ -81,13 +81,6 @@ class Running:
     """
 
     def __init__(self, front: Front, number: int, size: int) -> None:
-        """Begin with nothing delivered.
-
-        Args:
-            front: that opened it.
-            number: of the worker.
-            size: requests of the group.
-        """
         self.front, self.number, self.size, self.num_left = front, number, size, size
         self.events: asyncio.Queue[Event] = asyncio.Queue()
 

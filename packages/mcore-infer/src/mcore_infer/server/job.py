@@ -101,11 +101,7 @@ WITHOUT_EFFECT = (
 
 
 def read_options(fields: Fields, served: Served) -> TextOptions:
-    """Read the fields that completions and chats share.
-
-    Raises:
-        RequestError: with status 400.
-    """
+    """Read the fields that completions and chats share."""
     temperature = fields.number("temperature", 1.0, 0, 100)
     top_p = fields.number("top_p", 1.0, 0, 1, above=True)
     top_k = max(0, fields.integer("top_k", 0, -1, served.vocab_size))

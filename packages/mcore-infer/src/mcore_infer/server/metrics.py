@@ -11,7 +11,6 @@ class Histogram:
     """Counts of durations by upper bound, in seconds."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.counts = [0] * (len(_BOUNDS_S) + 1)
         self.total = 0.0
 
@@ -42,7 +41,6 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        """Begin at zero."""
         self.responses: Counter[tuple[str, int]] = Counter()
         self.prompt_tokens = self.written_tokens = self.cancelled = 0
         self.first_token, self.between_tokens = Histogram(), Histogram()

@@ -247,9 +247,6 @@ def check_length(
         num_tokens: new ones, over all context ranks.
         num_remembered: tokens before them that a state holds.
         flag: option that says how long sequences are.
-
-    Raises:
-        ValueError: with the flag to change.
     """
     limit, length = config.max_position_embeddings, num_tokens + num_remembered
     if limit and length > limit:

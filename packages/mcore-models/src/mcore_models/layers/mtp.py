@@ -42,15 +42,7 @@ class PredictionLayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate this rank's share; weights are zero until the model fills them.
-
-        Args:
-            config: of the model.
-            ctx: the layout.
-            block: the layer.
-            device: of the parameters.
-            dtype: of the parameters.
-        """
+        """Allocate this rank's share; weights are zero until the model fills them."""
         super().__init__()
         D = config.hidden_size
         placed: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -65,11 +65,6 @@ class PeftConfig:
     (QLoRA) keep them rounded, and widen each while it multiplies; 0: as they are."""
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if self.lora_dim < 1:
             raise ValueError(f"--lora-dim {self.lora_dim} must be 1 or more.")
         if not self.lora_alpha > 0:

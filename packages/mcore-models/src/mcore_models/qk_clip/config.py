@@ -16,11 +16,6 @@ class QKClipConfig:
     """Largest attention score that stays as it is, above 0."""
 
     def __post_init__(self) -> None:
-        """Check ranges.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if not 0.0 <= self.qk_clip_alpha <= 1.0:
             raise ValueError(f"--qk-clip-alpha {self.qk_clip_alpha} must be from 0 to 1.")
         if not self.qk_clip_threshold > 0:

@@ -20,11 +20,6 @@ class ScoreTracker:
     """The largest scores of an attention layer's heads on this rank, until they are taken."""
 
     def __init__(self, num_heads: int) -> None:
-        """Begin with nothing noted.
-
-        Args:
-            num_heads: of this rank.
-        """
         self.num_heads = num_heads
         self.largest: Tensor | None = None
 

@@ -113,13 +113,7 @@ def _gather(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 
 def gathered_blocks(length: int, axis: Axis, documents: Documents | None = None) -> list[Block]:
-    """List the blocks of one rank: for both its chunks a causal square and a rectangle.
-
-    Args:
-        length: tokens of this rank.
-        axis: context ranks.
-        documents: of packed rows.
-    """
+    """List the blocks of one rank: for both its chunks a causal square and a rectangle."""
     chunk, blocks = length // 2, []
     for i, index in enumerate(own_chunks(axis.rank, axis.size)):
         own, begin = slice(i * chunk, (i + 1) * chunk), index * chunk

@@ -70,11 +70,6 @@ def zigzag_positions(
 ) -> Int[Tensor, " s"]:
     """Return the positions, in the whole sequence, of this rank's tokens.
 
-    Args:
-        seq_length: of the whole sequence.
-        axis: context ranks.
-        device: of the result.
-
     Raises:
         ValueError: if the sequence does not divide into two chunks a rank.
     """

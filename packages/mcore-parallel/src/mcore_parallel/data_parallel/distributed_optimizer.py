@@ -288,10 +288,5 @@ class ShardedAdamW(DistributedOptimizer):
     """The distributed optimizer with AdamW."""
 
     def __init__(self, data_parallel: GradientSync, config: AdamConfig) -> None:
-        """Allocate the state; see ``DistributedOptimizer``.
-
-        Args:
-            data_parallel: holds weights and gradients.
-            config: the constants of Adam.
-        """
+        """Allocate the state; see ``DistributedOptimizer``."""
         super().__init__(data_parallel, AdamW(config))

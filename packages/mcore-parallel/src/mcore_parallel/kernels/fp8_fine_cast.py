@@ -134,11 +134,7 @@ def _cast(
 def largest_of_lines(
     x: Float[Tensor, "T D"],
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " D"]]:
-    """Return the largest magnitude of every row and of every column, in float32.
-
-    Args:
-        x: contiguous, 16 bits.
-    """
+    """Return the largest magnitude of every row and of every column, in float32."""
     (num_rows, width), place = x.shape, {"dtype": torch.int32, "device": x.device}
     tops = torch.zeros(num_rows + width, **place)
     row_tops, column_tops = tops[:num_rows], tops[num_rows:]

@@ -77,7 +77,6 @@ class Watch:
         return cls(store.clone(), rank, world_size, 60 * timeout_minutes)
 
     def __enter__(self) -> "Watch":
-        """Begin to watch."""
         if self._store is not None:
             self._tell("starting")
             self._answered = time.monotonic()

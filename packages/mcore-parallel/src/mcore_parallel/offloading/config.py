@@ -25,11 +25,6 @@ class OffloadConfig:
     """Layers of each pipeline stage that --cpu-offloading takes, from the first one on."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other.
-
-        Raises:
-            ValueError: if one is out of its range or would have no effect.
-        """
         if not 0.0 < self.optimizer_offload_fraction <= 1.0:
             raise ValueError(
                 f"--optimizer-offload-fraction {self.optimizer_offload_fraction} must be above "

@@ -86,7 +86,6 @@ class HostUpdate:
     """One step's way through the pieces."""
 
     def __init__(self, owner: HostUpdates, pieces: Sequence[HostPiece]) -> None:
-        """Begin to fetch the first gradients."""
         self._owner, self._pieces = owner, pieces
         self._next = self._fetched = 0
         self._arriving: deque[tuple[Tensor, torch.cuda.Event]] = deque()

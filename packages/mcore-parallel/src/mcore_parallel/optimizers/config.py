@@ -25,11 +25,6 @@ class AdamConfig:
     no less than 0.4 %, so it needs an --adam-beta2 of about 0.95."""
 
     def __post_init__(self) -> None:
-        """Check each number on its own.
-
-        Raises:
-            ValueError: if a number is out of its range.
-        """
         for name in ("adam_beta1", "adam_beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 flag = "--" + name.replace("_", "-")
@@ -46,11 +41,6 @@ class SGDConfig:
     """Share of the last update in the next, 0 to below 1."""
 
     def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            ValueError: if the momentum is out of it.
-        """
         if not 0.0 <= self.sgd_momentum < 1.0:
             raise ValueError(f"--sgd-momentum {self.sgd_momentum} must be at least 0, below 1.")
 

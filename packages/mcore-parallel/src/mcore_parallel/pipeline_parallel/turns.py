@@ -25,7 +25,6 @@ class Turns:
     """Lets a forward and a backward take turns at the exchanges of their layers."""
 
     def __init__(self) -> None:
-        """Begin with nothing to run."""
         self._entries = (Lock(), Lock())
         for entry in self._entries:
             entry.acquire()  # released by the other side

@@ -19,7 +19,6 @@ class WeightQueue:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._work: list[Work] = []
 
     @property

@@ -34,11 +34,6 @@ class Fp8Config:
     """Last layers that --first-last-layers-bf16 keeps out of fp8."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other.
-
-        Raises:
-            ValueError: if a count is negative, or an option would have no effect.
-        """
         if self.fp8_amax_history_len < 1:
             raise ValueError(
                 f"--fp8-amax-history-len {self.fp8_amax_history_len} must be 1 or more."

@@ -56,7 +56,6 @@ class WeightCasts:
     """
 
     def __init__(self) -> None:
-        """Begin without casts."""
         self._kept: dict[tuple[int, torch.Size], Any] | None = None
 
     @contextmanager

@@ -35,7 +35,6 @@ class GCControl:
             gc.collect()
 
     def __exit__(self, *exception: object) -> None:
-        """Start the collector again if it ran before."""
         if self.interval:
             gc.unfreeze()
             if self._was_enabled:

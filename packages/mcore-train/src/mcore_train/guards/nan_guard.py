@@ -20,7 +20,6 @@ class NonFiniteError(FloatingPointError):
     """
 
     def __init__(self, iteration: int, norm: float) -> None:
-        """Say what happened and what to change."""
         super().__init__(
             f"the gradient norm of iteration {iteration} is {norm}: the weights after it are "
             "of no use, and none were saved. Continue from the last checkpoint with a lower "
@@ -34,11 +33,6 @@ class FiniteGradients:
     """Watches the gradient norms of a run, each one step late."""
 
     def __init__(self, *, is_on: bool = True) -> None:
-        """Expect the first step.
-
-        Args:
-            is_on: false: look at nothing.
-        """
         self.is_on = is_on
         self._iteration = 0
         self._norm: Tensor | None = None

@@ -39,7 +39,6 @@ class StopRequest:
         self._answer: _Answer | None = None
 
     def __enter__(self) -> Self:
-        """Set the handlers."""
         self._before = {number: signal.signal(number, self._remember) for number in _HANDLED}
         return self
 
@@ -49,7 +48,6 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Restore the handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

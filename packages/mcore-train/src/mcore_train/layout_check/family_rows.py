@@ -18,11 +18,9 @@ class BertRows:
     """``trial.Rows``."""
 
     def __len__(self) -> int:
-        """Rows of all steps."""
         return len(self.rows)
 
     def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        """Return one row."""
         row = self.rows[sample]
         S, text = self.rows.seq_length, row["tokens"]
         place = np.arange(S)
@@ -47,11 +45,9 @@ class T5Rows:
     decoder_seq_length: int
 
     def __len__(self) -> int:
-        """Rows of all steps."""
         return len(self.rows)
 
     def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        """Return one row."""
         row, D = self.rows[sample], self.decoder_seq_length
         place = np.arange(self.rows.seq_length)
         return {

@@ -131,13 +131,7 @@ def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def head_relations(num_heads: int, num_groups: int, parallel: ParallelConfig) -> dict[str, str]:
-    """Say how heads and key/value heads divide over tensor and context ranks.
-
-    Args:
-        num_heads: query heads, N.
-        num_groups: key/value heads, G.
-        parallel: the degrees.
-    """
+    """Say how heads and key/value heads divide over tensor and context ranks."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     on_rank = max(1, num_groups // tp)
     ways = {

@@ -147,10 +147,6 @@ def _plan(config: TrainConfig, world_size: int, family: Family) -> Plan:
 def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
     """Start the small run's ranks on this host's CPU and compare.
 
-    Args:
-        small: of ``build_small_run``.
-        quiet: log no progress.
-
     Raises:
         RuntimeError: if a rank raises or dies, with its traceback.
     """

@@ -11,14 +11,7 @@ from mcore_train.composition import TrainConfig
 def find_adapter_conflicts(
     config: TrainConfig, family: Family, vocab_size: int, stages: Sequence[Stage]
 ) -> Iterator[str]:
-    """Name what contradicts the adapters, one line each.
-
-    Args:
-        config: all options.
-        family: of the model.
-        vocab_size: of the model.
-        stages: of the pipeline.
-    """
+    """Name what contradicts the adapters, one line each."""
     peft, experts = config.peft, config.experts
     if peft.peft == "none":
         return

@@ -18,10 +18,6 @@ Value = bool | int | float | str | list
 def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
     """Read one recipe into a flat table, field to value.
 
-    Args:
-        path: a TOML file.
-        known: every field that exists.
-
     Raises:
         ValueError: for a file that is no TOML, and for an unknown or a doubled field; names
             the file and the field.

@@ -25,11 +25,6 @@ class TourConfig:
     """Ranks to start on this host; 0: this process alone, or what torchrun started."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if self.steps < 20:
             raise ValueError(f"--steps {self.steps}: at least 20 are needed to resume and end.")
         if self.num_words < 1 or self.nproc < 0 or self.seed < 0:

@@ -21,11 +21,7 @@ _PEAKS = {
 
 
 def peak_flops(device_name: str) -> float:
-    """Return the dense bf16 peak of a device in FLOP/s, 0.0 where it is not known.
-
-    Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it.
-    """
+    """Return the dense bf16 peak of a device in FLOP/s, 0.0 where it is not known."""
     words = device_name.upper().replace("-", " ")
     for name in sorted(_PEAKS, key=len, reverse=True):
         if f" {name.upper()} " in f" {words} ":

@@ -175,7 +175,6 @@ class Reporter:
             self._board = _summary_writer(tensorboard_folder)
 
     def __enter__(self) -> "Reporter":
-        """Open the files and show the bar."""
         if self._metrics_file is not None:
             self._metrics_file.parent.mkdir(parents=True, exist_ok=True)
             self._metrics = self._metrics_file.open("a", encoding="utf-8")
@@ -184,7 +183,6 @@ class Reporter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close everything."""
         if self._progress is not None:
             self._progress.stop()
         if self._metrics is not None:

@@ -37,11 +37,6 @@ class ViewConfig:
     """SVG file to write, which ends in .svg; empty: only the text."""
 
     def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: with the flag to change.
-        """
         if self.ranks < 1 or self.microbatches < 1:
             raise ValueError("--ranks and --microbatches must be 1 or more.")
         if self.layers < 0:

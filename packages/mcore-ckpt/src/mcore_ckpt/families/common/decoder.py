@@ -139,11 +139,7 @@ class Decoder:
     """Their fields that only go along."""
 
     def to_ours(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Read a config.json as a description.
-
-        Raises:
-            ValueError: naming a field that we cannot represent.
-        """
+        """Read a config.json as a description."""
         keep = tuple(name for part in self._all_parts() for name in part.keep)
         fields = Fields(self.stated(config), keep=keep, absent=self.absent)
         for name, value in {**self.only, **self.refused}.items():
@@ -191,11 +187,7 @@ class Decoder:
         return ours
 
     def to_theirs(self, description: Description) -> dict[str, Any]:
-        """Write a description as a config.json.
-
-        Raises:
-            ValueError: naming a flag that the family cannot express.
-        """
+        """Write a description as a config.json."""
         require_family(description, "gpt")
         if self.layers:
             layers_of(description, *self.layers)

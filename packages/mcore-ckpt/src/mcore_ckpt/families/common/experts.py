@@ -75,11 +75,7 @@ def write_layers(has_experts: Iterable[bool]) -> str:
 
 
 def require_experts(description: Mapping[str, Any]) -> None:
-    """Refuse a dense model and routing that no family here can say.
-
-    Raises:
-        ValueError: with the flag.
-    """
+    """Refuse a dense model and routing that no family here can say."""
     if not expert_setting(description, "num_experts"):
         raise ValueError("it cannot express a model without experts")
     names = (
@@ -96,21 +92,13 @@ def require_experts(description: Mapping[str, Any]) -> None:
 
 
 def require_routing(description: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Refuse experts whose fields a family cannot express.
-
-    Raises:
-        ValueError: as ``require``.
-    """
+    """Refuse experts whose fields a family cannot express."""
     for name, wanted in values.items():
         require_value(name, expert_setting(description, name), wanted)
 
 
 def no_experts(description: Mapping[str, Any]) -> None:
-    """Refuse a model with experts.
-
-    Raises:
-        ValueError: with their number.
-    """
+    """Refuse a model with experts."""
     experts = description.get("moe", {}).get("num_experts", 0)
     if experts:
         raise ValueError(f"it cannot express --num-experts {experts}: only 0")

@@ -77,7 +77,6 @@ class UnknownFieldsError(ValueError):
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
-        """Name the fields with their values."""
         self.names = tuple(sorted(fields))
         listed = ", ".join(f"{name}={fields[name]!r}" for name in self.names)
         super().__init__(
@@ -216,9 +215,6 @@ def refuse_variants(description: Mapping[str, Any], *said: str) -> None:
     Args:
         description: of the model.
         said: those that the family has, or checks itself.
-
-    Raises:
-        ValueError: as ``require``.
     """
     require(description, **{n: v for n, v in VARIANTS.items() if n not in said})
 

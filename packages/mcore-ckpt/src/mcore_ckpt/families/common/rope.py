@@ -27,9 +27,6 @@ def read_rope(
         limit: its ``max_position_embeddings``; 0: not said.
         theta: base where none is said.
         partial: share of each head that rotates where nothing is said.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
     """
     stated = {**fields.take("rope_scaling", {}), **fields.take("rope_parameters", {})}
     stated.setdefault("rope_theta", fields.take("rope_theta", theta))
@@ -38,11 +35,7 @@ def read_rope(
 
 
 def read_one_rope(stated: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Read one table of rotary parameters, all of whose fields must be known.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read one table of rotary parameters, all of whose fields must be known."""
     rope = Fields(stated)
     ours: dict[str, Any] = {
         "rotary_base": float(rope.take("rope_theta")),

@@ -36,11 +36,7 @@ _WITHOUT_EFFECT = (
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description."""
     olds = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer"}
     olds |= {"num_attention_heads": "n_head"}
     fields = Fields({olds.get(name, name): value for name, value in config.items()})
@@ -64,11 +60,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+    """Write a description as a config.json."""
     sizes = alibi_sizes(description, _OWN, "embedding_layernorm")
     require(description, max_position_embeddings=0)
     return {
@@ -92,9 +84,6 @@ def alibi_sizes(
         description: of the model.
         fixed: values that the family's models have.
         says: fields of ``VARIANTS`` that the family has.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
     """
     require_family(description, "gpt")
     no_experts(description)

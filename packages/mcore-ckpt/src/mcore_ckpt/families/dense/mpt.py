@@ -35,11 +35,7 @@ _OF_ATTENTION = {
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read a config.json as a description."""
     flat = {name: value for name, value in config.items() if name != "attn_config"}
     for name, value in (config.get("attn_config") or {}).items():
         if name != "model_type":
@@ -74,11 +70,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json.
-
-    Raises:
-        ValueError: naming a flag that the family cannot say.
-    """
+    """Write a description as a config.json."""
     sizes = alibi_sizes(description, _OWN, "norm_bias", "softmax_scale")
     scale = setting(description, "softmax_scale")
     return {

@@ -73,11 +73,7 @@ def table(description: Mapping[str, Any]) -> Table:
 def read(
     config: Mapping[str, Any], architecture: str, *, post_layer_norm: bool
 ) -> dict[str, Any]:
-    """Read the config.json of either BERT as a description.
-
-    Raises:
-        ValueError: naming a field that we cannot represent.
-    """
+    """Read the config.json of either BERT as a description."""
     fields = Fields(config)
     fields.must_be("hidden_act", "gelu")
     fields.must_be("position_embedding_type", "absolute")

@@ -155,11 +155,7 @@ def read(fields: Fields, interleaved: bool) -> tuple[dict[str, Any], dict[str, A
 
 
 def write(description: Mapping[str, Any], family: str, architecture: str) -> dict[str, Any]:
-    """Write what both versions say alike.
-
-    Raises:
-        ValueError: naming a flag that neither can say.
-    """
+    """Write what both versions say alike."""
     require_family(description, "gpt")
     refuse_variants(description, *ROPE_VARIANTS, "mtp_num_layers")
     require(

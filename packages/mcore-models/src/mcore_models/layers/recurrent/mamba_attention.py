@@ -21,13 +21,6 @@ class MambaAttention(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, mamba: Mamba, attention: Attention) -> None:
-        """Keep the two and their factors.
-
-        Args:
-            config: of the model.
-            mamba: of the layer.
-            attention: of the layer.
-        """
         super().__init__()
         self.mamba, self.attention = mamba, attention
         self.multipliers = config.mamba_output_multiplier, config.attention_output_multiplier
