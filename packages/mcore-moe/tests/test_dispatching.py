@@ -119,6 +119,27 @@ def test_every_run_gives_the_same_bits():
     assert all(run_ranks(check_same_bits, 4, 3))
 
 
+def check_turns(numbers, is_even):
+    ctx = ParallelContext.build(
+        ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    )
+    config = MoEConfig(num_experts=E, moe_token_dispatcher_type="allgather")
+    dispatcher, turns = build_dispatcher(config, ctx.ep, ctx.expert_tp), []
+    dispatcher.meanwhile = lambda: turns.append(1)
+    x = torch.ones(numbers[ctx.global_rank], D, requires_grad=True)
+    ids = torch.arange(E)[:K].expand(len(x), K)
+    routing = Routing(ids, torch.ones(ids.shape, requires_grad=True))
+    through(config, dispatcher, x, routing, ctx.ep.rank * E // 2, is_even)
+    ctx.destroy()
+    return len(turns)
+
+
+def test_all_ranks_take_the_same_turns_though_some_groups_are_even():
+    # Seven tokens cut over four tensor ranks: the second and the fourth bring equally many.
+    assert run_ranks(check_turns, 4, (1, 2, 2, 2), False) == [0] * 4
+    assert run_ranks(check_turns, 4, (2, 2, 2, 2), True) == [2] * 4
+
+
 def check_uneven_pair():
     ctx = ParallelContext.build(ParallelConfig())
     sizes = [2, 0, 3]

@@ -148,7 +148,7 @@ def run_with_fixed_rows(
             return experts(x, probs, part_of(plan, begin, min(size, worst - begin)))
 
         y = y + recompute(run, x, probs)
-    return dispatcher.combine(y, sizes)
+    return dispatcher.combine(y, (sizes, is_even))
 
 
 def _exchange(

@@ -293,14 +293,17 @@ class AllGatherDispatcher:
         num_rows = _to_host(plan.offsets[-1])
         x = self.tokens(x, sizes, begun)
         probs = self.there(routing.probs, sizes)
-        return Dispatched(x, probs, trimmed(plan, num_rows()), sizes)
+        return Dispatched(x, probs, trimmed(plan, num_rows()), (sizes, is_even))
 
-    def combine(self, y: Float[Tensor, "M D"], handle: list[list[int]]) -> Float[Tensor, "T D"]:
+    def combine(
+        self, y: Float[Tensor, "M D"], handle: tuple[list[list[int]], bool]
+    ) -> Float[Tensor, "T D"]:
         """Sum what ranks have for each token over ``expert_tp`` and ``ep``, on its own rank."""
-        y = reduce_scatter_uneven(y, self.expert_tp, [sum(sizes) for sizes in handle])
-        sizes = handle[self.expert_tp.rank]
-        if self.meanwhile is None or self.ep.size == 1 or len(set(sizes)) > 1:
-            return reduce_scatter_uneven(y, self.ep, sizes)
+        sizes, is_even = handle
+        y = reduce_scatter_uneven(y, self.expert_tp, [sum(part) for part in sizes])
+        # Not by the sizes: other ranks may have even ones where these do not.
+        if self.meanwhile is None or self.ep.size == 1 or not is_even:
+            return reduce_scatter_uneven(y, self.ep, sizes[self.expert_tp.rank])
         return begin_reduce_scatter(y, self.ep, self.meanwhile).land()
 
     def plan(
@@ -340,7 +343,7 @@ class AllGatherDispatcher:
         if not self.config.moe_dispatch_dtype:
             return self.there(x, sizes)
         gather = partial(self.there, sizes=sizes)
-        return exchange_narrow(x, gather, partial(self.combine, handle=sizes))
+        return exchange_narrow(x, gather, partial(self.combine, handle=(sizes, False)))
 
     def there(self, x: Shaped[Tensor, "T ..."], sizes: list[list[int]]) -> Tensor:
         """Gather what all ranks have for their tokens; gradients are summed on the way back."""
