@@ -158,8 +158,9 @@ def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
     offsets = offsets_of(torch.tensor(counts, device="cuda"))
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4, 192, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    columns = weight_casts(weight, WeightCasts())[1]
-    for cast, source in ((cast_rows(weight), weight), (columns, weight.mT.contiguous())):
+    rows, columns = weight_casts(weight, WeightCasts())
+    sources = (cast_rows(x), x), (rows, weight), (columns, weight.mT.contiguous())
+    for cast, source in sources:
         for got, want in zip(cast, cast_rows_plain(source), strict=True):
             assert torch.equal(got.float(), want.float())
     grad = torch.randn(300, 192, device="cuda", dtype=torch.bfloat16)

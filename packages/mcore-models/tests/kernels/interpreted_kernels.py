@@ -259,11 +259,14 @@ def check_fp8_casts():
 
 
 def check_fine_casts(x, narrow):
-    tops = fp8_fine_cast.largest_of_lines(x)
-    compare(tops, (x.abs().amax(1).float(), x.abs().amax(0).float()), 0, 0)
+    pairs = []
+    for lines in (x, torch.stack([x, 2 * x.flip(0)])):
+        tops = fp8_fine_cast.largest_of_lines(lines)
+        compare(tops, (lines.abs().amax(-1).float(), lines.abs().amax(-2).float()), 0, 0)
+        got = fp8_fine_cast.cast_lines(lines, *tops, narrow)
+        pairs.append((got, cast_lines_plain(lines, *tops, narrow)))
     blocks = x.new_zeros(256, 384)
     blocks[100:130, 100:250] = x
-    pairs = [(fp8_fine_cast.cast_lines(x, *tops, narrow), cast_lines_plain(x, *tops, narrow))]
     for is_square in (False, True):
         got = fp8_fine_cast.cast_blocks(blocks, narrow, is_square=is_square)
         pairs.append((got, cast_blocks_plain(blocks, narrow, is_square=is_square)))

@@ -24,7 +24,7 @@ from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.precision.fp8 import WeightCasts
-from mcore_parallel.precision.fp8_fine_cast import scaled_by_tops
+from mcore_parallel.precision.fp8_fine_cast import cast_lines, scaled_by_tops
 
 FP8 = torch.float8_e4m3fn
 
@@ -155,17 +155,12 @@ class _Fp8Linear(torch.autograd.Function):
 
 def weight_casts(weight: Float[Tensor, "e N K"], casts: WeightCasts) -> tuple[Rows, Rows]:
     """Cast stacked weights for forward, and their transposes for backward; or find both."""
-    return casts.kept(weight, lambda: (cast_rows(weight), _cast_columns(weight)))
 
+    def make() -> tuple[Rows, Rows]:
+        cast = cast_lines(weight, FP8)
+        return Rows(cast.rows, cast.row_scales), Rows(cast.columns, cast.column_scales)
 
-def _cast_columns(weight: Tensor) -> Rows:
-    """Cast transposed matrices, in one kernel on a GPU."""
-    weight = weight.detach().contiguous()
-    if weight.is_cuda and weight.dtype == torch.bfloat16 and works(ROW_KERNEL, weight.device):
-        from mcore_moe.kernels.fp8_rows import fused_cast_columns
-
-        return Rows(*fused_cast_columns(weight))
-    return cast_rows(weight.mT)
+    return casts.kept(weight, make)
 
 
 def multiply_rows(
@@ -204,12 +199,11 @@ def _has_grouped_kernel(a: Rows, b: Rows) -> bool:
 
 
 def _try_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels.fp8_rows import fused_cast_columns, fused_cast_rows
+    from mcore_moe.kernels.fp8_rows import fused_cast_rows
 
     x = 3.0 * wave(2, 5, 48, device=device, dtype=torch.bfloat16)
-    found = [*fused_cast_rows(x), *fused_cast_columns(x)]
-    wanted = [*cast_rows_plain(x), *cast_rows_plain(x.mT.contiguous())]
-    return [(got.float(), want.float()) for got, want in zip(found, wanted, strict=True)]
+    pairs = zip(fused_cast_rows(x), cast_rows_plain(x), strict=True)
+    return [(got.float(), want.float()) for got, want in pairs]
 
 
 ROW_KERNEL = OptionalKernel("rows in fp8 by Triton", ("triton",), _try_kernel)

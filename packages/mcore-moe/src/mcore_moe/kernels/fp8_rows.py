@@ -1,6 +1,6 @@
-"""Triton kernels that cast rows, or columns, to fp8, each by its largest magnitude.
+"""Triton kernel that casts rows to fp8, each by its largest magnitude.
 
-The reference is ``fp8_rows.cast_rows_plain``, of the transposed matrices for columns.
+The reference is ``fp8_rows.cast_rows_plain``.
 """
 
 from typing import no_type_check
@@ -54,51 +54,4 @@ def fused_cast_rows(
         block = triton.next_power_of_2(x.shape[-1])
         warps = min(16, max(1, block // 512))
         _cast[(scales.numel(),)](x, numbers, scales, x.shape[-1], block, num_warps=warps)
-    return numbers, scales
-
-
-@triton.jit
-@no_type_check
-def _cast_columns(x, numbers, scales, height, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    # One program: some columns of one matrix, read twice, the second time from the cache.
-    matrix = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    row = tl.arange(0, HEIGHT)
-    is_column = column < width
-    x += matrix * height * width
-    numbers += matrix * height * width
-    top = tl.zeros((WIDTH,), dtype=tl.float32)
-    for begin in range(0, height, HEIGHT):
-        at = begin + row
-        inside = (at < height)[:, None] & is_column[None, :]
-        part = tl.load(x + at[:, None] * width + column[None, :], mask=inside, other=0.0)
-        part = tl.abs(part.to(tl.float32))
-        top = tl.maximum(top, tl.max(part, 0))
-    scale, inverse = _factors(top)
-    for begin in range(0, height, HEIGHT):
-        at = begin + row
-        inside = (at < height)[:, None] & is_column[None, :]
-        part = tl.load(x + at[:, None] * width + column[None, :], mask=inside, other=0.0)
-        part = part.to(tl.float32) * scale[None, :]
-        part = tl.clamp(part, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        part = tl.trans(part.to(numbers.dtype.element_ty))
-        place = numbers + column[:, None].to(tl.int64) * height + at[None, :]
-        tl.store(place, part, mask=is_column[:, None] & (at < height)[None, :])
-    tl.store(scales + matrix * width + column, inverse, mask=is_column)
-
-
-def fused_cast_columns(
-    x: Float[Tensor, "e N K"],
-) -> tuple[Shaped[Tensor, "e K N"], Float[Tensor, "e K 1"]]:
-    """Return the transposed matrices as ``fused_cast_rows`` would, without a copy of them.
-
-    Args:
-        x: contiguous; fewer than 2**31 numbers a matrix.
-    """
-    experts, height, width = x.shape
-    numbers = x.new_empty(experts, width, height, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(experts, width, 1, dtype=torch.float32)
-    if x.numel():
-        grid = (triton.cdiv(width, 64), experts)
-        _cast_columns[grid](x, numbers, scales, height, width, 128, 64, num_warps=8)
     return numbers, scales

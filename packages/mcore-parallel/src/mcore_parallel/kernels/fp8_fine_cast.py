@@ -1,4 +1,4 @@
-"""Triton kernels that cast a matrix to fp8 with many scales: of rows and columns, or of blocks.
+"""Triton kernels that cast matrices to fp8 with many scales: of rows and columns, or of blocks.
 
 Both orders come from one pass over tiles of 128 x 128, each with the scales that its GEMM sums
 along. A tile sees its blocks whole, so block scales need no pass before; those of whole rows
@@ -6,6 +6,7 @@ and columns come from ``largest_of_lines``, and ranks may reduce them in between
 references are in ``precision.fp8_fine_cast``, which give the same bits.
 """
 
+from math import prod
 from typing import no_type_check
 
 import torch
@@ -38,6 +39,10 @@ def _tops(value, IS_SQUARE: tl.constexpr):
 def _largest_of_lines(x, row_tops, column_tops, num_rows, width, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * num_rows * width
+    row_tops += matrix * num_rows
+    column_tops += matrix * width
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
     value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0)
     tops = _tops(value, False)
@@ -94,6 +99,9 @@ def _cast(
     TILE: tl.constexpr,
 ):
     down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    matrix = tl.program_id(2).to(tl.int64)  # 0 with scales of blocks
+    tall, wide = matrix * num_rows, matrix * width
+    x, rows, columns = x + tall * width, rows + tall * width, columns + tall * width
     row, column = down * TILE + tl.arange(0, TILE), across * TILE + tl.arange(0, TILE)
     is_row, is_column = row < num_rows, column < width
     inside = is_row[:, None] & is_column[None, :]
@@ -101,7 +109,7 @@ def _cast(
     value = tl.load(x + place, mask=inside, other=0.0)
     if HAS_ROWS:
         if GRAIN == 0:
-            tops = tl.load(row_tops + row, mask=is_row, other=0)
+            tops = tl.load(row_tops + tall + row, mask=is_row, other=0)
         else:
             tops = _tops(value, GRAIN == 2)
         scale, inverse = _scales(tops, LIMIT, SMALLEST, GRAIN > 0)
@@ -109,14 +117,14 @@ def _cast(
             at = row_scales + down * row_stride + across
             tl.store(at + tl.zeros_like(row), inverse, mask=row == down * TILE)
         else:
-            tl.store(row_scales + across * row_stride + row, inverse, mask=is_row)
+            tl.store(row_scales + tall + across * row_stride + row, inverse, mask=is_row)
         narrow = _narrow(value.to(tl.float32) * scale[:, None], LIMIT, IS_E4M3)
         tl.store(rows + place, narrow, mask=inside)
     if HAS_COLUMNS:
         # Transposed in 16 bits, not in 8: ptxas 12.8 loses casts that it transposes bytewise.
         turned = tl.trans(value)
         if GRAIN == 0:
-            tops = tl.load(column_tops + column, mask=is_column, other=0)
+            tops = tl.load(column_tops + wide + column, mask=is_column, other=0)
         else:
             tops = _tops(turned, GRAIN == 2)
         scale, inverse = _scales(tops, LIMIT, SMALLEST, GRAIN > 0)
@@ -124,7 +132,8 @@ def _cast(
             at = column_scales + across * column_stride + down
             tl.store(at + tl.zeros_like(column), inverse, mask=column == across * TILE)
         else:
-            tl.store(column_scales + down * column_stride + column, inverse, mask=is_column)
+            at = column_scales + wide + down * column_stride + column
+            tl.store(at, inverse, mask=is_column)
         place = column[:, None] * num_rows + row[None, :]
         inside = is_column[:, None] & is_row[None, :]
         narrow = _narrow(turned.to(tl.float32) * scale[:, None], LIMIT, IS_E4M3)
@@ -132,27 +141,37 @@ def _cast(
 
 
 def largest_of_lines(
-    x: Float[Tensor, "T D"],
-) -> tuple[Float[Tensor, " T"], Float[Tensor, " D"]]:
-    """Return the largest magnitude of every row and of every column, in float32."""
-    (num_rows, width), place = x.shape, {"dtype": torch.int32, "device": x.device}
-    tops = torch.zeros(num_rows + width, **place)
-    row_tops, column_tops = tops[:num_rows], tops[num_rows:]
-    grid = triton.cdiv(num_rows, BLOCK), triton.cdiv(width, BLOCK)
-    _largest_of_lines[grid](x, row_tops, column_tops, num_rows, width, BLOCK, num_warps=_WARPS)
+    x: Float[Tensor, "*E T D"],
+) -> tuple[Float[Tensor, "*E T"], Float[Tensor, "*E D"]]:
+    """Return the largest magnitude of every row and of every column, in float32.
+
+    Args:
+        x: contiguous, 16 bits; one matrix, or many of one shape.
+    """
+    *lead, num_rows, width = x.shape
+    row_tops, column_tops = (
+        torch.zeros(*lead, size, dtype=torch.int32, device=x.device)
+        for size in (num_rows, width)
+    )
+    _largest_of_lines[_grid(x)](
+        x, row_tops, column_tops, num_rows, width, BLOCK, num_warps=_WARPS
+    )
     return row_tops.view(torch.float32), column_tops.view(torch.float32)
 
 
 Cast = tuple[
-    Shaped[Tensor, "_ _"], Float[Tensor, "_ _"], Shaped[Tensor, "_ _"], Float[Tensor, "_ _"]
+    Shaped[Tensor, "... _ _"],
+    Float[Tensor, "... _ _"],
+    Shaped[Tensor, "... _ _"],
+    Float[Tensor, "... _ _"],
 ]
 """The matrix, its scales, its transpose and those of that; an order left out is empty."""
 
 
 def cast_lines(
-    x: Float[Tensor, "T D"],
-    row_tops: Float[Tensor, " T"],
-    column_tops: Float[Tensor, " D"],
+    x: Float[Tensor, "*E T D"],
+    row_tops: Float[Tensor, "*E T"],
+    column_tops: Float[Tensor, "*E D"],
     dtype: torch.dtype,
     *,
     has_rows: bool = True,
@@ -161,18 +180,17 @@ def cast_lines(
     """Cast a matrix to fp8, each row by its scale, and its transpose, each row by its own.
 
     Args:
-        x: contiguous, 16 bits.
+        x: contiguous, 16 bits; one matrix, or many of one shape.
         row_tops: largest magnitude of each row.
         column_tops: largest magnitude of each column.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         has_rows: whether to write ``[T, D]``, with scales ``[T, 1]``.
         has_columns: whether to write ``[D, T]``, with scales ``[D, 1]``.
     """
-    (num_rows, width), place = x.shape, {"dtype": torch.float32, "device": x.device}
-    scales = torch.empty(num_rows, **place), torch.empty(width, **place)
     tops = row_tops.view(torch.int32), column_tops.view(torch.int32)
+    scales = torch.empty_like(row_tops), torch.empty_like(column_tops)
     rows, columns = _launch(x, tops, scales, (0, 0), dtype, (has_rows, has_columns), _LINES)
-    return rows, scales[0][:, None], columns, scales[1][:, None]
+    return rows, scales[0][..., None], columns, scales[1][..., None]
 
 
 def cast_blocks(
@@ -221,13 +239,13 @@ def _launch(
     has: tuple[bool, bool],
     grain: int,
 ) -> tuple[Tensor, Tensor]:
-    num_rows, width = x.shape
-    shapes = (num_rows, width), (width, num_rows)
+    *lead, num_rows, width = x.shape
+    shapes = (*lead, num_rows, width), (*lead, width, num_rows)
     rows, columns = (
         torch.empty(shape if is_there else (0, 0), dtype=torch.uint8, device=x.device)
         for shape, is_there in zip(shapes, has, strict=True)
     )
-    _cast[triton.cdiv(num_rows, BLOCK), triton.cdiv(width, BLOCK)](
+    _cast[_grid(x)](
         x,
         *tops,
         rows,
@@ -245,3 +263,8 @@ def _launch(
         num_warps=_WARPS,
     )
     return rows.view(dtype), columns.view(dtype)
+
+
+def _grid(x: Tensor) -> tuple[int, int, int]:
+    num_rows, width = x.shape[-2:]
+    return -(-num_rows // BLOCK), -(-width // BLOCK), prod(x.shape[:-2])

@@ -1,4 +1,4 @@
-"""Casting a matrix to fp8 with many scales: of rows and columns, or of blocks of 128.
+"""Casting matrices to fp8 with many scales: of rows and columns, or of blocks of 128.
 
 A GEMM sums along rows of both factors, so a matrix and its transpose are cast apart, each with
 scales along its own rows. Blocks are 1 x 128 along the row, for inputs and gradients, or
@@ -25,16 +25,16 @@ BLOCK = 128
 class FineFp8(NamedTuple):
     """A matrix in fp8 and its transpose, each with its scales; an order may be empty."""
 
-    rows: Shaped[Tensor, "T D"]
-    row_scales: Float[Tensor, "_ _"]
+    rows: Shaped[Tensor, "*E T D"]
+    row_scales: Float[Tensor, "... _ _"]
     """``[T, 1]``, ``[T, D/128]`` or ``[T/128, D/128]``: multiply ``rows`` to give it back."""
-    columns: Shaped[Tensor, "D T"]
-    column_scales: Float[Tensor, "_ _"]
+    columns: Shaped[Tensor, "*E D T"]
+    column_scales: Float[Tensor, "... _ _"]
     """``[D, 1]``, ``[D, T/128]`` or ``[D/128, T/128]``."""
 
 
 def cast_lines(
-    x: Float[Tensor, "T D"],
+    x: Float[Tensor, "*E T D"],
     dtype: torch.dtype,
     row_axis: Axis = SINGLE,
     column_axis: Axis = SINGLE,
@@ -46,7 +46,7 @@ def cast_lines(
     All-reduces the rows' magnitudes over ``row_axis``, the columns' over ``column_axis``.
 
     Args:
-        x: floating, any memory order.
+        x: floating, any memory order; one matrix, or many of one shape, each by itself.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         row_axis: ranks that hold other parts of the same rows.
         column_axis: ranks that hold other parts of the same columns.
@@ -65,14 +65,14 @@ def cast_lines(
 
 
 def cast_lines_plain(
-    x: Float[Tensor, "T D"],
-    row_tops: Float[Tensor, " T"],
-    column_tops: Float[Tensor, " D"],
+    x: Float[Tensor, "*E T D"],
+    row_tops: Float[Tensor, "*E T"],
+    column_tops: Float[Tensor, "*E D"],
     dtype: torch.dtype,
 ) -> FineFp8:
     """Cast by known magnitudes, in torch: the reference of the kernel."""
-    rows, row_scales = scaled_by_tops(x, row_tops[:, None], dtype, is_power=False)
-    columns, column_scales = scaled_by_tops(x.t(), column_tops[:, None], dtype, is_power=False)
+    rows, row_scales = scaled_by_tops(x, row_tops[..., None], dtype, is_power=False)
+    columns, column_scales = scaled_by_tops(x.mT, column_tops[..., None], dtype, is_power=False)
     return FineFp8(rows, row_scales, columns, column_scales)
 
 
@@ -157,7 +157,7 @@ def _largest_of_lines(x: Tensor) -> tuple[Tensor, Tensor]:
 
         return kernels.largest_of_lines(x)
     wide = x.abs().to(torch.promote_types(x.dtype, torch.float32))
-    return wide.amax(1), wide.amax(0)
+    return wide.amax(-1), wide.amax(-2)
 
 
 def _cast_in_blocks(x: Tensor, dtype: torch.dtype, is_square: bool) -> tuple[Tensor, Tensor]:
