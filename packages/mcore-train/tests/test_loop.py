@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from mcore_ckpt.conversion.inspection import differences
@@ -125,6 +126,32 @@ def test_metrics_of_training_and_validation_stand_in_one_file(tmp_path):
     assert [i for kind, i in kinds if kind == "valid"] == [3, 6]
     assert kinds[-1] == ("test", 6)
     assert lines[-1]["tokens"] == 2 * 4 * 8
+
+
+def refusal_of_drives(folders):
+    """What a rank says of the folders that the ranks keep their optimizer's state in."""
+    folder = folders[dist.get_rank()]
+    try:
+        build(2, optimizer_cpu_offload=True, optimizer_offload_dir=folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_drive_that_cannot_hold_one_ranks_state_is_refused_on_all(tmp_path):
+    (tmp_path / "file").touch()
+    told = run_ranks(refusal_of_drives, 2, [str(tmp_path), str(tmp_path / "file" / "below")])
+    assert "below cannot hold the state: Not a directory" in told[1]
+    assert told[0] == f"1 of 2 ranks failed:\nrank 1: {told[1]}"
+
+
+def test_no_batches_of_a_validation_are_no_validation(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(Console(quiet=True), metrics_file=path) as reporter:
+        run = build(eval_interval=1, eval_iters=0, train_iters=2)
+        train(run, reporter)
+    assert (run.datasets.valid, run.datasets.test) == (None, None)
+    assert {json.loads(line)["kind"] for line in path.read_text().splitlines()} == {"train"}
 
 
 def test_a_run_is_scored_on_its_test_data_once_at_its_end_and_on_all_where_there_are_few(

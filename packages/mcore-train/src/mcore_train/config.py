@@ -161,11 +161,15 @@ class EvalConfig:
     """Steps between validations; 0: none. A run that validates is scored on its test data, if
     there are any, at its end."""
     eval_iters: int = 10
-    """Global batches of one validation. Megatron's default: 100."""
+    """Global batches of one validation; 0: no validation. Megatron's default: 100."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 0, "eval_interval")
-        _check_at_least(self, 1, "eval_iters")
+        _check_at_least(self, 0, "eval_interval", "eval_iters")
+
+    @property
+    def interval(self) -> int:
+        """Steps between validations; 0: the run has none."""
+        return self.eval_interval if self.eval_iters else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

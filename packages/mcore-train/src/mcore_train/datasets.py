@@ -57,7 +57,7 @@ def load_datasets(plan: Plan, tokenizer: Tokenizer | None) -> Datasets:
         "sequence_length": config.batch.seq_length,
         "seed": config.run.seed,
     }
-    evaluates = config.evaluation.eval_interval > 0
+    evaluates = config.evaluation.interval > 0
     valid_sets = {}
     try:
         common["only"] = ("train", "valid", "test") if evaluates else ("train",)
@@ -119,7 +119,7 @@ def _build_sentences(
 def num_samples(plan: Plan) -> tuple[int, int, int]:
     """Count the samples of train, valid and test that a run takes."""
     options = plan.config.evaluation
-    test = options.eval_iters * plan.global_batch_size if options.eval_interval else 0
+    test = options.eval_iters * plan.global_batch_size if options.interval else 0
     return plan.train_samples, 0 if plan.config.data.full_validation else test, test
 
 

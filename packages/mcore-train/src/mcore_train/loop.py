@@ -91,7 +91,7 @@ def train(
             ):
                 with interval.paused():
                     copies.check(run.iteration)
-            if _divides(config.evaluation.eval_interval, run.iteration):
+            if _divides(config.evaluation.interval, run.iteration):
                 with interval.paused():
                     validate(run, reporter)
             write_due_texts()
@@ -111,7 +111,7 @@ def train(
                 break
         gradients.check()
         checkpoints.finish()
-        is_tested = config.evaluation.eval_interval > 0 and run.datasets.test is not None
+        is_tested = config.evaluation.interval > 0 and run.datasets.test is not None
         if is_tested and run.iteration >= run.plan.train_iters:
             _report_score(run, reporter, "test", evaluate(run, *final_batches(run)))
     return run.iteration >= last

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from mcore_ckpt.save_load.rank_agreement import agreed
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.launch.launcher import num_cores
@@ -25,7 +26,11 @@ OPTIMIZERS: Mapping[str, Callable[[TrainConfig], UpdateRule]] = {
 def build_optimizer(
     config: TrainConfig, ctx: ParallelContext, data_parallel: GradientSync
 ) -> DistributedOptimizer:
-    """Build the optimizer of a run; no communication."""
+    """Build the optimizer of a run on every rank, or raise on every rank; an all-gather.
+
+    Raises:
+        ValueError: if a drive cannot hold the state of one of the ranks.
+    """
     offload, num_threads = config.offloading, 1
     if ctx.device.type == "cuda":  # this rank's share of the host's cores, by its GPUs
         num_threads = max(1, num_cores() // min(ctx.world.size, torch.cuda.device_count()))
@@ -35,12 +40,13 @@ def build_optimizer(
             [(part.name, part.shape) for part in named.layout.parts], config.model
         )
 
-    return DistributedOptimizer(
-        data_parallel,
-        OPTIMIZERS[config.optimizer.optimizer](config),
-        step_width=width,
-        host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
-        host_threads=num_threads,
-        host_folder=offload.optimizer_offload_dir,
-        has_main=config.main_weights.main_params_dtype == "fp32",
-    )
+    with agreed(ctx.world):  # each looks at its own memory and drive
+        return DistributedOptimizer(
+            data_parallel,
+            OPTIMIZERS[config.optimizer.optimizer](config),
+            step_width=width,
+            host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
+            host_threads=num_threads,
+            host_folder=offload.optimizer_offload_dir,
+            has_main=config.main_weights.main_params_dtype == "fp32",
+        )

@@ -147,7 +147,7 @@ def resolve(
         *_model_conflicts(config, family),
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
-        *find_data_conflicts(config.data, evaluates=config.evaluation.eval_interval > 0),
+        *find_data_conflicts(config.data, evaluates=config.evaluation.interval > 0),
         *find_sample_conflicts(config, family.dataset),
         *find_option_conflicts(config),
         *find_text_conflicts(config.samples, family.dataset, tokenizer_vocab_size),

@@ -1,6 +1,7 @@
 """A run from its config to its end: the five lines that everything else hangs on."""
 
 import contextlib
+import faulthandler
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,8 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     Meanwhile a rank that fails, dies or hangs ends all of them (see ``Watch``).
     """
     config = plan.config
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a mapped file that loses its space ends a rank by SIGBUS
     timeout_minutes = config.parallelism.distributed_timeout_minutes
     with contextlib.ExitStack() as stack:
         if config.run.deterministic_mode:

@@ -66,6 +66,14 @@ def test_a_run_that_writes_texts_has_a_small_run_that_writes_none():
     assert build_small_run(plan, 8).config.samples.sample_interval == 0
 
 
+def test_the_drive_of_a_run_is_not_that_of_its_small_run(tmp_path):
+    folder = str(tmp_path / "new")
+    flags = LLAMA | {"optimizer_cpu_offload": True, "optimizer_offload_dir": folder}
+    small, plan = small_run_of(flags, 1)
+    assert plan.config.offloading.optimizer_offload_dir not in ("", folder)
+    assert not any("offload" in note for note in small.notes)
+
+
 def test_fewer_groups_than_tensor_ranks_stay_fewer():
     flags = {"tensor_model_parallel_size": 8, "num_query_groups": 2}
     small, _ = small_run_of(LLAMA | flags, 8)

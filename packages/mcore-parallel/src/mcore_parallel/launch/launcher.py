@@ -278,11 +278,22 @@ def _wait(ranks: list[subprocess.Popen], poll_s: float) -> int:
         failed = [(i, code) for i, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             index, code = failed[0]
-            log.error("rank %d ended with exit code %d; ending the others", index, code)
+            log.error("rank %d %s; ending the others", index, _ending(code))
             return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
         time.sleep(poll_s)
+
+
+def _ending(code: int) -> str:
+    if code > 0:
+        return f"ended with exit code {code}"
+    causes = {
+        signal.SIGBUS: " (a file that it maps was cut, or its drive is full)",
+        signal.SIGKILL: " (by somebody, or as the host's memory was full)",
+    }
+    number = signal.Signals(-code)
+    return f"was ended by {number.name}{causes.get(number, '')}"
 
 
 def _end_with(launcher: int, rank: int, poll_s: float = 1.0) -> None:

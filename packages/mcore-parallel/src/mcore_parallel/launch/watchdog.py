@@ -236,7 +236,7 @@ class Watch:
         # A failure in communication may only be the first sign that another rank is gone.
         wait_s = 2 * self.period_s if place.startswith("in ") else 0.0
         others = _listed(self.places(wait_s))
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        what = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(".")
         return f"rank {self.rank} failed {place}: {what}. The others: {others}"
 
     def _tell(self, place: str) -> None:

@@ -2,8 +2,9 @@
 
 The file is mapped: its tensors are like any others, which checkpoints read and write, and the
 system reads what is touched and writes back what changed. Its space is taken before the first
-step, so a full disk ends no run. It has no name: however a run ends, nothing is left, and
-checkpoints stand apart from it.
+step, so a full disk ends no run, except on ZFS and btrfs: these write what changes to new
+space, and SIGBUS ends a run where there is none. The file has no name: however a run ends,
+nothing is left, and checkpoints stand apart from it.
 
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 5.
 """
@@ -39,8 +40,8 @@ class StateFile:
             free = shutil.disk_usage(folder).free
             if size > free:
                 raise ValueError(
-                    f"{asked} has {free / 2**30:.1f} GiB free and this rank's state takes "
-                    f"{size / 2**30:.1f} GiB: give a folder on a larger drive, or a smaller "
+                    f"{asked} has {free / 2**20:,.0f} MiB free and this rank's state takes "
+                    f"{size / 2**20:,.0f} MiB: give a folder on a larger drive, or a smaller "
                     "--optimizer-offload-fraction."
                 )
             with tempfile.TemporaryFile(dir=folder) as file:

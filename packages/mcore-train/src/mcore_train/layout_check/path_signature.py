@@ -51,6 +51,7 @@ _SPELLED_BELOW = {
     "account_for_loss_in_pipeline_split",
     "nccl_communicator_config_path",
     "weight_decay_incr_style",
+    "optimizer_offload_dir",
 }
 """Switches that say the same in several ways; what they amount to is compared instead."""
 _SIZES = {
@@ -111,8 +112,9 @@ def _switches(config: TrainConfig) -> Iterator[tuple[str, str]]:
                 yield _flag(field.name), _on(value)
             elif isinstance(value, float) and field.default == 1:
                 yield _flag(field.name), _on(value != 1)
-    yield "--eval-interval", _on(config.evaluation.eval_interval)
+    yield "--eval-interval", _on(config.evaluation.interval)
     yield "--rampup-batch-size", _on(config.batch.rampup_batch_size)
+    yield "--optimizer-offload-dir", _on(config.offloading.optimizer_offload_dir)
 
 
 def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_data.config import DataConfig, TokenizerConfig
-from mcore_models.config import RecomputeConfig, TransformerConfig, is_local, is_rotated
+from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.encoder_config import T5Config, encoder_layers
 from mcore_models.families import Family
 from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
-from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
@@ -36,7 +35,9 @@ from mcore_train.layout_check.small_run_sizes import (
     shrink_experts,
     shrink_loss_scale,
     shrink_model,
+    shrink_offload,
     shrink_qk_clip,
+    shrink_recompute,
     shrink_rope_freq,
     shrink_skip_freq,
     vocab_size,
@@ -92,8 +93,8 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         precision=shrink_loss_scale(config.precision),
         qk_clipping=shrink_qk_clip(config.qk_clipping),
         schedule=ScheduleConfig(),
-        recomputation=_shrink_recompute(config.recomputation, num_layers // num_stages),
-        offloading=_shrink_offload(config.offloading, min(map(len, layers))),
+        recomputation=shrink_recompute(config.recomputation, num_layers // num_stages),
+        offloading=shrink_offload(config.offloading, min(map(len, layers))),
         parallelism=parallel,
         data_parallelism=_shrink_buckets(config, model, shards),
         pipeline=_shrink_pipeline(plan, parallel, layers),
@@ -106,7 +107,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
             dataloader_inter_document_masking=config.data.dataloader_inter_document_masking,
             full_validation=config.data.full_validation,
         ),
-        evaluation=_shrink_evaluation(config.evaluation),
+        evaluation=EvalConfig(eval_interval=min(1, config.evaluation.interval), eval_iters=1),
         samples=SampleConfig(),
         saving=SaveConfig(),
         loading=LoadConfig(),
@@ -301,16 +302,6 @@ def _shrink_optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
     )
 
 
-def _shrink_recompute(recompute: RecomputeConfig, layers_per_stage: int) -> RecomputeConfig:
-    count = min(recompute.recompute_num_layers, max(1, layers_per_stage))
-    return replace(recompute, recompute_num_layers=count)
-
-
-def _shrink_offload(offload: OffloadConfig, least_layers: int) -> OffloadConfig:
-    count = min(offload.cpu_offloading_num_layers, max(0, least_layers - 1))
-    return replace(offload, cpu_offloading=count > 0, cpu_offloading_num_layers=count)
-
-
 def _num_shards(config: TrainConfig, parallel: ParallelConfig, world_size: int) -> int:
     """Count the ranks that share one instance of the optimizer; 1: each rank has it whole."""
     if config.data_parallelism.sharding == "no_shard":
@@ -338,12 +329,6 @@ def _shrink_buckets(
     elif shards > 1:
         size = model.hidden_size
     return replace(own, ddp_bucket_size=size, fp8_param_gather=False)
-
-
-def _shrink_evaluation(evaluation: EvalConfig) -> EvalConfig:
-    if not evaluation.eval_interval:
-        return EvalConfig()
-    return EvalConfig(eval_interval=1, eval_iters=1)
 
 
 def _add_noise(shrunk: TrainConfig, config: TrainConfig) -> TrainConfig | None:

@@ -6,14 +6,16 @@ tensor ranks, experts by expert ranks, vocabulary rows by both padding and tenso
 
 from dataclasses import replace
 from math import lcm
+from tempfile import gettempdir
 from typing import Any
 
-from mcore_models.config import TransformerConfig, is_local, is_rotated
+from mcore_models.config import RecomputeConfig, TransformerConfig, is_local, is_rotated
 from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.layer_patterns import further_letters, join_layers, pattern_layers
 from mcore_parallel.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
+from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig
 from mcore_train.layout_check.path_signature import (
@@ -225,6 +227,23 @@ def shrink_loss_scale(options: PrecisionConfig) -> PrecisionConfig:
     first = min(options.initial_loss_scale, MOST_LOSS_SCALE)
     fixed = min(options.loss_scale, MOST_LOSS_SCALE)
     return replace(options, loss_scale=fixed, initial_loss_scale=first, min_loss_scale=least)
+
+
+def shrink_recompute(recompute: RecomputeConfig, layers_per_stage: int) -> RecomputeConfig:
+    """Recompute as many of the layers that stay."""
+    count = min(recompute.recompute_num_layers, max(1, layers_per_stage))
+    return replace(recompute, recompute_num_layers=count)
+
+
+def shrink_offload(offload: OffloadConfig, least_layers: int) -> OffloadConfig:
+    """Leave the run's drive alone, and a layer of each stage on the device."""
+    count = min(offload.cpu_offloading_num_layers, max(0, least_layers - 1))
+    return replace(
+        offload,
+        optimizer_offload_dir=gettempdir() if offload.optimizer_offload_dir else "",
+        cpu_offloading=count > 0,
+        cpu_offloading_num_layers=count,
+    )
 
 
 def shrink_experts(

@@ -266,7 +266,7 @@ def _reported(interval: Interval) -> dict[str, float]:
 
 
 def _validation(run: Run) -> dict[str, float]:
-    if not run.plan.config.evaluation.eval_interval:
+    if not run.plan.config.evaluation.interval:
         return {}
     score = evaluate(run, *valid_batches(run, run.datasets.valid))
     return {"loss": score.loss, "tokens": float(score.num_tokens)}

@@ -105,7 +105,7 @@ def find_data_conflicts(data: DataConfig, *, evaluates: bool) -> Iterator[str]:
             "leave one out."
         )
     if data.full_validation and not evaluates:
-        yield "--full-validation has no effect without --eval-interval."
+        yield "--full-validation has no effect without --eval-interval and --eval-iters."
 
 
 def find_sample_conflicts(config: TrainConfig, dataset: str) -> Iterator[str]:
