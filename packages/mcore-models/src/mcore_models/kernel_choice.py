@@ -8,10 +8,11 @@ from mcore_models.config import KernelConfig, TransformerConfig, activation, has
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.gated_fp8 import GATED_CAST_KERNEL
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
-from mcore_models.layers.recurrent import delta_rule
 from mcore_models.layers.recurrent.causal_conv import CONV_KERNELS
+from mcore_models.layers.recurrent.delta_rule import DELTA_KERNELS, kernel_widths
 from mcore_models.layers.recurrent.gated_norm import GATED_NORM_KERNELS
-from mcore_models.layers.recurrent.ssd import NARROW, SSD_KERNELS, WIDTHS
+from mcore_models.layers.recurrent.kernel_fit import NARROW
+from mcore_models.layers.recurrent.ssd import SSD_KERNELS, is_kernel_width
 from mcore_models.layers.rope import rotary_kernel
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig
@@ -101,11 +102,11 @@ def _of_recurrent_layers(
     if letters & {"M", "P", "G"}:
         found.append((CONV_KERNELS, (dtype,)))
     if "G" in letters:
-        widths = config.linear_key_head_dim, config.linear_value_head_dim
-        if dtype in NARROW and set(widths) <= set(delta_rule.WIDTHS):
-            found.append((delta_rule.DELTA_KERNELS, (dtype, *widths)))
+        fitting = kernel_widths(config.linear_key_head_dim, config.linear_value_head_dim)
+        if dtype in NARROW and fitting:
+            found.append((DELTA_KERNELS, (dtype, *fitting)))
     if letters & {"M", "P"}:
         widths = config.mamba_head_dim, config.mamba_state_dim
-        if dtype in NARROW and set(widths) <= set(WIDTHS):
+        if dtype in NARROW and is_kernel_width(*widths):
             found.append((SSD_KERNELS, (dtype, *widths)))
     return found

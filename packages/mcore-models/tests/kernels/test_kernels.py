@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.optional_kernels import failure_of
 
 pytestmark = pytest.mark.gpu
 
@@ -170,21 +171,35 @@ def test_norm_and_rotary_split_equals_plain_torch(dtype, n, g, size):
         assert error(a, b) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_gated_delta_rule_equals_plain_torch(packed):
-    from mcore_models.kernels.delta import fused_delta_rule
-    from mcore_models.layers.recurrent.delta_rule import delta_rule_plain
+@pytest.mark.parametrize(
+    ("packed", "width", "channels"),
+    [
+        (False, 128, 128),
+        (True, 128, 128),
+        *((True, *widths) for widths in ((64, 64), (64, 32), (128, 64), (64, 128))),
+        *((True, *widths) for widths in ((16, 16), (96, 80), (256, 128), (128, 256))),
+    ],
+)
+def test_the_gated_delta_rule_equals_plain_torch(packed, width, channels):
+    from mcore_models.layers.recurrent.delta_rule import (
+        DELTA_KERNELS,
+        delta_rule_plain,
+        gated_delta_rule,
+        kernel_widths,
+    )
 
+    device, kind = torch.device("cuda"), (torch.bfloat16, *kernel_widths(width, channels))
+    assert failure_of(DELTA_KERNELS, device, *kind) == ""
     torch.manual_seed(0)
-    length, rows, groups, heads, width = 333, 2, 2, 4, 128
+    length, rows, groups, heads = 333, 2, 2, 4
     there = {"device": "cuda", "dtype": torch.bfloat16}
     q, k = F.normalize(torch.randn(2, length, rows, groups, width, **there), dim=-1)
-    v = torch.randn(length, rows, heads, width, **there)
+    v = torch.randn(length, rows, heads, channels, **there)
     g = -0.1 * torch.rand(length, rows, heads, device="cuda")
     leaves = [q * width**-0.5, k, v, g, torch.rand_like(g)]
     given = {}
     if packed:
-        leaves.append(torch.randn(rows, heads, width, width, device="cuda"))
+        leaves.append(torch.randn(rows, heads, width, channels, device="cuda"))
         given["starts"] = torch.rand(length, rows, device="cuda") < 0.03
 
     def run(rule, *tensors):
@@ -193,7 +208,7 @@ def test_the_gated_delta_rule_equals_plain_torch(packed):
 
     narrow = [t.detach().requires_grad_() for t in leaves]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    got, want = run(fused_delta_rule, *narrow), run(delta_rule_plain, *wide)
+    got, want = run(gated_delta_rule, *narrow), run(delta_rule_plain, *wide)
     grads = [torch.randn_like(y) for y in got]
     found = torch.autograd.grad(got, narrow, grads)
     wanted = torch.autograd.grad(want, wide, [grad.double() for grad in grads])

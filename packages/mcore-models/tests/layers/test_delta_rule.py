@@ -1,10 +1,17 @@
 """The chunked gated delta rule against the recurrence written out token by token."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_models.layers.recurrent.delta_rule import gated_delta_rule
+from mcore_models.layers.recurrent.delta_rule import (
+    delta_rule_plain,
+    gated_delta_rule,
+    in_widths,
+    kernel_widths,
+)
 
 
 def recurrence(q, k, v, g, beta, state, starts=None):
@@ -62,6 +69,21 @@ def test_chunks_of_any_size_give_what_the_recurrence_gives_and_its_gradients(
     ]
     for got, want in (*zip(found, wanted, strict=True), *zip(*grads, strict=True)):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_wider_keys_and_values_in_blocks_give_the_same_with_gradients():
+    sizes = ((5, 3), (64, 64), (96, 80), (256, 256), (257, 64))
+    wanted = [(64, 64), (64, 64), (128, 128), (256, 128), None]
+    assert [kernel_widths(*size) for size in sizes] == wanted
+    tensors, starts = inputs(9), borders(9)
+    results, grads = [], []
+    for form in (delta_rule_plain, partial(in_widths, delta_rule_plain, (8, 2))):
+        results.append(form(*tensors[:5], starts=starts, state=tensors[5]))
+        total = sum((y.sin() * y).sum() for y in results[-1])
+        grads.append(torch.autograd.grad(total, tensors))
+    for first, second in (results, grads):
+        for got, want in zip(second, first, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sequence_cut_anywhere_goes_on_from_its_state():

@@ -21,19 +21,22 @@ Reference:
     Yang et al. 2024, arXiv:2406.06484, section 3.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
+from mcore_models.layers.recurrent.kernel_fit import may_take
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
 
 CHUNK = 64
 """Tokens of a chunk, Q; memory grows with S x Q, the sequential steps with S / Q."""
-WIDTHS = (128,)
-"""Channels of keys, and of values, that the kernels were run with on a GPU."""
-NARROW = (torch.bfloat16, torch.float16)
-"""Their dtypes."""
+KEYS = (64, 128, 256)
+"""Channels of a key that the kernels are compiled for; others get zeros behind."""
+VALUES = (64, 128)
+"""Channels of a value; wider ones are cut into several heads, which are independent."""
 
 
 def gated_delta_rule(
@@ -63,22 +66,59 @@ def gated_delta_rule(
         The outputs in the dtype of ``v``, and the state after the last token, float32 or
         wider, as all that is computed between.
     """
-    if has_kernel(k, v):
+    widths = kernel_widths(k.shape[-1], v.shape[-1])
+    if widths and may_take(DELTA_KERNELS, v, *widths):
         from mcore_models.kernels.delta import fused_delta_rule
 
-        return fused_delta_rule(q, k, v, g, beta, starts=starts, state=state)
+        return in_widths(fused_delta_rule, widths, q, k, v, g, beta, starts=starts, state=state)
     return delta_rule_plain(q, k, v, g, beta, chunk_size=chunk_size, starts=starts, state=state)
 
 
-def has_kernel(k: Float[Tensor, "S B G K"], v: Float[Tensor, "S B N H"]) -> bool:
-    """Say whether the kernels are there, and made for these tensors."""
+def kernel_widths(keys: int, values: int) -> tuple[int, int] | None:
+    """Return the widths of keys and values that kernels compute with; None: plain torch does.
+
+    Args:
+        keys: channels of a key, K.
+        values: channels of a value, H.
+    """
+    fitting = [width for width in KEYS if width >= keys]
+    return (fitting[0], VALUES[values > VALUES[0]]) if fitting else None
+
+
+def in_widths(
+    rule: Callable[..., tuple[Tensor, Tensor]],
+    widths: tuple[int, int],
+    q: Float[Tensor, "S B G K"],
+    k: Float[Tensor, "S B G K"],
+    v: Float[Tensor, "S B N H"],
+    g: Float[Tensor, "S B N"],
+    beta: Float[Tensor, "S B N"],
+    *,
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N K H"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
+    """Compute ``gated_delta_rule`` by a rule for keys and values of other widths.
+
+    Zeros behind a key or a value change nothing. The columns of a state are independent: a
+    value that is wider is cut into several heads that share decay, share and key.
+    """
+    numbers, channels, heads = k.shape[-1], v.shape[-1], v.shape[2]
+    width = widths[1]
+    blocks = -(-channels // width)
+    more = widths[0] - numbers, blocks * width - channels
+    if (blocks, *more) == (1, 0, 0):
+        return rule(q, k, v, g, beta, starts=starts, state=state)
+    q, k = (F.pad(x, (0, more[0])) for x in (q, k))
+    v = F.pad(v, (0, more[1])).view(*v.shape[:2], heads * blocks, width)
+    g, beta = (x.repeat_interleave(blocks, 2) for x in (g, beta))
+    if state is not None:
+        state = F.pad(state, (0, more[1], 0, more[0])).unflatten(3, (blocks, width))
+        state = state.movedim(3, 2).flatten(1, 2)  # [B, N blocks, K, H of a block]
+    y, end = rule(q, k, v, g, beta, starts=starts, state=state)
+    end = end.unflatten(1, (heads, blocks)).movedim(2, 3).flatten(3)
     return (
-        v.is_cuda
-        and v.dtype in NARROW
-        and k.shape[-1] in WIDTHS
-        and v.shape[-1] in WIDTHS
-        and not torch.compiler.is_compiling()
-        and works(DELTA_KERNELS, v.device, v.dtype, k.shape[-1], v.shape[-1])
+        y.reshape(*y.shape[:2], heads, blocks * width)[..., :channels],
+        end[:, :, :numbers, :channels],
     )
 
 

@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
+from mcore_models.layers.recurrent.kernel_fit import may_take
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
 
 WIDTHS = (16, 32, 64, 128)
-"""Channels of a head, and numbers of state, that the kernels are made for."""
-NARROW = (torch.bfloat16, torch.float16)
-"""Their dtypes: in float32 their exact products compile for half a minute."""
+"""Channels of a head that the kernels are made for."""
+NUMBERS = (*WIDTHS, 256)
+"""Numbers of state for a channel."""
 
 
 def ssd(
@@ -59,23 +60,17 @@ def ssd(
         The outputs in the dtype of ``x``, and the state after the last token, float32 or
         wider, as all that is computed between.
     """
-    if has_kernel(x, B):
+    widths = x.shape[-1], B.shape[-1]
+    if is_kernel_width(*widths) and may_take(SSD_KERNELS, x, *widths):
         from mcore_models.kernels.ssd import fused_ssd
 
         return fused_ssd(x, dt, A, B, C, D, starts=starts, state=state)
     return ssd_plain(x, dt, A, B, C, D, chunk_size=chunk_size, starts=starts, state=state)
 
 
-def has_kernel(x: Float[Tensor, "S B N H"], B: Float[Tensor, "S B G K"]) -> bool:
-    """Say whether the kernels are there, and made for these tensors."""
-    return (
-        x.is_cuda
-        and x.dtype in NARROW
-        and x.shape[-1] in WIDTHS
-        and B.shape[-1] in WIDTHS
-        and not torch.compiler.is_compiling()
-        and works(SSD_KERNELS, x.device, x.dtype, x.shape[-1], B.shape[-1])
-    )
+def is_kernel_width(channels: int, numbers: int) -> bool:
+    """Say whether kernels are made for heads of such sizes."""
+    return channels in WIDTHS and numbers in NUMBERS
 
 
 def _try_kernels(
