@@ -1,18 +1,24 @@
-"""Time a mixer with a state, and its recurrence alone, also in plain torch.
+"""Time a mixer with a state, and its recurrence alone, also by plain torch and by others.
 
     python benchmarks/bench_mamba.py --hidden-size 2560 --seq-length 2048
     python benchmarks/bench_mamba.py --kind delta_net --hidden-size 2048 --seq-length 8192
 
 Forward and backward of one layer of the geometry of Mamba-2 2.7B, or of Qwen3-Next's gated
 delta nets. The bound is the layer's two linears as bfloat16 GEMMs at the GPU's peak.
---chunk-size is that of plain torch: kernels have their own.
+--chunk-size is that of plain torch: kernels have their own. The kernels of
+flash-linear-attention and mamba-ssm are timed where they can be imported, by turns with ours;
+errors are those of the outputs and of all gradients against plain torch in float32, over 1024
+tokens, relative to the largest element of each.
 """
 
 import argparse
 import statistics
+from functools import partial, reduce
+from operator import or_
 
 import torch
 import torch.nn.functional as F
+from peer_recurrences import Recurrence, peers
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.config import TransformerConfig
@@ -22,6 +28,7 @@ from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.ssd import ssd, ssd_plain
 from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optional_kernels import package_versions
 
 PEAK_TFLOPS = 989.0
 
@@ -57,15 +64,17 @@ def main() -> None:
     inputs = [tensor.requires_grad_() for tensor in tensors]
     fast, plain = (ssd, ssd_plain) if is_mamba else (gated_delta_rule, delta_rule_plain)
     layer_ms = time_steps(lambda _: mixer(x).sum().backward(), 3, options.repeats)
-    grad = torch.randn_like(fast(*inputs)[0])
-    ssd_ms, forward_ms, plain_ms = (
-        time_steps(step, 3, options.repeats)
-        for step in (
-            lambda _: fast(*inputs)[0].backward(grad),
-            lambda _: fast(*inputs),
-            lambda _: plain(*inputs, chunk_size=options.chunk_size)[0].backward(grad),
-        )
-    )
+    forms = {"recurrence": fast, **peers(options.kind)}
+    times: dict[str, list[float]] = {}
+    for _ in range(3):  # by turns: a GPU's clock drifts
+        for name, form in forms.items():
+            forward, both = timed(form, inputs, options.repeats)
+            times.setdefault(f"{name}_forward_ms", []).extend(forward)
+            times.setdefault(f"{name}_ms", []).extend(both)
+    plain_form = partial(plain, chunk_size=options.chunk_size)
+    times["recurrence_plain_ms"] = timed(plain_form, inputs, min(options.repeats, 3))[1]
+    short = [x.detach()[:1024] if x.dim() > 1 else x.detach() for x in inputs]
+    errors = {f"{name}_error": error(form, plain, short) for name, form in forms.items()}
     weights = mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel()
     bound_ms = 6 * weights * options.seq_length / PEAK_TFLOPS / 1e9
     keep(
@@ -80,14 +89,41 @@ def main() -> None:
             "dtype": "bfloat16",
             "repeats": options.repeats,
             **quantiles(layer_ms, "layer_ms"),
-            **quantiles(ssd_ms, "recurrence_ms"),
-            **quantiles(forward_ms, "recurrence_forward_ms"),
-            **quantiles(plain_ms, "recurrence_plain_ms"),
+            **reduce(or_, (quantiles(found, name) for name, found in times.items())),
+            **errors,
+            "peer_packages": package_versions(("fla-core", "mamba-ssm")),
             "linears_at_peak_ms": round(bound_ms, 4),
             "recurrence_share": round(
-                statistics.median(ssd_ms) / statistics.median(layer_ms), 3
+                statistics.median(times["recurrence_ms"]) / statistics.median(layer_ms), 3
             ),
         },
+    )
+
+
+def timed(
+    form: Recurrence, inputs: list[torch.Tensor], repeats: int
+) -> tuple[list[float], list[float]]:
+    """Return the milliseconds of forward, and of forward and backward."""
+    grad = torch.ones_like(form(*inputs)[0])
+
+    def both(_: int) -> None:
+        torch.autograd.grad(form(*inputs)[0], inputs, grad)
+
+    return time_steps(lambda _: form(*inputs), 3, repeats), time_steps(both, 3, repeats)
+
+
+def error(form: Recurrence, plain: Recurrence, inputs: list[torch.Tensor]) -> float:
+    """Return the largest error of the outputs and gradients against plain torch in float32."""
+    results = []
+    for function, cast in ((form, torch.Tensor.detach), (plain, torch.Tensor.float)):
+        leaves = [cast(x).requires_grad_() for x in inputs]
+        y = function(*leaves)[0]
+        torch.manual_seed(1)
+        grad = torch.randn(y.shape, device=y.device, dtype=torch.bfloat16)
+        results.append([y, *torch.autograd.grad(y, leaves, grad.to(y.dtype))])
+    return max(
+        ((got.float() - want).abs().max() / want.abs().max()).item()
+        for got, want in zip(*results, strict=True)
     )
 
 

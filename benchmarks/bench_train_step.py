@@ -119,8 +119,8 @@ def profile_steps(step: Callable[[int], object], steps: int) -> tuple[dict, list
 
 
 def planned_gib(flags: list[str], world_size: int) -> float:
-    """Return what ``mcore-models count`` says of the fullest rank; 0: not of a preset."""
-    if "--model" in flags:
+    """Return what ``mcore-models count`` says of the fullest rank; 0: it does not know."""
+    if {"--model", "--peft"} & set(flags):
         return 0.0
     config, _ = parse_count([*flags, "--nproc", str(world_size)])
     return float(build_report(config)["rank_total_gib"])
