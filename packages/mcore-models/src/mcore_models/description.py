@@ -44,10 +44,6 @@ class ModelDescription:
     ) -> "ModelDescription":
         """Build from what ``to_dict`` gave; fields that are missing keep their defaults.
 
-        Args:
-            table: nested, as in a checkpoint.
-            families: those that it may name.
-
         Raises:
             ValueError: for another family or an unknown field.
         """

@@ -43,17 +43,7 @@ def optional_kernels(
     fp8: Fp8Config = _NO_FP8,
     moe: MoEConfig = _NO_EXPERTS,
 ) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
-    """List what a training step of a model may choose on a GPU, for ``agree_on_kernels``.
-
-    Args:
-        config: of the model.
-        kernels: that were named.
-        device: that computes.
-        dtype: of parameters and activations.
-        tp: ranks that share the heads.
-        fp8: whether GEMMs run in fp8.
-        moe: of the experts.
-    """
+    """List what a training step of a model may choose on a GPU, for ``agree_on_kernels``."""
     H = head_dim(config)
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = [
         (ROWS_KERNEL, ()),

@@ -231,11 +231,7 @@ class TrainableModel(nn.Module, ABC):
 
     @abstractmethod
     def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
-        """Score the vocabulary: this rank's slice of it, padding included.
-
-        Args:
-            output: of ``run_stage`` on the last stage.
-        """
+        """Score the vocabulary: this rank's slice of it, padding included."""
 
 
 class LanguageModel(TrainableModel):
@@ -274,12 +270,7 @@ class LanguageModel(TrainableModel):
     def token_losses(
         self, hidden: Float[Tensor, "s B D"], labels: Int[Tensor, "B S"]
     ) -> Float[Tensor, "B S"]:
-        """Cross-entropy of every token, float32 or wider, with any gradient.
-
-        Args:
-            hidden: of ``forward`` on the last stage.
-            labels: the right token at every place.
-        """
+        """Cross-entropy of every token, float32 or wider, with any gradient."""
 
     @abstractmethod
     def loss(

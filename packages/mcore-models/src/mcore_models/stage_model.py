@@ -140,12 +140,7 @@ class StageModel(TrainableModel):
         """
 
     def add_embedding(self, tied: Axis, placed: Mapping[str, Any]) -> None:
-        """Allocate this rank's rows of the embedding.
-
-        Args:
-            tied: stages that hold the same rows.
-            placed: see ``build_parts``.
-        """
+        """Allocate this rank's rows of the embedding."""
         self.embedding = VocabParallelEmbedding(
             self.vocab_size,
             self.config.hidden_size,
@@ -165,14 +160,7 @@ class StageModel(TrainableModel):
     def run_blocks(
         self, blocks: Sequence[nn.Module], stream: Residual, inputs: Any, is_trained: bool
     ) -> Residual:
-        """Run blocks; in training, recomputed as ``recomputing`` says.
-
-        Args:
-            blocks: in order.
-            stream: before the first.
-            inputs: of each block beside the stream.
-            is_trained: whether backward follows.
-        """
+        """Run blocks; in training, recomputed as ``recomputing`` says."""
         return run_blocks(
             blocks,
             stream,

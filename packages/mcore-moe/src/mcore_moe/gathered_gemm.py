@@ -44,14 +44,7 @@ def summed_linear(
     plan: RowPlan,
     casts: WeightCasts | None = None,
 ) -> Float[Tensor, "M N"]:
-    """Multiply each row with its expert's weight, and sum the rows of each token.
-
-    Args:
-        rows: sorted by expert.
-        weight: of all experts of this rank.
-        plan: dense.
-        casts: as of ``gathered_linear``.
-    """
+    """Multiply each row with its expert's weight, and sum the rows of each token."""
     return _Summed.apply(rows, weight, plan.sources, plan.slots, plan.offsets, casts)
 
 

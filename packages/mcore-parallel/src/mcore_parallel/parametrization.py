@@ -56,12 +56,7 @@ def logits_factor(config: Any) -> float:
 
 
 def score_scale(config: Any, width: int) -> float:
-    """Return the factor on attention scores; 0: 1 / sqrt(width of a head).
-
-    Args:
-        config: of the model.
-        width: of a head's queries and keys.
-    """
+    """Return the factor on attention scores; 0: 1 / sqrt(width of a head)."""
     if config.softmax_scale or not config.use_mup:
         return config.softmax_scale
     base = config.mup_base_head_dim or width

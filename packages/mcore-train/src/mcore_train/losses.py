@@ -83,11 +83,6 @@ def count_valid(
 ) -> dict[str, Float[Tensor, ""]]:
     """Count what has a loss in a step, loss by loss; all-reduces over data and context ranks.
 
-    Args:
-        model: a last stage.
-        batches: this rank's micro-batches of the step.
-        ctx: the layout.
-
     Returns:
         By name of the loss, in float64, on the device. A step without any gives 0.
     """

@@ -71,12 +71,7 @@ def take_quantization(
 
 
 def quantization_name(config: dict[str, Any], folder: Path) -> str:
-    """Name the quantization that a folder says, for people; empty: none.
-
-    Args:
-        config: its config.json, before ``take_quantization``.
-        folder: with hf_quant_config.json, if there is one.
-    """
+    """Name the quantization that a folder says, for people; empty: none."""
     how = config.get("quantization_config")
     said = _unified(how if isinstance(how, dict) else None, folder)
     if said is not None:

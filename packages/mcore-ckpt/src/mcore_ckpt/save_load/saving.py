@@ -237,11 +237,6 @@ def commit_step(
 ) -> Path:
     """Make a written step the newest, then delete what need not be kept; for rank 0 alone.
 
-    Args:
-        begun: what ``begin`` gave.
-        reports: what ``write`` gave on each rank.
-        retention: which older steps are deleted.
-
     Raises:
         CheckpointError: if another job took the run folder over, or files are not to be seen.
     """

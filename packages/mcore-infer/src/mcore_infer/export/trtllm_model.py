@@ -167,15 +167,7 @@ def build_config(
     grid: RankGrid,
     quantization: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Build the config.json; the model and the grid have been checked.
-
-    Args:
-        model_type: Hugging Face family.
-        description: of the model.
-        dtype: safetensors' name of the weights' dtype.
-        grid: ranks that it is written for.
-        quantization: its entry ``quantization``.
-    """
+    """Build the config.json; the model and the grid have been checked."""
     sizes, config = sizes_of(description), settings(description)
     has_rope = config.position_embedding_type == "rope"
     scaling = rope_scaling(description)

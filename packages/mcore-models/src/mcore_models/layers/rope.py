@@ -74,13 +74,7 @@ def query_temperature(
 def rotary_frequencies(
     config: TransformerConfig, device: torch.device | str | None = None, length: int = 0
 ) -> Float[Tensor, " h"]:
-    """Angle per position of each pair of channels, float64, stretched as the config says.
-
-    Args:
-        config: of the model.
-        device: of the result.
-        length: tokens of the sequence, see ``build_rotary``.
-    """
+    """Angle per position of each pair of channels, float64, stretched as the config says."""
     base = config.rotary_base
     if config.rope_type == "dynamic":
         base = _grown_base(config, length)

@@ -82,11 +82,7 @@ class PeftConfig:
         return self.lora_alpha / self.lora_dim
 
     def is_target(self, name: str) -> bool:
-        """Whether a linear gets an adapter.
-
-        Args:
-            name: of its matrix, without ``.weight``.
-        """
+        """Whether a linear gets an adapter."""
         return any(is_meant(pattern, name) for pattern in self.lora_target_modules)
 
 
@@ -104,9 +100,6 @@ def is_meant(pattern: str, name: str) -> bool:
 
 def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """List the linears that may get an adapter.
-
-    Args:
-        shapes: of a model's logical tensors.
 
     Returns:
         Names of their matrices, without ``.weight``.

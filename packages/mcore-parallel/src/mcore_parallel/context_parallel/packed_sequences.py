@@ -183,10 +183,6 @@ class Documents:
 def own_ranges(length: int, axis: Axis) -> list[range]:
     """Return the two ranges of a whole row that this rank holds, in order.
 
-    Args:
-        length: tokens of the whole row.
-        axis: context ranks.
-
     Raises:
         ValueError: if the row does not divide into two chunks a rank.
     """

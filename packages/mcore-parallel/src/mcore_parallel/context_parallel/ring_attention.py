@@ -145,12 +145,6 @@ def ring_blocks(
     The keys are those of rank j, ``step`` ranks back: chunks j and 2C-1-j. Own chunks are r
     and 2C-1-r. With j < r both see all of chunk j and nothing of 2C-1-j; with j > r chunk r
     sees nothing and 2C-1-r sees both whole.
-
-    Args:
-        length: tokens of this rank.
-        axis: context ranks.
-        step: 0 for the own keys.
-        documents: of packed rows.
     """
     source = (axis.rank - step) % axis.size
     if documents is not None:

@@ -91,22 +91,13 @@ class Agreement:
             )
 
     def announce_message(self, peer: int, x: Tensor) -> None:
-        """Announce the shape and dtype of a message to its receiver.
-
-        Args:
-            peer: its place among the ranks.
-            x: the message.
-        """
+        """Announce the shape and dtype of a message to its receiver."""
         key = self._next_message(self.rank, peer)
         if key:
             self.store.set(key, f"{_described(x)}\n{call_site(2)}")
 
     def expect_message(self, peer: int, x: Tensor) -> Callable[[], None] | None:
         """Expect a message of a rank.
-
-        Args:
-            peer: its place among the ranks.
-            x: memory for the message.
 
         Returns:
             What compares it with the one sent, to be called before that is waited for: it

@@ -54,11 +54,7 @@ class HostUpdates:
 
     @contextmanager
     def updating(self, pieces: Sequence[HostPiece]) -> Iterator["HostUpdate"]:
-        """Fetch gradients inside, as they are needed; the host waits for the last weights.
-
-        Args:
-            pieces: in the order of their updates.
-        """
+        """Fetch gradients inside, as they are needed; the host waits for the last weights."""
         before = torch.get_num_threads()
         torch.set_num_threads(max(before, self.num_threads))
         try:

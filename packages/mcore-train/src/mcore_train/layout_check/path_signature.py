@@ -170,12 +170,7 @@ def _heads(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def mamba_relations(num_groups: int, parallel: ParallelConfig) -> dict[str, str]:
-    """Say how groups of Mamba heads divide over tensor and context ranks.
-
-    Args:
-        num_groups: of a layer, over all ranks.
-        parallel: the degrees.
-    """
+    """Say how groups of Mamba heads divide over tensor and context ranks."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     on_rank = num_groups // tp
     shared = "one for all ranks" if num_groups == 1 else "one for some ranks"

@@ -285,13 +285,7 @@ def _cuts_vectors(run: Run) -> bool:
 def train_one(
     run: Run, batches: Sequence[MicroBatch], interval: Interval | None = None
 ) -> float:
-    """Train one step; return the mean token loss over the whole step, equal on all ranks.
-
-    Args:
-        run: changed in place.
-        batches: this rank's micro-batches.
-        interval: that the step is reported in.
-    """
+    """Train one step; return the mean token loss over the whole step, equal on all ranks."""
     result = one_step(run, iter([batches]), lambda: None)
     if interval is not None:
         interval.add(result)

@@ -62,10 +62,6 @@ def run_verification(config: Verified, command: Command = FAMILY_COMMANDS["gpt"]
     From the start until the end the certificate says that it did not come to its end, and
     after an error which one.
 
-    Args:
-        config: the run's options and the verification's.
-        command: says which family is trained.
-
     Returns:
         0 if everything agrees, 1 if not.
 
