@@ -116,7 +116,8 @@ def stored_model(
     """
     family = family_of(config.get("model_type", ""))
     check_architectures(config)
-    news = family.renames(tensors.keys()) if hasattr(family, "renames") else {}
+    renames = getattr(family, "renames", None)
+    news = renames(tensors.keys()) if renames else {}
     if twice := sorted(name for name, new in news.items() if new in tensors):
         raise ValueError(f"{twice[0]} and {news[twice[0]]} are names of one tensor.")
     description = family.to_ours(config)

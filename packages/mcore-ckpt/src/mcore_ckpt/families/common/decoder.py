@@ -96,6 +96,44 @@ OWN_HEADS = Part(write=_own_heads)
 """Of families whose heads are as wide as the model divided by their number."""
 
 
+def _own_groups(description: Description, theirs: Theirs) -> Theirs:
+    heads = theirs["num_attention_heads"]
+    if theirs.pop("num_key_value_heads") != heads:
+        raise ValueError(
+            f"it cannot express --num-query-groups: only {heads}, as many as heads"
+        )
+    return _own_heads(description, theirs)
+
+
+OWN_GROUPS = Part(says=("add_qkv_bias",), write=_own_groups)
+"""Of families whose every head has keys and values of its own, all linears biases or none."""
+
+
+def _fixed_width(_: Description, theirs: Theirs) -> Theirs:
+    width = 4 * theirs["hidden_size"]
+    if theirs.pop("intermediate_size") != width:
+        raise ValueError(f"it cannot express --ffn-hidden-size: only {width}, 4 hidden sizes")
+    return {}
+
+
+FIXED_WIDTH = Part(write=_fixed_width)
+"""Of families whose feed-forward layers are four times as wide as the model."""
+
+
+def both_dropouts(first: str, second: str, default: float) -> Part:
+    """Make the part of two dropouts of theirs for which one of ours stands."""
+
+    def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
+        dropout = fields.take(first, default)
+        fields.must_be(second, dropout)
+        return {"hidden_dropout": dropout}
+
+    def write(description: Description, _: Theirs) -> Theirs:
+        return dict.fromkeys((first, second), setting(description, "hidden_dropout"))
+
+    return Part(says=("hidden_dropout",), read=read, write=write)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
     """A Llama-like family."""
@@ -106,6 +144,10 @@ class Decoder:
     """Its class."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Our fields that are alike in all its models."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Its names for fields that others call alike."""
+    rotates: bool = True
+    """Whether queries and keys rotate; if not, ``fixed`` says what positions are."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What it takes for fields that are not there, though others take something else."""
     only: Mapping[str, Any] = field(default_factory=dict)
@@ -135,13 +177,17 @@ class Decoder:
     """Lists the weights."""
     as_stored: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
     """See ``families``."""
+    renames: Callable[[Collection[str]], dict[str, str]] | None = None
+    """See ``families``."""
     carries: tuple[str, ...] = ()
     """Their fields that only go along."""
 
     def to_ours(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Read a config.json as a description."""
         keep = tuple(name for part in self._all_parts() for name in part.keep)
-        fields = Fields(self.stated(config), keep=keep, absent=self.absent)
+        usual = {theirs: name for name, theirs in self.words.items()}
+        stated = {usual.get(name, name): value for name, value in config.items()}
+        fields = Fields(self.stated(stated), keep=keep, absent=self.absent)
         for name, value in {**self.only, **self.refused}.items():
             fields.must_be(name, value)
         for name in self.unread:
@@ -178,6 +224,8 @@ class Decoder:
                 "tie_word_embeddings", False
             ),
         }
+        if not self.rotates:
+            return ours
         ours |= read_rope(fields, limit, theta=self.theta, partial=self.partial or 1.0)
         if not self.partial and ours["rotary_percent"] != 1.0:
             raise ValueError(
@@ -193,7 +241,8 @@ class Decoder:
             layers_of(description, *self.layers)
         if self.experts is None:
             no_experts(description)
-        said = {name for part in self._all_parts() for name in part.says} | set(ROPE_VARIANTS)
+        said = {name for part in self._all_parts() for name in part.says}
+        said |= set(ROPE_VARIANTS) if self.rotates else set()
         said |= {"rotary_percent"} if self.partial else set()
         said |= {"hybrid_override_pattern"} if self.layers else set()
         plain = {name: DEFAULTS[name] for name in _UNSAID if name not in said}
@@ -203,7 +252,7 @@ class Decoder:
             theirs |= part.write(description, theirs)
         if self.experts is not None:
             theirs |= self.experts.write(description, theirs)
-        return theirs | dict(self.only)
+        return {self.words.get(name, name): v for name, v in {**theirs, **self.only}.items()}
 
     def _write_common(self, description: Description) -> Theirs:
         config = settings(description)
@@ -223,7 +272,7 @@ class Decoder:
             self.epsilon: config.norm_epsilon,
             "attention_dropout": config.attention_dropout,
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-            **write_rope(description),
+            **(write_rope(description) if self.rotates else {}),
         }
         if self.activation[0]:
             theirs |= [self.activation]

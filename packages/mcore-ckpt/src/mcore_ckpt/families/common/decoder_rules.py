@@ -1,6 +1,6 @@
 """Rules of the Llama-like families: attention, feed-forward layers, and what is around them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.experts import expert_setting
@@ -146,3 +146,28 @@ def tied_copies(description: Mapping[str, Any]) -> dict[str, str]:
     if setting(description, "untie_embeddings_and_output_weights"):
         return {}
     return {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def with_head(
+    description: Mapping[str, Any],
+    rules: Iterable[Rule],
+    embedding: str,
+    head: str = "lm_head.weight",
+    droppable: tuple[str, ...] = (),
+) -> Table:
+    """List weights whose names are the family's own, and the head: a copy where it is tied."""
+    is_untied = setting(description, "untie_embeddings_and_output_weights")
+    last = [Rule("head.weight", head)] if is_untied else []
+    return Table(
+        (*rules, *last),
+        setting(description, "num_layers"),
+        droppable=droppable,
+        copies={} if is_untied else {head: embedding},
+    )
+
+
+def below_transformer(names: Collection[str]) -> dict[str, str]:
+    """Name the tensors of a folder of the bare model, as published ones are."""
+    if any(name.startswith("transformer.") for name in names):
+        return {}
+    return {name: f"transformer.{name}" for name in names if name != "lm_head.weight"}

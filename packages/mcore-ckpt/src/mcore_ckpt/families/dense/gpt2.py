@@ -1,134 +1,102 @@
 """GPT-2: learned positions, LayerNorm, biases, and linears stored [in, out]."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.experts import no_experts
-from mcore_ckpt.families.common.fields import (
-    Fields,
-    refuse_variants,
-    require,
-    require_family,
-    setting,
-    settings,
+from mcore_ckpt.families.common.decoder import (
+    OWN_GROUPS,
+    Decoder,
+    Description,
+    Part,
+    Theirs,
+    both_dropouts,
 )
+from mcore_ckpt.families.common.decoder_rules import below_transformer, with_head
+from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import ffn_size
 
 _LAYER = "transformer.h.*."
+_NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+_LINEARS = {"attention.proj": "attn.c_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
 
 
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description; see ``families``."""
-    fields = Fields(config)
+def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+    width = config.get("intermediate_size") or 4 * config.get("hidden_size", 0)
+    return {**config, "intermediate_size": width}
+
+
+def _read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
     fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    fields.must_be("scale_attn_weights", True)
-    tied = fields.take("tie_word_embeddings", True)
-    # One dropout of ours stands for two of theirs.
-    dropout = fields.take("resid_pdrop", 0.1)
-    fields.must_be("embd_pdrop", dropout)
-    for name in ("summary_type", "summary_use_proj", "summary_activation", "n_ctx"):
-        fields.take(name, 0)
-    fields.take("summary_proj_to_labels", 0)
-    fields.take("summary_first_dropout", 0)
-    hidden = fields.take("n_embd")
-    ours = {
-        "num_layers": fields.take("n_layer"),
-        "hidden_size": hidden,
-        "num_attention_heads": fields.take("n_head"),
-        "ffn_hidden_size": fields.take("n_inner", 4 * hidden),
-        "max_position_embeddings": fields.take("n_positions"),
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "norm_epsilon": fields.take("layer_norm_epsilon", 1e-5),
-        "swiglu": False,
-        "openai_gelu": True,
-        "add_bias_linear": True,
-        "hidden_dropout": dropout,
-        "attention_dropout": fields.take("attn_pdrop", 0.1),
-        "init_method_std": fields.take("initializer_range", 0.02),
-        "untie_embeddings_and_output_weights": not tied,
-    }
-    return fields.described(ours)
+    return {}
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json; see ``families``."""
-    require_family(description, "gpt")
-    no_experts(description)
-    refuse_variants(description)
-    require(
-        description,
-        hybrid_override_pattern="",
-        position_embedding_type="learned_absolute",
-        normalization="LayerNorm",
-        apply_layernorm_1p=False,
-        swiglu=False,
-        openai_gelu=True,
-        add_bias_linear=True,
-        qk_layernorm=False,
-        window_size=(-1, 0),
-        multi_latent_attention=False,
-    )
-    heads, hidden = (setting(description, n) for n in ("num_attention_heads", "hidden_size"))
-    if setting(description, "num_query_groups") not in (0, heads):
-        raise ValueError("it cannot express --num-query-groups: only as many as heads")
-    if setting(description, "kv_channels") not in (0, hidden // heads):
-        raise ValueError("it cannot express --kv-channels: only hidden size / heads")
-    dropout = setting(description, "hidden_dropout")
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": description["vocab_size"],
-        "n_embd": hidden,
-        "n_layer": setting(description, "num_layers"),
-        "n_head": heads,
-        "n_inner": ffn_size(settings(description)),
-        "n_positions": setting(description, "max_position_embeddings"),
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": setting(description, "norm_epsilon"),
-        "resid_pdrop": dropout,
-        "embd_pdrop": dropout,
-        "attn_pdrop": setting(description, "attention_dropout"),
-        "initializer_range": setting(description, "init_method_std"),
-        "tie_word_embeddings": not setting(description, "untie_embeddings_and_output_weights"),
-    }
+def _write(_: Description, _theirs: Theirs) -> Theirs:
+    return {"activation_function": "gelu_new"}
 
 
-def renames(names: Collection[str]) -> dict[str, str]:
-    """Name the tensors of a folder of the bare model, as the published ones are."""
-    if any(name.startswith("transformer.") for name in names):
-        return {}
-    return {name: f"transformer.{name}" for name in names if name != "lm_head.weight"}
-
-
-def table(description: Mapping[str, Any]) -> Table:
-    """List the weights."""
+def _table(description: Description) -> Table:
     rules = [
         Rule("embedding.weight", "transformer.wte.weight"),
         Rule("position_embedding.weight", "transformer.wpe.weight"),
     ]
     for kind in ("weight", "bias"):
-        linear = kind == "weight"
-        qkv = tuple(f"blocks.*.attention.qkv.{part}.{kind}" for part in ("q", "k", "v"))
+        turned = kind == "weight"
+        qkv = tuple(f"blocks.*.attention.qkv.{part}.{kind}" for part in "qkv")
         rules += [
-            Rule(f"blocks.*.attention_norm.{kind}", f"{_LAYER}ln_1.{kind}"),
-            Rule(qkv, f"{_LAYER}attn.c_attn.{kind}", linear),
-            Rule(f"blocks.*.attention.proj.{kind}", f"{_LAYER}attn.c_proj.{kind}", linear),
-            Rule(f"blocks.*.mlp_norm.{kind}", f"{_LAYER}ln_2.{kind}"),
-            Rule(f"blocks.*.mlp.fc1.{kind}", f"{_LAYER}mlp.c_fc.{kind}", linear),
-            Rule(f"blocks.*.mlp.fc2.{kind}", f"{_LAYER}mlp.c_proj.{kind}", linear),
+            Rule(qkv, f"{_LAYER}attn.c_attn.{kind}", turned),
+            *(
+                Rule(f"blocks.*.{ours}.{kind}", f"{_LAYER}{theirs}.{kind}", turned)
+                for ours, theirs in _LINEARS.items()
+            ),
+            *(
+                Rule(f"blocks.*.{ours}.{kind}", f"{_LAYER}{theirs}.{kind}")
+                for ours, theirs in _NORMS.items()
+            ),
+            Rule(f"final_norm.{kind}", f"transformer.ln_f.{kind}"),
         ]
-    rules += [
-        Rule(f"final_norm.{kind}", f"transformer.ln_f.{kind}") for kind in ("weight", "bias")
-    ]
-    is_untied = setting(description, "untie_embeddings_and_output_weights")
-    if is_untied:
-        rules.append(Rule("head.weight", "lm_head.weight"))
-    return Table(
-        tuple(rules),
-        setting(description, "num_layers"),
-        # Causal masks that old folders carry.
-        droppable=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
-        copies={} if is_untied else {"lm_head.weight": "transformer.wte.weight"},
-    )
+    # Causal masks that old folders carry.
+    masks = (f"{_LAYER}attn.bias", f"{_LAYER}attn.masked_bias")
+    return with_head(description, rules, "transformer.wte.weight", droppable=masks)
+
+
+FAMILY = Decoder(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    fixed={
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "openai_gelu": True,
+        "add_bias_linear": True,
+    },
+    words={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "attention_dropout": "attn_pdrop",
+    },
+    rotates=False,
+    absent={
+        "max_position_embeddings": 1024,
+        "layer_norm_epsilon": 1e-5,
+        "attention_dropout": 0.1,
+        "tie_word_embeddings": True,
+    },
+    refused={"scale_attn_weights": True},
+    unread=(
+        *("summary_type", "summary_use_proj", "summary_activation", "n_ctx"),
+        *("summary_proj_to_labels", "summary_first_dropout"),
+    ),
+    parts=(
+        Part(read=_read, write=_write),
+        OWN_GROUPS,
+        both_dropouts("resid_pdrop", "embd_pdrop", 0.1),
+    ),
+    activation=("", ""),
+    epsilon="layer_norm_epsilon",
+    stated=_stated,
+    weights=_table,
+    renames=below_transformer,
+)

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs, pair
+from mcore_ckpt.families.common.decoder import (
+    OWN_GROUPS,
+    Decoder,
+    Description,
+    Part,
+    Theirs,
+    pair,
+)
+from mcore_ckpt.families.common.decoder_rules import with_head
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.mapping.rules import Rule, Table
 
@@ -44,10 +52,6 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     kind = setting(description, "parallel_residual")
     if kind == "one_norm":
         raise ValueError("it cannot express --parallel-residual one_norm")
-    heads = theirs["num_attention_heads"]
-    own = theirs["hidden_size"] // heads
-    if theirs.pop("head_dim") != own or theirs.pop("num_key_value_heads") != heads:
-        raise ValueError("it cannot express --kv-channels or --num-query-groups")
     rope = theirs["rope_parameters"]
     del theirs["partial_rotary_factor"]
     return {
@@ -77,21 +81,11 @@ def _table(description: Description) -> Table:
         Rule(f"final_norm.{kind}", f"gpt_neox.final_layer_norm.{kind}")
         for kind in ("weight", "bias")
     ]
-    is_untied = setting(description, "untie_embeddings_and_output_weights")
-    head = [Rule("head.weight", "embed_out.weight")] if is_untied else []
-    return Table(
-        (*rules, *head),
-        setting(description, "num_layers"),
-        # Causal masks and angles that old folders carry.
-        droppable=tuple(
-            f"{_LAYER}attention.{name}"
-            for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
-        ),
-        copies={} if is_untied else {"embed_out.weight": "gpt_neox.embed_in.weight"},
-    )
+    # Causal masks and angles that old folders carry.
+    unread = (f"{_LAYER}attention.{n}" for n in ("bias", "masked_bias", "rotary_emb.inv_freq"))
+    embedding = "gpt_neox.embed_in.weight"
+    return with_head(description, rules, embedding, "embed_out.weight", tuple(unread))
 
-
-_SAYS = ("openai_gelu", "parallel_residual", "add_qkv_bias")
 
 FAMILY = Decoder(
     model_type="gpt_neox",
@@ -106,7 +100,8 @@ FAMILY = Decoder(
     only={"attention_bias": True},
     unread=("classifier_dropout",),
     parts=(
-        Part(says=_SAYS, read=_read, write=_write),
+        Part(says=("openai_gelu", "parallel_residual"), read=_read, write=_write),
+        OWN_GROUPS,
         pair("hidden_dropout", "hidden_dropout", 0.0),
     ),
     activation=("", ""),

@@ -1,27 +1,12 @@
 """StarCoder-2: LayerNorm and biases everywhere, GELU without a gate, grouped heads."""
 
-from typing import Any
-
-from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs, pair
+from mcore_ckpt.families.common.decoder import Decoder, Description, both_dropouts, pair
 from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.fields import Fields, setting
+from mcore_ckpt.families.common.fields import setting
 from mcore_ckpt.families.common.layer_types import WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table
 
 _MLP = {"fc1": "c_fc", "fc2": "c_proj"}
-
-
-def _read_dropout(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
-    # One dropout of ours stands for two of theirs.
-    dropout = fields.take("residual_dropout", 0.0)
-    fields.must_be("embedding_dropout", dropout)
-    return {"hidden_dropout": dropout}
-
-
-def _write_dropout(description: Description, _: Theirs) -> Theirs:
-    return dict.fromkeys(
-        ("residual_dropout", "embedding_dropout"), setting(description, "hidden_dropout")
-    )
 
 
 def _table(description: Description) -> Table:
@@ -41,7 +26,7 @@ FAMILY = Decoder(
     absent={"norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": 0.018042},
     unread=("mlp_type", "norm_type"),
     parts=(
-        Part(says=("hidden_dropout",), read=_read_dropout, write=_write_dropout),
+        both_dropouts("residual_dropout", "embedding_dropout", 0.0),
         pair("add_bias_linear", "use_bias", True),
         WINDOW,
     ),
