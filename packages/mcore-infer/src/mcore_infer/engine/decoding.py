@@ -111,7 +111,8 @@ class Decoder:
             step: of chunks that are writing.
             tokens: of the rows, ``[R]``, where the host does not know them yet.
         """
-        size = next(s for s in self.sizes if s >= step.num_tokens)
+        num_rows = step.num_tokens
+        size = next(s for s in self.sizes if s >= num_rows)
         inputs = self._inputs[size]
         if size not in self._replays:
             # Of padding alone: a recurrent state takes a token in only once.
@@ -120,7 +121,7 @@ class Decoder:
         inputs.fill(step, self.cache.page_tokens, self.cache.padding, tokens)
         replay = self._replays[size]
         hidden, logits = self._forward(inputs) if replay is None else replay()
-        return hidden[: step.num_tokens], logits[: step.num_tokens]
+        return hidden[:num_rows], logits[:num_rows]
 
     def _forward(self, inputs: DecodeTensors) -> tuple[Tensor, Tensor]:
         self.cache.step = inputs

@@ -146,7 +146,8 @@ class DecodeTensors:
         # A step may be laid out while those before are on their way to the device.
         count = 3 + num_drafts if num_drafts else 2
         self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(count)]
-        self._device = self._mirrors[0].memory.to(device)
+        # A copy also on a CPU: a mirror keeps what it was filled with.
+        self._device = self._mirrors[0].memory.to(device, copy=True)
         rows, self.tables = _rows_and_tables(self._device, num_rows, num_pages)
         self.tokens, self.positions, self.places, self.lengths, self.slots = (
             rows[0][None],
