@@ -57,6 +57,10 @@ def test_count_takes_a_preset_with_flags_over_it(capsys):
     assert report["parameters"] == 8_030_261_248 - 24 * 218_112_000
     assert report["seq_length_tokens"] == 8192
     assert report["rank_total_gib"] > report["rank_optimizer_gib"] > 0
+    assert run(capsys, *words.replace("--preset", "--model").split())[1] == out
+    hybrid = "count --model nemotron-h-8b --hybrid-override-pattern M-M* --json"
+    short = 2 * 109_640_064 + 176_164_864 + 41_947_136 + 2 * 536_870_912 + 4_096
+    assert json.loads(run(capsys, *hybrid.split())[1])["parameters"] == short
 
 
 def test_count_takes_a_command_line_of_training_and_says_whether_it_fits(capsys, tmp_path):

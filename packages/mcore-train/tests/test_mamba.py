@@ -33,6 +33,10 @@ def test_a_pattern_says_layers_heads_and_stages():
     assert uneven.pipeline.pipeline_model_parallel_layout == "Et|tttL"
     further = parsed(text.replace("MM|-M", "MM-/*-/*-"))
     assert (further.model.num_layers, further.model.mtp_num_layers) == (3, 2)
+    preset = parsed(
+        f"--model nemotron-h-8b --hybrid-override-pattern M-M* {RUN} --train-iters 1"
+    )
+    assert (preset.model.num_layers, preset.model.hidden_size) == (4, 4096)
     several = parsed(
         text.replace("MM|-M", "[M-]|[*-][G-]") + " --pipeline-model-parallel-size 2"
     )

@@ -16,6 +16,7 @@ from mcore_models.description import ModelDescription
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import FAMILIES
 from mcore_models.flops import num_active_parameters, num_parameters, rank_bytes
+from mcore_models.hybrid_config import sizes_of_pattern
 from mcore_models.presets import find_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel.command_line import (
@@ -45,7 +46,9 @@ GPU_GIB = {
 USABLE = 0.9
 """Share of a GPU's memory that the estimate may take: buffers of up to 6 % of it (as measured,
 see ``rank_bytes``), CUDA, NCCL and fragmentation come on top."""
+PATTERN = "--hybrid-override-pattern"
 _SAME = {
+    "--model": ("--preset",),
     "--nproc": ("--world-size",),
     "--recompute-activations": ("--recompute-granularity", "selective"),
 }
@@ -77,7 +80,7 @@ class CountOptions:
     """What is counted, and for which run."""
 
     preset: str = ""
-    """Begin from this preset; flags change it."""
+    """Begin from this preset; flags change it. --model says the same."""
 
     vocab_size: int = 0
     """Token ids of the model."""
@@ -189,6 +192,8 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
         model = preset.model
         defaults = {**asdict(model.config), **asdict(model.moe)}
         defaults["vocab_size"] = model.vocab_size
+    if PATTERN in used:
+        defaults |= sizes_of_pattern(used[used.index(PATTERN) + 1])
     config = parse(kind, program, used, usual=USUAL, defaults=defaults)
     return config, list(dict.fromkeys(unused))
 
@@ -228,8 +233,9 @@ def _recipe_groups(files: Sequence[str]) -> Iterator[list[str]]:
             flag = name.replace("_", "-")
             if isinstance(value, bool):
                 yield [f"--{flag}" if value else f"--no-{flag}"]
-            else:
-                yield [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+                continue
+            values = map(str, value if isinstance(value, list) else [value])
+            yield [*_SAME.get(f"--{flag}", (f"--{flag}",)), *values]
 
 
 def _leaves(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -106,6 +106,17 @@ class HybridConfig:
             _check_delta(self)
 
 
+def sizes_of_pattern(pattern: str) -> dict[str, int]:
+    """Return the fields of a model that follow from its hybrid pattern, if it has one."""
+    layers = pattern_layers(pattern)
+    if not layers:
+        return {}
+    sizes = {"num_layers": len(layers), "mtp_num_layers": pattern.count("/")}
+    if not set(pattern) & {"*", "P"}:
+        sizes["num_attention_heads"] = 1  # without effect, and checked all the same
+    return sizes
+
+
 def _check_delta(config: HybridConfig) -> None:
     for name in (
         *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),

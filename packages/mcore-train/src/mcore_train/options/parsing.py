@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar, get_type_hints
 
 from mcore_models.families import FAMILIES
+from mcore_models.hybrid_config import sizes_of_pattern
 from mcore_models.presets import find_preset
 from mcore_parallel.command_line import HELP_FLAGS, options_of, read_words
 from mcore_parallel.command_line import parse as parse_options
@@ -100,12 +101,14 @@ def parse(
     saved |= preset
     given = [*to_flags(fields), *words]
     args = [*beginning, *to_flags(saved), *given]
-    beginning = [*_pattern_flags(args), *beginning]
+    # What follows from a pattern wins over the model that the pattern changes.
+    derived = _pattern_flags(args)
+    before = [*derived, *beginning, *to_flags(saved), *(derived if PATTERN in given else ())]
     if layers_per_stage:
         given += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
     if recipes:
         given += ["--recipe", *recipes]
-    config = parse_options(config_type, program, [*beginning, *to_flags(saved), *given])
+    config = parse_options(config_type, program, [*before, *given])
     # What a saved model or preset says of a part that options turn off has no effect.
     options = set(field_types(config_type))
     kept = {name for name in options if {flag(name), flag(f"no_{name}")} & set(given)}
@@ -125,15 +128,7 @@ def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value
 def _pattern_flags(args: list[str]) -> list[str]:
     """Return what follows from a hybrid pattern; flags further right win over it."""
     pattern = _last_value(args, PATTERN)
-    layers = pattern_layers(pattern)
-    if not layers:
-        return []
-    found = ["--num-layers", str(len(layers)), "--mtp-num-layers", str(pattern.count("/"))]
-    if not set(pattern) & {
-        "*",
-        "P",
-    }:  # a head count without effect, which the config checks all the same
-        found += ["--num-attention-heads", "1"]
+    found = to_flags(sizes_of_pattern(pattern))
     stages = pattern.split("|")
     if len(stages) > 1 and _last_value(args, "--pipeline-model-parallel-size") not in ("", "1"):
         layout = "E" + "|".join("t" * len(pattern_layers(stage)) for stage in stages) + "L"
