@@ -22,10 +22,10 @@ import torch.distributed as dist
 from bench_train_step import planned_gib, random_batches
 from reporting import add_options, keep, quantiles, time_steps, versions
 
-from mcore_parallel.config import SCHEDULES, PipelineConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.actions import Action, Kind
+from mcore_parallel.pipeline_parallel.config import SCHEDULES, PipelineConfig
 from mcore_parallel.pipeline_parallel.runner import StageFunction
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate

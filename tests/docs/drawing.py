@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from house.sources import PACKAGES, ROOT, package_sources
 
-from mcore_parallel.config import PipelineConfig
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_parallel.pipeline_parallel.timeline import timeline_svg

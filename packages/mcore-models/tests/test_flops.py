@@ -21,10 +21,11 @@ from mcore_models.presets import load_preset
 from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
-from mcore_parallel.config import DataParallelConfig, PipelineConfig
+from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes, tensor_shapes
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.tensor_parallel.embedding import padded_vocab
 
 _NOTHING = OffloadConfig()

@@ -26,9 +26,10 @@ from mcore_parallel.command_line import (
     options_of,
     parse,
 )
-from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.rank_grid import build_grids
 
 GPU_GIB = {

@@ -18,7 +18,7 @@ from mcore_models.encoder_config import (
     feed_forward,
 )
 from mcore_moe.config import MoEConfig
-from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import (
     delta_sizes,
     expert_size,
@@ -34,6 +34,7 @@ from mcore_parallel.logical_tensors import (
 )
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 
 ShapesOf = Callable[..., Mapping[str, tuple[int, ...]]]
 """Lists the logical tensors of a model from its config, its vocabulary and its experts."""

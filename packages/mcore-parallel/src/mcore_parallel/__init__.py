@@ -28,7 +28,7 @@ _EXPORTS: dict[str, str] = {
     "Part": "sharding",
     "Piece": "sharding",
     "Pieces": "context_parallel.packed_sequences",
-    "PipelineConfig": "config",
+    "PipelineConfig": "pipeline_parallel.config",
     "RngStreams": "rng",
     "RowParallelLinear": "tensor_parallel.linear",
     "SINGLE": "mesh",

@@ -13,17 +13,13 @@ import torch
 from torch import nn
 
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.config import (
-    V_SHAPED,
-    DataParallelConfig,
-    ParallelConfig,
-    PipelineConfig,
-)
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.optimizers.config import AdamConfig
+from mcore_parallel.pipeline_parallel.config import V_SHAPED, PipelineConfig
 from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
 from mcore_parallel.pipeline_parallel.schedule import (
     build_schedule,

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_parallel.config import V_SHAPED, PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import (
     Action,
     Kind,
     message_peer,
     with_messages,
 )
+from mcore_parallel.pipeline_parallel.config import V_SHAPED, PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import (
     build_schedule,
     check_schedule,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mcore_parallel.config import SCHEDULES, PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import DURATIONS
+from mcore_parallel.pipeline_parallel.config import SCHEDULES, PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule, one_f_one_b
 from mcore_parallel.pipeline_parallel.search import Costs, search_schedules, search_table
 from mcore_parallel.pipeline_parallel.simulator import simulate

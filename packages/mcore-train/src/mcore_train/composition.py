@@ -18,13 +18,10 @@ from mcore_models.families import BERT_FAMILY, GPT_FAMILY, T5_FAMILY, Family
 from mcore_models.peft.config import PeftConfig
 from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
-from mcore_parallel.config import (
-    DataParallelConfig,
-    ParallelConfig,
-    PipelineConfig,
-)
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig, SGDConfig
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.config import (
     BatchConfig,

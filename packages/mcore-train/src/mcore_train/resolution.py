@@ -12,8 +12,8 @@ from typing import Any, Literal
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.families import GPT_FAMILY, Family
-from mcore_parallel.config import PipelineConfig
 from mcore_parallel.logical_tensors import moe_layers
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank
 from mcore_parallel.rank_grid import build_grids

@@ -11,8 +11,8 @@ from dataclasses import replace
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
 from mcore_models.flops import rank_bytes
-from mcore_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import Kind
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.search import (
     Candidate,

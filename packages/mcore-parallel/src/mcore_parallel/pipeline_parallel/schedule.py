@@ -8,8 +8,8 @@ checks any schedule, ``runner`` executes it. Schedules in a V place stages as ``
 from collections import Counter
 from dataclasses import replace
 
-from mcore_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, Schedule, with_messages
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 
 
 def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Schedule:

@@ -7,8 +7,8 @@ choice.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from mcore_parallel.config import SCHEDULES, PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import Action, Kind
+from mcore_parallel.pipeline_parallel.config import SCHEDULES, PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_parallel.pipeline_parallel.stages import Placement, build_stages

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mcore_parallel.config import PipelineConfig
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 
 
 @dataclass(frozen=True, slots=True)

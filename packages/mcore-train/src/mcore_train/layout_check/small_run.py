@@ -13,7 +13,8 @@ from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.encoder_config import T5Config, encoder_layers
 from mcore_models.families import Family
-from mcore_parallel.config import DataParallelConfig, ParallelConfig, PipelineConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
@@ -48,8 +49,7 @@ from mcore_train.resolution import Plan, resolve
 NUM_STEPS = 3
 CLIP_GRAD = 0.05  # below the norm of any small run's gradient, so that clipping is seen
 LR = 1e-2  # large enough for every weight to move in three steps
-SLOT_MULTIPLE = 64
-"""Elements to whose multiples the place of a tensor in its bucket is rounded up."""
+SLOT_MULTIPLE = 64  # elements: where a tensor may begin in its bucket
 MOST_LAYERS = 8  # of a small run, unless there are more stages
 
 

@@ -16,10 +16,11 @@ import torch
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_models.families import Family
-from mcore_parallel.config import ParallelConfig, PipelineConfig
+from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.testing.layout_comparison import EXACT
 from mcore_parallel.testing.worker_pool import Pool
 from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified

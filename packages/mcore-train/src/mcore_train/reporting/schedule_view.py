@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mcore_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.search import Costs, search_schedules, search_table
 from mcore_parallel.pipeline_parallel.simulator import simulate
