@@ -19,6 +19,9 @@ from mcore_parallel.launch.launcher import num_cores
 # that torch copies a tile without threads of its own, which it starts above 32768 elements.
 TILE_ELEMENTS = 32768
 TILE_COLUMNS = 512
+_GROUP = 16
+"""Tiles whose views are made together: every call of torch gives Python's lock away and waits
+for it again, which 16 threads feel more than the drawing."""
 
 
 class Buffers:
@@ -26,7 +29,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
-        self.tile = torch.empty(TILE_ELEMENTS)
+        self.tiles = torch.empty(_GROUP, TILE_ELEMENTS)
         self._rows = torch.empty(0)
 
     def rows(self, like: Tensor) -> Tensor:
@@ -121,14 +124,29 @@ def _fill_stripe(
     target = view[begin - offsets[0] : end - offsets[0]]
     on_cpu = view.device.type == "cpu"
     rows = target if on_cpu else buffers.rows(target)
-    for across in range(offsets[1] // width, -(-(offsets[1] + view.shape[1]) // width)):
+    far = offsets[1] + view.shape[1]
+    # Tiles are numbered row by row over the whole matrix, not over the box. One is drawn whole,
+    # and the part of it inside the box is copied.
+    number, normal = base + stripe * -(-shape[1] // width), (0.0, std)
+    inner = range(-(-offsets[1] // width), far // width)
+    for group in (inner[i : i + _GROUP] for i in range(0, len(inner), _GROUP)):
+        size = (bottom - top) * width
+        tiles = buffers.tiles[: len(group), :size].view(len(group), bottom - top, width)
+        parts = tiles[:, begin - top : end - top].unbind()
+        place = slice(group[0] * width - offsets[1], (group[-1] + 1) * width - offsets[1])
+        targets = rows[:, place].unflatten(1, (len(group), width)).unbind(1)
+        for across, tile, part, into in zip(group, tiles.unbind(), parts, targets, strict=True):
+            buffers.generator.manual_seed(_mix(number + across))
+            tile.normal_(*normal, generator=buffers.generator)
+            into.copy_(part)
+    edges = {offsets[1] // width, (far - 1) // width} - {*inner}
+    for across in edges:
         left, right = across * width, min((across + 1) * width, shape[1])
-        # Tiles are numbered row by row over the whole matrix, not over the box.
-        buffers.generator.manual_seed(_mix(base + stripe * -(-shape[1] // width) + across))
-        tile = buffers.tile[: (bottom - top) * (right - left)].view(bottom - top, right - left)
-        tile.normal_(0.0, std, generator=buffers.generator)
-        # A tile is drawn whole, and the part of it inside the box is copied.
-        first, last = max(left, offsets[1]), min(right, offsets[1] + view.shape[1])
+        buffers.generator.manual_seed(_mix(number + across))
+        tile = buffers.tiles[0, : (bottom - top) * (right - left)]
+        tile = tile.view(bottom - top, right - left)
+        tile.normal_(*normal, generator=buffers.generator)
+        first, last = max(left, offsets[1]), min(right, far)
         rows[:, first - offsets[1] : last - offsets[1]].copy_(
             tile[begin - top : end - top, first - left : last - left]
         )
