@@ -168,6 +168,7 @@ def layout(**degrees):
     return long | degrees
 
 
+CP_LEVELS = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}
 TWO_RANKS = {
     "tp2": Case(LLAMA, layout(tp=2)),
     "tp2 sp": Case(LLAMA, layout(tp=2, sequence_parallel=True)),
@@ -235,6 +236,9 @@ FOUR_RANKS = {
     "cp4, 2 kv heads": Case(LLAMA, layout(cp=4)),
     "cp4, 2 kv heads, all-gather": Case(LLAMA, layout(cp=4, cp_comm_type="all_gather")),
     "cp4, 2 kv heads, a2a": Case(LLAMA, layout(cp=4, cp_comm_type="a2a")),
+    "cp2x2, 2 kv heads, packed": Case(LLAMA, layout(cp=4, **CP_LEVELS), packed=True),
+    "cp2x2, alibi": Case(ALIBI, layout(cp=4, **CP_LEVELS)),
+    "cp2x2, latent, packed": Case(MLA, layout(cp=4, **CP_LEVELS), packed=True),
     "tp2 cp2, 1 kv head a rank, a2a": Case(LLAMA, layout(tp=2, cp=2, cp_comm_type="a2a")),
     "tp2 cp2 sp, latent, experts": Case(
         MLA | FURTHER, layout(tp=2, cp=2, ep=2, sequence_parallel=True), DEEPSEEK

@@ -39,7 +39,30 @@ def test_a_timeout_of_nothing_is_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cp_comm_type": "ring", "context_parallel_size": 2}, "use p2p, all_gather or a2a"),
+        (
+            {"cp_comm_type": "ring", "context_parallel_size": 2},
+            "use p2p, all_gather, a2a or a2a\\+p2p",
+        ),
+        (
+            {"cp_comm_type": "a2a+p2p", "context_parallel_size": 8},
+            "sizes is not given: .* product is --context-parallel-size 8, such as 2 4",
+        ),
+        (
+            {
+                "cp_comm_type": "a2a+p2p",
+                "context_parallel_size": 4,
+                "hierarchical_context_parallel_sizes": (4, 1),
+            },
+            "sizes 4 1: .* two sizes of 2 or more",
+        ),
+        (
+            {
+                "cp_comm_type": "a2a",
+                "context_parallel_size": 4,
+                "hierarchical_context_parallel_sizes": (2, 2),
+            },
+            "no effect without --cp-comm-type a2a\\+p2p",
+        ),
         ({"cp_comm_type": "a2a"}, "no effect with --context-parallel-size 1"),
         (
             {"expert_model_parallel_size": 4, "hierarchical_expert_parallel_size": 4},

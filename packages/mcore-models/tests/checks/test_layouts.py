@@ -131,12 +131,23 @@ def test_all_problems_are_raised_at_once():
         check_layout(MODEL, bad)
 
 
+SIZES = "hierarchical_context_parallel_sizes"
+
+
 def test_heads_are_exchanged_over_context_ranks_only_if_they_divide():
     fits = {"context_parallel_size": 3, "tensor_model_parallel_size": 2}
     assert layout_problems(MODEL, parallel(**fits, cp_comm_type="a2a")) == []
     (problem,) = layout_problems(MODEL, parallel(context_parallel_size=8, cp_comm_type="a2a"))
     assert "cannot exchange --num-attention-heads 12 over" in problem
     assert "heads must be a multiple of 8. Use p2p or all_gather." in problem
+    levels = {"context_parallel_size": 8, "cp_comm_type": "a2a+p2p"}
+    fits = parallel(**levels, **{SIZES: (4, 2)})
+    assert layout_problems(MODEL, fits) == []
+    bad = parallel(**levels | {"context_parallel_size": 16}, **{SIZES: (8, 2)})
+    windowed = replace(MODEL, window_size=(8, 0))
+    exchange, window = layout_problems(windowed, bad)
+    assert "the first of --hierarchical-context-parallel-sizes 8: heads must be" in exchange
+    assert "--cp-comm-type a2a+p2p has no windows (--window-size)" in window
 
 
 @pytest.mark.parametrize(

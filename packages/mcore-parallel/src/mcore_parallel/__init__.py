@@ -72,6 +72,7 @@ _EXPORTS: dict[str, str] = {
     "reduce_scatter_to": "collectives",
     "replicated": "sharding",
     "ring_attention": "context_parallel.ring_attention",
+    "hierarchical_attention": "context_parallel.ring_attention",
     "run_command": "testing.ranks",
     "run_ranks": "testing.ranks",
     "run_schedule": "pipeline_parallel.runner",

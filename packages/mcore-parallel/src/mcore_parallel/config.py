@@ -27,8 +27,13 @@ class ParallelConfig:
 
     cp_comm_type: str = ""
     """How attention reaches the keys of other context ranks: p2p passes them round a ring,
-    all_gather collects them, a2a exchanges heads for sequence. Empty: p2p, or all_gather for
+    all_gather collects them, a2a exchanges heads for sequence, a2a+p2p does so among
+    neighbours and passes keys round a ring of these groups. Empty: p2p, or all_gather for
     layers with a window or with attention dropout. Megatron's default: p2p."""
+
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, such as those of a
+    node, and how many groups of them the ring has."""
 
     expert_model_parallel_size: int = 1
     """Ranks that split the experts; folded over data, context and tensor ranks."""
@@ -98,14 +103,31 @@ class ParallelConfig:
             raise ValueError(
                 "--rank-order and --use-tp-pp-dp-mapping contradict: leave one out."
             )
-        if self.cp_comm_type not in ("", "p2p", "all_gather", "a2a"):
+        if self.cp_comm_type not in ("", "p2p", "all_gather", "a2a", "a2a+p2p"):
             raise ValueError(
-                f"--cp-comm-type {self.cp_comm_type} is not known: use p2p, all_gather or a2a."
+                f"--cp-comm-type {self.cp_comm_type} is not known: use p2p, all_gather, a2a or "
+                "a2a+p2p."
             )
+        self._check_context_levels()
         if self.cp_comm_type and self.context_parallel_size == 1:
             raise ValueError(
                 f"--cp-comm-type {self.cp_comm_type} has no effect with "
                 "--context-parallel-size 1: leave it out, or raise the context-parallel size."
+            )
+
+    def _check_context_levels(self) -> None:
+        sizes, cp = self.hierarchical_context_parallel_sizes, self.context_parallel_size
+        flag = "--hierarchical-context-parallel-sizes"
+        if sizes and self.cp_comm_type != "a2a+p2p":
+            raise ValueError(
+                f"{flag} has no effect without --cp-comm-type a2a+p2p: leave one out."
+            )
+        fits = len(sizes) == 2 and min(sizes) > 1 and sizes[0] * sizes[1] == cp
+        if self.cp_comm_type == "a2a+p2p" and not fits:
+            given = " ".join(map(str, sizes)) or "is not given"
+            raise ValueError(
+                f"{flag} {given}: --cp-comm-type a2a+p2p takes two sizes of 2 or more whose "
+                f"product is --context-parallel-size {cp}, such as 2 {max(2, cp // 2)}."
             )
 
 

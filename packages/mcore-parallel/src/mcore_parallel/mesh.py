@@ -85,6 +85,9 @@ class ParallelContext:
         expert_tp, ep, expert_dp: expert grid; expert gradients are summed over ``expert_dp``.
         ep_nodes, ep_node: ``ep`` between nodes and within one, of one rank each without
             ``--hierarchical-expert-parallel-size``.
+        cp_exchange, cp_ring: ``cp`` cut into neighbours that exchange heads, and the ranks at
+            one place of every such group; of one rank each without
+            ``--hierarchical-context-parallel-sizes``.
         optimizer_shard, optimizer_replica: ``dp_cp`` cut into instances of the sharded
             optimizer (consecutive blocks), and the ranks at one place of every instance.
         expert_optimizer_shard, expert_optimizer_replica: the same cut of ``expert_dp``.
@@ -116,6 +119,8 @@ class ParallelContext:
             axes["expert_dp"],
         )
         self.ep_nodes, self.ep_node = (axes.get(n, SINGLE) for n in ("ep_nodes", "ep_node"))
+        levels = (axes.get(n, SINGLE) for n in ("cp_exchange", "cp_ring"))
+        self.cp_exchange, self.cp_ring = levels
         self.optimizer_shard = axes["optimizer_shard"]
         self.optimizer_replica = axes["optimizer_replica"]
         self.expert_optimizer_shard = axes["expert_optimizer_shard"]
@@ -290,6 +295,9 @@ def _group_plan(
     if size := config.hierarchical_expert_parallel_size:
         plan["ep_node"] = consecutive_blocks(plan["ep"], size)
         plan["ep_nodes"] = strided_blocks(plan["ep"], size)
+    if sizes := config.hierarchical_context_parallel_sizes:
+        plan["cp_exchange"] = consecutive_blocks(plan["cp"], sizes[0])
+        plan["cp_ring"] = strided_blocks(plan["cp"], sizes[0])
     instances = config.num_distributed_optimizer_instances
     for prefix, data in (
         ("", dense.groups(("dp", "cp"))),

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_parallel.logical_tensors import num_kv_heads
 from mcore_train.composition import compose
-from mcore_train.layout_check.path_signature import differences
+from mcore_train.layout_check.path_signature import differences, path_signature
 from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.layout_check.small_run_degrees import describe_layout, smallest_world
 from mcore_train.resolution import resolve
@@ -260,6 +260,17 @@ def test_heads_that_context_ranks_exchange_stay_exchangeable_over_one_group():
     small, _ = small_run_of(LLAMA | degrees | {"cp_comm_type": "a2a", "num_query_groups": 1}, 4)
     assert num_kv_heads(small.config.model) == 1
     assert small.config.model.num_attention_heads % 4 == 0
+
+
+def test_groups_in_a_ring_stay_groups_in_a_ring():
+    levels = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 4)}
+    flags = LLAMA | levels | {"context_parallel_size": 8, "num_query_groups": 1}
+    small, plan = small_run_of(flags, 8, 4)
+    parallel = small.config.parallelism
+    assert parallel.context_parallel_size == 4
+    assert parallel.hierarchical_context_parallel_sizes == (2, 2)
+    again = resolve(small.config, small.world_size)
+    assert path_signature(again)["kinds of layers"] == path_signature(plan)["kinds of layers"]
 
 
 def test_experts_split_even_where_no_room_for_optimizer_instances_is_left():

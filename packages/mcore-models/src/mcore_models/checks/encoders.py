@@ -43,7 +43,11 @@ def encoder_layout_problems(
         if getattr(config, name) != _DEFAULTS[name]:
             flag = "--" + name.replace("_", "-")
             problems.append(f"{flag}: models with an encoder compute without it; leave it out.")
-    if parallel.context_parallel_size > 1 and parallel.cp_comm_type in ("p2p", "a2a"):
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type in (
+        "p2p",
+        "a2a",
+        "a2a+p2p",
+    ):
         problems.append(
             f"--cp-comm-type {parallel.cp_comm_type} works for causal models alone: leave it "
             "out (keys and values are gathered)."

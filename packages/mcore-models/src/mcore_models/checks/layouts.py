@@ -16,6 +16,7 @@ from mcore_parallel.logical_tensors import (
 )
 
 _NO_EXPERTS = MoEConfig()
+_LEVELS = "the first of --hierarchical-context-parallel-sizes"
 
 
 def check_layout(
@@ -157,15 +158,17 @@ def _context_problems(config: TransformerConfig, parallel: ParallelConfig) -> li
     if cp == 1:
         return []
     problems = []
-    if kind == "a2a" and heads % (tp * cp):
+    sizes = parallel.hierarchical_context_parallel_sizes
+    exchanging, flag = (sizes[0], _LEVELS) if sizes else (cp, "--context-parallel-size")
+    if kind.startswith("a2a") and heads % (tp * exchanging):
         problems.append(
-            f"--cp-comm-type a2a cannot exchange --num-attention-heads {heads} over "
-            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp}: heads must be "
-            f"a multiple of {tp * cp}. Use p2p or all_gather."
+            f"--cp-comm-type {kind} cannot exchange --num-attention-heads {heads} over "
+            f"--tensor-model-parallel-size {tp} x {flag} {exchanging}: heads must be "
+            f"a multiple of {tp * exchanging}. Use p2p or all_gather."
         )
-    if kind == "p2p":
+    if kind.endswith("p2p"):
         problems += [
-            f"--cp-comm-type p2p has no {what} ({flag}): use all_gather or a2a."
+            f"--cp-comm-type {kind} has no {what} ({flag}): use all_gather or a2a."
             for what, flag, used in (
                 ("windows", "--window-size", config.window_size[0] >= 0),
                 ("chunks", "--attention-chunk-size", config.attention_chunk_size > 0),

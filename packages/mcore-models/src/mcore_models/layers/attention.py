@@ -104,6 +104,7 @@ class Attention(nn.Module):
         self.is_local, self.is_rotated = is_local(config, layer), is_rotated(config, layer)
         self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
         self.comm_type = cp_comm_type(config, ctx.config, layer)
+        self.cp_levels = ctx.cp_exchange, ctx.cp_ring
         check_backend(kernels.attention_backend)
         self.backend = kernels.attention_backend
         self.attend: Callable[..., Tensor] = attend
@@ -230,7 +231,8 @@ class Attention(nn.Module):
         slopes = alibi_slopes(self.config.num_attention_heads, q.device)
         slopes = slopes.chunk(self.tp.size)[self.tp.rank]
         is_whole = slopes.shape[0] == q.shape[2]
-        return slopes if is_whole else slopes.chunk(self.cp.size)[self.cp.rank]
+        exchange = self.cp if self.comm_type == "a2a" else self.cp_levels[0]
+        return slopes if is_whole else slopes.chunk(exchange.size)[exchange.rank]
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """Attend over the whole sequence, wherever its keys are."""
@@ -246,6 +248,23 @@ class Attention(nn.Module):
         is_whole = self.comm_type == "all_gather" and cannot_be_cut(self.config, self.layer)
         if is_whole:
             return context_attention(q, k, v, self.cp, on_rank)
+        if self.comm_type == "a2a+p2p":
+            exchange, ring = self.cp_levels
+            in_ring = partial(self._by_blocks, ring_attention, ring, documents)
+            return ulysses_attention(q, k, v, exchange, in_ring)
+        by_blocks = ring_attention if self.comm_type == "p2p" else gathered_attention
+        return self._by_blocks(by_blocks, self.cp, documents, q, k, v)
+
+    def _by_blocks(
+        self,
+        attention: Callable[..., Tensor],
+        axis: Axis,
+        documents: Documents | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        """Attend in blocks of the score matrix to the keys of all ranks of an axis."""
         has_slopes = self.config.position_embedding_type == "alibi"
         width = q.shape[-1] + has_slopes * num_channels(q.dtype)
         scale = self.score_scale or q.shape[-1] ** -0.5
@@ -253,11 +272,10 @@ class Attention(nn.Module):
             q = q * (scale * width**0.5)
         channels = v.shape[-1]
         if has_slopes:
-            places = zigzag_positions(q.shape[0] * self.cp.size, self.cp, q.device)
+            places = zigzag_positions(q.shape[0] * axis.size, axis, q.device)
             q, k, v = with_distances(q, k, v, self._slopes(q), width**-0.5, places)
         blocks = blocks_for(q, v, self.backend)
-        by_blocks = ring_attention if self.comm_type == "p2p" else gathered_attention
-        return by_blocks(q, k, v, self.cp, blocks, documents)[..., :channels]
+        return attention(q, k, v, axis, blocks, documents)[..., :channels]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0

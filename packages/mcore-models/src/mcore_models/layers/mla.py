@@ -36,7 +36,10 @@ from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.collectives import copy_to, gather_partial_from
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.context_parallel.ring_attention import ring_attention
+from mcore_parallel.context_parallel.ring_attention import (
+    hierarchical_attention,
+    ring_attention,
+)
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.parametrization import score_scale
@@ -100,6 +103,7 @@ class LatentAttention(nn.Module):
         self.config, self.layer, self.tp, self.cp = config, layer, ctx.tp, ctx.cp
         self.streams, self.recomputed = streams, recomputed
         self.comm_type = cp_comm_type(config, ctx.config, layer)
+        self.cp_levels = ctx.cp_exchange, ctx.cp_ring
         check_backend(kernels.attention_backend)
         self.backend = kernels.attention_backend
         self.attend: Callable[..., Tensor] = attend
@@ -223,6 +227,9 @@ class LatentAttention(nn.Module):
             return on_rank(q, k, v)
         if self.comm_type == "a2a":
             return ulysses_attention(q, k, v, self.cp, on_rank)
+        if self.comm_type == "a2a+p2p":
+            blocks = blocks_for(q, v, self.backend)
+            return hierarchical_attention(q, k, v, self.cp_levels, blocks, documents)
         if self.comm_type == "p2p":
             return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
         if self.config.attention_dropout > 0:

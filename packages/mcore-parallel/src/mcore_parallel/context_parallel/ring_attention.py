@@ -32,7 +32,7 @@ from mcore_parallel.context_parallel.packed_sequences import (
     check_own_tokens,
     own_ranges,
 )
-from mcore_parallel.context_parallel.zigzag import own_chunks
+from mcore_parallel.context_parallel.zigzag import own_chunks, ulysses_attention
 from mcore_parallel.mesh import Axis
 
 
@@ -64,6 +64,44 @@ def ring_attention(
     check_own_tokens(q, k, v, axis, documents)
     with without_autocast(q.device):
         return _RingAttention.apply(q, k, v, axis, attention, documents)
+
+
+def hierarchical_attention(
+    q: Float[Tensor, "s B N H"],
+    k: Float[Tensor, "s B G H"],
+    v: Float[Tensor, "s B G J"],
+    levels: tuple[Axis, Axis],
+    attention: BlockAttention,
+    documents: Documents | None = None,
+) -> Float[Tensor, "s B N J"]:
+    """Attend causally over the whole sequence: heads exchanged in groups, a ring of groups.
+
+    Four all-to-alls in a group, as in ``ulysses_attention``, around ``ring_attention`` with a
+    group's share of the heads. A group of A neighbours holds, in order, two of 2R chunks, R
+    groups in the ring, since their chunks of 2AR lie side by side: zigzag order again.
+
+    Args:
+        q: queries of this rank's two chunks, positions already applied.
+        k: keys of this rank's tokens, likewise.
+        v: values of this rank's tokens.
+        levels: ranks that exchange heads, and those of the ring: ``cp_exchange`` and
+            ``cp_ring`` of a context.
+        attention: how a block is computed.
+        documents: of packed rows, whole; None: each row is one.
+
+    Raises:
+        ValueError: if the first level does not divide the query heads, or as
+            ``ring_attention`` does.
+
+    Reference:
+        Fang and Zhao 2024, USP, arXiv:2405.07719, section 3.
+    """
+    exchange, ring = levels
+
+    def on_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, ring, attention, documents)
+
+    return ulysses_attention(q, k, v, exchange, on_group)
 
 
 class _RingAttention(torch.autograd.Function):

@@ -140,8 +140,8 @@ def ulysses_attention(
     chunk_length(q.shape[0] * axis.size, axis)
     if q.shape[2] % axis.size:
         raise ValueError(
-            f"{q.shape[2]} query heads on this rank cannot be exchanged over "
-            f"--context-parallel-size {axis.size}: heads must divide evenly. Use "
+            f"{q.shape[2]} query heads on this rank cannot be exchanged over {axis.size} "
+            "context ranks (--context-parallel-size): heads must divide evenly. Use "
             "--cp-comm-type all_gather, which works with any number of heads."
         )
     # Few key/value heads go to several ranks each: the gradients of the copies are summed.

@@ -58,11 +58,6 @@ class PipelineConfig:
     """Count the head and loss as one layer when layers are shared out."""
 
     def __post_init__(self) -> None:
-        """Check the fields against each other.
-
-        Raises:
-            ValueError: if a number is out of range, or two options contradict.
-        """
         if self.pipeline_schedule not in ("", "auto", *SCHEDULES):
             raise ValueError(
                 f"--pipeline-schedule {self.pipeline_schedule} is not known: "

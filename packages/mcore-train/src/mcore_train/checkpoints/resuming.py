@@ -6,6 +6,7 @@ is a few numbers in the index, among them how many sequences were consumed: the 
 the data is that number alone.
 """
 
+import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from mcore_data.tracing.data_plan import (
     given_by_source,
     parse_plan,
 )
+from mcore_parallel.config import ParallelConfig
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
 from mcore_train.checkpoints.bases import (
@@ -342,7 +344,9 @@ def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
     if not options.load_rng:
         return False
     here = {"world_size": plan.world_size, **asdict(plan.config.parallelism)}
-    fits = extra["parallel"] == here
+    # A checkpoint knows lists alone, and nothing of options that came after it.
+    before = asdict(ParallelConfig()) | extra["parallel"]
+    fits = json.dumps(before, sort_keys=True) == json.dumps(here, sort_keys=True)
     model = plan.config.model
     if not fits and (model.hidden_dropout or model.attention_dropout):
         log.warning("another layout than the checkpoint's: dropout begins new random streams")

@@ -50,6 +50,7 @@ _SPELLED_BELOW = {
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "nccl_communicator_config_path",
+    "hierarchical_context_parallel_sizes",
     "weight_decay_incr_style",
     "optimizer_offload_dir",
 }
@@ -122,6 +123,7 @@ def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:
     degrees = {
         "tensor ranks": parallel.tensor_model_parallel_size,
         "context ranks": parallel.context_parallel_size,
+        "context ranks that exchange heads": _exchanging(parallel),
         "pipeline ranks": parallel.pipeline_model_parallel_size,
         "data ranks": plan.data_parallel_size,
         "expert ranks": parallel.expert_model_parallel_size,
@@ -132,9 +134,14 @@ def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:
         yield name, _few(degree)
 
 
+def _exchanging(parallel: ParallelConfig) -> int:
+    """Context ranks over which heads divide, where they are exchanged."""
+    return (*parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size)[0]
+
+
 def head_relations(num_heads: int, num_groups: int, parallel: ParallelConfig) -> dict[str, str]:
     """Say how heads and key/value heads divide over tensor and context ranks."""
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tp, cp = parallel.tensor_model_parallel_size, _exchanging(parallel)
     on_rank = max(1, num_groups // tp)
     ways = {
         "query heads of a key/value head": "one" if num_heads == num_groups else "several",
@@ -228,8 +235,8 @@ def _attention(config: TrainConfig, layer: int) -> str:
     kind = cp_comm_type(config.model, config.parallelism, layer)
     if kind == "a2a":
         return "exchanged heads, window" if has_window else "exchanged heads"
-    if kind == "p2p":
-        return "ring"
+    if kind.endswith("p2p"):
+        return "ring" if kind == "p2p" else "exchanged heads, ring"
     is_whole = cannot_be_cut(config.model, layer)
     return "gathered keys" if is_whole else "gathered keys in blocks"
 

@@ -38,7 +38,9 @@ def shrink_layout(
         parallel.context_parallel_size,
         parallel.pipeline_model_parallel_size,
     )
-    degrees = {"dp": world_size // (tp * cp * pp), "cp": cp, "tp": tp, "pp": pp}
+    exchange, ring = parallel.hierarchical_context_parallel_sizes or (cp, 1)
+    degrees = {"dp": world_size // (tp * cp * pp), "cp": exchange, "ring": ring}
+    degrees |= {"tp": tp, "pp": pp}
     while (world := _product(degrees)) > max_ranks:
         name = next((n for n in degrees if degrees[n] > 2 and n == "dp"), "")
         name = name or max(degrees, key=lambda n: degrees[n])
@@ -52,7 +54,10 @@ def shrink_layout(
     shrunk = replace(
         parallel,
         tensor_model_parallel_size=degrees["tp"],
-        context_parallel_size=degrees["cp"],
+        context_parallel_size=degrees["cp"] * degrees["ring"],
+        hierarchical_context_parallel_sizes=(
+            (degrees["cp"], degrees["ring"]) if ring > 1 else ()
+        ),
         pipeline_model_parallel_size=degrees["pp"],
         nccl_communicator_config_path="",  # changes when numbers come, not which
     )

@@ -136,9 +136,6 @@ INSTEAD: dict[str, str] = {
         "stages share the encoder's layers, then the decoder's; use "
         "--pipeline-model-parallel-layout to place them."
     ),
-    "--hierarchical-context-parallel-sizes": (
-        "use --cp-comm-type p2p, all_gather or a2a over all of --context-parallel-size."
-    ),
     "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes.",
     "--high-priority-stream-groups": (
         "use --nccl-communicator-config-path, which bounds the collectives of an axis."
