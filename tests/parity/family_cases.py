@@ -158,6 +158,38 @@ CASES = {
             "no_rope_layer_interval": 2,
         },
     ),
+    "arcee": ("Arcee", {**ODD, **EVEN, "attention_bias": True}),
+    "cwm": ("Cwm", {**ODD, **HEADS, "sliding_window": 5, "rope_parameters": LLAMA3}),
+    "ernie4_5": ("Ernie4_5", {**ODD, **HEADS, "use_bias": True}),
+    "exaone4": (
+        "Exaone4",
+        {**ODD, **EVEN, "sliding_window": 5, "sliding_window_pattern": 2},
+    ),
+    "gemma": ("Gemma", {**ODD, **HEADS}),
+    "glm": ("Glm", {**ODD, **HEADS, "head_dim": 8, "attention_bias": False}),
+    "glm4": ("Glm4", {**ODD, **HEADS, "head_dim": 8}),
+    "helium": ("Helium", {**ODD, **HEADS, "num_attention_heads": 2, "head_dim": 10}),
+    "ministral": (
+        "Ministral",
+        {**ODD, **HEADS, "sliding_window": 5}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "seed_oss": (
+        "SeedOss",
+        {**ODD, **HEADS, **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0)},
+    ),
+    "dots1": (
+        "Dots1",
+        {**ODD_MOE, **HEADS, "first_k_dense_replace": 1, "n_shared_experts": 2}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"norm_topk_prob": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "olmoe": ("Olmoe", {**ODD_MOE, **EVEN, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**ODD_MOE, **EVEN, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 6},
+    ),
     "gpt_oss": (
         "GptOss",
         {**ODD_MOE, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -191,17 +223,6 @@ CASES = {
             "norm_topk_prob": True,
             "moe_intermediate_size": 8,
             "mlp_only_layers": [1],
-        },
-    ),
-    "qwen3_moe, weights that do not sum to 1": (
-        "Qwen3Moe",
-        {
-            **ODD_MOE,
-            **HEADS,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": False,
-            "moe_intermediate_size": 8,
         },
     ),
     "qwen3_next": (

@@ -726,7 +726,7 @@ def test_a_family_is_found_for_a_model_that_was_trained_here():
         assert found == alike.get(name, config["model_type"]), name
     description = {"family": "gpt", "vocab_size": 37, "config": {"squared_relu": True}}
     description["config"] |= {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-    description["config"] |= {"swiglu": False}
+    description["config"] |= {"swiglu": False, "qk_l2_norm": True}
     with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
         family_for(description)
 

@@ -64,6 +64,19 @@ CONFIGS = {
     "llama4_text": ROPE
     | HEAD
     | {"num_local_experts": 3, "intermediate_size_mlp": 16, "interleave_moe_layer_step": 2},
+    **dict.fromkeys(("cwm", "ernie4_5", "gemma", "glm", "glm4"), ROPE | HEAD),
+    **dict.fromkeys(("arcee", "ministral", "seed_oss"), ROPE | HEAD),
+    "exaone4": ROPE | HEADS,
+    "helium": ROPE | HEADS | {"head_dim": 4},
+    "dots1": ROPE
+    | HEAD
+    | {"n_routed_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "olmoe": ROPE | HEADS | {"num_experts": 3, "num_experts_per_tok": 2},
+    "qwen2_moe": ROPE
+    | HEADS
+    | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    | {"shared_expert_intermediate_size": 6},
     "gemma2": ROPE | HEAD,
     "gemma3_text": ROPE | HEAD,
     "deepseek_v2": ROPE | LATENT | {"q_lora_rank": None},
@@ -115,6 +128,9 @@ COUNTS = {
 SHAPELESS = {
     ("mixtral", "num_experts_per_tok"),
     ("qwen3_moe", "num_experts_per_tok"),
+    ("dots1", "num_experts_per_tok"),
+    ("olmoe", "num_experts_per_tok"),
+    ("qwen2_moe", "num_experts_per_tok"),
     ("qwen3_next", "num_experts_per_tok"),
     ("qwen3_next", "intermediate_size"),
     ("granitemoehybrid", "num_experts_per_tok"),
@@ -126,6 +142,7 @@ SHAPELESS = {
     ("nemotron_h", "num_experts_per_tok"),
     # All layers have experts.
     ("qwen3_moe", "intermediate_size"),
+    ("qwen2_moe", "intermediate_size"),
     # As many heads, so much narrower: the matrices stay as they are.
     ("gpt2", "n_head"),
     ("bloom", "n_head"),

@@ -1,16 +1,16 @@
 """Families of Hugging Face models: one short file each, weights and config.json together.
 
-A file has a ``FAMILY`` (a ``common.decoder.Decoder``), or is one: ``to_ours(config) ->
-description``, ``to_theirs(description) -> config`` and ``table(description) -> Table``; where
-config.json may promise more than a folder has, or less, also ``as_stored(description, names) ->
-description``; where published folders spell names in another way, ``renames(names) -> {name
-there: name in the table}``; where the model is no GPT of ours, ``shapes(description)``; where
-the class is not named like the type, ``ARCHITECTURE``. A description is what our checkpoints
-keep: ``{"family": "gpt", "vocab_size": int, "config": {...}, "moe": {...}}`` with the fields of
-mcore-models' TransformerConfig and mcore-moe's MoEConfig; fields left out have their defaults.
-Families whose model does not run here yet have a name of their own in ``family``, and weights
-and config survive the way there and back all the same. Each direction refuses, by name, what
-the other side cannot express.
+A file has a ``FAMILY`` (a ``common.decoder.Decoder``), several by type in ``FAMILIES``, or is
+one: ``to_ours(config) -> description``, ``to_theirs(description) -> config`` and
+``table(description) -> Table``; where config.json may promise more than a folder has, or less,
+also ``as_stored(description, names) -> description``; where published folders spell names in
+another way, ``renames(names) -> {name there: name in the table}``; where the model is no GPT of
+ours, ``shapes(description)``; where the class is not named like the type, ``ARCHITECTURE``. A
+description is what our checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config":
+{...}, "moe": {...}}`` with the fields of mcore-models' TransformerConfig and mcore-moe's
+MoEConfig; fields left out have their defaults. Families whose model does not run here yet have
+a name of their own in ``family``, and weights and config survive the way there and back all the
+same. Each direction refuses, by name, what the other side cannot express.
 """
 
 import re
@@ -42,10 +42,18 @@ _FLOORS = {
     "starcoder2": "dense",
     "gpt_neox": "dense",
     "smollm3": "dense",
+    **dict.fromkeys(
+        (
+            *("arcee", "cwm", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "helium"),
+            *("ministral", "seed_oss"),
+        ),
+        "dense.variants",
+    ),
     "bloom": "dense",
     "mpt": "dense",
     "gpt_oss": "moe",
     "glm4_moe": "moe",
+    **dict.fromkeys(("dots1", "olmoe", "qwen2_moe"), "moe.variants"),
     "llama4_text": "moe",
     "deepseek_v2": "moe",
     "deepseek_v3": "moe",
@@ -60,7 +68,8 @@ _FLOORS = {
     "granitemoehybrid": "recurrent",
     "falcon_h1": "recurrent",
 }
-"""``model_type`` of each family and the folder of its module, named alike with ``_``."""
+"""``model_type`` of each family and the folder of its module, named alike with ``_``; or the
+module whose table has it."""
 
 MODEL_TYPES = tuple(_FLOORS)
 """All of them; the first that can say a model is the one it is exported as."""
@@ -86,8 +95,10 @@ def family_of(model_type: str) -> Any:
         raise ValueError(
             f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
         )
-    name = model_type.replace("-", "_")
-    module = import_module(f"{__name__}.{_FLOORS[model_type]}.{name}")
+    floor = _FLOORS[model_type]
+    if "." in floor:
+        return import_module(f"{__name__}.{floor}").FAMILIES[model_type]
+    module = import_module(f"{__name__}.{floor}.{model_type.replace('-', '_')}")
     return getattr(module, "FAMILY", module)
 
 
@@ -150,7 +161,8 @@ def check_architectures(config: Mapping[str, Any]) -> None:
     known = family_of(model_type) if model_type in MODEL_TYPES else None
     stem = getattr(known, "ARCHITECTURE", re.sub(r"[_-]|text$", "", model_type)).lower()
     is_one = isinstance(named, list) and len(named) <= 1
-    if not is_one or any(not str(one).lower().startswith(stem) for one in named):
+    plain = [str(one).lower().replace("_", "") for one in named] if is_one else []
+    if not is_one or any(not one.startswith(stem) for one in plain):
         raise ValueError(
             f"config.json says model_type {model_type!r} and architectures {named}: it must "
             "name one class, of that type."

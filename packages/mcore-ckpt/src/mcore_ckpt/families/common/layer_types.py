@@ -139,6 +139,30 @@ ROTATED_LAYERS = Part(says=("rope_skip_freq",), read=_read_rotation, write=_writ
 """Layers with and without rotary positions."""
 
 
+def _read_rotation_by_window(_: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    if ours["window_size"][0] < 0:
+        return {}
+    skipped = read_skipped({"config": ours}, "window_attn_skip_freq", ones=False)
+    return {"rope_skip_freq": write_pattern(skipped)}
+
+
+def _write_rotation_by_window(description: Description, _: Theirs) -> Theirs:
+    skipped = read_skipped(description, "window_attn_skip_freq", ones=False)
+    has_window = setting(description, "window_size")[0] >= 0
+    if read_skipped(description, "rope_skip_freq") != [has_window and one for one in skipped]:
+        raise ValueError(
+            "it cannot express that layers with a window do not rotate, or others do: "
+            f"--rope-skip-freq {setting(description, 'rope_skip_freq')}"
+        )
+    return {}
+
+
+ROTATED_WINDOWS = Part(
+    says=("rope_skip_freq",), read=_read_rotation_by_window, write=_write_rotation_by_window
+)
+"""Rotation in layers with a window only; in all, if none has one."""
+
+
 def read_skipped(description: Description, name: str, *, ones: bool = True) -> list[bool]:
     """Say for each layer whether it goes without what a pattern of ours is about.
 

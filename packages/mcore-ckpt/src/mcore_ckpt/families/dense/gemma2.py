@@ -24,18 +24,29 @@ _NORMS = {
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
-def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+def _read_width(_: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    return {"embedding_multiplier": math.sqrt(ours["hidden_size"])}
+
+
+def _write_width(description: Description, theirs: Theirs) -> Theirs:
+    width = math.sqrt(theirs["hidden_size"])
+    if not math.isclose(setting(description, "embedding_multiplier"), width):
+        raise ValueError(f"it cannot express --embedding-multiplier other than {width}")
+    return {}
+
+
+EMBEDDING = Part(says=("embedding_multiplier",), read=_read_width, write=_write_width)
+"""The factor on embeddings, which goes without saying."""
+
+
+def _read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
     return {
-        "embedding_multiplier": math.sqrt(ours["hidden_size"]),
         "softmax_scale": fields.take("query_pre_attn_scalar") ** -0.5,
         **{name: fields.maybe(name) or 0.0 for name in _CAPS},
     }
 
 
 def _write(description: Description, theirs: Theirs) -> Theirs:
-    width = math.sqrt(theirs["hidden_size"])
-    if not math.isclose(setting(description, "embedding_multiplier"), width):
-        raise ValueError(f"it cannot express --embedding-multiplier other than {width}")
     scale = setting(description, "softmax_scale")
     scalar = round(scale**-2, 9) if scale else theirs["head_dim"]
     return {
@@ -44,8 +55,8 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     }
 
 
-SCALES = Part(says=("embedding_multiplier", "softmax_scale", *_CAPS), read=_read, write=_write)
-"""Factors on embeddings and scores, and caps on scores and logits."""
+SCALES = Part(says=("softmax_scale", *_CAPS), read=_read, write=_write)
+"""The factor on scores, and caps on scores and logits."""
 
 FAMILY = Decoder(
     model_type="gemma2",
@@ -69,7 +80,7 @@ FAMILY = Decoder(
     refused={"use_bidirectional_attention": False},
     # The first release wrote another activation into hidden_act, which nothing reads.
     unread=("hidden_act", "cache_implementation"),
-    parts=(ATTENTION_BIAS, SCALES, windows(2)),
+    parts=(ATTENTION_BIAS, EMBEDDING, SCALES, windows(2)),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     weights=partial(decoder_table, norms=_NORMS),
 )

@@ -59,6 +59,7 @@ FAMILY = replace(
     refused={},
     parts=(
         ATTENTION_BIAS,
+        gemma2.EMBEDDING,
         gemma2.SCALES,
         windows(6),
         Part(says=("rotary_base_local",), read=_read, write=_write),

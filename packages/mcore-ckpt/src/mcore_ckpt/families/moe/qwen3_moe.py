@@ -1,5 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts in some or all layers."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
@@ -22,7 +23,8 @@ from mcore_ckpt.families.common.layer_types import NO_WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table
 
 
-def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    """Read the experts and which layers have them."""
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     layers = range(ours["num_layers"])
     # Older folders say num_experts, newer num_local_experts.
@@ -37,8 +39,13 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(description: Description, _: Theirs) -> Theirs:
+def _write(description: Description, theirs: Theirs) -> Theirs:
     require_experts(description)
+    return write_experts(description, theirs)
+
+
+def write_experts(description: Description, _: Theirs) -> Theirs:
+    """Write the experts and which layers have them, whatever else a family has."""
     if expert_setting(description, "moe_input_jitter_eps"):
         raise ValueError("it cannot express --moe-input-jitter-eps")
     experts = expert_setting(description, "num_experts")
@@ -54,14 +61,15 @@ def _write(description: Description, _: Theirs) -> Theirs:
     }
 
 
-def _table(description: Description) -> Table:
+def table(description: Description, extra: Iterable[Rule] = ()) -> Table:
+    """List the weights; rules of further parts come last."""
     sparse, dense = sparse_and_dense(description)
     rules = [
         *mlp_rules(description, dense),
         Rule("blocks.*.moe.router.weight", "model.layers.*.mlp.gate.weight", layers=sparse),
         *gated_rules("moe.experts.*.", "mlp.experts.*.", sparse),
     ]
-    return decoder_table(description, rules)
+    return decoder_table(description, rules, extra=extra)
 
 
 FAMILY = Decoder(
@@ -70,6 +78,6 @@ FAMILY = Decoder(
     fixed={"qk_layernorm": True},
     absent={"num_key_value_heads": 4, "router_aux_loss_coef": 0.001},
     parts=(NO_WINDOW, ATTENTION_BIAS),
-    experts=Part(read=_read, write=_write),
-    weights=_table,
+    experts=Part(read=read_experts, write=_write),
+    weights=table,
 )

@@ -1,0 +1,147 @@
+"""Families that are another one but for little: a few fields, names of norms, fused weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mcore_ckpt.families.common.decoder import Decoder, Description, pair
+from mcore_ckpt.families.common.decoder_rules import decoder_table
+from mcore_ckpt.families.common.layer_types import FULL, LOCAL, ROTATED_WINDOWS, windows
+from mcore_ckpt.families.dense import gemma2, llama, mistral, olmo2
+from mcore_ckpt.mapping.rules import Rule, Table
+
+_GLM4_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_self_attn_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_mlp_layernorm",
+}
+
+
+def _fused_table(description: Description, norms: Mapping[str, str] | None = None) -> Table:
+    """List the weights of a Llama whose gates and ups are one matrix."""
+    gate_up = ("blocks.*.mlp.fc1.gate.weight", "blocks.*.mlp.fc1.up.weight")
+    at = "model.layers.*.mlp."
+    mlp = [
+        Rule(gate_up, f"{at}gate_up_proj.weight"),
+        Rule("blocks.*.mlp.fc2.weight", f"{at}down_proj.weight"),
+    ]
+    return decoder_table(description, mlp, norms)
+
+
+def _cwm_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = range(config.get("num_hidden_layers", 64))
+    types = [LOCAL if layer % 4 else FULL for layer in layers]
+    return {**config, "layer_types": config.get("layer_types") or types}
+
+
+_GLM = Decoder(
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    fixed={"rotary_interleaved": True},
+    absent={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "max_position_embeddings": 131072,
+    },
+    parts=(pair("add_qkv_bias", "attention_bias", True),),
+    partial=0.5,
+    weights=_fused_table,
+)
+
+_ALL = (
+    replace(
+        llama.FAMILY,
+        model_type="arcee",
+        architecture="ArceeForCausalLM",
+        fixed={"swiglu": False, "squared_relu": True},
+        absent={"rms_norm_eps": 1e-5},
+        activation=("hidden_act", "relu2"),
+    ),
+    Decoder(
+        model_type="cwm",
+        architecture="CwmForCausalLM",
+        absent={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 8192,
+        },
+        only={"mlp_bias": False},
+        parts=(windows(0),),
+        theta=1e6,
+        stated=_cwm_windows,
+    ),
+    Decoder(
+        model_type="ernie4_5",
+        architecture="Ernie4_5ForCausalLM",
+        fixed={"rotary_interleaved": True},
+        absent={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+        parts=(pair("add_bias_linear", "use_bias", False),),
+        theta=5e5,
+    ),
+    replace(
+        olmo2.FAMILY,
+        model_type="exaone4",
+        architecture="Exaone4ForCausalLM",
+        fixed={"norm_placement": "output", "qk_layernorm": True},
+        absent={**olmo2.FAMILY.absent, "num_key_value_heads": 32, "sliding_window": 4096},
+        parts=(windows(4), ROTATED_WINDOWS),
+    ),
+    replace(
+        gemma2.FAMILY,
+        model_type="gemma",
+        architecture="GemmaForCausalLM",
+        fixed={**gemma2.FAMILY.fixed, "norm_placement": "pre"},
+        absent={
+            name: gemma2.FAMILY.absent[name]
+            for name in ("head_dim", "max_position_embeddings", "tie_word_embeddings")
+        },
+        unread=("hidden_activation",),
+        parts=(gemma2.ATTENTION_BIAS, gemma2.EMBEDDING),
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        weights=decoder_table,
+    ),
+    _GLM,
+    replace(
+        _GLM,
+        model_type="glm4",
+        architecture="Glm4ForCausalLM",
+        fixed={**_GLM.fixed, "norm_placement": "sandwich"},
+        weights=partial(_fused_table, norms=_GLM4_NORMS),
+    ),
+    Decoder(
+        model_type="helium",
+        architecture="HeliumForCausalLM",
+        fixed={"rotary_interleaved": True},
+        absent={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8},
+        only={"attention_bias": False, "mlp_bias": False},
+        theta=1e5,
+    ),
+    replace(
+        mistral.FAMILY,
+        model_type="ministral",
+        architecture="MinistralForCausalLM",
+        parts=(windows(0),),
+    ),
+    Decoder(
+        model_type="seed_oss",
+        architecture="SeedOssForCausalLM",
+        absent={"num_key_value_heads": 8, "head_dim": 128, "attention_dropout": 0.1},
+        only={"attention_out_bias": False, "mlp_bias": False},
+        parts=(
+            pair("add_qkv_bias", "attention_bias", True),
+            pair("hidden_dropout", "residual_dropout", 0.1),
+        ),
+    ),
+)
+
+FAMILIES = {family.model_type: family for family in _ALL}
+"""By their type."""

@@ -1,0 +1,149 @@
+"""Families with experts that are another one but for little."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt.families.common.decoder import (
+    ATTENTION_BIAS,
+    OWN_HEADS,
+    Description,
+    Part,
+    Theirs,
+    pair,
+)
+from mcore_ckpt.families.common.decoder_rules import gated_rules
+from mcore_ckpt.families.common.experts import (
+    expert_layers,
+    expert_setting,
+    expert_size_of,
+    require_experts,
+    require_routing,
+    sparse_and_dense,
+)
+from mcore_ckpt.families.common.fields import Fields
+from mcore_ckpt.families.common.layer_types import FULL, LOCAL, UPPER_WINDOWS, windows
+from mcore_ckpt.families.moe import glm4_moe, qwen3_moe
+from mcore_ckpt.mapping.rules import Rule, Table
+
+_SHARED = {
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": 0.0,
+    "moe_router_num_groups": 0,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias": False,
+    "moe_apply_probs_on_input": False,
+    "moe_shared_expert_gate": True,
+}
+
+
+def _dots_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    first = config.get("max_window_layers", 62)
+    layers = range(config.get("num_hidden_layers", 62))
+    types = [LOCAL if layer >= first else FULL for layer in layers]
+    return {**config, "layer_types": config.get("layer_types") or types}
+
+
+def _read_olmoe(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    stated = {
+        "num_experts": fields.take("num_experts"),
+        "num_experts_per_tok": fields.take("num_experts_per_tok"),
+        "moe_intermediate_size": ours["ffn_hidden_size"],
+        "norm_topk_prob": fields.take("norm_topk_prob", False),
+        "router_aux_loss_coef": fields.take("router_aux_loss_coef", 0.0),
+    }
+    return qwen3_moe.read_experts(Fields(stated), ours)
+
+
+def _write_olmoe(description: Description, theirs: Theirs) -> Theirs:
+    require_experts(description)
+    if 0 in expert_layers(description):
+        raise ValueError("it cannot express --moe-layer-freq: every layer has experts")
+    found = qwen3_moe.write_experts(description, theirs)
+    names = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
+    own = {name: found[name] for name in names}
+    return own | {"intermediate_size": expert_size_of(description)}
+
+
+def _read_qwen2(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    return qwen3_moe.read_experts(fields, ours) | {
+        "moe_shared_expert_intermediate_size": fields.take("shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _write_qwen2(description: Description, theirs: Theirs) -> Theirs:
+    shared = expert_setting(description, "moe_shared_expert_intermediate_size")
+    if not shared or not expert_setting(description, "num_experts"):
+        raise ValueError("it cannot express a model without experts, one of them shared")
+    require_routing(description, _SHARED)
+    found = qwen3_moe.write_experts(description, theirs)
+    return found | {"shared_expert_intermediate_size": shared}
+
+
+def _qwen2_table(description: Description) -> Table:
+    sparse, _ = sparse_and_dense(description)
+    gate = "mlp.shared_expert_gate.weight"
+    shared = [
+        *gated_rules("moe.shared.", "mlp.shared_expert.", sparse),
+        Rule("blocks.*.moe.shared.token_gate.weight", f"model.layers.*.{gate}", layers=sparse),
+    ]
+    return qwen3_moe.table(description, shared)
+
+
+_ALL = (
+    replace(
+        glm4_moe.FAMILY,
+        model_type="dots1",
+        architecture="Dots1ForCausalLM",
+        fixed={"qk_layernorm": True},
+        absent={
+            "num_key_value_heads": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+        },
+        parts=(ATTENTION_BIAS, windows(0)),
+        partial=0.0,
+        unread=("max_window_layers",),
+        stated=_dots_windows,
+        as_stored=None,
+    ),
+    replace(
+        qwen3_moe.FAMILY,
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        fixed={"qk_layernorm": True, "qk_norm_width": "layer"},
+        absent={
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "rms_norm_eps": 1e-5,
+            "router_aux_loss_coef": 0.01,
+        },
+        refused={"clip_qkv": None},
+        parts=(ATTENTION_BIAS, OWN_HEADS),
+        experts=Part(read=_read_olmoe, write=_write_olmoe),
+    ),
+    replace(
+        qwen3_moe.FAMILY,
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        fixed={},
+        absent={
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "router_aux_loss_coef": 0.001,
+        },
+        parts=(pair("add_qkv_bias", "qkv_bias", True), UPPER_WINDOWS),
+        experts=Part(read=_read_qwen2, write=_write_qwen2),
+        weights=_qwen2_table,
+    ),
+)
+
+FAMILIES = {family.model_type: family for family in _ALL}
+"""By their type."""
