@@ -48,14 +48,14 @@ def test_the_kernels_of_decoding_compile():
     types = {
         **dict.fromkeys((*names, "out"), "*bf16"),
         **dict.fromkeys(("tables", "lengths"), "*i64"),
-        **dict.fromkeys(("parts", "sums"), "*fp32"),
+        **dict.fromkeys(("parts", "sums", "slopes"), "*fp32"),
         **dict.fromkeys(("scale", "key_scale", "value_scale"), "fp32"),
         **dict.fromkeys(("window", "table_size"), "i32"),
         **dict.fromkeys(("new_key_stride", "new_value_stride"), "i32"),
     }
     for held, is_fp8 in (("*bf16", False), ("*u8", True)):
         own = types | {"keys": held, "values": held}
-        options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8}
+        options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8, "HAS_SLOPES": is_fp8}
         assert compiled(kernels._attend, own, options)
     types = {
         **dict.fromkeys(("x", "weight", "out"), "*bf16"),

@@ -146,11 +146,11 @@ def _mix(score, value, top, total, mixed, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def _attend(
-    q, new_keys, new_values, keys, values, tables, lengths, out, parts, sums, scale, window,
-    table_size, new_key_stride, new_value_stride, key_scale, value_scale,
+    q, new_keys, new_values, keys, values, tables, lengths, slopes, out, parts, sums, scale,
+    window, table_size, new_key_stride, new_value_stride, key_scale, value_scale,
     N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Z: tl.constexpr, LANES: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    IS_FP8: tl.constexpr, HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
     # One program: the heads of one group of one request, over one split of its keys. Keys and
     # channels fill the taller side of the tensor cores' tiles.
@@ -178,6 +178,9 @@ def _attend(
         # Pages out of the window may be another request's: nothing of them is read.
         key = _loaded(keys, at, is_seen, query.dtype, H, LANES, IS_FP8)
         score = _scores(query, key, scale, key_scale, PRECISION, IS_FP8)
+        if HAS_SLOPES:
+            slope = tl.load(slopes + head, mask=row < N // G, other=0.0)
+            score += (place - (length - 1)).to(tl.float32)[:, None] * slope[None, :]
         score = tl.where(is_seen[:, None], score, float("-inf"))
         value = _loaded(values, at, is_seen, query.dtype, H, LANES, IS_FP8)
         top, total, mixed = _mix(score, value, top, total, mixed, PRECISION)
@@ -226,6 +229,7 @@ def paged_decode(
     window: int = -1,
     scale: float | None = None,
     kv_scales: tuple[float, float] | None = None,
+    slopes: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, "R N H"]:
     """Write a new key and value of each request; let its one query attend to all it has.
 
@@ -242,6 +246,7 @@ def paged_decode(
         window: earlier keys that a query sees besides its own; -1: all.
         scale: of the scores; None: 1/sqrt(H).
         kv_scales: keys and values are bytes of e4m3, which these multiply; None: they are not.
+        slopes: of the heads: a score falls by so much with each token between (ALiBi).
     """
     R, N, H = q.shape
     _, Z, G, _ = keys.shape
@@ -262,6 +267,7 @@ def paged_decode(
         values,
         tables,
         lengths,
+        None if slopes is None else slopes.float(),
         out,
         parts,
         sums,
@@ -281,6 +287,7 @@ def paged_decode(
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         IS_FP8=kv_scales is not None,
+        HAS_SLOPES=slopes is not None,
         num_warps=4,
     )
     if splits > 1:
@@ -292,7 +299,12 @@ def paged_decode(
 
 
 def _trial(
-    device: torch.device, dtype: torch.dtype, head_dim: int, group: int, in_fp8: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    in_fp8: bool,
+    has_slopes: bool,
 ) -> list[tuple[Tensor, Tensor]]:
     from mcore_infer.engine.cache_codes import to_codes
     from mcore_infer.engine.paged import reference_decode, write_to_pages
@@ -306,17 +318,20 @@ def _trial(
     tables = torch.tensor([[8, 1, 5], [2, 0, 0], [3, 7, 4]], device=device)
     lengths = torch.tensor([70, 1, 96], device=device)
     places = torch.tensor([5 * 32 + 5, 2 * 32, 4 * 32 + 31], device=device)
+    slopes = wave(2 * group, device=device, dtype=torch.float32).abs()
+    rules: dict[str, Any] = {"kv_scales": scales, **({"slopes": slopes} if has_slopes else {})}
     pairs = []
     for window in (-1, 40):
         own_keys, own_values = keys.clone(), values.clone()
         new: Any = (q, k, v, own_keys, own_values, tables, lengths)
-        got = paged_decode(*new, window=window, kv_scales=scales)
+        got = paged_decode(*new, window=window, **rules)
         write_to_pages((keys, values), (k, v), places, scales)
         seen = (q, keys, values, tables, lengths)
-        want = reference_decode(*seen, window=window, kv_scales=scales)
+        want = reference_decode(*seen, window=window, **rules)
         pairs += [(got, want), (own_keys, keys.clone()), (own_values, values.clone())]
     return pairs
 
 
 DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)
-"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8."""
+"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8, whether
+heads have slopes."""

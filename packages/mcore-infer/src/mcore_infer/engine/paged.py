@@ -224,7 +224,7 @@ class _PagedLayer:
         self, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
         """Return the kernel of decoding where it works; it writes to the pages itself."""
-        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - {"scale"}:
+        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - {"scale", "slopes"}:
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None
@@ -232,7 +232,8 @@ class _PagedLayer:
             return None
         from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
 
-        kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
+        given = self.scales is not None, "slopes" in scores
+        kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], *given
         return paged_decode if works(DECODE_KERNEL, q.device, *kind) else None
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
