@@ -97,11 +97,7 @@ def generate_text(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Turn a prompt into tokens; an empty one becomes what begins a document.
-
-    Raises:
-        ValueError: if it is empty and the tokenizer has neither a begin nor an end token.
-    """
+    """Turn a prompt into tokens; an empty one becomes what begins a document."""
     ids = tokenizer.encode(prompt)
     if ids:
         return ids

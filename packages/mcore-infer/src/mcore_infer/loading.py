@@ -222,11 +222,7 @@ def _without_base(
 
 
 def check_context(ctx: ParallelContext) -> None:
-    """Refuse rank grids under which text cannot be generated token by token.
-
-    Raises:
-        ValueError: naming the flags.
-    """
+    """Refuse rank grids under which text cannot be generated token by token."""
     config = ctx.config
     if config.pipeline_model_parallel_size > 1 or config.context_parallel_size > 1:
         raise ValueError(

@@ -358,12 +358,7 @@ def config_to_dict(config: object) -> dict[str, Any]:
 
 
 def config_from_dict(config_type: type[Config], table: Mapping[str, Any]) -> Config:
-    """Build a config from what ``config_to_dict`` gave; missing fields keep their defaults.
-
-    Raises:
-        ValueError: for an unknown field, with the nearest known one, and from the config's
-            own checks.
-    """
+    """Build a config from what ``config_to_dict`` gave; missing fields keep their defaults."""
     known = {field.name: field.type for field in fields(config_type)}  # pyrefly: ignore
     values = {}
     for name, value in table.items():

@@ -249,9 +249,6 @@ def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tup
         num_layers: how many there are.
         name: of the field, for errors.
         ones: whether 1 in a list stands for the layers without it.
-
-    Raises:
-        ValueError: if it is neither, or as long as the model is not deep.
     """
     pattern = read_pattern(text, _flag(name))
     if isinstance(pattern, int):

@@ -43,11 +43,7 @@ FUSED = ("silu", "gelu_tanh")
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """Return an elementwise function by name.
-
-    Raises:
-        ValueError: if the name is not known.
-    """
+    """Return an elementwise function by name."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not one of {sorted(ACTIVATIONS)}.")
     return ACTIVATIONS[name]

@@ -37,9 +37,6 @@ class HierarchicalDispatcher:
             config: with ``moe_dispatch_dtype`` tokens are cast on their way between nodes.
             nodes: the ranks that have this one's place in their nodes.
             node: ranks of this node, which share a run of neighbouring experts.
-
-        Raises:
-            ValueError: if the config asks for what needs one step.
         """
         if problem := one_step_option(config):
             raise ValueError(problem)

@@ -37,11 +37,7 @@ class RoutingTape:
             self.ids.append(ids.detach())
 
     def next_ids(self, num_tokens: int, is_recomputed: bool) -> Int[Tensor, "T k"]:
-        """Return the choices of the next forward.
-
-        Raises:
-            ValueError: if none are left, or they are of another number of tokens.
-        """
+        """Return the choices of the next forward."""
         at = self._next[is_recomputed]
         if at >= len(self.ids):
             raise ValueError(f"the recorded routing ends after {at} forwards: record as many.")

@@ -143,11 +143,7 @@ def _build(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
 
 
 def read_words(options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
-    """Read words into values by option name; options that no word names are left out.
-
-    Raises:
-        ValueError: for an unknown option, a word that belongs to none, or a wrong value.
-    """
+    """Read words into values by option name; options that no word names are left out."""
     flags = {option.flag: option for option in options if not option.is_positional}
     negated = {f"--no-{o.flag[2:]}": o for o in flags.values() if o.kind is bool}
     values: dict[str, Any] = {}

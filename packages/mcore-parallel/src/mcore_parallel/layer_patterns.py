@@ -25,9 +25,6 @@ def pattern_layers(pattern: str) -> tuple[str, ...]:
 
     A letter is a layer of one mixer; letters in brackets are one layer of several. What stands
     behind a / is no layer of the model, see ``further_letters``.
-
-    Raises:
-        ValueError: for a letter that stands for nothing here, or brackets that do not match.
     """
     pattern = pattern.partition("/")[0]
     text = pattern.replace("|", "")
@@ -55,11 +52,7 @@ def pattern_layers(pattern: str) -> tuple[str, ...]:
 
 
 def further_letters(pattern: str) -> str:
-    """Return the letters of a layer of multi-token prediction, all in one layer.
-
-    Raises:
-        ValueError: if the layers behind each / differ, or are no layer.
-    """
+    """Return the letters of a layer of multi-token prediction, all in one layer."""
     sections = [section.removeprefix("[").removesuffix("]") for section in pattern.split("/")]
     letters = {*sections[1:]}
     for section in letters:
@@ -78,11 +71,7 @@ def join_layers(layers: Iterable[str]) -> str:
 
 
 def read_pattern(text: str, flag: str) -> int | list[int]:
-    """Read a number, or a list of numbers that may be written with + and *.
-
-    Raises:
-        ValueError: with the flag, if it is neither.
-    """
+    """Read a number, or a list of numbers that may be written with + and *."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, KeyError) as error:

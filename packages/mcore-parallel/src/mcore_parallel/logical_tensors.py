@@ -70,11 +70,7 @@ def has_attention_bias(config: Any) -> bool:
 
 
 def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
-    """Say for each layer of a model whether it has experts.
-
-    Raises:
-        ValueError: if ``moe_layer_freq`` is no number and no list of 0 and 1 of that length.
-    """
+    """Say for each layer of a model whether it has experts."""
     if moe.num_experts == 0:
         return (False,) * num_layers
     pattern = read_pattern(moe.moe_layer_freq, "--moe-layer-freq")

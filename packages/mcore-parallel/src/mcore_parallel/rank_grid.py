@@ -49,9 +49,6 @@ class Grid:
 
         Groups come in mixed-radix order of the fixed axes; inside one, ranks ascend with
         the grid's own order of ``axes``. Every rank stands in exactly one group.
-
-        Raises:
-            KeyError: if an axis is not one of this grid.
         """
         if unknown := set(axes) - set(self.names):
             raise KeyError(f"{sorted(unknown)} are not axes of {self.names}")
@@ -156,11 +153,7 @@ def _check_divides(world_size: int, degrees: dict[str, int]) -> None:
 
 
 def consecutive_blocks(groups: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    """Cut every group into runs of ``size`` neighbours, in order.
-
-    Raises:
-        ValueError: if ``size`` does not divide a group.
-    """
+    """Cut every group into runs of ``size`` neighbours, in order."""
     for group in groups:
         if len(group) % size:
             raise ValueError(f"blocks of {size} do not divide a group of {len(group)} ranks")

@@ -57,11 +57,7 @@ class BatchRamp:
 
 
 def build_ramp(words: tuple[int, ...], final: int) -> BatchRamp:
-    """Read the three numbers of the flag; none of them means one size throughout.
-
-    Raises:
-        ValueError: if they make no ramp that ends at ``final``.
-    """
+    """Read the three numbers of the flag; none of them means one size throughout."""
     if not words:
         return BatchRamp(final)
     start, increment, samples = words

@@ -70,11 +70,7 @@ def place_for(run: Run, batch: Batch) -> MicroBatch:
 
 
 def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
-    """Return the micro-batches that a dataset is scored on, from its start, and how many.
-
-    Raises:
-        ValueError: if external batches can be read only once.
-    """
+    """Return the micro-batches that a dataset is scored on, from its start, and how many."""
     if run.plan.config.data.full_validation:
         return _all_batches(run, dataset)
     num_batches = run.plan.config.evaluation.eval_iters * run.plan.num_microbatches

@@ -145,11 +145,7 @@ def _warn_of_other_tokenizers(datasets: Sequence[Dataset], tokenizer: Tokenizer)
 
 
 def _check_lengths(plan: Plan, train: Dataset, valid_sets: Mapping[str, Dataset]) -> None:
-    """Refuse data that would end within the run, as several without weights can.
-
-    Raises:
-        ValueError: with what there is and what the run takes.
-    """
+    """Refuse data that would end within the run, as several without weights can."""
     if plan.config.data.dataloader_type == "cyclic":
         return
     needed, valid, _ = num_samples(plan)

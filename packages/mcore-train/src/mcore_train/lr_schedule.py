@@ -149,9 +149,6 @@ def reconcile(
         flags: what this run's flags say.
         options: holds which of the two wins where they differ.
         samples: sequences that the schedule has counted; what is behind them does not matter.
-
-    Raises:
-        ValueError: if they differ and no flag says which one is meant.
     """
     now = asdict(flags)
     then = Schedule(**{**now, **{n: saved[n] for n in now if n in saved}})  # pyrefly: ignore

@@ -46,9 +46,6 @@ def choose_schedule(
 
     Returns:
         The config with a schedule.
-
-    Raises:
-        ValueError: if no schedule fits, with the reasons, or the cap is none.
     """
     pipeline = config.pipeline
     candidates = search_schedules(
@@ -133,11 +130,7 @@ def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: in
 
 
 def _cap_bytes(text: str) -> float:
-    """Read a GPU's name, of which nine tenths may be planned with, or GiB.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """Read a GPU's name, of which nine tenths may be planned with, or GiB."""
     known = GPU_GIB.get(text.lower().replace("_", "-"))
     try:
         gib = USABLE * known if known else float(text or "inf")

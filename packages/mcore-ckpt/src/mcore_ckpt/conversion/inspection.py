@@ -54,9 +54,6 @@ def format_of(folder: str | Path) -> tuple[str, Path]:
 
     Returns:
         The format and the folder that holds the tensors: of a run folder, its latest step.
-
-    Raises:
-        ValueError: if it holds no checkpoint that is known.
     """
     path = as_path(folder)
     if not path.is_dir():
@@ -81,11 +78,7 @@ def form_of(folder: Path) -> str:
 
 
 def native_step(folder: str | Path) -> Path:
-    """Find the step of ours that a folder names.
-
-    Raises:
-        ValueError: if there is none; says so where it is a checkpoint of another format.
-    """
+    """Find the step of ours that a folder names."""
     form, step = format_of(folder)
     if form != "mcore":
         raise ValueError(

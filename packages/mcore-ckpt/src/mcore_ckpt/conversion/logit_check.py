@@ -51,12 +51,7 @@ class LogitCheck:
     """What is said of the conversion."""
 
     def require(self, description: Mapping[str, Any]) -> None:
-        """Refuse a conversion whose logits cannot be compared here, before it begins.
-
-        Raises:
-            ValueError: if transformers, mcore-models or a running model of the family is
-                missing.
-        """
+        """Refuse a conversion whose logits cannot be compared here, before it begins."""
         for name in ("transformers", "mcore_models"):
             try:
                 import_module(name)

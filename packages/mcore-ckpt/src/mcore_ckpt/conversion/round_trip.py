@@ -52,11 +52,7 @@ def fingerprint(tensors: Rows, on_progress: Progress | None = None) -> str:
 def prove(
     source: OpenCheckpoint | Part, again: Rows, on_progress: Progress | None = None
 ) -> None:
-    """Turn tensors that were written and read back into the source's, and compare.
-
-    Raises:
-        CheckpointError: naming the first tensor that differs.
-    """
+    """Turn tensors that were written and read back into the source's, and compare."""
     if again.entries.keys() != source.ours.entries.keys():
         odd = sorted(again.entries.keys() ^ source.ours.entries.keys())
         raise CheckpointError(f"proof failed: {odd[0]} is on one side only. It was not kept.")

@@ -42,11 +42,7 @@ _DEFAULTS = ConvertOptions()
 
 
 def check_target(options: ConvertOptions, target: str) -> None:
-    """Refuse what has no effect on an output of a format.
-
-    Raises:
-        ValueError: with the flag, and the formats that it is about.
-    """
+    """Refuse what has no effect on an output of a format."""
     for name, formats in _TAKEN_BY.items():
         takes = {*formats}
         if name == "model_type" and options.dcp_names == "hf":
@@ -124,11 +120,7 @@ def hf_small_files(source: OpenCheckpoint) -> dict[str, bytes]:
 def write_dcp(
     folder: Path, source: OpenCheckpoint, options: ConvertOptions, watch: Watch
 ) -> str:
-    """Write a directory of torch.distributed.checkpoint; return whose names it has.
-
-    Raises:
-        ValueError: if ``dcp_names`` cannot name the model's tensors.
-    """
+    """Write a directory of torch.distributed.checkpoint; return whose names it has."""
     if options.dcp_names == "mcore":
         items = our_items(source)
     elif options.dcp_names == "torchtitan":

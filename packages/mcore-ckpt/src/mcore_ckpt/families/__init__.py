@@ -84,11 +84,7 @@ _REFUSED = {
 
 
 def family_of(model_type: str) -> Any:
-    """Return a family.
-
-    Raises:
-        ValueError: for a model type of no family.
-    """
+    """Return a family."""
     if model_type in _REFUSED:
         raise ValueError(f"model_type {model_type!r} cannot run here: {_REFUSED[model_type]}.")
     if model_type not in MODEL_TYPES:
@@ -120,11 +116,7 @@ def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def stored_model(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Read which model a folder holds, and its tensors under the names of its table.
-
-    Raises:
-        ValueError: if the config cannot be represented, or a tensor is there by two names.
-    """
+    """Read which model a folder holds, and its tensors under the names of its table."""
     family = family_of(config.get("model_type", ""))
     check_architectures(config)
     renames = getattr(family, "renames", None)
@@ -152,11 +144,7 @@ def unknown_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_architectures(config: Mapping[str, Any]) -> None:
-    """Compare the class that a config.json names with its ``model_type``.
-
-    Raises:
-        ValueError: if it names several, or one of another family.
-    """
+    """Compare the class that a config.json names with its ``model_type``."""
     model_type, named = config.get("model_type", ""), config.get("architectures") or []
     known = family_of(model_type) if model_type in MODEL_TYPES else None
     stem = getattr(known, "ARCHITECTURE", re.sub(r"[_-]|text$", "", model_type)).lower()
@@ -170,11 +158,7 @@ def check_architectures(config: Mapping[str, Any]) -> None:
 
 
 def family_for(description: dict[str, Any]) -> str:
-    """Find the first family that can say what a model of ours is.
-
-    Raises:
-        ValueError: if none can; with each one's reason.
-    """
+    """Find the first family that can say what a model of ours is."""
     reasons = []
     for model_type in MODEL_TYPES:
         try:

@@ -91,12 +91,7 @@ class DcpFolder:
 
 
 def read_dcp_folder(path: str | Path) -> DcpFolder:
-    """Read the list of a directory, executing nothing.
-
-    Raises:
-        ValueError: if it is no such directory.
-        CheckpointError: if its ``.metadata`` is damaged or names classes that are not allowed.
-    """
+    """Read the list of a directory, executing nothing."""
     path = Path(path)
     try:
         content = (path / METADATA).read_bytes()

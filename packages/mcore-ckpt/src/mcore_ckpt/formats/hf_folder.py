@@ -52,12 +52,7 @@ class HFFolder:
 
 
 def read_hf_folder(path: str | Path) -> HFFolder:
-    """Read config.json and the headers of the weight files; of pickles what they say, as data.
-
-    Raises:
-        ValueError: if it is no such folder, or its weights are there twice.
-        CheckpointError: if files are damaged or contradict the folder's index.
-    """
+    """Read config.json and the headers of the weight files; pickles are read as data."""
     path = Path(path)
     try:
         config = json.loads((path / "config.json").read_text())

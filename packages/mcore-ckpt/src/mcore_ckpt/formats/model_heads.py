@@ -69,11 +69,7 @@ def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry])
 
 
 def with_tensors(said: Mapping[str, Any], head: Rows) -> dict[str, Any]:
-    """Add a head's tensors to what is said of it.
-
-    Raises:
-        ValueError: if they are too large to go along, or of another dtype.
-    """
+    """Add a head's tensors to what is said of it."""
     found = {}
     for name, entry in head.entries.items():
         if entry.num_bytes > _MAX_BYTES or entry.dtype not in _DTYPES:

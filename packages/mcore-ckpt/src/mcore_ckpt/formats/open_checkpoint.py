@@ -43,11 +43,7 @@ class OpenCheckpoint:
 
 
 def description_in(config: str) -> dict[str, Any]:
-    """Read a description out of what ``--config`` names; empty if nothing is named.
-
-    Raises:
-        ValueError: if it names no model.
-    """
+    """Read a description out of what ``--config`` names; empty if nothing is named."""
     if not config:
         return {}
     path = Path(config)

@@ -52,11 +52,7 @@ class PeftAdapters:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return the folder of the model beside which the adapters stand.
-
-    Raises:
-        ValueError: if it is no folder here.
-    """
+    """Return the folder of the model beside which the adapters stand."""
     name = _config(folder).get("base_model_name_or_path") or ""
     for place in (Path(name), folder / name):
         if name and place.is_dir():

@@ -83,11 +83,7 @@ def quantization_name(config: dict[str, Any], folder: Path) -> str:
 
 
 def packed_schemes(how: dict[str, Any]) -> tuple[Scheme, ...]:
-    """Read the ways in which a ``quantization_config`` packs matrices; empty: in none of ours.
-
-    Raises:
-        ValueError: for GPTQ, AWQ or compressed-tensors with settings that are not read here.
-    """
+    """Read how a ``quantization_config`` packs matrices; empty: in no way of ours."""
     method = how.get("quant_method")
     if method == "gptq":
         bits, form = how.get("bits"), how.get("checkpoint_format", "gptq")

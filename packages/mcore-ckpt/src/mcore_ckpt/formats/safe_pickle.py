@@ -129,11 +129,7 @@ class InertUnpickler(pickle.Unpickler):
         self._special = special or {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in the pickle.
-
-        Raises:
-            CheckpointError: for a name that is not on the list.
-        """
+        """Return what stands for a name in the pickle."""
         full = f"{module}.{name}"
         if full in self._special:
             return self._special[full]
@@ -151,11 +147,7 @@ class InertUnpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what stands for a reference.
-
-        Raises:
-            CheckpointError: if the pickle should have none.
-        """
+        """Return what stands for a reference."""
         if self._persistent is None:
             raise CheckpointError(f"{self._where} holds a pickle with references to nothing.")
         return self._persistent(pid)
@@ -174,9 +166,6 @@ def load_inert(
         where: for messages.
         persistent: makes something of torch's references to storages.
         special: what stands for certain full names, instead of a record.
-
-    Raises:
-        CheckpointError: if it names a class that is not allowed, or is damaged.
     """
     file = BytesIO(content) if isinstance(content, bytes) else content
     try:

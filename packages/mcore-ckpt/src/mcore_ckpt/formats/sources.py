@@ -285,11 +285,7 @@ def _megatron_description(
 
 
 def describe_native(step: Path, index: Index) -> dict[str, Any]:
-    """Return which model a checkpoint of ours says that it holds.
-
-    Raises:
-        ValueError: if it says nothing.
-    """
+    """Return which model a checkpoint of ours says that it holds."""
     description = index.extra.get("model")
     if not isinstance(description, dict) or "family" not in description:
         raise ValueError(

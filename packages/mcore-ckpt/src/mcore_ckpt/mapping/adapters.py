@@ -62,11 +62,7 @@ def adapters_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def base_of(folder: Any, adapter: Mapping[str, Any]) -> str:
-    """Return the folder of the model beside which adapters stand.
-
-    Raises:
-        ValueError: if it is not there.
-    """
+    """Return the folder of the model beside which adapters stand."""
     base = adapter["base"]
     try:
         resolve_folder(as_path(base))
@@ -88,9 +84,6 @@ class Merged:
             base: the model, by logical name.
             adapters: by logical name.
             config: rank and factor, as the index of adapters has them.
-
-        Raises:
-            ValueError: if an adapter's weight is not in the model.
         """
         self._base, self._adapters = base, adapters
         self._scale = config["lora_alpha"] / config["lora_dim"]

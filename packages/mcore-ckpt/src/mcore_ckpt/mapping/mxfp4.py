@@ -26,11 +26,7 @@ class UnpackedMxfp4:
     """
 
     def __init__(self, under: Rows, dtype: str = "BF16") -> None:
-        """Pair blocks with their scales.
-
-        Raises:
-            ValueError: if either is there without the other, or their shapes do not fit.
-        """
+        """Pair blocks with their scales."""
         self._under, self._dtype = under, dtype
         self.entries: dict[str, TensorEntry] = {}
         for name, entry in under.entries.items():

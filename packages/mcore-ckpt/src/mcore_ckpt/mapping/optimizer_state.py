@@ -78,11 +78,7 @@ def native_name(kind: str, name: str) -> str:
 
 
 def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> OptimizerState:
-    """Find the state in a checkpoint of ours.
-
-    Raises:
-        ValueError: if there is none, or it is not that of the weights.
-    """
+    """Find the state in a checkpoint of ours."""
     missing = [name for name in NUMBERS if not isinstance(index.extra.get(name), int)]
     if missing:
         raise ValueError(
@@ -112,11 +108,7 @@ def turned(links: list[Link], theirs: Rows) -> Part:
 
 
 def check_parts(parts: Mapping[str, Part], weights: Rows) -> None:
-    """Compare each kind of state with the weights: the same names, and the same shapes.
-
-    Raises:
-        ValueError: naming what is missing, left over, or of another shape.
-    """
+    """Compare each kind of state with the weights: the same names, and the same shapes."""
     problems = []
     for kind, part in parts.items():
         wanted: dict[str, TensorEntry] = {

@@ -90,11 +90,7 @@ class Link:
         return not self.transposed and self.groups == 1 and not self.paired
 
     def shares(self, their_shape: Sequence[int]) -> tuple[int, ...]:
-        """Rows of each of ours.
-
-        Raises:
-            ValueError: if the foreign tensor does not hold them.
-        """
+        """Rows of each of ours."""
         if not their_shape:
             return (1,)
         total = our_shape(their_shape, self.transposed)[0] - self.padding
@@ -149,9 +145,6 @@ def unstacked(
     Args:
         entries: whole tensors; chunks are row-major, so a part of one lies in order too.
         links: of the table; say how many leading dimensions are indices.
-
-    Raises:
-        ValueError: if a tensor has fewer dimensions than its table needs.
     """
     depths = {name: len(index) for name, index in (split_index(k.theirs) for k in links)}
     found: dict[str, TensorEntry] = {}
@@ -187,9 +180,6 @@ def expand(table: Table) -> list[Link]:
     """Write out a table for its number of layers and experts.
 
     Layers come in order, and each foreign tensor once.
-
-    Raises:
-        ValueError: if two rules name one tensor.
     """
     links: list[Link] = []
     layer = 0
@@ -231,12 +221,7 @@ def match_theirs(table: Table, links: Sequence[Link], names: Iterable[str]) -> l
 
 
 def match_ours(links: Sequence[Link], tensors: Mapping[str, TensorEntry]) -> None:
-    """Check that our tensors are exactly those that the links take, and stack.
-
-    Raises:
-        ValueError: naming every missing and every unused tensor, or those that cannot be
-            put into one.
-    """
+    """Check that our tensors are exactly those that the links take, and stack."""
     _check([name for link in links for name in link.ours], tensors)
     for link in links:
         first, *rest = (tensors[name] for name in link.ours)

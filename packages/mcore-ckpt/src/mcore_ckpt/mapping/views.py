@@ -174,11 +174,7 @@ class Cast:
         }
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows and cast them.
-
-        Raises:
-            ValueError: if numbers are too large for the dtype.
-        """
+        """Read rows and cast them."""
         held = self._under.rows(name, begin, stop)
         cast = held.to(DTYPES[self.entries[name].dtype])
         # bf16 and fp32 reach equally far, but for rounding.

@@ -184,9 +184,6 @@ def _check_wanted(
 
     Returns:
         The tensors to leave as they are, because of another shape.
-
-    Raises:
-        ValueError: listing every difference that ``strictness`` does not allow.
     """
     missing, unasked = names
     problems = [

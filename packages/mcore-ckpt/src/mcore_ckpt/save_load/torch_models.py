@@ -201,11 +201,7 @@ def _packed(value: Any, path: str, name: str, tensors: dict[str, Tensor]) -> lis
 def _restore(
     model: nn.Module, optimizer: Optimizer, index: Index, tensors: dict[str, Tensor]
 ) -> None:
-    """Give an optimizer the numbers of a checkpoint, and tensors to be filled from it.
-
-    Raises:
-        ValueError: if the checkpoint holds no optimizer, or that of other parameters.
-    """
+    """Give an optimizer the numbers of a checkpoint, and tensors to be filled from it."""
     kept = index.extra.get(_KEPT)
     if kept is None:
         raise ValueError(

@@ -120,11 +120,7 @@ def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move
 
 
 def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
-    """Find who holds each owner's box of each tensor.
-
-    Raises:
-        ValueError: if they do not cover a tensor exactly.
-    """
+    """Find who holds each owner's box of each tensor."""
     boxes: dict[str, dict[Box, list[int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for one in held:

@@ -15,11 +15,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Read what a safetensors file holds, each tensor as one chunk without checksums.
-
-    Raises:
-        CheckpointError: if it is no safetensors file or its data does not fit its header.
-    """
+    """Read what a safetensors file holds, each tensor as one chunk without checksums."""
     size = path.stat().st_size
     header = read_header_bytes(path)
     try:
@@ -35,11 +31,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_header_bytes(path: Path) -> bytes:
-    """Read the header of a safetensors file, its 8 bytes of length included.
-
-    Raises:
-        CheckpointError: if the length is not that of a header.
-    """
+    """Read the header of a safetensors file, its 8 bytes of length included."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = file.read(8)

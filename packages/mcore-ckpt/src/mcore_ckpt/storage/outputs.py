@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def check_place(output: Path, *inputs: Path) -> None:
-    """Refuse an output within an input or a step of a run, and one that can be no folder.
-
-    Raises:
-        ValueError: with both paths.
-    """
+    """Refuse an output within an input or a step of a run, and one that can be no folder."""
     if is_store(output):
         return
     there = output.resolve()
@@ -60,11 +56,7 @@ def check_place(output: Path, *inputs: Path) -> None:
 
 
 def check_run_folder(output: Path) -> None:
-    """Refuse to put steps of ours among the files of a checkpoint in another format.
-
-    Raises:
-        ValueError: naming the format.
-    """
+    """Refuse to put steps of ours among the files of a checkpoint in another format."""
     step = latest_step(output)
     places = [output] if step is None else [output, step_folder(output, step)]
     for place in places:
@@ -76,11 +68,7 @@ def check_run_folder(output: Path) -> None:
 
 
 def check_room(output: Path, num_bytes: int) -> None:
-    """Refuse an output for which the disk has no room, before hours of writing.
-
-    Raises:
-        CheckpointError: with what is needed and what there is.
-    """
+    """Refuse an output for which the disk has no room, before hours of writing."""
     if is_store(output):
         return
     free = shutil.disk_usage(_standing(output.resolve())).free
@@ -97,9 +85,6 @@ def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
 
     With an error goes all that was made. For commands: a save leaves what a kill would leave,
     and the next one cleans up.
-
-    Raises:
-        CheckpointError: if the step is there already, or another job writes to the folder.
     """
     with _unmade(run_folder), FolderLock(run_folder):
         final = step_folder(run_folder, step)

@@ -147,9 +147,6 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
 
     Returns:
         Where to write; hand it to ``commit``.
-
-    Raises:
-        CheckpointError: if the step exists and is not to be replaced, or is not ours.
     """
     _repair(folder)
     _check_ours(folder)

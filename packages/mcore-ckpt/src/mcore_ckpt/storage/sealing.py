@@ -39,9 +39,6 @@ def check_files(folder: Path, index: Index, part: int = 0, num_parts: int = 1) -
         index: as it was read.
         part: which share of the files to look at, so that ranks look at each file once.
         num_parts: number of shares.
-
-    Raises:
-        CheckpointError: naming the first file that is missing or not as it was saved.
     """
     whole = [(name, entry, False) for name, entry in index.beside.items()]
     headers = [(name, entry, True) for name, entry in index.files.items()]

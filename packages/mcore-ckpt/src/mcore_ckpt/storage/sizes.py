@@ -10,11 +10,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Read a size such as ``500MB`` or ``5GB`` in bytes.
-
-    Raises:
-        ValueError: if it is none, or is not positive.
-    """
+    """Read a size such as ``500MB`` or ``5GB`` in bytes."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     digits = text.rstrip("KMGTBkmgtb")
     unit = text[len(digits) :].upper()

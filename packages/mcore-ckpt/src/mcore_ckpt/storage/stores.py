@@ -20,9 +20,6 @@ def as_path(where: str | Path) -> Path:
     """Return the path of a folder or file, on a disk or in an object store.
 
     ``file:///run`` is ``/run``: a disk, with all that disks can.
-
-    Raises:
-        ValueError: for a kind of store whose package is not installed; names it.
     """
     if isinstance(where, StorePath):
         return where

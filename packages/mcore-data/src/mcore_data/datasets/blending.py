@@ -34,11 +34,7 @@ class MapDataset(Protocol):
 
 
 def normalize_weights(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weights with sum 1.
-
-    Raises:
-        ValueError: if there are none or too many, one is negative, or all are 0.
-    """
+    """Weights with sum 1."""
     values = np.asarray(weights, np.float64)
     if not 1 <= len(values) <= _MOST_DATASETS:
         raise ValueError(
@@ -98,9 +94,6 @@ def draw_phases(
         phases: (first sample, weights of all datasets) in turn; the first begins at 0. A
             weight of 0 leaves a dataset out.
         size: samples in all.
-
-    Raises:
-        ValueError: if the phases do not begin at 0 and rise.
     """
     begins = [begin for begin, _ in phases]
     if not begins or begins[0] != 0 or any(b <= a for a, b in pairwise(begins)):

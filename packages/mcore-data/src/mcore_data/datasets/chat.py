@@ -121,9 +121,6 @@ def segments(
     """Cut a chat into texts and whether each is the assistant's, to be learnt.
 
     A message with ``"learn": false`` is not learnt though it is the assistant's.
-
-    Raises:
-        ValueError: if the template rewrites a message once later ones follow.
     """
     done = ""
     for number, message in enumerate(messages):
@@ -205,12 +202,7 @@ def prepare_chats(
 
 
 def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[str, Any]]]:
-    """Yield the chats of a JSONL file: a list of messages under ``key`` in each line.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for a line that holds no chat, with its number.
-    """
+    """Yield the chats of a JSONL file: a list of messages under ``key`` in each line."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"--input {path} is not a file.")
     with Path(path).open(encoding="utf-8") as file:
@@ -228,11 +220,7 @@ def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[st
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what a template would pass over in silence.
-
-    Raises:
-        ValueError: for a message without a role, or that says and calls nothing.
-    """
+    """Refuse what a template would pass over in silence."""
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {number} has no role.")

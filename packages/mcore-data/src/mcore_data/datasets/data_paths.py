@@ -28,9 +28,6 @@ def parse_blend(words: Sequence[str]) -> Blend:
     """Read prefixes, or weights and prefixes in turn.
 
     An even number of words is read as pairs if every first one is a number.
-
-    Raises:
-        ValueError: if some but not all of them are numbers, or there is no word.
     """
     if not words:
         raise ValueError("--data-path names no dataset.")
@@ -59,11 +56,7 @@ def read_words(config: DataConfig) -> Sequence[str]:
 
 
 def read_split_words(config: DataConfig) -> tuple[Sequence[str], ...] | None:
-    """Words of each split if the splits have paths of their own, else None.
-
-    Raises:
-        ValueError: if ``--per-split-data-args-path`` is no JSON object of the three.
-    """
+    """Words of each split if the splits have paths of their own, else None."""
     if config.per_split_data_args_path:
         path = config.per_split_data_args_path
         fields = read_json("--per-split-data-args-path", path)

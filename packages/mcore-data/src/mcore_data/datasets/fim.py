@@ -46,11 +46,7 @@ class FillInMiddle:
 
     @staticmethod
     def build(tokenizer: Tokenizer | None, config: FIMConfig) -> "FillInMiddle":
-        """Look the tokens up.
-
-        Raises:
-            ValueError: if there is no tokenizer, or it lacks a token.
-        """
+        """Look the tokens up."""
         if tokenizer is None:
             raise ValueError("--fim-data decodes and encodes text: give --tokenizer-model.")
         named = ("prefix", "middle", "suffix", "pad")

@@ -122,11 +122,7 @@ def mock_bert_ids(vocab_size: int) -> BertIds:
 
 
 def mock_t5_ids(vocab_size: int) -> T5Ids:
-    """Special ids of made-up text: 0 pads, 1 begins, 2 ends, the last 100 are sentinels.
-
-    Raises:
-        ValueError: if the vocabulary has no room for text beside them.
-    """
+    """Special ids of made-up text: 0 pads, 1 begins, 2 ends, the last 100 are sentinels."""
     if vocab_size < 128:
         raise ValueError(
             f"--mock-vocab-size {vocab_size} has no room for 100 sentinels and text: use 128 "

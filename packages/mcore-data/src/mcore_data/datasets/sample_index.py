@@ -95,11 +95,7 @@ def build_sample_index(
 
 
 def count_epochs(tokens_per_epoch: int, spec: SampleIndexSpec) -> int:
-    """Epochs that give at least ``spec.num_samples`` samples.
-
-    Raises:
-        ValueError: if there are no tokens, or one epoch makes no sample.
-    """
+    """Epochs that give at least ``spec.num_samples`` samples."""
     length, extra = spec.sequence_length, spec.extra_tokens
     if tokens_per_epoch == 0:
         raise ValueError("the split has no tokens: give it more documents or a larger share.")

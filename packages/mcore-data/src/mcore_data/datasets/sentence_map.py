@@ -52,9 +52,6 @@ def build_sentence_map(
         borders: document j owns the sentences ``borders[j]`` to ``borders[j + 1]``.
         document_ids: documents to use; None means all.
         spec: lengths, counts and seed.
-
-    Raises:
-        ValueError: if no document makes a sample.
     """
     lengths, borders = np.asarray(lengths), np.asarray(borders, np.int64)
     documents = range(len(borders) - 1) if document_ids is None else document_ids

@@ -192,11 +192,7 @@ def _build_one(
 
 
 def open_sequences(prefix: str, config: DataConfig) -> IndexedDataset:
-    """Open a stored dataset: with ``--sft`` the tokens of chats.
-
-    Raises:
-        FileNotFoundError: if it does not exist.
-    """
+    """Open a stored dataset: with ``--sft`` the tokens of chats."""
     if config.sft and not is_remote(prefix) and not idx_path(prefix + TOKENS).is_file():
         raise FileNotFoundError(
             f"{prefix}{TOKENS}.idx does not exist: with --sft give the --output-prefix of "

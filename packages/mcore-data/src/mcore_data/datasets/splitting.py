@@ -13,9 +13,6 @@ def parse_split(split: str) -> tuple[float, float, float]:
     """Shares of train, valid and test from ``--split``, with sum 1.
 
     Numbers may be separated by anything; missing ones are 0.
-
-    Raises:
-        ValueError: if there is no number, more than three, or their sum is 0.
     """
     numbers = [float(number) for number in _NUMBER.findall(split)]
     if not 1 <= len(numbers) <= NUM_SPLITS or sum(numbers) == 0:
@@ -45,11 +42,7 @@ def split_bounds(split: str, num_elements: int) -> tuple[range | None, ...]:
 def held_out(
     num_documents: int, num_held_out: int, seed: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Draw documents to hold out; returns (the others, the held-out ones), both rising.
-
-    Raises:
-        ValueError: if more are to be held out than leave one to train on.
-    """
+    """Draw documents to hold out; returns (the others, the held-out ones), both rising."""
     if not 0 <= num_held_out < num_documents:
         raise ValueError(f"{num_held_out} of {num_documents} documents cannot be held out.")
     chosen = np.zeros(num_documents, bool)

@@ -65,9 +65,6 @@ class Verifier:
             encoded: what the engine made of them.
             seed: numbers that say which block it is; with them the sample is drawn.
             describe: says where text ``i`` comes from.
-
-        Raises:
-            EngineDifferenceError: at the first difference.
         """
         chosen = self._choose(texts, seed)
         again = self.reference.encode_batch([texts[i] for i in chosen]) if chosen else []

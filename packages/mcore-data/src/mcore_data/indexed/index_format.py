@@ -150,11 +150,7 @@ def read_index(path: str | Path) -> Index:
 
 
 def dtype_code(dtype: np.dtype) -> int:
-    """Code of a dtype in the header.
-
-    Raises:
-        ValueError: if the format has no code for it.
-    """
+    """Code of a dtype in the header."""
     for code, known in DTYPES.items():
         if known == dtype.newbyteorder("<"):
             return code

@@ -66,12 +66,7 @@ def length_histogram(dataset: IndexedDataset) -> list[str]:
 
 
 def find_pairs(name: str | Path) -> list[str]:
-    """List the prefixes of all complete pairs in a folder, by name, or the one prefix given.
-
-    Raises:
-        FileNotFoundError: if there is none, or the folder does not exist.
-        ValueError: if one file of a pair is missing.
-    """
+    """List the prefixes of all complete pairs in a folder, by name, or the one prefix given."""
     folder = Path(name)
     stems = {
         path.with_suffix("") for kind in ("bin", "idx") for path in folder.glob(f"*.{kind}")
@@ -155,9 +150,6 @@ def largest_token(dataset: IndexedDataset) -> int:
     """Read every token and return the largest id; -1 without tokens.
 
     Of a multimodal pair the sequences of mode 0, its texts, count.
-
-    Raises:
-        ValueError: if a token is negative: the sequence is named.
     """
     modes = dataset.index.modes
     if modes is None:

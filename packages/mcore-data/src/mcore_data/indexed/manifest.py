@@ -95,9 +95,6 @@ def check_files(prefix: str | Path, facts: Mapping[str, Any]) -> None:
     """Hold all files to the sizes and checksums of the manifest; reads all of them.
 
     A pair that was renamed with its manifest is recognized by its suffixes.
-
-    Raises:
-        CorruptDatasetError: if one differs or is missing.
     """
     for name, stored in facts["files"].items():
         path = Path(f"{prefix}{Path(name).suffix}")

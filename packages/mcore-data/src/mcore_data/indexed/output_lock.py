@@ -25,9 +25,6 @@ def make_folder(folder: Path, flag: str) -> None:
     Args:
         folder: made with those above it.
         flag: what names it, with its value, for the error.
-
-    Raises:
-        ValueError: if it cannot be made or takes none, with the reason, or is a URL.
     """
     if "://" in flag:
         raise ValueError(
@@ -51,9 +48,6 @@ def only_writer(prefix: str | Path) -> Iterator[None]:
 
     The lock belongs to the process, not to its children, and is gone with it. Where the file
     system has no locks, nothing is kept.
-
-    Raises:
-        ValueError: if another process has it.
     """
     path = Path(f"{prefix}.lock")
     with path.open("wb") as file:
@@ -70,11 +64,7 @@ def only_writer(prefix: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_full_disks(prefix: str | Path) -> Iterator[None]:
-    """Say which outputs a full disk has stopped, and how they go on.
-
-    Raises:
-        RuntimeError: in place of the system's error.
-    """
+    """Say which outputs a full disk has stopped, and how they go on."""
     try:
         yield
     except OSError as error:
@@ -92,9 +82,6 @@ def refuse_finished(prefixes: Iterable[Path], work: str) -> None:
     Args:
         prefixes: of the pairs that are to be written.
         work: hash of all that decides their bytes, as manifests hold it.
-
-    Raises:
-        ValueError: with the name of the first pair that other work has made.
     """
     for prefix in prefixes:
         if bin_path(prefix).is_file() and read_manifest(prefix).get("work") != work:

@@ -97,11 +97,7 @@ def read_blocks(
 
 
 def refuse_changed(sources: Sequence[Source]) -> None:
-    """Hold files to the size and the time of change, or ETag, that they were found with.
-
-    Raises:
-        RuntimeError: if one differs or is gone.
-    """
+    """Hold files to the size and the time of change, or ETag, that they were found with."""
     for source in sources:
         if source.is_stream:
             continue
@@ -128,9 +124,6 @@ def divide(sources: Sequence[Source], part: int, num_parts: int) -> list[Source]
 
     Plain lines are cut anywhere, other files belong whole to the part in which they start.
     The parts together, in order, are the inputs.
-
-    Raises:
-        ValueError: if the size of an input is not known.
     """
     streams = [source.path for source in sources if source.is_stream]
     if streams:
@@ -164,11 +157,7 @@ def count_lines(path: str, stop: int) -> int:
 
 
 def read_texts(source: Source, json_keys: Sequence[str]) -> Iterator[str]:
-    """Stream the texts of a source, lists of sentences joined by a blank.
-
-    Raises:
-        BadRecordError: at the first bad record, with file and number.
-    """
+    """Stream the texts of a source, lists of sentences joined by a blank."""
     before = 0
     for block in read_blocks(source, json_keys):
         parsed = block.parse(json_keys)

@@ -13,13 +13,7 @@ from mcore_data.preprocessing.blocks import Block, Source, open_raw
 def read_tables(
     source: Source, json_keys: Sequence[str], start: int, block_bytes: int
 ) -> Iterator[Block]:
-    """Blocks of a table from row ``start`` on.
-
-    Raises:
-        ImportError: if pyarrow is not installed.
-        ValueError: if a column is missing, or the table comes through a pipe.
-        RuntimeError: if the file is damaged.
-    """
+    """Blocks of a table from row ``start`` on."""
     if source.is_stream:
         raise ValueError(f"--input {source.path}: a table is read from a file, not a pipe.")
     try:

@@ -102,12 +102,7 @@ class HFTokenizer:
 
 
 def open_hf_tokenizer(path: str | Path, special_tokens: Sequence[str] = ()) -> HFTokenizer:
-    """Open a Hugging Face folder or a bare ``tokenizer.json``.
-
-    Raises:
-        FileNotFoundError: if the folder has no ``tokenizer.json``.
-        ValueError: if that file is not a tokenizer.
-    """
+    """Open a Hugging Face folder or a bare ``tokenizer.json``."""
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -143,11 +138,7 @@ def build_gpt2_bpe(
 def build_bert_wordpiece(
     vocab_file: str | Path, *, lower_case: bool, special_tokens: Sequence[str] = ()
 ) -> HFTokenizer:
-    """BERT's word pieces from ``vocab.txt``, one token a line; adds no [CLS] or [SEP].
-
-    Raises:
-        ValueError: if the vocabulary lacks [UNK].
-    """
+    """BERT's word pieces from ``vocab.txt``, one token a line; adds no [CLS] or [SEP]."""
     lines = Path(vocab_file).read_text(encoding="utf-8").split("\n")
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line.rstrip("\r")}
     if "[UNK]" not in vocab:

@@ -52,11 +52,7 @@ class MultimodalTokenizer(HFTokenizer):
     def open(
         cls, path: str | Path, special_tokens: Sequence[str], image_tag_type: str
     ) -> "MultimodalTokenizer":
-        """Open a Hugging Face folder or ``tokenizer.json``; errors as ``open_hf_tokenizer``.
-
-        Raises:
-            ValueError: if tags are to stand around an ``<image>`` that is no token.
-        """
+        """Open a Hugging Face folder or ``tokenizer.json``; errors as ``open_hf_tokenizer``."""
         plain = open_hf_tokenizer(path, special_tokens)
         if image_tag_type and plain.token_id(IMAGE) is None:
             raise ValueError(

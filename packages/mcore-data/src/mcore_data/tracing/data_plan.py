@@ -76,11 +76,7 @@ class DataPlan:
 
 
 def parse_plan(text: str) -> DataPlan:
-    """Read what ``to_json`` wrote.
-
-    Raises:
-        ValueError: if the text is no plan of this version.
-    """
+    """Read what ``to_json`` wrote."""
     table: dict[str, Any] = json.loads(text)
     if table.pop("version", None) != _VERSION:
         raise ValueError(f"{PLAN_FILE} has another version than {_VERSION}.")
@@ -97,9 +93,6 @@ def find_plan(run: str | Path) -> tuple[DataPlan, Path]:
 
     Returns:
         The plan, and the step folder.
-
-    Raises:
-        FileNotFoundError: if there is none.
     """
     folder = Path(run)
     tracker = folder / _TRACKER

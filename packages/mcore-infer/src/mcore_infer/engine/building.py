@@ -107,9 +107,6 @@ def measured_bytes(
 
     A page of a model without attention takes 1. Runs the model on one token; communicates over
     ``tp`` as the model does.
-
-    Raises:
-        ValueError: if an engine cannot run the model.
     """
     if reason := engine_refusal(model.config):
         raise ValueError(f"{reason}: write with generate().")

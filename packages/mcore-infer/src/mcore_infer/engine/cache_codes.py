@@ -32,11 +32,7 @@ _LATENT = (
 
 
 def check_fp8_cache(config: TransformerConfig) -> None:
-    """Refuse models that keep something else than keys and values.
-
-    Raises:
-        ValueError: if this one does.
-    """
+    """Refuse models that keep something else than keys and values."""
     if config.multi_latent_attention:
         raise ValueError(f"{_LATENT}: set --kv-cache-dtype model.")
 

@@ -121,9 +121,6 @@ def check_without_engine(
         config: limits of the engine.
         kv_scales: of a cache in fp8, that the checkpoint holds; a warning says that they are
             not used.
-
-    Raises:
-        ValueError: with the flag to leave out.
     """
     if config.kv_cache_dtype == "fp8":
         raise ValueError(f"--kv-cache-dtype fp8 needs an engine, and {reason}: leave it out.")

@@ -89,9 +89,6 @@ class Scheduler:
             salt: see ``first_key``.
             shares_prefix: whether pages of others may stand for its beginning; no where
                 something of each prompt token is wanted, such as its log probability.
-
-        Raises:
-            ValueError: if it could never run.
         """
         if request in self._requests:
             raise ValueError(f"request {request} is queued already")
@@ -103,11 +100,7 @@ class Scheduler:
         self._waiting.append(new)
 
     def check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        """Refuse what could never run.
-
-        Raises:
-            ValueError: with the limit.
-        """
+        """Refuse what could never run."""
         if not prompt or max_new_tokens < 0:
             raise ValueError("a request needs a prompt of at least one token.")
         limit, total = self.config.max_sequence_tokens, len(prompt) + max_new_tokens

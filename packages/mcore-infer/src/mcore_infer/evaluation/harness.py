@@ -26,11 +26,7 @@ NAME = "mcore"
 
 
 def adapter_class() -> type:
-    """Return the class that the harness runs; see ``Requests`` for what it takes.
-
-    Raises:
-        ValueError: if the harness is not installed.
-    """
+    """Return the class that the harness runs; see ``Requests`` for what it takes."""
     try:
         template: Any = import_module("lm_eval.api.model").TemplateLM
     except ImportError as error:
@@ -73,9 +69,6 @@ class Requests:
             tensor_model_parallel_size: as the flag.
             data_axis: data ranks that share rows, of ``model``.
             ignored: what the harness gives to all models; None where it must be.
-
-        Raises:
-            ValueError: if there is no model, or for arguments that are not known.
         """
         super().__init__()
         unknown = [k for k, v in ignored.items() if v is not None and k != "max_batch_size"]
@@ -182,11 +175,7 @@ class Requests:
 
 
 def _sampling(options: dict[str, Any], num_tokens: int) -> SamplingConfig:
-    """Read a task's ``generation_kwargs``.
-
-    Raises:
-        ValueError: for one that is not known.
-    """
+    """Read a task's ``generation_kwargs``."""
     draws = options.pop("do_sample", False)
     temperature = float(options.pop("temperature", 1.0 if draws else 0.0))
     top_p, top_k = float(options.pop("top_p", 0.0)), int(options.pop("top_k", 0))

@@ -31,11 +31,7 @@ class LambadaScore:
 
 
 def read_texts(lines: Iterable[str]) -> list[str]:
-    """Read passages from JSON lines with the field ``text``; empty lines are left out.
-
-    Raises:
-        ValueError: with the number of a line that is none, or if there is no passage.
-    """
+    """Read passages from JSON lines with the field ``text``; empty lines are left out."""
     texts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -55,11 +51,7 @@ def read_texts(lines: Iterable[str]) -> list[str]:
 def continuation(
     tokenizer: Tokenizer, text: str, *, strict: bool, context_tokens: int
 ) -> Continuation:
-    """Cut a passage into context and what is to be guessed; too long a context loses its head.
-
-    Raises:
-        ValueError: if it has one word only, or does not fit.
-    """
+    """Cut a passage into context and what is to be guessed; long contexts lose their head."""
     if strict:
         text = text.rstrip()
         last = text.rsplit(maxsplit=1)[-1]

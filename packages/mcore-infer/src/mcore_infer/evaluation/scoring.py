@@ -65,9 +65,6 @@ def plan_windows(lengths: Sequence[int], context_tokens: int, stride: int) -> li
         lengths: targets of each document.
         context_tokens: longest window.
         stride: targets that each window but the first adds; ``context_tokens``: no overlap.
-
-    Raises:
-        ValueError: if the stride is not from 1 to ``context_tokens``.
     """
     if not 1 <= stride <= context_tokens:
         raise ValueError(
@@ -148,11 +145,7 @@ def score_windows(
 
 
 def check_eval_mode(model: LanguageModel) -> None:
-    """Refuse a model in training mode.
-
-    Raises:
-        ValueError: if it is.
-    """
+    """Refuse a model in training mode."""
     if model.training:
         raise ValueError("evaluation needs a model in eval mode: call model.eval() first.")
 

@@ -102,9 +102,6 @@ def plan_overlapping(num_targets: int, context_tokens: int, overlap: int) -> lis
         num_targets: of the text.
         context_tokens: longest window.
         overlap: targets that each window but the first adds; ``context_tokens``: no overlap.
-
-    Raises:
-        ValueError: if the overlap is not from 1 to ``context_tokens``.
     """
     if not 1 <= overlap <= context_tokens:
         raise ValueError(

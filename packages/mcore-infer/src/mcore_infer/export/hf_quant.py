@@ -25,11 +25,7 @@ _DTYPE_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 
 def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
-    """Return the tensors of a quantized source.
-
-    Raises:
-        ValueError: if it is not quantized.
-    """
+    """Return the tensors of a quantized source."""
     if not isinstance(source.theirs, WidenedRows):
         raise ValueError(
             f"--format {form} needs quantized weights: mcore-infer quantize makes them. Others "

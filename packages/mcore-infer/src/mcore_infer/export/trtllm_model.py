@@ -100,11 +100,7 @@ def sizes_of(description: Mapping[str, Any]) -> Sizes:
 
 
 def check_model(model_type: str, description: Mapping[str, Any]) -> None:
-    """Refuse a model that the format has no layout for.
-
-    Raises:
-        ValueError: with what it is and what to use instead.
-    """
+    """Refuse a model that the format has no layout for."""
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"--format trtllm has no layout for {model_type} here: it writes "
@@ -127,11 +123,7 @@ def check_model(model_type: str, description: Mapping[str, Any]) -> None:
 
 
 def check_grid(sizes: Sizes, grid: RankGrid) -> None:
-    """Refuse a number of ranks that the model cannot be split over.
-
-    Raises:
-        ValueError: with the flag and the number.
-    """
+    """Refuse a number of ranks that the model cannot be split over."""
     if grid.tp < 1 or grid.pp < 1:
         raise ValueError(
             f"--tensor-parallel-size {grid.tp} and --pipeline-parallel-size {grid.pp} must be "
@@ -266,11 +258,7 @@ def _gemma_fields(model_type: str, description: Mapping[str, Any]) -> dict[str, 
 
 
 def _window_pattern(layer_types: Sequence[str]) -> int:
-    """Return n where every n-th layer has no window.
-
-    Raises:
-        ValueError: if the layers have no such rhythm.
-    """
+    """Return n where every n-th layer has no window."""
     full = [number for number, kind in enumerate(layer_types, 1) if kind == "full_attention"]
     every = full[0] if full else len(layer_types) + 1
     if full != list(range(every, len(layer_types) + 1, every)):

@@ -140,11 +140,7 @@ class QuantizedLinears:
         return item_of(name, "F32", shape, parts, self.widened.stored)
 
     def input_scales(self, name: str, shares: Sequence[Share]) -> Item:
-        """List what multiplies each input first; ones where it is folded into a norm.
-
-        Raises:
-            ValueError: if parts of a fused matrix differ in it: they have one input.
-        """
+        """List what multiplies each input first; ones where it is folded into a norm."""
         stored = self.widened.stored
         names = [f"{self.modules[one.stem]}.{PRE_QUANT_SCALE}" for one in shares]
         width = inputs_of(shares[0], self.plain.rows)
@@ -164,11 +160,7 @@ class QuantizedLinears:
 def linears_of(
     plain: PlainLinears, widened: WidenedRows, links: Sequence[Link]
 ) -> QuantizedLinears:
-    """Look at a quantized source as the linears of a checkpoint.
-
-    Raises:
-        ValueError: if the format has no layout for its algorithm.
-    """
+    """Look at a quantized source as the linears of a checkpoint."""
     algo = widened.plan.algo
     if algo not in (*_WRITERS, "W8A16"):
         raise ValueError(

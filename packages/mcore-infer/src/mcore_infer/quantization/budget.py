@@ -41,9 +41,6 @@ def ways_within(
 
     Returns:
         By path; of matrices that stay as they are there is none.
-
-    Raises:
-        ValueError: if the budget or the group is too small.
     """
     ways = [Way("gptq", layout_of("W4A16_AWQ", group_size)), Way("fp8", layout_of("FP8"))]
     bits = [4 + 32 / ways[0].layout.group[1], 8.0, _WIDE_BITS]
@@ -85,9 +82,6 @@ def allocate(
         sizes: numbers in each matrix.
         bits: of a number under each option, ascending.
         budget: bits of a number on average.
-
-    Raises:
-        ValueError: if the fewest bits are more than the budget.
     """
     chosen = [next(i for i, e in enumerate(row) if e < math.inf) for row in errors]
     left = budget * sum(sizes)

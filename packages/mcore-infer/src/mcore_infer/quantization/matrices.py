@@ -73,9 +73,6 @@ def select(
         links: which foreign tensor holds which of ours.
         layout: what they become.
         exclude: patterns of foreign modules, or of fused matrices, to leave.
-
-    Raises:
-        ValueError: if a pattern fits nothing.
     """
     taken = {name: link for link in links for name in link.ours}
     chosen, left = [], {}

@@ -190,11 +190,7 @@ def _chosen(
     config: QuantizeConfig,
     windows: Sequence[Tensor],
 ) -> tuple[Selection, dict[str, Way]]:
-    """Choose what is rounded, and how.
-
-    Raises:
-        ValueError: if nothing can be, or the budget is too small.
-    """
+    """Choose what is rounded, and how."""
     method = "fp8" if config.method == MIXED_METHOD else config.method
     layout = layout_of(METHODS[method], config.group_size if method == config.method else 0)
     found = select(loaded.model, links, layout, config.exclude_modules)

@@ -23,9 +23,6 @@ def tokens_per_second(
         model: whole, in eval mode.
         num_tokens: to write, after some that are not timed.
         fp8_cache: see ``EngineConfig``.
-
-    Raises:
-        ValueError: if no engine can run the model.
     """
     if reason := engine_refusal(model.config):
         raise ValueError(f"--speed-tokens needs an engine, and {reason}: leave it out.")

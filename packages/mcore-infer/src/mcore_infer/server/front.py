@@ -39,11 +39,7 @@ class Front:
         self.worker.start(deliver)
 
     def open(self, requests: Sequence[TextRequest]) -> "Running":
-        """Queue a group; its owner closes what is returned.
-
-        Raises:
-            RequestError: if the engine has failed or too much is queued.
-        """
+        """Queue a group; its owner closes what is returned."""
         if self.worker.has_failed:
             raise RequestError(500, "the engine has failed: start the server again.")
         if self.num_open + len(requests) > self.max_queued:

@@ -178,9 +178,6 @@ def num_tokens_for(served: Served, prompt: Sequence[int], wanted: int | None) ->
         served: says how long texts are.
         prompt: token ids.
         wanted: tokens to write; None: as many as fit.
-
-    Raises:
-        RequestError: with status 400 if the prompt leaves no room.
     """
     room = served.max_tokens - len(prompt)
     if room < 0 or (room == 0 and wanted != 0):
@@ -194,11 +191,7 @@ def num_tokens_for(served: Served, prompt: Sequence[int], wanted: int | None) ->
 
 
 def encode(served: Served, text: str, field: str = "prompt") -> list[int]:
-    """Turn a prompt into tokens; an empty one begins a document.
-
-    Raises:
-        RequestError: with status 400 if the tokenizer cannot.
-    """
+    """Turn a prompt into tokens; an empty one begins a document."""
     tokenizer = served.tokenizer
     try:
         ids = tokenizer.encode(text)

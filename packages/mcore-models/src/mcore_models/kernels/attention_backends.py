@@ -231,11 +231,7 @@ def _uses_flash4(
 
 
 def check_backend(backend: AttentionBackend) -> None:
-    """Raise if a backend cannot be used whatever the tensors.
-
-    Raises:
-        ValueError: naming the package that is missing.
-    """
+    """Raise if a backend cannot be used whatever the tensors."""
     if backend == "flash4" and not flash4.is_installed():
         raise ValueError(f"--attention-backend flash4: {flash4.EXTRA}, or use auto.")
 

@@ -29,9 +29,6 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
             channels, a multiple of 8; above 128, torch's flash kernels do.
         v: ``[Z, B, G, J]``, for fused kernels with as many channels.
         backend: as ``attention_backends.attend`` takes it.
-
-    Raises:
-        ValueError: if a backend was named that does not take these tensors.
     """
     H = q.shape[-1]
     has_format = q.dtype in (torch.bfloat16, torch.float16)

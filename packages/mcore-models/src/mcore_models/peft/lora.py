@@ -141,9 +141,6 @@ class LinearAdapter(nn.Module, ABC):
         """Return the weight with its adapters, in its own dtype; computed in float32 or wider.
 
         All-reduces one number a row over the ranks that share the columns (DoRA).
-
-        Raises:
-            ValueError: if the weight is kept in few bits, see ``quantize_base``.
         """
         if not weight.untyped_storage().nbytes():
             raise ValueError(

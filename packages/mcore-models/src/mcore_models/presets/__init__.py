@@ -55,11 +55,7 @@ def load_preset(name: str) -> ModelDescription:
 
 
 def find_preset(name: str) -> Preset:
-    """Return a preset as it stands in the table.
-
-    Raises:
-        ValueError: if there is none of that name, with the nearest one.
-    """
+    """Return a preset as it stands in the table."""
     known = presets()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)

@@ -72,11 +72,7 @@ def plan_buckets(
 
 
 def shard_ranges(size: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Cut a bucket into ``count`` equal ranges, one a rank: first and one-past-last element.
-
-    Raises:
-        ValueError: if ``count`` does not divide ``size``.
-    """
+    """Cut a bucket into ``count`` equal ranges, one a rank: first and one-past-last element."""
     if size % count:
         raise ValueError(f"{count} ranks cannot share a bucket of {size} elements evenly")
     length = size // count

@@ -345,11 +345,7 @@ class _GradientHook:
 
 
 def check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
-    """Refuse parameters of which nothing says how tensor ranks share them.
-
-    Raises:
-        ValueError: with the first of them.
-    """
+    """Refuse parameters of which nothing says how tensor ranks share them."""
     names = [name for chunk in chunks for name in undeclared_parameters(chunk)]
     if tp.size > 1 and names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -89,11 +89,7 @@ def bytes_on_host(
 
 
 def check_rounding(units: Sequence[OwnedUnit]) -> None:
-    """Refuse units that cannot do without main weights.
-
-    Raises:
-        ValueError: if weights are neither bfloat16 nor wide, or the engine's are float32.
-    """
+    """Refuse units that cannot do without main weights."""
     for unit in units:
         is_wide = main_dtype(unit) == unit.dtype
         if not is_wide and (unit.dtype != torch.bfloat16 or unit.own_main() is not None):

@@ -54,11 +54,7 @@ class RankEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """Read torchrun's variables.
-
-    Raises:
-        ValueError: if only some of them are set, or their values contradict.
-    """
+    """Read torchrun's variables."""
     env = os.environ if environ is None else environ
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if name in env]

@@ -47,9 +47,6 @@ class ActivationOffload:
                 since backward begins with the last one at once.
             device: where they compute.
             least_elements: of a tensor that leaves; 0: ``LEAST_ELEMENTS`` on a GPU, else all.
-
-        Raises:
-            ValueError: if there are no more layers than that.
         """
         if num_layers >= len(layers):
             raise ValueError(

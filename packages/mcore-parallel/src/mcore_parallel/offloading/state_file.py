@@ -29,9 +29,6 @@ class StateFile:
         Args:
             folder: on the drive; made if it is not there.
             num_bytes: of all tensors together.
-
-        Raises:
-            ValueError: if the folder cannot be used or its drive has less space.
         """
         asked = f"--optimizer-offload-dir {folder}"
         size = num_bytes + mmap.PAGESIZE

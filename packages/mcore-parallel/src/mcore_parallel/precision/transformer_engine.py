@@ -39,11 +39,7 @@ def refusal() -> str:
 
 
 def by_transformer_engine(gemm: Gemm) -> Gemm:
-    """Return Transformer Engine's counterpart of a linear's GEMM.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """Return Transformer Engine's counterpart of a linear's GEMM."""
     if gemm is PLAIN_GEMM:
         return TransformerEngineGemm()
     if not isinstance(gemm, Fp8Gemm):

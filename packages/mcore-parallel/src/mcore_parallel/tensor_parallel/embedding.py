@@ -277,9 +277,6 @@ def check_range(ids: Int[Tensor, "..."], size: int, what: str) -> None:
     """Raise unless ``0 <= ids < size``, where looking costs no wait for a device.
 
     On a GPU, and in compiled code, nothing is checked.
-
-    Raises:
-        ValueError: naming the range found.
     """
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
         return

@@ -130,11 +130,7 @@ def describe_adapter(run: Run) -> dict[str, Any]:
 
 
 def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
-    """Compare a checkpoint's adapters with the run's.
-
-    Raises:
-        ValueError: with every difference.
-    """
+    """Compare a checkpoint's adapters with the run's."""
     saved, here = extra.get(ADAPTER), config_to_dict(plan.config.peft)
     if saved is None or plan.config.peft.peft == "none":
         if saved is not None:
@@ -178,11 +174,7 @@ def _base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
 
 
 def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
-    """Compare what decides shapes and numbers; say every difference at once.
-
-    Raises:
-        ValueError: with the differences.
-    """
+    """Compare what decides shapes and numbers; say every difference at once."""
     here = model_description(plan)
     if (family := saved.get("family", "gpt")) != here["family"]:
         raise ValueError(

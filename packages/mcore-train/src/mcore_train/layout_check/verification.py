@@ -157,11 +157,7 @@ def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
 
 
 def verify_in_world(small: SmallRun, *, quiet: bool = False) -> Certificate | None:
-    """Compare on the ranks that a launcher started on this host; only rank 0 returns a result.
-
-    Raises:
-        ValueError: if the small run is of another world than the launcher's.
-    """
+    """Compare on the ranks that a launcher started on this host; rank 0 returns a result."""
     world = launcher.read_environment()
     if world.world_size != small.world_size:
         raise ValueError(

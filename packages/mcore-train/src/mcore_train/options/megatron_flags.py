@@ -327,11 +327,7 @@ class _Setters:
         self.found.setdefault(option, {})[option if is_own else written] = meaning, shown
 
     def check(self) -> None:
-        """Refuse two flags of different names that set one option differently.
-
-        Raises:
-            ValueError: with both flags and what they mean.
-        """
+        """Refuse two flags of different names that set one option differently."""
         for setters in self.found.values():
             if len({meaning for meaning, _ in setters.values()}) > 1:
                 both = " and ".join(shown for _, shown in setters.values())

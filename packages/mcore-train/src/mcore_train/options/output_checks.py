@@ -56,22 +56,14 @@ def _check_earlier_run(config: TrainConfig) -> None:
 
 
 def check_folder(flag: str, path: str) -> None:
-    """Refuse a folder that can neither be written in nor be made.
-
-    Raises:
-        ValueError: with the flag and what is in the way.
-    """
+    """Refuse a folder that can neither be written in nor be made."""
     if Path(path).is_file():
         raise ValueError(f"{flag} {path} is a file: give a folder.")
     _check_place(flag, path, Path(path))
 
 
 def check_file(flag: str, path: str) -> None:
-    """Refuse a file that can neither be written nor be made, with its folders.
-
-    Raises:
-        ValueError: with the flag and what is in the way.
-    """
+    """Refuse a file that can neither be written nor be made, with its folders."""
     if Path(path).is_dir():
         raise ValueError(f"{flag} {path} is a folder: give a file.")
     if Path(path).exists() and not os.access(path, os.W_OK):

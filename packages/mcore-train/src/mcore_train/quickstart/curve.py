@@ -14,9 +14,6 @@ def draw(values: Sequence[float], width: int = 64, height: int = 10, unit: str =
         width: columns of the curve.
         height: rows of the curve.
         unit: written after the numbers at the side.
-
-    Raises:
-        ValueError: if there is nothing to draw.
     """
     if not values:
         raise ValueError("a curve needs at least one value")

@@ -305,11 +305,7 @@ def _write_marker(output: Path, content: dict[str, Any]) -> None:
 
 
 def _clear(output: Path) -> None:
-    """Make the folder empty, if it is a tour's; refuse to touch anything else.
-
-    Raises:
-        ValueError: if the folder holds what no tour wrote.
-    """
+    """Make the folder empty, if it is a tour's; refuse to touch anything else."""
     if output.is_dir() and any(output.iterdir()):
         if not (output / MARKER).is_file():
             raise ValueError(

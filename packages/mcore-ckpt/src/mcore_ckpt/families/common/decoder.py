@@ -287,11 +287,7 @@ class Decoder:
 
 
 def layers_of(description: Description, *known: str) -> tuple[str, ...]:
-    """Return the layers of a pattern, each of them of a kind that a family has.
-
-    Raises:
-        ValueError: with the pattern, if there are none or others; for another family.
-    """
+    """Return the layers of a pattern, each of them of a kind that a family has."""
     require_family(description, "gpt")
     pattern = setting(description, "hybrid_override_pattern")
     layers = pattern_layers(pattern)

@@ -101,9 +101,6 @@ class Fields:
             keep: those that say something in this family, though nothing in others.
             absent: what this family takes for fields that are not there, though others take
                 something else; null is not absent.
-
-        Raises:
-            ValueError: for quantized weights, and for values of the wrong kind.
         """
         for name, value in config.items():
             if value is not None and (wanted := _unlike(name, value)):
@@ -129,11 +126,7 @@ class Fields:
         return self._left.pop(name, absent)
 
     def must_be(self, name: str, *values: Any) -> None:
-        """Use a field up that may only have certain values, or be absent.
-
-        Raises:
-            ValueError: with the field and its value.
-        """
+        """Use a field up that may only have certain values, or be absent."""
         value = self._left.pop(name, None)
         if value is not None and value not in values:
             allowed = " or ".join(repr(v) for v in values)
@@ -143,11 +136,7 @@ class Fields:
             )
 
     def finish(self) -> None:
-        """Refuse fields that were not read.
-
-        Raises:
-            UnknownFieldsError: naming them.
-        """
+        """Refuse fields that were not read."""
         # False, null, 0 and empty lists switch off features that we do not have.
         if unknown := {name: value for name, value in self._left.items() if value}:
             raise UnknownFieldsError(unknown)
@@ -261,11 +250,7 @@ def write_pairs(description: Mapping[str, Any], pairs: Pairs) -> dict[str, Any]:
 
 
 def require_family(description: Mapping[str, Any], name: str) -> None:
-    """Refuse a model of another architecture.
-
-    Raises:
-        ValueError: with both names.
-    """
+    """Refuse a model of another architecture."""
     if description.get("family") != name:
         raise ValueError(
             f"it cannot express a model of the family {description.get('family')!r}"

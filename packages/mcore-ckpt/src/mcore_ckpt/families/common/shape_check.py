@@ -19,9 +19,6 @@ def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEnt
     Args:
         description: of the model; one of a family that is not known here says nothing.
         entries: its weights by logical name. Names are another check's matter.
-
-    Raises:
-        ValueError: naming each weight of another shape, with both.
     """
     shapes = shapes_of(description)
     problems = []

@@ -93,11 +93,7 @@ def write_limit(limit: Any) -> list[float]:
 
 
 def expansion(description: Mapping[str, Any]) -> int:
-    """Return how many times as wide as the stream all Mamba heads are together.
-
-    Raises:
-        ValueError: if that is no whole number.
-    """
+    """Return how many times as wide as the stream all Mamba heads are together."""
     config = settings(description)
     inner, hidden = mamba_sizes(config).inner, config.hidden_size
     if inner % hidden:

@@ -83,10 +83,6 @@ def read_legacy_folder(
         folder: holds the folders of the ranks.
         vocab_size: tokens without padding; 0: as the arguments stored say.
         description: of the model; needed where no arguments are stored.
-
-    Raises:
-        ValueError: if arguments are missing, or say what we cannot represent.
-        CheckpointError: if files are damaged or name other classes, or shards do not fit.
     """
     states = _states(folder)
     first = next(iter(states.values()))[1]

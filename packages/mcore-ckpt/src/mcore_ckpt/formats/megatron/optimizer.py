@@ -153,9 +153,6 @@ def unflattened(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> Tensor
 
     It was cut by a grid into equal blocks; its leading dimensions say which block, the last
     one is the block's elements in order.
-
-    Raises:
-        ValueError: if the one is no such form of the other.
     """
     *grid, size = entry.shape or (0,)
     block = [length // max(1, count) for length, count in zip(shape, grid, strict=False)]
