@@ -128,6 +128,20 @@ def test_metrics_of_training_and_validation_stand_in_one_file(tmp_path):
     assert lines[-1]["tokens"] == 2 * 4 * 8
 
 
+def test_the_share_of_the_optimizer_that_flags_name_is_kept_on_the_host():
+    shares = []
+    for share in (0.0, 0.5, 1.0):
+        offload = {
+            "optimizer_cpu_offload": share > 0,
+            "optimizer_offload_fraction": share or 1.0,
+        }
+        kept = build(**offload).optimizer._segments.values()
+        sizes = [(s.main.numel(), s.on_host) for segments in kept for s in segments]
+        on_host = sum(size for size, is_there in sizes if is_there)
+        shares.append(on_host / sum(size for size, _ in sizes))
+    assert shares == pytest.approx([0.0, 0.5, 1.0], abs=0.02)
+
+
 def refusal_of_drives(folders):
     """What a rank says of the folders that the ranks keep their optimizer's state in."""
     folder = folders[dist.get_rank()]

@@ -189,6 +189,11 @@ def test_flash4_names_its_extra_where_it_is_not_installed(monkeypatch):
         )
 
 
+def test_a_backend_that_is_named_is_the_one_that_computes():
+    with pytest.raises(RuntimeError, match="No viable backend"):  # cuDNN's on a CPU
+        attend(*inputs(5, 5, 4, 4), backend="fused")
+
+
 def test_plain_products_may_be_asked_for():
     for backend in ("unfused", "local"):
         compare(inputs(5, 5, 4, 2), backend=backend)
