@@ -1,9 +1,11 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
+from mcore_moe.kernels.deepep import DeepEPDispatcher
 from mcore_moe.permutation import permute, permute_probs, unpermute
 from mcore_moe.uneven import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import all_reduce
@@ -57,11 +59,18 @@ def check_against_local(kind, dispatcher_type, etp):
     ctx = ParallelContext.build(
         ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=etp)
     )
+    left_out = {
+        "allgather": {"moe_pad_expert_input_to_capacity"},
+        "deepep": {"moe_pad_expert_input_to_capacity", "moe_dispatch_dtype"},
+    }
     for fields in CASES.values():
-        if dispatcher_type == "allgather" and "moe_pad_expert_input_to_capacity" in fields:
+        if left_out.get(dispatcher_type, set()) & set(fields):
             continue
         config = MoEConfig(num_experts=E, moe_token_dispatcher_type=dispatcher_type, **fields)
-        dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
+        if dispatcher_type == "deepep":
+            dispatcher = DeepEPDispatcher(config, ctx.ep, lambda ep, _: DeepEPBuffer(ep))
+        else:
+            dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
         local = build_dispatcher(config, SINGLE, SINGLE)
         result = through(
             config,
@@ -96,6 +105,83 @@ class _summed_over_expert_tp:  # noqa: N801
 )
 def test_tokens_that_travel_come_back_as_if_they_had_stayed(kind, dispatcher_type, etp):
     run_ranks(check_against_local, 4, kind, dispatcher_type, etp)
+
+
+class DeepEPBuffer:
+    """What DeepEP publishes of its ``Buffer``, by objects over gloo."""
+
+    def __init__(self, ep):
+        self.ep = ep
+
+    def everyones(self, found):
+        all_found = [None] * self.ep.size
+        torch.distributed.all_gather_object(all_found, found.detach(), group=self.ep.group)
+        return all_found
+
+    def get_dispatch_layout(self, topk_idx, num_experts):
+        owner = (topk_idx // (num_experts // self.ep.size)).where(topk_idx >= 0, self.ep.size)
+        is_sent = torch.zeros(len(topk_idx), self.ep.size + 1, dtype=torch.bool)
+        is_sent = is_sent.scatter(1, owner, True)[:, :-1]
+        per_expert = topk_idx[topk_idx >= 0].bincount(minlength=num_experts)
+        return is_sent.sum(0), None, per_expert, is_sent, None
+
+    def dispatch(
+        self,
+        x,
+        handle=None,
+        num_tokens_per_rank=None,
+        num_tokens_per_rdma_rank=None,
+        is_token_in_rank=None,
+        num_tokens_per_expert=None,
+        topk_idx=None,
+        topk_weights=None,
+    ):
+        is_first, rank = handle is None, self.ep.rank
+        handle = self.everyones(is_token_in_rank) if is_first else handle
+
+        def sent(found):
+            pairs = zip(self.everyones(found), handle, strict=True)
+            return torch.cat([own[is_sent[:, rank]] for own, is_sent in pairs])
+
+        if not is_first:
+            return sent(x), None, None, None, None, None
+        assert torch.equal(num_tokens_per_rank, is_token_in_rank.sum(0))
+        num_local = num_tokens_per_expert.numel() // self.ep.size
+        ids = sent(topk_idx) - rank * num_local
+        is_here = (ids >= 0) & (ids < num_local)
+        counts = ids[is_here].bincount(minlength=num_local).tolist()
+        own, weights = ids.where(is_here, -1), sent(topk_weights).where(is_here, 0)
+        return sent(x), own, weights, counts, handle, None
+
+    def combine(self, x, handle, topk_weights=None):
+        def summed(found):
+            sizes = [int(is_sent[:, self.ep.rank].sum()) for is_sent in handle]
+            is_own = handle[self.ep.rank]
+            total = found.new_zeros(len(is_own), found.shape[1])
+            blocks = [None] * self.ep.size
+            split = [part.clone() for part in found.detach().split(sizes)]
+            torch.distributed.all_gather_object(blocks, split, group=self.ep.group)
+            for rank, parts in enumerate(blocks):
+                total[is_own[:, rank]] += parts[self.ep.rank]
+            return total
+
+        return summed(x), None if topk_weights is None else summed(topk_weights), None
+
+
+@pytest.mark.parametrize("kind", ["even", "skewed"])
+def test_tokens_that_travel_by_deepeps_interface_do_so_too(kind):
+    run_ranks(check_against_local, 4, kind, "deepep", 1)
+
+
+def test_deepep_is_refused_by_name_where_it_is_missing_or_cannot_serve():
+    config = MoEConfig(num_experts=E, moe_token_dispatcher_type="deepep")
+    two = replace(SINGLE, size=2)
+    with pytest.raises(ValueError, match="deepep needs the package deep_ep, built for torch 2"):
+        build_dispatcher(config, two, SINGLE)
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-size 1, not 2"):
+        build_dispatcher(config, two, two)
+    with pytest.raises(ValueError, match="--moe-expert-rows-limit has no effect"):
+        MoEConfig(num_experts=E, moe_token_dispatcher_type="deepep", moe_expert_rows_limit=2)
 
 
 def check_same_bits(repeats):

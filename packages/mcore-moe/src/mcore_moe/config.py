@@ -90,8 +90,9 @@ class MoEConfig:
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     """Which tokens stay when an expert is full: the most wanted, or the first."""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
-    """How tokens travel to the ranks of their experts. Megatron's default: allgather."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "deepep"] = "alltoall"
+    """How tokens travel to the ranks of their experts; deepep: by that library's kernels.
+    Megatron's default: allgather."""
 
     moe_dispatch_dtype: Literal["", "fp8"] = ""
     """Format in which tokens travel to the ranks of their experts; empty: the model's own; fp8:
@@ -231,6 +232,16 @@ class MoEConfig:
                 "--moe-split-batch-overlap cuts what an all-to-all sends: use "
                 "--moe-token-dispatcher-type alltoall, or leave it out."
             )
+        for name in (
+            "moe_expert_rows_limit",
+            "moe_dispatch_dtype",
+            "moe_shared_expert_overlap",
+        ):
+            if getattr(self, name) and self.moe_token_dispatcher_type == "deepep":
+                raise ValueError(
+                    f"--{name.replace('_', '-')} has no effect with "
+                    "--moe-token-dispatcher-type deepep: leave it out, or use alltoall."
+                )
         if self.moe_experts_dtype and not self.moe_grouped_gemm:
             raise ValueError(
                 f"--moe-experts-dtype {self.moe_experts_dtype} multiplies in a grouped GEMM: "

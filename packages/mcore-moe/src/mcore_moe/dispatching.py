@@ -51,6 +51,9 @@ def build_dispatcher(
         ep: ranks that share the experts.
         expert_tp: ranks that share each expert's matrices.
         levels: ``ep`` between nodes and within one; of one rank each: tokens take one step.
+
+    Raises:
+        ValueError: if ``deepep`` is not installed, or ``expert_tp`` is more than one rank.
     """
     if ep.size == 1 and expert_tp.size == 1:
         return LocalDispatcher(config)
@@ -58,6 +61,15 @@ def build_dispatcher(
         from mcore_moe.hierarchical import HierarchicalDispatcher
 
         return HierarchicalDispatcher(config, *levels)
+    if config.moe_token_dispatcher_type == "deepep":
+        from mcore_moe.kernels.deepep import DeepEPDispatcher
+
+        if expert_tp.size > 1:
+            raise ValueError(
+                "--moe-token-dispatcher-type deepep sends whole experts' tokens: use "
+                f"--expert-tensor-parallel-size 1, not {expert_tp.size}, or alltoall."
+            )
+        return DeepEPDispatcher(config, ep)
     if config.moe_token_dispatcher_type == "allgather":
         return AllGatherDispatcher(config, ep, expert_tp)
     return AllToAllDispatcher(config, ep, expert_tp)

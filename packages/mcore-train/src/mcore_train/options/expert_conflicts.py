@@ -71,6 +71,11 @@ def _pair_conflicts(config: TrainConfig) -> Iterator[str]:
             f"{name} has no effect with --hierarchical-expert-parallel-size, whose two steps "
             "give no turn away: leave one out."
         )
+    if config.experts.moe_token_dispatcher_type == "deepep":
+        yield (
+            f"{name} has no effect with --moe-token-dispatcher-type deepep, which gives no "
+            "turn away: use alltoall or allgather."
+        )
 
 
 def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
@@ -87,6 +92,14 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
     problem = one_step_option(experts)
     if parallel.hierarchical_expert_parallel_size and problem:
         yield problem
+    if experts.moe_token_dispatcher_type == "deepep" and (
+        not config.precision.bf16 or not is_spread or expert_tp > 1
+    ):
+        yield (
+            "--moe-token-dispatcher-type deepep sends bfloat16 tokens of whole experts over "
+            "--expert-model-parallel-size: use --bf16, an --expert-model-parallel-size above 1 "
+            "and --expert-tensor-parallel-size 1, or another dispatcher."
+        )
     if not experts.moe_experts_dtype or not experts.num_experts:
         return
     sizes = _expert_sizes(config)

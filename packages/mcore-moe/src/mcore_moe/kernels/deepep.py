@@ -1,0 +1,150 @@
+"""Dispatch and combine by DeepEP's kernels, an optional library.
+
+A token travels to each rank once, however many of its experts are there, and comes back as
+one sum of that rank. Gradients take the other verb: those of dispatch are combined, those of
+combine dispatched. The interface is that of DeepEP's first version, whose class is ``Buffer``.
+It is tested against a stand-in with that interface and was not run on a GPU: there was no wheel
+of the library for the torch of this workspace.
+
+Reference:
+    DeepSeek-AI 2024, DeepSeek-V3, 3.2.2. arXiv:2412.19437.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mcore_moe.config import MoEConfig
+from mcore_moe.permutation import plan_rows, trimmed
+from mcore_moe.protocol import Beside, Dispatched
+from mcore_moe.routing import Routing
+from mcore_parallel.in_flight import InFlight
+from mcore_parallel.mesh import Axis
+
+
+class DeepEPDispatcher:
+    """Sends each token to the ranks of its experts and back, by DeepEP."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        ep: Axis,
+        make_buffer: Callable[[Axis, Tensor], Any] | None = None,
+    ) -> None:
+        """Keep the config and the axis; no communication.
+
+        Args:
+            config: of the layer.
+            ep: ranks that share the experts.
+            make_buffer: gives DeepEP's buffer for the tokens of a call; None: one that all
+                layers of a group and a width share.
+
+        Raises:
+            ValueError: if the library cannot be imported.
+        """
+        if make_buffer is None:
+            _library()
+        self.config, self.ep = config, ep
+        self.make_buffer = make_buffer or _shared_buffer
+
+    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
+        """Send nothing before it is routed."""
+
+    def dispatch(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        *,
+        is_even: bool = False,  # noqa: ARG002
+        begun: InFlight | None = None,  # noqa: ARG002
+        beside: Beside | None = None,  # noqa: ARG002
+    ) -> Dispatched:
+        """Send tokens with their choices and weights over ``ep``.
+
+        The host waits for the number of tokens that arrive.
+        """
+        buffer = self.make_buffer(self.ep, x)
+        ids = routing.ids if routing.keep is None else routing.ids.where(routing.keep, -1)
+        num_experts = self.config.num_experts
+        rows, probs, own, counts, handle = _Dispatch.apply(
+            x, routing.probs, ids, buffer, num_experts
+        )
+        keep = own >= 0  # the others are choices of experts elsewhere
+        plan = plan_rows(own.where(keep, 0), num_experts // self.ep.size, keep)
+        return Dispatched(rows, probs, trimmed(plan, sum(counts)), (buffer, handle))
+
+    def combine(self, y: Float[Tensor, "M D"], handle: tuple[Any, Any]) -> Float[Tensor, "T D"]:
+        """Send sums back over ``ep``, and add up those of each token."""
+        return _Combine.apply(y, *handle)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor, ids: Tensor, buffer: Any, num_experts: int
+    ) -> Any:
+        by_rank, by_node, by_expert, is_sent, _ = buffer.get_dispatch_layout(ids, num_experts)
+        rows, own, weights, counts, handle, _ = buffer.dispatch(
+            x.contiguous(),
+            topk_idx=ids,
+            topk_weights=probs,
+            num_tokens_per_rank=by_rank,
+            num_tokens_per_rdma_rank=by_node,
+            is_token_in_rank=is_sent,
+            num_tokens_per_expert=by_expert,
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.mark_non_differentiable(own)
+        return rows, weights, own, counts, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *_: Any) -> Any:
+        grad_x, grad_probs, _ = ctx.buffer.combine(
+            grad.contiguous(), ctx.handle, topk_weights=grad_weights.contiguous()
+        )
+        return grad_x, grad_probs, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, buffer: Any, handle: Any) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        return buffer.combine(y.contiguous(), handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None
+
+
+@cache
+def _library() -> Any:
+    try:
+        import deep_ep  # pyrefly: ignore
+    except ImportError as error:
+        raise ValueError(
+            "--moe-token-dispatcher-type deepep needs the package deep_ep, built for torch "
+            f"{torch.__version__}: {error}. Install it, or use alltoall or allgather."
+        ) from error
+    return deep_ep
+
+
+def _shared_buffer(ep: Axis, x: Tensor) -> Any:
+    if x.dtype != torch.bfloat16 or not x.is_cuda:
+        raise TypeError(
+            "--moe-token-dispatcher-type deepep sends bfloat16 tokens of a GPU, and these are "
+            f"{x.dtype} on {x.device.type}: use --bf16, or alltoall."
+        )
+    return _buffer(ep.group, x.shape[1] * x.element_size())
+
+
+@cache
+def _buffer(group: Any, row_bytes: int) -> Any:
+    kind, size = _library().Buffer, group.size()
+    configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
+    nvlink = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
+    rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
+    return kind(group, nvlink, rdma)
