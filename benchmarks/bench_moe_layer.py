@@ -65,6 +65,7 @@ KINDS = (
         re.compile(r"sort|radix|_count_block|_place_block|_top|[sS]can|histogram|scatter"),
     ),
     ("activation", re.compile(r"^_forward|^_backward|silu|SiLU")),
+    ("cast", re.compile(r"^_cast|^_largest")),
     ("gemm", re.compile(r"gemm|nvjet|cutlass|xmma|cublas|wgmma|matmul|_accumulate|Gemm")),
     ("add", re.compile(r"add|Add")),
 )
